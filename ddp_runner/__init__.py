@@ -1,0 +1,61 @@
+"""Fault-tolerant PyTorch DistributedDataParallel training: kill anything, any time.
+
+The public names below load when first used, so that neither the command nor the supervisor ever
+imports torch. ARCHITECTURE.md maps the rooms.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ddp_runner.version import VERSION
+
+if TYPE_CHECKING:
+    from ddp_runner.core.faults import BadInputError
+    from ddp_runner.core.settings import Settings
+    from ddp_runner.data.loader import SafeDataLoader
+    from ddp_runner.launcher import launch
+    from ddp_runner.memory.manager import MemoryManager
+    from ddp_runner.observe.logger import DDPLogger
+    from ddp_runner.training.task import Datasets, Task
+    from ddp_runner.training.trainer import DDPTrainer
+
+__version__ = VERSION
+__all__ = [
+    "BadInputError",
+    "DDPLogger",
+    "DDPTrainer",
+    "Datasets",
+    "MemoryManager",
+    "SafeDataLoader",
+    "Settings",
+    "Task",
+    "__version__",
+    "launch",
+]
+_HOME_OF_NAME = {
+    "BadInputError": "ddp_runner.core.faults",
+    "DDPLogger": "ddp_runner.observe.logger",
+    "DDPTrainer": "ddp_runner.training.trainer",
+    "Datasets": "ddp_runner.training.task",
+    "MemoryManager": "ddp_runner.memory.manager",
+    "SafeDataLoader": "ddp_runner.data.loader",
+    "Settings": "ddp_runner.core.settings",
+    "Task": "ddp_runner.training.task",
+    "launch": "ddp_runner.launcher",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name's home on first use (PEP 562)."""
+    home = _HOME_OF_NAME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ddp_runner' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,66 @@
+"""The command: finds which command is meant, and turns wrong input into one line and exit 2."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MODULE_OF_COMMAND = {
+    "train": "ddp_runner.cli.train",
+    "checkpoints": "ddp_runner.cli.checkpoints",
+    "report": "ddp_runner.cli.report",
+    "doctor": "ddp_runner.cli.doctor",
+    "demo": "ddp_runner.cli.demo",
+}
+_LATER = ("run",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's); the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command, rest = split_command(words)
+        module = import_module(_MODULE_OF_COMMAND[command])
+        return int(module.run(rest))
+    except BadInputError as error:
+        for line in str(error).splitlines():
+            print(f"ddp_runner: error: {line}", file=sys.stderr)
+        return ExitCode.BAD_USAGE
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone; keep the interpreter from flushing into it at exit.
+        sys.stdout = None
+        return ExitCode.FAILED
+
+
+def split_command(words: list[str]) -> tuple[str, list[str]]:
+    """The command and its words. Without a command word, ``train``. Raises BadInputError."""
+    if not words or words[0].startswith("-") or "=" in words[0]:
+        return "train", words
+    word, rest = words[0], words[1:]
+    if word == "help":
+        return "train", ["--help"]
+    if word in _MODULE_OF_COMMAND:
+        return word, rest
+    if word in _LATER:
+        raise BadInputError(word, "", "is not in this version; the commands are " + _listed())
+    near = difflib.get_close_matches(word, _MODULE_OF_COMMAND, n=1)
+    hint = f"did you mean {near[0]}?" if near else "the commands are " + _listed()
+    raise BadInputError(word, "", f"unknown command; {hint}")
+
+
+def _listed() -> str:
+    return ", ".join(_MODULE_OF_COMMAND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

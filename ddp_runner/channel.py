@@ -1,0 +1,80 @@
+"""A control channel: whole messages, with file descriptors, over a local socket pair."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from ddp_runner.core.messages import PACKET_BYTES_MAX, Message, WireError, decode, encode
+
+DESCRIPTORS_MAX = 8
+
+
+class ChannelClosedError(ConnectionError):
+    """The other side has closed its end, or has ended."""
+
+
+class Channel:
+    """One end of a pair. A packet is a message; nothing is ever half received.
+
+    ``send`` may be called from several threads; ``receive`` belongs to one.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """A channel, and the raw socket of the other end, to be passed to another process."""
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(mine), theirs
+
+    @classmethod
+    def from_descriptor(cls, descriptor: int) -> Channel:
+        """Take over an inherited end."""
+        return cls(socket.socket(fileno=descriptor))
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def set_blocking(self, *, blocking: bool) -> None:
+        """Whether ``send`` and ``receive`` may wait. A non-blocking one raises BlockingIOError."""
+        self._socket.setblocking(blocking)
+
+    def send(self, message: Message, *, descriptors: Sequence[int] = ()) -> None:
+        """Send one message. Raises :class:`ChannelClosedError` when nobody can receive it."""
+        try:
+            if descriptors:
+                socket.send_fds(self._socket, [encode(message)], list(descriptors))
+            else:
+                self._socket.send(encode(message))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosedError(str(error)) from error
+
+    def receive(self) -> tuple[Message, list[int]]:
+        """The next message and its descriptors, which are the caller's to close.
+
+        Raises :class:`ChannelClosedError` at end-of-file, WireError for a packet that is no message.
+        """
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(
+                self._socket, PACKET_BYTES_MAX, DESCRIPTORS_MAX
+            )
+        except ConnectionResetError as error:
+            raise ChannelClosedError(str(error)) from error
+        if not packet:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ChannelClosedError("the other end is closed")
+        try:
+            return decode(packet), list(descriptors)
+        except WireError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()

@@ -1,0 +1,10 @@
+"""KEEPS: a checkpoint that was announced can always be read again. Never decides when to save.
+
+manifest    what a checkpoint is, as a value, and its JSON form; file names    (no torch)
+disk        the few disk operations that durability rests on                   (no torch)
+publish     one file, written under a temporary name and published when synced (no torch)
+catalog     which checkpoints a directory holds, and whether each is intact    (no torch)
+store       CheckpointStore: save, retention, load
+weights     torch files as plain data; weights for ``--init-from``
+codec       state dicts as values: prefixes, differences, digest, what can be stored
+"""

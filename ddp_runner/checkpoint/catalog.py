@@ -1,0 +1,252 @@
+"""Which checkpoints a directory holds, and whether each is intact. Never imports torch, never deletes one.
+
+A checkpoint is ``step_<number>.pt`` with its manifest ``step_<number>.json``. A file whose manifest
+is missing or damaged can still be whole (a save that was cut off between the two); it is then
+checked by the CRC-32 that its own archive keeps of each record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
+from ddp_runner.checkpoint.publish import writer_of
+from ddp_runner.core.faults import BadInputError
+
+POINTERS = ("last", "best")
+WORDS = ("auto", "last", "best", "none")
+NO_MANIFEST = "no manifest: the save was cut off before it was published"
+NO_FILE = "a manifest without its file"
+_READ_BYTES = 4 * 1024 * 1024
+_POINTER_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One checkpoint of a directory. ``problem`` is what a look at names, manifest and size shows."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+
+
+class Catalog:
+    """Reads one checkpoint directory; one that does not exist holds nothing."""
+
+    def __init__(self, directory: Path, *, disk: Disk | None = None) -> None:
+        self.directory = Path(directory)
+        self._disk: Disk = RealDisk() if disk is None else disk
+
+    def entries(self) -> list[Entry]:
+        """Every checkpoint, newest (highest step) first. Reads manifests and sizes, no content."""
+        steps = {step for name in self._names() if (step := step_of(name)) is not None}
+        return [self._entry(self.directory, step) for step in sorted(steps, reverse=True)]
+
+    def verify(self, entry: Entry) -> str | None:
+        """Read the whole file; None if it is what its manifest says, else the reason in words.
+
+        Without a usable manifest the file must pass the CRC-32 of its own archive.
+        """
+        try:
+            size_bytes = entry.path.stat().st_size
+            if entry.manifest is None:
+                return _archive_problem(entry.path, size_bytes)
+            if size_bytes != entry.manifest.size_bytes:
+                return f"{size_bytes} bytes, its manifest says {entry.manifest.size_bytes}"
+            if sha256_of(entry.path) != entry.manifest.sha256:
+                return "its SHA-256 is not the one in its manifest"
+        except FileNotFoundError:
+            return NO_FILE
+        except OSError as error:
+            return f"cannot be read: {error.strerror or error}"
+        return None
+
+    def pointer(self, name: str) -> Path | None:
+        """The checkpoint that pointer file ``last`` or ``best`` names; None if it names none."""
+        return self._follow(name)[0]
+
+    def pointer_problem(self, name: str) -> str | None:
+        """Why :meth:`pointer` gives None, in words; None while it gives a path."""
+        return self._follow(name)[1]
+
+    def best(self) -> Entry | None:
+        """The entry with the lowest monitored value, the oldest of equals, by the manifests.
+
+        The pointer file is derived from this, so a torn one loses nothing.
+        """
+        judged = [
+            (entry.manifest.monitored, entry.step, entry)
+            for entry in self.entries()
+            if entry.problem is None
+            and entry.manifest is not None
+            and entry.manifest.monitored is not None
+        ]
+        return min(judged, key=lambda item: item[:2])[2] if judged else None
+
+    def resolve(self, which: str) -> list[Entry]:
+        """What to try for ``--resume``, in order.
+
+        ``auto`` and ``last``: newest to oldest. ``best``: the best one, then newest to oldest.
+        ``none``: nothing. Else a path of a checkpoint file, its manifest, a pointer file or a
+        checkpoint directory. Raises BadInputError if the path is none of these.
+        """
+        if which == "none":
+            return []
+        if which not in WORDS:
+            return self._resolve_path(Path(which))
+        entries = self.entries()
+        best = self.best() if which == "best" else None
+        if best is None:
+            return entries
+        return [best, *(entry for entry in entries if entry.step != best.step)]
+
+    def set_all_aside(self, stamp: str) -> Path | None:
+        """Move every checkpoint, manifest, pointer and set-aside bad file into ``set_aside_<stamp>/``.
+
+        Returns that directory (a number is added if it exists), None if there was nothing to move.
+        """
+        return self.set_aside([name for name in self._names() if _is_ours(name)], stamp)
+
+    def set_aside(self, names: list[str], stamp: str) -> Path | None:
+        """Move the files called ``names`` into a new ``set_aside_<stamp>/``; None if there are none."""
+        if not names:
+            return None
+        target = self.directory / f"set_aside_{stamp}"
+        number = 1
+        while target.exists():
+            number += 1
+            target = self.directory / f"set_aside_{stamp}_{number}"
+        self._disk.make_directory(target)
+        # Manifests go first, and durably: cut off in between, a file without its manifest is still
+        # a checkpoint, a manifest without its file is none.
+        manifests = [name for name in names if name.endswith(".json")]
+        for group in (manifests, [name for name in names if name not in manifests]):
+            for name in group:
+                self._disk.replace(self.directory / name, target / name)
+            self._disk.sync_directory(target)
+            self._disk.sync_directory(self.directory)
+        return target
+
+    def clean_leftovers(self) -> list[Path]:
+        """Remove temporary files of writers that have ended; returns what was removed.
+
+        A name of this very process counts as left over (process ids repeat across containers):
+        call it while this process is not saving.
+        """
+        removed = []
+        for name in self._names():
+            writer = writer_of(name)
+            if writer is not None and not _is_other_living_process(writer):
+                path = self.directory / name
+                self._disk.remove(path)
+                removed.append(path)
+        return removed
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in self.directory.iterdir()]
+        except FileNotFoundError:
+            return []
+
+    def _entry(self, directory: Path, step: int) -> Entry:
+        path = directory / checkpoint_name(step)
+        manifest, problem = None, None
+        try:
+            text = (directory / manifest_name(step)).read_text()
+            manifest = Manifest.from_json(text)
+        except FileNotFoundError:
+            problem = NO_MANIFEST
+        except OSError as error:
+            problem = f"its manifest cannot be read: {error.strerror or error}"
+        except ValueError as error:
+            problem = f"its manifest is damaged: {error}"
+        if not path.is_file():
+            problem = NO_FILE
+        elif manifest is not None and path.stat().st_size != manifest.size_bytes:
+            problem = f"{path.stat().st_size} bytes, its manifest says {manifest.size_bytes}"
+        return Entry(step=step, path=path, manifest=manifest, problem=problem)
+
+    def _follow(self, name: str) -> tuple[Path | None, str | None]:
+        """The target of a pointer file, or why it has none."""
+        try:
+            with (self.directory / name).open("rb") as file:
+                target = file.read(_POINTER_BYTES_MAX).decode(errors="replace")
+        except OSError as error:
+            return None, f"pointer {name!r}: {error.strerror or error}"
+        if not target.endswith("\n") or step_of(target[:-1]) is None or ".pt" not in target:
+            return None, f"pointer {name!r} is torn: it holds {target[:40]!r}"
+        path = self.directory / target[:-1]
+        if not path.is_file():
+            return None, f"pointer {name!r} names {target[:-1]}, which does not exist"
+        return path, None
+
+    def _resolve_path(self, path: Path) -> list[Entry]:
+        expected = (
+            "expected auto, last, best, none, a checkpoint file step_<number>.pt or a directory"
+            " that holds some"
+        )
+        if path.is_dir():
+            entries = Catalog(path).entries()
+            if not entries:
+                raise BadInputError("--resume", path, f"holds no checkpoint; {expected}")
+            return entries
+        if not path.is_file():
+            raise BadInputError("--resume", path, f"does not exist; {expected}")
+        if path.name in POINTERS:
+            target, problem = Catalog(path.parent)._follow(path.name)  # noqa: SLF001  # our own class
+            if target is None:
+                raise BadInputError("--resume", path, str(problem))
+            path = target
+        step = step_of(path.name)
+        if step is None:
+            raise BadInputError("--resume", path, f"is no checkpoint of ours by name; {expected}")
+        return [self._entry(path.parent, step)]
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, read in pieces. Raises OSError."""
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+    return digest.hexdigest()
+
+
+def _archive_problem(path: Path, size_bytes: int) -> str | None:
+    """Check the records of a torch archive (a ZIP file) against their CRC-32; None if all match."""
+    if size_bytes == 0:
+        return "it is empty, and it has no usable manifest"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:
+        return f"no usable manifest, and its archive is damaged: {error}"
+    if damaged is not None:
+        return f"no usable manifest, and its record {damaged!r} is damaged"
+    return None
+
+
+def _is_ours(name: str) -> bool:
+    """A checkpoint, manifest, pointer, or bad file that was set aside."""
+    stem = name.split(".bad", maxsplit=1)[0]
+    return name in POINTERS or step_of(stem) is not None
+
+
+def _is_other_living_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True  # it lives under another user, or the name is none that we wrote
+    return True

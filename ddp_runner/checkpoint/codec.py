@@ -1,0 +1,126 @@
+"""State dicts as values: prefixes, differences, digest, what can be stored. Never touches a disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Value = TypeVar("_Value")
+_COMPILED = "_orig_mod."
+_WRAPPED = "module."
+_LISTED_MAX = 5
+
+# What torch.load(weights_only=True) gives back unchanged in every torch that we support.
+_PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype, torch.device, torch.Size)
+_BYTES_PER_ENTRY = (
+    512  # of the archive: headers, alignment and the pickled description of one entry
+)
+
+
+def strip_prefixes(state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The entries under the bare module's names, in order; the values themselves, not copies.
+
+    ``_orig_mod.`` (torch.compile) goes wherever it stands. A leading ``module.`` (DDP and other
+    wrappers) goes while *every* key has it: where only some do, the model has a part of that name.
+    Raises ValueError if two keys become one.
+    """
+    names = {key: key.replace(_COMPILED, "") for key in state_dict}
+    while names and all(name.startswith(_WRAPPED) for name in names.values()):
+        names = {key: name[len(_WRAPPED) :] for key, name in names.items()}
+    bare = {names[key]: value for key, value in state_dict.items()}
+    if len(bare) != len(names):
+        twice = sorted(name for name in bare if list(names.values()).count(name) > 1)
+        raise ValueError(f"two entries become one without prefixes: {', '.join(twice)}")
+    return bare
+
+
+def check_state_dict(
+    model_state: Mapping[str, object], expected_state: Mapping[str, object]
+) -> list[str]:
+    """How a stored state differs from the one that a model expects, in words; empty if it fits.
+
+    Compares names and shapes, not dtypes (a load converts those). At most five names of each sort
+    are listed, the rest counted.
+    """
+    missing = [key for key in expected_state if key not in model_state]
+    unexpected = [key for key in model_state if key not in expected_state]
+    shapes = [
+        f"{key} {_shape(model_state[key])} where the model has {_shape(expected)}"
+        for key, expected in expected_state.items()
+        if key in model_state and _shape(model_state[key]) != _shape(expected)
+    ]
+    differences = []
+    for title, entries in (("missing", missing), ("unexpected", unexpected), ("shape", shapes)):
+        if entries:
+            more = f" and {len(entries) - _LISTED_MAX} more" if len(entries) > _LISTED_MAX else ""
+            differences.append(f"{title}: {', '.join(entries[:_LISTED_MAX])}{more}")
+    return differences
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "x".join(str(size) for size in value.shape) or "scalar"
+    return type(value).__name__
+
+
+def weights_sha256(state_dict: Mapping[str, object]) -> str:
+    """SHA-256 over the tensors of a state dict, as hexadecimal digits (DESIGN section 10).
+
+    Sorted by key; for each entry: key, NUL, dtype (``torch.float32``), NUL, shape joined by
+    commas, NUL, the contiguous little-endian bytes. Entries that are no tensors (a module's extra
+    state) are left out. Tensors on a device are copied to the host one at a time.
+    """
+    digest = hashlib.sha256()
+    for key in sorted(state_dict):
+        value = state_dict[key]
+        if not isinstance(value, Tensor):
+            continue
+        shape = ",".join(str(size) for size in value.shape)
+        digest.update(f"{key}\0{value.dtype}\0{shape}\0".encode())
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        # Every machine that torch is built for here is little-endian: its bytes are the digest's.
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def stored_bytes(state: Mapping[str, object]) -> int:
+    """About how many bytes ``state`` takes in a file: an upper estimate, storages counted once.
+
+    Raises TypeError, naming the entry, for a value that plain ``torch.load(weights_only=True)``
+    would refuse or change, so that nothing is announced that cannot be read again.
+    """
+    storages: dict[int, int] = {}
+    entries = _visit(state, where="state", storages=storages)
+    return sum(storages.values()) + entries * _BYTES_PER_ENTRY
+
+
+def _visit(value: Any, *, where: str, storages: dict[int, int]) -> int:
+    """Collect the storages below ``value`` by address; the number of entries seen."""
+    kind = type(value)
+    if kind in (Tensor, torch.nn.Parameter):
+        storage = value.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()  # noqa: SLF001  # as torch.save names storages
+        return 1
+    entries = 1
+    if kind in (dict, OrderedDict):
+        for key, item in value.items():
+            entries += _visit(key, where=f"a key of {where}", storages=storages)
+            entries += _visit(item, where=f"{where}[{key!r}]", storages=storages)
+    elif kind in (list, tuple):
+        for index, item in enumerate(value):
+            entries += _visit(item, where=f"{where}[{index}]", storages=storages)
+    elif kind in (str, bytes):
+        entries += len(value) // _BYTES_PER_ENTRY
+    elif kind not in _PLAIN_LEAVES:
+        raise TypeError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which torch.load(weights_only="
+            "True) does not give back: store a number, string, tensor, list, tuple or dict"
+        )
+    return entries

@@ -1,0 +1,133 @@
+"""What a checkpoint is, as a value, and its JSON form. Never touches a disk.
+
+A manifest is published after the file that it names. The same facts, less size and digest, also
+travel inside the file (:meth:`Manifest.facts`), so that a file without its manifest still says
+what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.settings import JsonValue
+
+FORMAT = 1
+_FILE_NAME = re.compile(r"step_(\d{8,})\.(pt|json)")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ABOUT_THE_FILE = ("file", "size_bytes", "sha256")
+
+
+def checkpoint_name(step: int) -> str:
+    """The file name of the checkpoint of ``step``."""
+    return f"step_{step:08d}.pt"
+
+
+def manifest_name(step: int) -> str:
+    """The file name of the manifest of ``step``."""
+    return f"step_{step:08d}.json"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's or manifest's file name; None for any other name."""
+    match = _FILE_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One published checkpoint.
+
+    ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` that of
+    the whole file. ``monitored`` is the value that ``best`` is judged by (lower is better), None
+    where there was none. ``meaning`` says what the run means (model, data, global batch, seed):
+    resuming under another meaning is refused by the caller. ``created_utc`` is for people.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    run_id: str
+    file: str
+    size_bytes: int
+    sha256: str
+    monitored: float | None
+    meaning: Mapping[str, JsonValue]
+    settings_digest: str
+    versions: Mapping[str, str]
+    created_utc: str
+    reason: str
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """A JSON object, one field a line. Raises TypeError or ValueError if a value has no JSON form."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    def facts(self) -> dict[str, object]:
+        """Everything but name, size and digest of the file, as plain JSON values."""
+        values: dict[str, object] = json.loads(self.to_json())
+        return {name: value for name, value in values.items() if name not in _ABOUT_THE_FILE}
+
+    @classmethod
+    def from_facts(
+        cls, facts: Mapping[str, object], *, file: str, size_bytes: int, sha256: str
+    ) -> Manifest:
+        """A manifest for a file that carries its own ``facts``. Raises ValueError if they are none."""
+        return _checked({**facts, "file": file, "size_bytes": size_bytes, "sha256": sha256})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest in ``text``. Raises ValueError, saying what is wrong, if it is none."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"not a JSON object but {type(values).__name__}")  # noqa: TRY004  # as all garbage
+        return _checked(values)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "format": (int,),
+    "step": (int,),
+    "epoch": (int,),
+    "samples": (int,),
+    "run_id": (str,),
+    "file": (str,),
+    "size_bytes": (int,),
+    "sha256": (str,),
+    "monitored": (int, float, type(None)),
+    "meaning": (dict,),
+    "settings_digest": (str,),
+    "versions": (dict,),
+    "created_utc": (str,),
+    "reason": (str,),
+}
+_COUNTS = ("step", "epoch", "samples", "size_bytes")
+
+
+def _checked(values: Mapping[str, object]) -> Manifest:
+    """Build a manifest out of parsed JSON. Fields that a newer version added are dropped."""
+    missing = sorted(set(_TYPES) - set(values))
+    if missing:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    for name, types in _TYPES.items():
+        value = values[name]
+        if not isinstance(value, types) or isinstance(value, bool):
+            wanted = " or ".join(kind.__name__ for kind in types)
+            raise ValueError(f"{name} is {value!r}, not {wanted}")  # noqa: TRY004  # as all garbage
+        if name in _COUNTS and isinstance(value, int) and value < 0:
+            raise ValueError(f"{name} is {value}, below 0")
+    if values["format"] != FORMAT:
+        raise ValueError(f"format {values['format']}; this version reads format {FORMAT}")
+    if not _SHA256.fullmatch(str(values["sha256"])):
+        raise ValueError("sha256 is not 64 hexadecimal digits")
+    if step_of(str(values["file"])) != values["step"]:
+        raise ValueError(f"file {values['file']!r} is not the file of step {values['step']}")
+    known: dict[str, object] = {name: values[name] for name in _TYPES}
+    return Manifest(**known)  # type: ignore[arg-type]  # the types were compared above

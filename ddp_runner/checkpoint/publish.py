@@ -1,0 +1,165 @@
+"""One file, written under a temporary name and published when it is on disk. Never reads one.
+
+``DurableWriter`` is what torch.save writes into: it hashes what it writes, at the same time.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from ddp_runner.checkpoint.disk import Disk
+
+# Smaller pieces are gathered: torch writes four for each tensor, most of a few bytes, and below
+# this a hand-over to the hashing thread costs more than the hash.
+_PIECE_BYTES_MIN = 256 * 1024
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What was published: size and SHA-256 of the bytes that were handed to the disk."""
+
+    path: Path
+    size_bytes: int
+    sha256: str
+
+
+class DurableWriter:
+    """A file object for torch.save: appends to a handle and hashes the same bytes beside it.
+
+    The bytes that torch hands over are valid only during the call, so each call waits for both.
+    After the first failure it takes and drops everything and keeps the error in ``failure``: torch
+    cannot end its archive after a failed write and would hide the cause behind its own error.
+    """
+
+    def __init__(self, disk: Disk, handle: int, hasher: ThreadPoolExecutor) -> None:
+        self._disk = disk
+        self._handle = handle
+        self._hasher = hasher
+        self._hash = hashlib.sha256()
+        self._gathered = bytearray()
+        self.size_bytes = 0
+        self.failure: BaseException | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append ``data``; returns its length, also after a failure (see the class)."""
+        view = memoryview(data)
+        if self.failure is None and view.nbytes:
+            try:
+                self._take(view.cast("B"))
+            except BaseException as error:  # noqa: BLE001  # raised by finish() when torch is out
+                self.failure = error
+        return view.nbytes
+
+    def flush(self) -> None:
+        """For torch, which calls it at the end: :meth:`finish` is what empties the writer."""
+
+    def finish(self) -> None:
+        """Append what is still gathered; raises the first failure of any write."""
+        if self.failure is not None:
+            raise self.failure
+        self._append_gathered()
+
+    def _take(self, view: memoryview) -> None:
+        if view.nbytes < _PIECE_BYTES_MIN:
+            self._gathered += view
+            if len(self._gathered) >= _PIECE_BYTES_MIN:
+                self._append_gathered()
+        else:
+            self._append_gathered()
+            self._append(view)
+
+    def _append_gathered(self) -> None:
+        if self._gathered:
+            self._append(memoryview(self._gathered))
+            self._gathered = bytearray()
+
+    def _append(self, view: memoryview) -> None:
+        hashing = self._hasher.submit(self._hash.update, view)
+        try:
+            self._disk.write(self._handle, view)
+        finally:
+            hashing.result()
+        self.size_bytes += view.nbytes
+
+    def hexdigest(self) -> str:
+        """SHA-256 of everything written, once finished."""
+        return self._hash.hexdigest()
+
+
+def temporary_path(path: Path) -> Path:
+    """Where this process writes what will become ``path``: the same directory, hence one file system."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
+def writer_of(name: str) -> int | None:
+    """The process id in one of our temporary names; None for any other name."""
+    match = _TEMPORARY.fullmatch(name)
+    return int(match[2]) if match else None
+
+
+def publish(disk: Disk, path: Path, produce: Callable[[DurableWriter], None]) -> Written:
+    """Have ``produce`` write a file and make it appear as ``path``, whole, or not at all.
+
+    The caller syncs the directory, once for all that it publishes there. On any error the temporary
+    file is removed and what stood at ``path`` is untouched; if the removal fails too, the error
+    that is raised is of that removal, caused by the first one.
+    """
+    temporary = temporary_path(path)
+    try:
+        written = _write_synced(disk, temporary, produce)
+        # INVARIANT sync-before-rename: a name that readers look for never stands for bytes that a
+        # loss of power can take away.
+        # Broken if: replace() moves above the sync in _write_synced().
+        # Guarded by: test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint.
+        disk.replace(temporary, path)
+    except BaseException:
+        _remove_if_there(disk, temporary)
+        raise
+    return Written(path=path, size_bytes=written[0], sha256=written[1])
+
+
+def publish_text(disk: Disk, path: Path, text: str) -> Written:
+    """:func:`publish` a small text."""
+    return publish(disk, path, lambda out: _write_text(out, text))
+
+
+def _write_text(out: DurableWriter, text: str) -> None:
+    out.write(text.encode())
+
+
+def _write_synced(
+    disk: Disk, path: Path, produce: Callable[[DurableWriter], None]
+) -> tuple[int, str]:
+    """Write and sync ``path``; size and digest. Raises OSError if the disk holds another size."""
+    handle = disk.open_temporary(path)
+    try:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-hash") as hasher:
+            writer = DurableWriter(disk, handle, hasher)
+            produce(writer)
+            writer.finish()
+        disk.sync_file(handle)
+    finally:
+        disk.close(handle)
+    size_bytes = disk.size_bytes(path)
+    if size_bytes != writer.size_bytes:
+        wrong = f"holds {size_bytes} bytes after a write of {writer.size_bytes}"
+        raise OSError(errno.EIO, wrong, str(path))
+    return size_bytes, writer.hexdigest()
+
+
+def _remove_if_there(disk: Disk, path: Path) -> None:
+    try:
+        disk.remove(path)
+    except FileNotFoundError:
+        return  # it was never created, or was renamed already

@@ -1,0 +1,307 @@
+"""Saves and loads checkpoints so that an announced one is never lost; never decides when.
+
+A checkpoint is one file for plain ``torch.load(weights_only=True)``: the caller's dict plus the key
+``manifest``, which tells what the file is even when its manifest file is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import platform
+import time
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddp_runner.checkpoint.catalog import WORDS, Catalog, Entry, sha256_of
+from ddp_runner.checkpoint.codec import stored_bytes
+from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
+from ddp_runner.checkpoint.publish import publish, publish_text
+from ddp_runner.checkpoint.weights import UnreadableError, load_weights, read_archive
+from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.settings import JsonValue
+
+__all__ = ["MANIFEST_KEY", "CheckpointStore", "Loaded", "Saved", "load_weights"]
+
+MANIFEST_KEY = "manifest"
+_SPARE_BYTES = 1024 * 1024  # of free space, for manifest, pointers and the file system's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A published checkpoint. ``blocked_s`` is the whole call, ``write_s`` its main file alone."""
+
+    path: Path
+    manifest: Manifest
+    blocked_s: float
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A checkpoint that verified, and those that were passed over, newest first, with the reason."""
+
+    state: dict[str, Any]
+    manifest: Manifest
+    path: Path
+    rejected: tuple[tuple[Path, str], ...] = ()
+
+
+class CheckpointStore:
+    """The checkpoints of one run in one directory. One process writes; any may load.
+
+    Keeps the newest ``keep_last`` and the best one (lowest monitored value). Not thread-safe.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int, disk: Disk | None = None) -> None:
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: at least 1")
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+        self._disk: Disk = RealDisk() if disk is None else disk
+        self.catalog = Catalog(self.directory, disk=self._disk)
+        self._has_cleaned = False
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int,
+        epoch: int,
+        samples: int,
+        run_id: str,
+        meaning: Mapping[str, JsonValue],
+        settings_digest: str,
+        monitored: float | None,
+        reason: str,
+    ) -> Saved:
+        """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
+
+        Blocks for the write and its sync; device tensors are copied to the host one at a time. The
+        model's entries must come from the bare module (no ``module.``). ``monitored`` is better
+        when lower; a value that is not finite counts as None. Checkpoints of later steps belong to
+        a course that was left (a rollback, a resume from an older file): they are moved into
+        ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
+
+        Raises FaultError (STORAGE_FAILED) if the disk refuses: then every earlier checkpoint stands
+        as before, or, once the new one is published, only pointers or clean-up are behind. Raises
+        TypeError or ValueError for a state that could not be read again.
+        """
+        started_s = time.perf_counter()
+        finite = monitored is not None and math.isfinite(monitored)
+        manifest = Manifest(
+            step=step,
+            epoch=epoch,
+            samples=samples,
+            run_id=run_id,
+            file=checkpoint_name(step),
+            size_bytes=0,
+            sha256="0" * 64,
+            monitored=monitored if finite else None,
+            meaning=meaning,
+            settings_digest=settings_digest,
+            versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+            created_utc=_utc("%Y-%m-%dT%H:%M:%SZ"),
+            reason=reason,
+        )
+        if MANIFEST_KEY in state:
+            raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
+        content = {**state, MANIFEST_KEY: manifest.facts()}
+        needed_bytes = stored_bytes(content) + _SPARE_BYTES
+        try:
+            published, write_s = self._publish(content, manifest, needed_bytes=needed_bytes)
+            self._point_and_retain(published)
+        except OSError as error:
+            raise _storage_fault(error, self.directory / manifest.file, step=step) from error
+        return Saved(
+            path=self.directory / published.file,
+            manifest=published,
+            blocked_s=time.perf_counter() - started_s,
+            write_s=write_s,
+        )
+
+    def _publish(
+        self, content: dict[str, Any], manifest: Manifest, *, needed_bytes: int
+    ) -> tuple[Manifest, float]:
+        """Put file and manifest in place; the finished manifest and the seconds of the file."""
+        disk, directory = self._disk, self.directory
+        disk.make_directory(directory)
+        if not self._has_cleaned:  # a predecessor that was killed may hold the room that we need
+            self.catalog.clean_leftovers()
+            self._has_cleaned = True
+        free_bytes = disk.free_bytes(directory)
+        if free_bytes < needed_bytes:
+            wrong = f"{needed_bytes:,} bytes are needed and {free_bytes:,} are free"
+            raise OSError(errno.ENOSPC, wrong, str(directory))
+        self._withdraw_manifest(manifest.step)
+        started_s = time.perf_counter()
+        written = publish(
+            disk,
+            directory / manifest.file,
+            lambda out: torch.save(content, out),  # type: ignore[arg-type]  # write and flush do
+        )
+        disk.sync_directory(directory)
+        write_s = time.perf_counter() - started_s
+        finished = replace(manifest, size_bytes=written.size_bytes, sha256=written.sha256)
+        # INVARIANT publish-last: a manifest is written only after the file that it names is on disk.
+        # Broken if: this publish_text() moves above the sync_directory() that follows the file.
+        # Guarded by: test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint.
+        publish_text(disk, directory / manifest_name(manifest.step), finished.to_json())
+        disk.sync_directory(directory)
+        return finished, write_s
+
+    def _withdraw_manifest(self, step: int) -> None:
+        """Before a file is replaced by another of the same step, take its manifest away."""
+        # INVARIANT one-truth: a manifest never stands beside a file that it does not describe.
+        # Without one, old and new file alike are checked by their own archive and stay loadable.
+        # Broken if: the same step is saved again while the old manifest is still there.
+        # Guarded by: test_saving_the_same_step_again_survives_a_crash_anywhere.
+        path = self.directory / manifest_name(step)
+        if path.exists():
+            self._disk.remove(path)
+            self._disk.sync_directory(self.directory)
+
+    def _point_and_retain(self, published: Manifest) -> None:
+        """Everything that follows from a published checkpoint; none of it is needed to load one."""
+        directory = self.directory
+        left = [entry for entry in self.catalog.entries() if entry.step > published.step]
+        names = [entry.path.name for entry in left]
+        names += [manifest_name(entry.step) for entry in left]
+        present = [name for name in names if (directory / name).exists()]
+        self.catalog.set_aside(present, _utc("%Y%m%dT%H%M%SZ"))
+        publish_text(self._disk, directory / "last", f"{published.file}\n")
+        best = self.catalog.best()
+        if best is not None and self.catalog.pointer("best") != best.path:
+            publish_text(self._disk, directory / "best", f"{best.path.name}\n")
+        self._disk.sync_directory(directory)
+        self._retain(published, best=best)
+
+    def _retain(self, published: Manifest, *, best: Entry | None) -> None:
+        """Delete what is older than the newest ``keep_last`` sound checkpoints, save the best."""
+        entries = self.catalog.entries()
+        sound = [entry.step for entry in entries if entry.problem is None]
+        if len(sound) <= self.keep_last:
+            return
+        oldest_kept = sound[self.keep_last - 1]
+        # INVARIANT replaced-first: only what newer, synced and published checkpoints replace is
+        # deleted, never the one just written.
+        # Broken if: retention runs before the manifest is synced, or counts damaged entries.
+        # Guarded by: test_retention_counts_only_sound_checkpoints.
+        assert oldest_kept <= published.step
+        for entry in entries:
+            if entry.step < oldest_kept and (best is None or entry.step != best.step):
+                for path in (self.directory / manifest_name(entry.step), entry.path):
+                    if path.exists():
+                        self._disk.remove(path)
+        self._disk.sync_directory(self.directory)
+
+    def load(
+        self,
+        which: str = "auto",
+        *,
+        map_location: str | torch.device = "cpu",
+        set_bad_aside: bool = False,
+    ) -> Loaded | None:
+        """The first checkpoint for ``which`` (see :meth:`Catalog.resolve`) that verifies.
+
+        None when there is none at all, or for ``none``. With ``set_bad_aside``, damaged ones that
+        were passed over are renamed to ``<name>.bad`` with the reason in ``<name>.bad.reason``:
+        one process does that, and only once a sound one is found, so that a relaunch after a
+        failure does not take the directory for an empty one.
+
+        Raises BadInputError (``--resume``) for a path that does not exist or does not verify, and
+        FaultError (CHECKPOINT_BAD), naming each with its reason, when none verifies.
+        """
+        candidates = self.catalog.resolve(which)
+        rejected: list[tuple[Path, str]] = []
+        damaged: list[tuple[Entry, str]] = []
+        for entry in candidates:
+            reason = self.catalog.verify(entry)
+            if reason is not None:
+                damaged.append((entry, reason))
+            else:
+                found = _read(entry, map_location=map_location)
+                if not isinstance(found, str):
+                    if set_bad_aside and which in WORDS:
+                        self._set_bad_aside(damaged)
+                    return replace(found, rejected=tuple(rejected))
+                reason = found
+            rejected.append((entry.path, reason))
+        if not candidates:
+            return None
+        listed = "; ".join(f"{path}: {reason}" for path, reason in rejected)
+        if which not in WORDS:
+            raise BadInputError("--resume", which, f"does not verify: {listed}")
+        raise FaultError(
+            _fault(
+                FaultKind.CHECKPOINT_BAD,
+                f"no checkpoint in {self.directory} can be loaded ({listed}); --resume none sets"
+                " them aside and starts afresh",
+                step=candidates[0].step,
+            )
+        )
+
+    def _set_bad_aside(self, damaged: list[tuple[Entry, str]]) -> None:
+        """Rename damaged checkpoints; raises FaultError (STORAGE_FAILED) if the disk refuses."""
+        for entry, reason in damaged:
+            bad = entry.path.with_name(f"{entry.path.name}.bad")
+            manifest = self.directory / manifest_name(entry.step)
+            try:
+                publish_text(self._disk, bad.with_name(f"{bad.name}.reason"), f"{reason}\n")
+                if entry.path.exists():
+                    self._disk.replace(entry.path, bad)
+                if manifest.exists():
+                    self._disk.replace(manifest, manifest.with_name(f"{manifest.name}.bad"))
+                self._disk.sync_directory(self.directory)
+            except OSError as error:
+                raise _storage_fault(error, entry.path, step=entry.step) from error
+
+
+def _read(entry: Entry, *, map_location: str | torch.device) -> Loaded | str:
+    """Load a verified file, or say why torch or we cannot take it."""
+    try:
+        content = read_archive(entry.path, map_location=map_location)
+    except UnreadableError as error:
+        return f"torch.load: {error}"
+    facts = content.pop(MANIFEST_KEY, None) if isinstance(content, dict) else None
+    if not isinstance(facts, dict):
+        return "it was not written by ddp_runner"
+    try:
+        manifest = entry.manifest or Manifest.from_facts(
+            facts,
+            file=entry.path.name,
+            size_bytes=entry.path.stat().st_size,
+            sha256=sha256_of(entry.path),
+        )
+    except (OSError, ValueError) as error:
+        return f"no usable manifest, and its own facts are none: {error}"
+    return Loaded(state=content, manifest=manifest, path=entry.path)
+
+
+def _fault(kind: FaultKind, cause: str, *, step: int) -> Fault:
+    return Fault(
+        kind=kind, rank=-1, step=step, cause=cause, phase="checkpoint", at_ns=time.monotonic_ns()
+    )
+
+
+def _storage_fault(error: OSError, path: Path, *, step: int) -> FaultError:
+    """The disk refused while ``path`` was being saved or set aside; text for people."""
+    where = Path(error.filename) if error.filename else path
+    place = "" if where == path else f" (at {where})"
+    return FaultError(
+        _fault(FaultKind.STORAGE_FAILED, f"{path}{place}: {error.strerror or error}", step=step)
+    )
+
+
+def _utc(form: str) -> str:
+    """The wall time in UTC, for names and people."""
+    return datetime.now(tz=timezone.utc).strftime(form)

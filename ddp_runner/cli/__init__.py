@@ -1,0 +1,17 @@
+"""ENTERS: the command line; each command reads its words, asks the rooms, prints the answer.
+
+train        a checked LaunchPlan for the supervisor
+checkpoints  `checkpoints list|verify`
+report       `report`: a run's summary for people
+doctor       `doctor`: can this machine train?
+demo         `demo`: train in peace and under faults, and compare the weights
+repairs      a journal's incidents, for the demo's table
+options      the options of `train` as a table
+parser       words -> files and assignments, with did-you-mean
+usage        the help texts, made from the tables
+arguments    the few options of the small commands
+devices      visible GPUs, and the place of each rank
+machine      cores and the installed torch's build
+
+Nothing here imports torch. Wrong input is a BadInputError; `__main__` prints it and exits 2.
+"""

@@ -1,0 +1,143 @@
+"""Which GPUs are visible, and which rank computes where. Asks nvidia-smi; imports no torch."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.launch import DevicePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ddp_runner.cli.machine import TorchBuild
+    from ddp_runner.core.settings import Settings
+
+_QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader")
+_QUERY_TIMEOUT_S = 30.0
+AUTO_CPU_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU of this machine; ``index`` is nvidia-smi's, ``memory`` is its text (``143771 MiB``)."""
+
+    index: int
+    uuid: str
+    name: str
+    memory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleGpus:
+    """GPUs in the order in which torch counts them; ``why_none`` says why there are none."""
+
+    gpus: tuple[Gpu, ...] = ()
+    why_none: str = ""
+    is_surprising: bool = False  # a GPU could be expected here: people should be told
+
+
+def find_gpus(environment: Mapping[str, str], build: TorchBuild | None) -> VisibleGpus:
+    """The GPUs that a rank's torch would see under ``environment``."""
+    if build is None:
+        return VisibleGpus(why_none="torch is not installed")
+    if not build.cuda:
+        return VisibleGpus(why_none=f"torch {build.version} is a build without CUDA")
+    present = _present()
+    if isinstance(present, VisibleGpus):
+        return present
+    return visible(present, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _present() -> tuple[Gpu, ...] | VisibleGpus:
+    """The machine's GPUs, or the reason why there are none."""
+    try:
+        answer = subprocess.run(  # noqa: S603 - a fixed command
+            _QUERY, capture_output=True, text=True, check=False, timeout=_QUERY_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        return VisibleGpus(why_none="nvidia-smi was not found: no NVIDIA driver here")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return VisibleGpus(why_none=f"nvidia-smi does not answer ({error})", is_surprising=True)
+    if answer.returncode != 0:
+        reason = " ".join((answer.stdout + answer.stderr).split())[:160]
+        return VisibleGpus(why_none=f"nvidia-smi failed: {reason}", is_surprising=True)
+    return parse_query(answer.stdout) or VisibleGpus(why_none="nvidia-smi lists none")
+
+
+def parse_query(text: str) -> tuple[Gpu, ...]:
+    """nvidia-smi's CSV lines, in the order of the bus."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) >= 4 and cells[0].isdigit():
+            name = ", ".join(cells[2:-1])
+            found.append(Gpu(index=int(cells[0]), uuid=cells[1], name=name, memory=cells[-1]))
+    return tuple(sorted(found, key=lambda gpu: gpu.index))
+
+
+def visible(present: Sequence[Gpu], mask: str | None) -> VisibleGpus:
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indices or UUID prefixes, up to the first bad."""
+    if mask is None:
+        return VisibleGpus(gpus=tuple(present))
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in mask.split(",")):
+        gpu = _named(present, entry)
+        if gpu is None or gpu in chosen:
+            break
+        chosen.append(gpu)
+    return VisibleGpus(
+        gpus=tuple(chosen),
+        why_none="" if chosen else f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU",
+    )
+
+
+def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
+    if entry.isdigit():
+        return next((gpu for gpu in present if gpu.index == int(entry)), None)
+    if entry.startswith("MIG-"):
+        return Gpu(index=-1, uuid=entry, name="MIG slice", memory="")
+    matches = [gpu for gpu in present if entry and gpu.uuid.lower().startswith(entry.lower())]
+    return matches[0] if len(matches) == 1 else None
+
+
+def plan_devices(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:
+    """The place of each rank. Raises BadInputError for GPUs or ranks that cannot be had."""
+    run = settings.run
+    if run.device == "cpu" or (run.device == "auto" and not run.gpus and not found.gpus):
+        count = run.nproc_per_node
+        ranks = min(AUTO_CPU_RANKS, cores) if count == "auto" else count
+        return (DevicePlan(device="cpu", name="CPU", visible_index=None),) * ranks
+    if not found.gpus:
+        option, value = ("--gpus", _comma(run.gpus)) if run.gpus else ("run.device", "cuda")
+        raise BadInputError(option, value, f"no GPU can be used: {found.why_none}; or use --cpu")
+    wrong = [index for index in run.gpus if index >= len(found.gpus)]
+    if wrong:
+        there = ", ".join(f"{index} ({gpu.name})" for index, gpu in enumerate(found.gpus))
+        raise BadInputError(
+            "--gpus", _comma(run.gpus), f"no such GPU: {_comma(wrong)}; there are {there}"
+        )
+    chosen = run.gpus or tuple(range(len(found.gpus)))
+    return tuple(
+        DevicePlan(device=f"cuda:{index}", name=found.gpus[index].name, visible_index=index)
+        for index in _one_per_rank(settings, chosen)
+    )
+
+
+def _one_per_rank(settings: Settings, chosen: Sequence[int]) -> tuple[int, ...]:
+    count = settings.run.nproc_per_node
+    ranks = len(chosen) if count == "auto" else count
+    if ranks > len(chosen) and settings.ddp.backend != "gloo":
+        raise BadInputError(
+            "--nproc-per-node",
+            ranks,
+            f"must be at most the number of GPUs, {len(chosen)}; --cpu trains on the CPU, and "
+            "ddp.backend=gloo lets ranks share a GPU",
+        )
+    return tuple(chosen[rank % len(chosen)] for rank in range(ranks))
+
+
+def _comma(numbers: Sequence[int]) -> str:
+    return ",".join(str(number) for number in numbers)

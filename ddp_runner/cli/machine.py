@@ -1,0 +1,57 @@
+"""What this machine offers: cores, memory, the installed torch's build. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """The installed torch, read from its files. ``cuda`` is "" for a build without."""
+
+    version: str
+    cuda: str
+
+
+def torch_build() -> TorchBuild | None:
+    """The torch that a rank would import; None if there is none."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    return TorchBuild(version=_quoted(text, "__version__"), cuda=_quoted(text, "cuda"))
+
+
+def _quoted(text: str, name: str) -> str:
+    found = re.search(rf"^{name}\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
+    return found.group(1) if found else ""
+
+
+def core_count() -> int:
+    """Cores that this process may use: its CPU affinity, cut to the container's quota."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    quota = cpu_quota()
+    return max(1, min(cores, math.ceil(quota)) if quota else cores)
+
+
+def cpu_quota(root: Path = _CGROUP) -> float | None:
+    """The container's CPU quota in cores (cgroup v2 or v1); None without one."""
+    try:
+        limit, period = (root / "cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        try:
+            limit = (root / "cpu" / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        except OSError:
+            return None
+    if limit in ("max", "-1"):
+        return None
+    return int(limit) / int(period)

@@ -1,0 +1,183 @@
+"""The options of ``train`` as a table, from which both the parser and the help are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option. ``key`` is the setting it assigns, "" where it is not a setting.
+
+    ``metavar`` is "" for a switch, which assigns ``constant``.
+    """
+
+    long: str
+    short: str = ""
+    key: str = ""
+    metavar: str = ""
+    constant: str = "true"
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Options that the help shows under one heading."""
+
+    title: str
+    options: tuple[Option, ...]
+
+
+GROUPS = (
+    Group(
+        title="What to train",
+        options=(
+            Option(
+                long="--task",
+                key="run.task",
+                metavar="TASK",
+                says="bytes, synthetic, FILE.py[:NAME] or module:NAME",
+            ),
+            Option(
+                long="--data",
+                key="data.path",
+                metavar="PATH",
+                says="file or folder of text to learn; otherwise Python's own standard library",
+            ),
+            Option(
+                long="--init-from",
+                key="run.init_from",
+                metavar="PATH",
+                says="start from these weights, on the very first start only",
+            ),
+            Option(long="--seed", key="run.seed", metavar="N", says="of everything random"),
+        ),
+    ),
+    Group(
+        title="How long and how much",
+        options=(
+            Option(
+                long="--epochs",
+                short="-e",
+                key="run.epochs",
+                metavar="N",
+                says="passes over the data",
+            ),
+            Option(
+                long="--max-steps",
+                key="run.max_steps",
+                metavar="N",
+                says="optimizer steps of the run; wins over --epochs; 0: by epochs",
+            ),
+            Option(
+                long="--batch-size",
+                short="-b",
+                key="data.batch_size",
+                metavar="N",
+                says="samples per rank and step",
+            ),
+        ),
+    ),
+    Group(
+        title="Where it computes",
+        options=(
+            Option(
+                long="--gpus",
+                short="-g",
+                key="run.gpus",
+                metavar="0,1",
+                says="GPUs to use, as CUDA_VISIBLE_DEVICES counts them; otherwise all",
+            ),
+            Option(long="--cpu", key="run.device", constant="cpu", says="train on the CPU"),
+            Option(
+                long="--nproc-per-node",
+                short="-n",
+                key="run.nproc_per_node",
+                metavar="N",
+                says="ranks; auto: one per GPU, or up to 2 on the CPU",
+            ),
+        ),
+    ),
+    Group(
+        title="Files",
+        options=(
+            Option(
+                long="--log-dir",
+                short="-l",
+                key="run.log_dir",
+                metavar="DIR",
+                says="logs, metrics, status.json, summary.json",
+            ),
+            Option(
+                long="--checkpoint-dir",
+                short="-c",
+                key="run.checkpoint_dir",
+                metavar="DIR",
+                says="checkpoints, to resume from and to keep",
+            ),
+            Option(
+                long="--config",
+                metavar="FILE",
+                says="YAML file of settings; may be repeated, the later wins",
+            ),
+        ),
+    ),
+    Group(
+        title="Keeping going",
+        options=(
+            Option(
+                long="--resume",
+                key="run.resume",
+                metavar="WHICH",
+                says="auto, last, best, PATH, or none: set old checkpoints aside",
+            ),
+            Option(
+                long="--max-restarts",
+                key="recovery.max_restarts",
+                metavar="N",
+                says="repairs within an hour before giving up",
+            ),
+            Option(
+                long="--min-ranks",
+                key="recovery.min_ranks",
+                metavar="N",
+                says="go on with so few when a rank keeps failing; 0: only with all",
+            ),
+            Option(
+                long="--regrow-after",
+                key="recovery.regrow_after",
+                metavar="SECONDS",
+                says="try a rank that was given up again after so long; 0: never",
+            ),
+        ),
+    ),
+    Group(
+        title="Trying out",
+        options=(
+            Option(long="--test", key="run.test", says="two small epochs in folders of their own"),
+            Option(long="--debug", key="run.debug", says="verbose logs and checks; slow"),
+            Option(
+                long="--audit",
+                key="run.audit",
+                says="record what each step trained on: audit_rank_<r>.jsonl",
+            ),
+            Option(
+                long="--inject",
+                key="run.inject",
+                metavar="SPEC",
+                says="cause a fault, such as kill:rank=1,step=20; may be repeated",
+            ),
+        ),
+    ),
+    Group(
+        title="Help",
+        options=(
+            Option(long="--help", short="-h", says="this text"),
+            Option(long="--help-settings", says="every setting, its default and legal values"),
+            Option(long="--version", says="the version"),
+        ),
+    ),
+)
+OPTIONS = {option.long: option for group in GROUPS for option in group.options}
+LONG_OF_SHORT = {option.short: option.long for option in OPTIONS.values() if option.short}
+LONG_OF_ALIAS = {"--nproc": "--nproc-per-node", "--gpu-ids": "--gpus", "--num-epochs": "--epochs"}

@@ -1,0 +1,134 @@
+"""The words of ``train`` -> files and assignments. Judges names; ``config`` judges values."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
+from ddp_runner.config.fields import Kind, find_key, known_fields
+from ddp_runner.core.faults import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ASSIGNMENT = re.compile(r"^([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
+_NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
+_SEE_HELP = "; --help lists the options"
+_PAGES = ("--help", "--help-settings", "--version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainArguments:
+    """What was asked. ``page`` is the help option that was given, "" for training.
+
+    ``assignments`` are pairs of a name as the user wrote it (long form) and its text, in order.
+    """
+
+    files: tuple[Path, ...] = ()
+    assignments: tuple[tuple[str, str], ...] = ()
+    page: str = ""
+
+
+def parse_train(words: Sequence[str]) -> TrainArguments:
+    """Parse the words behind ``train``. Raises BadInputError for the first not understood."""
+    files: list[Path] = []
+    assignments: list[tuple[str, str]] = []
+    page = ""
+    rest = list(words)
+    only_settings = False
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            only_settings = True
+        elif word.startswith("-") and word != "-" and not only_settings:
+            option, attached = _option(word)
+            if option.long in _PAGES:
+                page = page or option.long
+            elif option.long == "--config":
+                files.append(Path(_value(option, attached, rest)))
+            else:
+                assignments.append((_name(option), _value(option, attached, rest)))
+        else:
+            assignments.append(_setting(word))
+    return TrainArguments(files=tuple(files), assignments=tuple(assignments), page=page)
+
+
+def _name(option: Option) -> str:
+    """How messages name the option's setting: as the option, where that names the same setting."""
+    try:
+        same = find_key(option.long, option.long[2:], list(known_fields())) == option.key
+    except BadInputError:
+        same = False
+    return option.long if same else option.key
+
+
+def _setting(word: str) -> tuple[str, str]:
+    match = _ASSIGNMENT.match(word)
+    if match is None:
+        raise BadInputError(
+            word or "''", "", f"unexpected word{_meant_option(word)}; settings are KEY=VALUE"
+        )
+    return match.group(1), match.group(2)
+
+
+def _meant_option(word: str) -> str:
+    """A hint for an option whose dashes were forgotten, such as ``debug`` or ``epochs 3``."""
+    long = f"--{word.replace('_', '-')}"
+    return f"; did you mean {long}?" if long in OPTIONS else ""
+
+
+def _option(word: str) -> tuple[Option, str | None]:
+    """The option that ``word`` names and the value attached to it (``--x=1``, ``-b8``), if any."""
+    if word.startswith("--"):
+        written, has_value, value = word.partition("=")
+        attached = value if has_value else None
+        long = written.replace("_", "-").lower()
+        long = LONG_OF_ALIAS.get(long, long)
+        return OPTIONS.get(long) or _setting_as_option(written), attached
+    option = OPTIONS.get(LONG_OF_SHORT.get(word[:2], ""))
+    if option is None:
+        raise BadInputError(word, "", f"unknown option{_nearest(word) or _SEE_HELP}")
+    attached = word[2:].removeprefix("=") if len(word) > 2 else None
+    if attached is not None and not option.metavar:
+        raise BadInputError(word, "", f"unknown option{_nearest(word) or _SEE_HELP}")
+    return option, attached
+
+
+def _setting_as_option(written: str) -> Option:
+    """``--num-workers 2`` and ``--data.num_workers 2``: any setting may be written as an option."""
+    name = written[2:]
+    try:
+        key = find_key(written, name, list(known_fields()))
+    except BadInputError as unknown:
+        hint = _nearest(written)
+        if not hint:
+            hint = unknown.expected.removeprefix("unknown setting") or _SEE_HELP
+        raise BadInputError(written, "", f"unknown option{hint}") from None
+    return Option(long=f"--{name}", key=f"--{name}", metavar="VALUE", says=key)
+
+
+def _nearest(written: str) -> str:
+    near = difflib.get_close_matches(
+        written.replace("_", "-").lower(), list(OPTIONS), n=1, cutoff=0.75
+    )
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _value(option: Option, attached: str | None, rest: list[str]) -> str:
+    """The option's text: attached, a switch's constant, or the next word."""
+    if attached is not None:
+        if not option.metavar and option.constant != "true":
+            raise BadInputError(option.long, attached, "takes no value")
+        return attached
+    if not option.metavar:
+        return option.constant
+    spec = known_fields().get(option.says)
+    if rest and (not rest[0].startswith("-") or _NEGATIVE_NUMBER.match(rest[0]) or rest[0] == "-"):
+        return rest.pop(0)
+    if spec is not None and spec.kind is Kind.SWITCH:
+        return "true"
+    raise BadInputError(option.long, "", f"needs a value: {option.long} {option.metavar}")

@@ -1,0 +1,145 @@
+"""``report``: what happened in a run, read from its log directory, for people."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.arguments import LOG_DIR, parse_small
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import RunSettings
+from ddp_runner.observe.format import byte_size, count, duration, percent
+from ddp_runner.observe.report import fault_sentence
+from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+HELP = """Usage:  ./launch_training.sh report [-l DIR]
+
+Shows how the newest run in DIR ended: result, time, faults and their repair.
+
+  -l, --log-dir DIR         [logs]"""
+_FAULTS_SHOWN_MAX = 20
+_LABEL_COLUMNS = 12
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the report. Raises BadInputError where there is no run to report on."""
+    arguments = parse_small(words, valued=(LOG_DIR,))
+    if arguments.wants_help:
+        print(HELP)
+        return ExitCode.DONE
+    text = arguments.values.get("--log-dir", RunSettings().log_dir)
+    directory = Path(text).expanduser()
+    if not directory.is_dir():
+        raise BadInputError("--log-dir", text, "no such folder")
+    try:
+        summary = read_summary(directory / "summary.json")
+    except FileNotFoundError:
+        return _report_unfinished(text, directory)
+    except (OSError, ValueError) as error:
+        raise BadInputError(
+            "--log-dir", text, f"its summary.json cannot be read: {error}"
+        ) from error
+    for line in (*summary_lines(summary), *event_lines(directory / "events.jsonl")):
+        print(line)
+    return ExitCode.DONE
+
+
+def _report_unfinished(text: str, directory: Path) -> int:
+    """A run that goes on, or that was killed before it could sum up: its newest status."""
+    try:
+        status = json.loads((directory / "status.json").read_bytes())
+        line = (
+            f"run {status['run_id']}: {status['state']} at step {status['step']} of "
+            f"{status['max_steps']}, {status['world_size']} ranks, {status['faults_total']} faults"
+        )
+    except FileNotFoundError:
+        raise BadInputError("--log-dir", text, "holds no run: no summary.json") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
+    print(line)
+    print("no summary yet: the run goes on, or was killed; the same command resumes it")
+    return ExitCode.DONE
+
+
+def summary_lines(summary: RunSummary) -> Iterator[str]:
+    """The summary as lines of a name and a value."""
+    rows = (
+        ("run", summary.run_id),
+        ("status", f"{summary.status.value} (exit {summary.exit_code})"),
+        ("trained", _trained(summary)),
+        ("loss", "-" if summary.final_loss is None else f"{summary.final_loss:.4f}"),
+        *((name.replace("_", " "), f"{value:.4f}") for name, value in summary.figures.items()),
+        ("wall time", duration(summary.wall_s)),
+        ("goodput", percent(summary.goodput)),
+        ("time in", _times(summary)),
+        ("memory", _memory(summary)),
+        ("exact", "yes" if summary.exact else "no: " + "; ".join(summary.inexact_reasons)),
+        ("weights", (summary.weights_sha256 or "-")[:12]),
+        ("checkpoint", summary.checkpoint or "-"),
+        ("faults", str(len(summary.faults))),
+    )
+    labels = max(_LABEL_COLUMNS, *(len(name) + 2 for name, _ in rows))
+    yield from (f"{name:<{labels}}{value}" for name, value in rows)
+    yield from (_fault_line(fault) for fault in summary.faults[:_FAULTS_SHOWN_MAX])
+    if len(summary.faults) > _FAULTS_SHOWN_MAX:
+        yield f"  and {len(summary.faults) - _FAULTS_SHOWN_MAX} more in events.jsonl"
+
+
+def _trained(summary: RunSummary) -> str:
+    return (
+        f"{count(summary.steps)} steps, {summary.epochs} epochs, {count(summary.samples)} samples "
+        f"on {summary.world_size} ranks"
+    )
+
+
+def _times(summary: RunSummary) -> str:
+    times = summary.time_s
+    shares = (
+        ("start-up", times.startup),
+        ("steps", times.productive),
+        ("data wait", times.data_wait),
+        ("checkpoints", times.checkpoint),
+        ("evaluation", times.evaluation),
+        ("recovery", times.recovery),
+        ("lost steps", times.lost),
+    )
+    return (
+        ", ".join(f"{name} {duration(seconds)}" for name, seconds in shares if seconds > 0) or "-"
+    )
+
+
+def _memory(summary: RunSummary) -> str:
+    peaks = (("host", summary.peak_rss_bytes), ("device", summary.peak_device_bytes))
+    shown = [f"{name} {byte_size(size)}" for name, size in peaks if size]
+    return "peak " + ", ".join(shown) if shown else "-"
+
+
+def _fault_line(fault: FaultRecord) -> str:
+    return f"  {duration(fault.detected_s):>8}  {fault_sentence(fault)}"
+
+
+def event_lines(path: Path) -> Iterator[str]:
+    """How often each event was written; nothing without a readable journal."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        yield f"{'events':<{_LABEL_COLUMNS}}{path.name} cannot be read: {error.strerror}"
+        return
+    counts: Counter[str] = Counter()
+    counts.update(_event_name(line) for line in lines)
+    yield f"{'events':<{_LABEL_COLUMNS}}" + ", ".join(
+        f"{name} {number}" for name, number in counts.items()
+    )
+
+
+def _event_name(line: bytes) -> str:
+    try:
+        return str(json.loads(line)["event"])
+    except (ValueError, KeyError, TypeError):
+        return "(unreadable line)"

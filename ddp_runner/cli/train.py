@@ -1,0 +1,120 @@
+"""``train``: everything that can be wrong is found here, before any process starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
+from ddp_runner.cli.machine import core_count, torch_build
+from ddp_runner.cli.parser import TrainArguments, parse_train
+from ddp_runner.cli.usage import settings_help, train_help
+from ddp_runner.config import check_relations, digest, meaning, resolve
+from ddp_runner.core.injection import parse_injection
+from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddp_runner.core.settings import Settings
+
+THREADS_PER_GPU_RANK_MAX = 8
+
+
+def run(words: Sequence[str]) -> int:
+    """Train as ``words`` say; the exit code of the run. Raises BadInputError."""
+    arguments = parse_train(words)
+    if arguments.page:
+        print(_page(arguments.page))
+        return 0
+    plan = plan_launch(arguments, words=words)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        # An outside launcher (torchrun, srun with its variables) has made this process a rank. By
+        # name, since a rank needs torch and the command line must not.
+        return int(import_module("ddp_runner.rank.outside").main(plan.settings, plan.devices[0]))
+    # Imported here, so that --help and wrong input answer without loading the supervisor.
+    from ddp_runner.supervisor.run import supervise  # noqa: PLC0415
+
+    return supervise(plan)
+
+
+def _page(option: str) -> str:
+    if option == "--version":
+        return f"ddp_runner {VERSION}"
+    return train_help() if option == "--help" else settings_help()
+
+
+def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPlan:
+    """Decide devices, preset and settings. Touches nothing. Raises BadInputError."""
+    environment = dict(os.environ)
+    # Devices choose the preset, and no preset chooses devices: so those come first.
+    asked = resolve(
+        files=arguments.files, environment=environment, command_line=arguments.assignments
+    ).settings
+    cores = core_count()
+    found = VisibleGpus()
+    if asked.run.device != "cpu":
+        found = find_gpus(environment, torch_build())
+    devices = _planned(asked, found=found, cores=cores)
+    resolved = resolve(
+        files=arguments.files,
+        environment=environment,
+        command_line=arguments.assignments,
+        preset=preset_name(devices, is_test=asked.run.test),
+    )
+    notes = check_relations(resolved.settings)
+    world_size = len(devices)
+    for spec in resolved.settings.run.inject:
+        parse_injection(spec, world_size=world_size)
+    return LaunchPlan(
+        settings=resolved.settings,
+        origins=resolved.origin,
+        devices=devices,
+        world_size=world_size,
+        threads_per_rank=threads_per_rank(resolved.settings, devices=devices, cores=cores),
+        meaning=meaning(resolved.settings, world_size=world_size),
+        settings_digest=digest(resolved.settings),
+        command=(sys.executable, "-m", "ddp_runner", "train", *words),
+        notes=(*place_notes(devices, found=found, cores=cores), *notes),
+    )
+
+
+def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:
+    """The devices; a contradiction between settings is told before a missing GPU is."""
+    if settings.run.gpus and settings.run.device == "cpu":
+        check_relations(settings)
+    return plan_devices(settings, found=found, cores=cores)
+
+
+def preset_name(devices: Sequence[DevicePlan], *, is_test: bool) -> str:
+    """The preset for these devices."""
+    base = "cpu" if devices[0].visible_index is None else "gpu"
+    return f"{base}_test" if is_test else base
+
+
+def threads_per_rank(settings: Settings, *, devices: Sequence[DevicePlan], cores: int) -> int:
+    """Intra-op threads of each rank: as set, else the cores shared out."""
+    if settings.run.threads_per_rank:
+        return settings.run.threads_per_rank
+    share = max(1, cores // len(devices))
+    return share if devices[0].visible_index is None else min(share, THREADS_PER_GPU_RANK_MAX)
+
+
+def place_notes(
+    devices: Sequence[DevicePlan], *, found: VisibleGpus, cores: int
+) -> tuple[str, ...]:
+    """Lines that say where each rank computes, and what about that may surprise."""
+    if devices[0].visible_index is not None:
+        return tuple(
+            f"rank {rank} -> GPU {place.visible_index} ({place.name})"
+            for rank, place in enumerate(devices)
+        )
+    notes = []
+    if found.is_surprising:
+        notes.append(f"training on the CPU: {found.why_none}")
+    if len(devices) > cores:
+        notes.append(f"{len(devices)} ranks share {cores} cores: fewer ranks would be faster")
+    return tuple(notes)

@@ -1,0 +1,118 @@
+"""The help texts, made from the tables of options and settings. Every line fits 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.options import GROUPS, Option
+from ddp_runner.config.fields import FieldSpec, known_fields
+from ddp_runner.config.presets import PRESETS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WIDTH = 79
+_INDENT = 28
+COMMANDS = {
+    "train": "train; what happens when no command is given",
+    "checkpoints": "list checkpoints, or verify that they can be read",
+    "report": "what happened in a run, for people",
+    "doctor": "can this machine train, and if not, what to do",
+    "demo": "watch ranks being killed, and the weights come out the same",
+}
+_EXAMPLES = (
+    ("./launch_training.sh", "train on this machine's own text"),
+    ("./launch_training.sh --test", "does everything work here?"),
+    ("./launch_training.sh --data ~/books -e 3", "your text, three passes"),
+    ("./launch_training.sh --gpus 0,2 -b 64", "two GPUs, 64 samples on each"),
+    ("./launch_training.sh --task my.py lr=3e-4", "your own task"),
+    ("./launch_training.sh --config run.yaml", "settings from a file"),
+)
+_EXIT_CODES = (
+    "0 done · 1 failed · 2 bad usage or configuration · 3 gave up",
+    "75 preempted and saved: run the same command again · 130 interrupted, saved",
+)
+
+
+def train_help() -> str:
+    """The text of ``--help``."""
+    lines = [
+        "ddp_runner - training that keeps going.",
+        "",
+        "Usage:  ./launch_training.sh [OPTIONS] [SECTION.KEY=VALUE ...]",
+        "        ./launch_training.sh COMMAND [--help]",
+        "",
+        "Ctrl-C finishes the step, saves and ends; the same command goes on from there.",
+    ]
+    for group in GROUPS:
+        lines += ["", f"{group.title}:"]
+        for option in group.options:
+            lines += _entry(_flags(option), option.says + _default(option))
+    lines += ["", "Settings:"]
+    lines += textwrap.wrap(
+        "Any setting can be given as SECTION.KEY=VALUE, or without its section where only one "
+        "section has such a key: num_workers=2 save_every_steps=50 hidden_size=256. Arguments of "
+        "your own task are task.NAME=VALUE. Order: default < preset < --config < environment "
+        "(DDP_RUNNER_DATA__BATCH_SIZE=8) < command line.",
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="  ",
+    )
+    lines += ["", "Commands:"]
+    for name, says in COMMANDS.items():
+        lines += _entry(f"  {name}", says)
+    lines += ["", "Examples:"]
+    lines += [f"  {command:<43} {says}" for command, says in _EXAMPLES]
+    lines += ["", "Exit codes:", *(f"  {line}" for line in _EXIT_CODES)]
+    return "\n".join(lines)
+
+
+def settings_help() -> str:
+    """The text of ``--help-settings``: every setting with its default and legal values."""
+    lines = ["Every setting: its default, and what it may be."]
+    section = ""
+    for key, spec in known_fields().items():
+        this_section, _, name = key.partition(".")
+        if this_section != section:
+            section = this_section
+            lines += ["", f"{section}:"]
+        says = f"{_shown(spec.default)}{_on_cpu(spec)} - {spec.expected()}"
+        lines += _entry(f"  {name}", says)
+    return "\n".join(lines)
+
+
+def _flags(option: Option) -> str:
+    short = f"{option.short}, " if option.short else "    "
+    return f"  {short}{option.long}{' ' + option.metavar if option.metavar else ''}"
+
+
+def _entry(left: str, right: str) -> Iterable[str]:
+    """``left`` in its column and ``right`` wrapped beside it, or below when ``left`` is long."""
+    wrapped = textwrap.wrap(right, WIDTH - _INDENT)
+    if len(left) >= _INDENT - 1:
+        yield left
+        left = ""
+    yield f"{left:<{_INDENT}}{wrapped[0]}"
+    for line in wrapped[1:]:
+        yield " " * _INDENT + line
+
+
+def _default(option: Option) -> str:
+    spec = known_fields().get(option.key)
+    if spec is None or not option.metavar or spec.default in ("", ()):
+        return ""
+    return f" [{_shown(spec.default)}{_on_cpu(spec)}]"
+
+
+def _on_cpu(spec: FieldSpec) -> str:
+    preset = PRESETS["cpu"]
+    if preset.get(spec.key, spec.default) == spec.default:
+        return ""
+    return f"; on the CPU {_shown(preset[spec.key])}"
+
+
+def _shown(value: object) -> str:
+    if value in ("", ()):
+        return "(empty)"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,236 @@
+"""Forms and leaves the process group of one generation. Never decides when."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    DebugLevel,
+    PrefixStore,
+    Store,
+    get_debug_level,
+    set_debug_level,
+)
+
+from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.store import StoreLink
+
+UNUSED_TAG = 2**30  # of a message that nobody sends
+PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """One agreed membership."""
+
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+class Group:
+    """The default process group of one generation, and its store for small agreements."""
+
+    def __init__(
+        self, membership: Membership, store: Store, *, device: torch.device, switch: AbortSwitch
+    ) -> None:
+        self.membership = membership
+        self.device = device
+        self._store = store
+        self._switch = switch
+        self._asked: Counter[str] = Counter()
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.membership.world_size
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """Every rank's ``value``, by rank. Blocks until all have called it with this ``name``.
+
+        Raises torch.distributed.DistError within the group's timeout if a rank never does.
+        """
+        # Numbered, so that the same question asked again is not answered by the first time's values.
+        self._asked[name] += 1
+        key = f"{name}/{self._asked[name]}"
+        with self._switch.using_store():
+            self._store.set(f"{key}/{self.rank}", value)
+            return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
+
+
+def _use_loopback(host: str) -> None:
+    """Bind gloo to loopback for a world on one machine, whatever its host name resolves to."""
+    if host in ("127.0.0.1", "localhost", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@contextlib.contextmanager
+def joined(
+    membership: Membership,
+    *,
+    link: StoreLink,
+    backend: str,
+    device: torch.device,
+    timeout_s: float,
+    switch: AbortSwitch,
+) -> Iterator[Group]:
+    """Be a member of the generation for the length of the block.
+
+    Every rank of the membership must enter. Raises RuntimeError or torch.distributed.DistError when
+    a peer does not come within ``timeout_s``, or at once when ``switch`` is tripped meanwhile.
+    """
+    _use_loopback(link.host)
+    try:
+        store = _reach_store(link, membership, switch)
+        # Every generation has keys of its own: stale addresses of an earlier one are what breaks
+        # restarts elsewhere.
+        scoped = PrefixStore(f"generation_{membership.generation}", store)
+        _restart_group_names()
+        with (
+            switch.using_store(),
+            switch.watch_new_sockets(peers=membership.world_size),
+            _below_detail(),
+        ):
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", scoped),
+                rank=membership.rank,
+                world_size=membership.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        if "nccl" in backend:
+            switch.on_trip(_abort_communicators)
+        if "gloo" in backend:
+            switch.on_trip(functools.partial(_fail_operations, _default_group()))
+        _refuse_if_tripped(switch)
+        yield Group(membership, scoped, device=device, switch=switch)
+    except BaseException:
+        # Peers may be blocked in a collective that this rank will never enter: destroying the group
+        # alone would leave them there until their timeout.
+        _leave_broken(switch.release())
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        switch.close()
+
+
+def _leave_broken(connections: list[socket.socket]) -> None:
+    """Destroy the group, if there is one; whatever waits for its last operations does so elsewhere."""
+    remains: list[dist.ProcessGroup] = []
+    if dist.is_initialized():
+        remains.append(_default_group())
+        if "gloo" in dist.get_backend():
+            _fail_operations(remains[0])
+        dist.destroy_process_group()
+    if remains or connections:
+        threading.Thread(
+            target=_let_go, args=(remains, connections), name="leave", daemon=True
+        ).start()
+
+
+def _let_go(remains: list[dist.ProcessGroup], connections: list[socket.socket]) -> None:
+    """Thread: when the peers have had time to leave, end the group's operations and free it.
+
+    Freeing a gloo group waits for its threads, and one that gloo has lost track of (see abort) waits
+    for the collective's whole timeout.
+    """
+    time.sleep(PEERS_LEAVE_S)
+    for connection in connections:
+        with contextlib.suppress(OSError):  # the peer has closed it
+            connection.shutdown(socket.SHUT_RD)
+    remains.clear()
+    for connection in connections:
+        connection.close()
+
+
+@contextlib.contextmanager
+def _below_detail() -> Iterator[None]:
+    """Form the group without the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it.
+
+    With the wrapper, DDP's own logger ends the process (SIGSEGV; seen: torch 2.13, CPU, gloo, also
+    in a plain script). DDP itself is then built at DETAIL again, and names parameters.
+    """
+    level = get_debug_level()
+    if level != DebugLevel.DETAIL:
+        yield
+        return
+    set_debug_level(DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        set_debug_level(level)
+
+
+def _reach_store(link: StoreLink, membership: Membership, switch: AbortSwitch) -> Store:
+    """The store, reached in a way that an abort can cut short."""
+    if link.port == 0 and membership.world_size != 1:
+        raise ValueError("a world of several ranks needs a store")
+    switch.watch_store(link.port)  # the connection that is kept
+    with switch.using_store(), switch.watch_new_sockets(peers=0):
+        store = link.store(given_up=lambda: switch.tripped)
+    switch.watch_store(link.port)
+    return store
+
+
+def _restart_group_names() -> None:
+    """Have torch name the next group as a process that never formed one would.
+
+    torch counts groups and puts the count into the store's keys. A group that failed while forming
+    is counted and never destroyed, so this rank would look for its peers under another name.
+    """
+    # INVARIANT same-names: ranks of one generation agree on the store's keys whatever each of them
+    # went through before. Broken if: a count survives from an earlier generation.
+    # Guarded by: test_a_peer_that_stops_while_connecting_does_not_hold_the_others.
+    world = getattr(dist.distributed_c10d, "_world", None)
+    if world is not None and not dist.is_initialized():
+        world.group_count = 0
+
+
+def _refuse_if_tripped(switch: AbortSwitch) -> None:
+    if switch.tripped:
+        raise ConnectionError("aborted while forming")
+
+
+def _default_group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
+
+
+def _fail_operations(group: dist.ProcessGroup) -> None:
+    """Have gloo fail all that is under way in the group: one operation that times out does that."""
+    # INVARIANT gloo-fails-itself: closing connections is not enough to free a rank. A connection
+    # whose next message is for an operation that has failed already is never read again, so that
+    # nothing else that waits for it learns of its end (gloo, transport/tcp: Pair::prepareRead).
+    # Broken if: an abort only shuts sockets.
+    # Guarded by: test_an_operation_behind_the_message_of_a_failed_one_is_freed.
+    nothing = torch.empty(1)
+    for rank in range(group.size()):
+        if rank != group.rank():
+            # Raises at once for a connection that is known to be closed.
+            with contextlib.suppress(RuntimeError):
+                group.recv([nothing], rank, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def _abort_communicators() -> None:
+    """Abort every NCCL communicator at once; "destroy" after a fault hangs."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None and dist.is_initialized():
+        abort()

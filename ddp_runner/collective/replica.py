@@ -1,0 +1,199 @@
+"""One generation's DDP replica: wraps loss and model, carries small signals along with gradients.
+
+The loss is computed *inside* the wrapped module's forward, so that a task may use the bare model in
+any way. A few numbers (loss, votes to stop or save) ride in the gradient of a tiny extra parameter:
+every rank knows everybody's after backward, without a collective of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket, _broadcast_coalesced
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_runner.collective.group import Group
+from ddp_runner.core.board import Slot
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import DdpSettings
+
+BROADCAST_BYTES = 25 * 1024 * 1024
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class Signal(IntEnum):
+    """What rides along with the gradients, summed over ranks."""
+
+    LOSS = 0
+    PREEMPT = 1
+    INTERRUPT = 2
+    SAVE = 3
+    NON_FINITE = 4  # 2**rank of each rank whose own loss was not finite, the first 20 ranks
+
+
+class _LossModule(nn.Module):
+    """What DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
+
+    def __init__(self, model: nn.Module, loss: Loss, *, device: torch.device, rank: int) -> None:
+        super().__init__()
+        self.model = model
+        self.signal = nn.Parameter(torch.zeros(len(Signal), device=device))
+        self._loss = loss
+        self._loss_mask = torch.zeros(len(Signal), device=device)
+        self._loss_mask[Signal.LOSS] = 1.0
+        self._trouble = torch.zeros(len(Signal), device=device)
+        self._trouble[Signal.NON_FINITE] = 2.0 ** min(rank, 20)
+
+    def forward(self, batch: Any, weight: float, votes: Tensor) -> Tensor:
+        weighted = self._loss(self.model, batch).float() * weight
+        # d(result)/d(signal) = carried, whatever the signal's own value (zero).
+        own = weighted.detach()
+        broken = own.isfinite().logical_not().float()
+        carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
+        return weighted + torch.dot(self.signal, carried)
+
+
+class Replica:
+    """A model wrapped for one generation. Every rank of the group must build it."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, *, group: Group, settings: DdpSettings, slot: Slot
+    ) -> None:
+        self.group = group
+        self._module = _LossModule(model, loss, device=group.device, rank=group.rank)
+        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        self._slot = slot
+        self._reduce_since_ns = time.monotonic_ns()
+        self._ddp = DistributedDataParallel(
+            self._module, **_accepted_arguments(settings, group.device)
+        )
+        # Wrapped, because DDP refuses a hook whose annotations are strings, as ours are.
+        self._ddp.register_comm_hook(
+            state=self,
+            hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
+        )
+        self._check_finalized = getattr(self._ddp, "_check_reducer_finalized", None)
+
+    def close(self) -> None:
+        """Let go of the model: no hook of this replica may hear of another one's backward."""
+        # The reducer holds our hook's state, this very object, in C++: a cycle that Python's
+        # collector cannot see. Left alone, its autograd hooks would stay on the parameters.
+        remove = getattr(self._ddp, "_remove_autograd_hooks", None)
+        if remove is not None:
+            remove()
+        self._check_finalized = None
+        del self._ddp
+
+    def forward(self, batch: Any, *, weight: float, votes: Tensor) -> Tensor:
+        """``weight`` x the loss of ``batch``, ready for backward; the sum over ranks is the step's."""
+        loss: Tensor = self._ddp(batch, weight, votes)
+        return loss
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """For all but the last micro-batch of a step: accumulate, reduce nothing."""
+        context: AbstractContextManager[None] = self._ddp.no_sync()
+        return context
+
+    def zero_gradients(self) -> None:
+        """Drop every gradient, the signals' too."""
+        self._module.zero_grad(set_to_none=True)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if this rank's backward left a gradient unreduced.
+
+        DDP itself would say so only at the next forward, after every rank has stepped with its own
+        unsynchronised gradient (torch: PR #100773 for the check).
+        """
+        if self._check_finalized is not None:
+            try:
+                self._check_finalized()
+            except RuntimeError as error:
+                names = ", ".join(self.unused_parameters()) or "unknown parameters"
+                raise RuntimeError(
+                    f"Expected to have finished reduction: no gradient came for {names}"
+                ) from error
+        if self._module.signal.grad is None:
+            raise RuntimeError(
+                "Expected to have finished reduction: no gradient was reduced at all"
+            )
+
+    def unused_parameters(self) -> list[str]:
+        """The module paths of trainable parameters without a gradient, after backward."""
+        named = self._module.model.named_parameters()
+        return [name for name, p in named if p.requires_grad and p.grad is None]
+
+    def signals(self, *, scale: float = 1.0) -> list[float]:
+        """The signals summed over ranks, after backward. ``scale``: the gradient scaler's."""
+        gradient = self._module.signal.grad
+        if gradient is None:
+            raise RuntimeError("signals are known only after backward")
+        return [float(value) / scale for value in gradient.tolist()]
+
+    def share_buffers(self) -> None:
+        """Make rank 0's buffers everyone's, within the step that changed them.
+
+        DDP would do so at the next forward; then the death of rank 0 would lose running statistics
+        that no survivor holds.
+        """
+        if self._buffers and self.group.world_size > 1:
+            group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
+            _broadcast_coalesced(group, self._buffers, BROADCAST_BYTES, 0)
+
+    def stamp_reduce(self) -> None:
+        """Note on the board that this rank's own share of the backward is done."""
+        self._reduce_since_ns = time.monotonic_ns()
+        self._slot.stamp(Phase.REDUCE, self._reduce_since_ns)
+
+    def waited_ns(self) -> int:
+        """How long this rank has waited for the others since its own share was done."""
+        return time.monotonic_ns() - self._reduce_since_ns
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Sum a few numbers over ranks in float64; every rank must call it."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.group.device)
+        dist.all_reduce(tensor)
+        return [float(value) for value in tensor.tolist()]
+
+
+def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Communication hook: sum, never divide; the loss is weighted before backward.
+
+    Without a hook DDP multiplies by 1/world in the first iteration and divides by world later, which
+    differ in the last bit when the world size is no power of two.
+    """
+    if bucket.is_last():
+        replica.stamp_reduce()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
+    return future
+
+
+def _first_value(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    value = future.value()
+    return value[0] if isinstance(value, list) else value
+
+
+def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str, Any]:
+    """Only arguments that the installed torch knows and does not deprecate."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    # Buffers are shared by share_buffers, parameters by the state transfer.
+    sync_name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    wanted: dict[str, Any] = {
+        sync_name: False,
+        "init_sync": False,
+        # "auto" starts safe; whoever relaxes it passes settings that say False.
+        "find_unused_parameters": bool(settings.find_unused_parameters),
+        "gradient_as_bucket_view": settings.gradient_as_bucket_view,
+        "bucket_cap_mb": settings.bucket_cap_mb,
+    }
+    if device.type == "cuda":
+        wanted["device_ids"] = [device.index]
+    return {name: value for name, value in wanted.items() if name in known}

@@ -1,0 +1,38 @@
+"""COMPOSES: presets, files, environment and command line become one checked ``Settings``.
+
+fields     every setting as a name, a kind and a legal range; text -> value
+sources    YAML files, environment and command line -> assignments
+presets    the CPU and smoke-test values that lie over the defaults
+compose    assignments -> Settings, with the origin of each value; the Python API's flat keys
+relations  how settings must fit together, and whether the paths they name can be used
+identity   what a run means (for refusing a resume), its digest, and its written forms
+
+Imports nothing of the package but ``core``. Only this room reads names of settings from outside.
+"""
+
+from ddp_runner.config.compose import Resolved, SettingsError, from_flat, resolve
+from ddp_runner.config.identity import (
+    difference,
+    digest,
+    from_record,
+    meaning,
+    to_record,
+    to_yaml,
+)
+from ddp_runner.config.presets import PRESETS
+from ddp_runner.config.relations import check_relations
+
+__all__ = [
+    "PRESETS",
+    "Resolved",
+    "SettingsError",
+    "check_relations",
+    "difference",
+    "digest",
+    "from_flat",
+    "from_record",
+    "meaning",
+    "resolve",
+    "to_record",
+    "to_yaml",
+]

@@ -1,0 +1,227 @@
+"""Assignments of all sources become one ``Settings``, with the origin of each value."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from ddp_runner.config.fields import (
+    BUILT_IN_TASKS,
+    TASK_SECTION,
+    FieldSpec,
+    Kind,
+    find_key,
+    known_fields,
+)
+from ddp_runner.config.presets import PRESETS
+from ddp_runner.config.sources import (
+    Assignment,
+    Origin,
+    from_command_line,
+    from_environment,
+    from_file,
+    from_mapping,
+)
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_NO_VARIABLES: Mapping[str, str] = {}
+
+
+class SettingsError(BadInputError):
+    """Several settings are wrong; ``problems`` holds one error each, ``str`` a line each."""
+
+    def __init__(self, problems: Sequence[BadInputError]) -> None:
+        first = problems[0]
+        super().__init__(first.option, first.value, first.expected)
+        self.problems = tuple(problems)
+        self.args = ("\n".join(str(problem) for problem in problems),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """Settings that are each legal. ``origin`` says, by dotted key, which source set the value."""
+
+    settings: Settings
+    origin: Mapping[str, Origin]
+
+
+def raise_problems(problems: Sequence[BadInputError]) -> None:
+    """Raise what was found: nothing, the one problem, or a SettingsError of all."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise SettingsError(problems)
+
+
+def resolve(
+    *,
+    files: Sequence[Path] = (),
+    environment: Mapping[str, str] = _NO_VARIABLES,
+    command_line: Mapping[str, object] | Sequence[tuple[str, str]] = (),
+    preset: str | None = None,
+) -> Resolved:
+    """Lay preset, files (in order), environment and command line over the defaults.
+
+    Reads the files and nothing else. Raises BadInputError, or SettingsError when several values
+    are wrong. Relations between settings are checked by :func:`check_relations`.
+    """
+    assignments: list[Assignment] = [
+        Assignment(written=key, name=key, value=value, origin="preset")
+        for key, value in (PRESETS[preset] if preset is not None else {}).items()
+    ]
+    for path in files:
+        assignments.extend(from_file(path))
+    assignments.extend(from_environment(environment))
+    assignments.extend(from_command_line(command_line))
+    values, origin = _merge(assignments)
+    _give_way_to_epochs(values, origin)
+    _keep_real_runs_apart(values, origin)
+    return Resolved(settings=build_settings(values), origin=origin)
+
+
+def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Settings:
+    """Settings of the Python API's dict: flat names, dotted names or nested sections.
+
+    Raises BadInputError or SettingsError as :func:`resolve` does.
+    """
+    assignments = [
+        *from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset"),
+        *from_mapping(config, prefix="", origin="command line"),
+    ]
+    values, _ = _merge(assignments)
+    return build_settings(values)
+
+
+def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[str, Origin]]:
+    """The last assignment of each key wins; a list given twice by one source grows."""
+    specs = known_fields()
+    values: dict[str, object] = {}
+    origin: dict[str, Origin] = dict.fromkeys(specs, "default")
+    problems: list[BadInputError] = []
+    for given in assignments:
+        try:
+            key = find_key(given.written, given.name, list(specs))
+            value = _legal_value(given, specs.get(key))
+        except BadInputError as problem:
+            problems.append(problem)
+            continue
+        earlier = values.get(key)
+        if (
+            isinstance(earlier, tuple)
+            and isinstance(value, tuple)
+            and specs[key].kind is Kind.TEXTS
+        ):
+            value = earlier + value if origin[key] == given.origin else value
+        values[key], origin[key] = value, given.origin
+    raise_problems(problems)
+    return values, origin
+
+
+def _legal_value(given: Assignment, spec: FieldSpec | None) -> object:
+    if spec is None:
+        if not _is_json(given.value):
+            raise BadInputError(
+                given.written,
+                given.value,
+                "must be text, a finite number, true, false or null, or a list or mapping of these",
+            )
+        return given.value
+    try:
+        return spec.parse(given.value)
+    except (ValueError, OverflowError):
+        shown = _shown(given.value)
+        raise BadInputError(given.written, shown, f"must be {spec.expected()}") from None
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if value == "":
+        return "''"
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_json(item) for item in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (str, int))
+
+
+def _give_way_to_epochs(values: dict[str, object], origin: dict[str, Origin]) -> None:
+    """A preset's step count, which wins over epochs, is for runs whose length nobody chose.
+
+    Asking for epochs chooses a length; so does a task of one's own, for which it was not tuned.
+    """
+    if origin["run.max_steps"] != "preset":
+        return
+    own_task = values.get("run.task", BUILT_IN_TASKS[0]) not in BUILT_IN_TASKS
+    if own_task or origin["run.epochs"] not in ("default", "preset"):
+        values["run.max_steps"] = 0
+
+
+def _keep_real_runs_apart(values: dict[str, object], origin: dict[str, Origin]) -> None:
+    """A smoke test writes below the folders of real runs, never into them, and starts afresh.
+
+    Folders that the command line names are used as they are, and are resumed from.
+    """
+    if not values.get("run.test", False):
+        return
+    moved = []
+    for key in ("run.log_dir", "run.checkpoint_dir"):
+        if origin[key] != "command line":
+            folder = str(values.get(key, known_fields()[key].default))
+            values[key] = os.path.join(folder, "test")  # noqa: PTH118 - kept as the user wrote it
+            origin[key] = "preset"
+            moved.append(key)
+    if "run.checkpoint_dir" in moved and origin["run.resume"] != "command line":
+        values["run.resume"], origin["run.resume"] = "none", "preset"
+
+
+@cache
+def _settings_adapter() -> TypeAdapter[Settings]:
+    return TypeAdapter(Settings)
+
+
+def build_settings(values: Mapping[str, object]) -> Settings:
+    """Settings of dotted keys. Raises BadInputError for a value that ``Settings`` refuses."""
+    nested: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        nested.setdefault(section, {})[name] = value
+    return validate_record(nested)
+
+
+def validate_record(record: Mapping[str, object]) -> Settings:
+    """Settings of nested plain values. Raises BadInputError in our words, not pydantic's."""
+    try:
+        return _settings_adapter().validate_python(dict(record))
+    except ValidationError as error:
+        raise_problems([_in_words(found) for found in error.errors()])
+        raise
+
+
+def _in_words(found: Mapping[str, object]) -> BadInputError:
+    location = found["loc"]
+    parts = [str(part) for part in location] if isinstance(location, tuple) else [str(location)]
+    key = ".".join(parts[:2])
+    spec = known_fields().get(key)
+    if spec is None:
+        is_free = key.startswith(f"{TASK_SECTION}.")
+        words = "must be a plain value" if is_free else "unknown setting"
+        return BadInputError(key, "", words)
+    return BadInputError(key, _shown(found.get("input")), f"must be {spec.expected()}")

@@ -1,0 +1,293 @@
+"""Every setting as a name, a kind and a legal range, read off ``core.settings``. Never reads files.
+
+Values are parsed here and not by pydantic, because a person must be told the option, the value
+and what would be right, in the same words for YAML, environment, command line and Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic.fields import FieldInfo
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+TASK_SECTION = "task"
+BUILT_IN_TASKS = ("bytes", "synthetic")
+ALIASES: Mapping[str, str] = {
+    "num_epochs": "run.epochs",
+    "regrow_after_s": "recovery.regrow_after",
+    "max_epochs": "run.epochs",
+    "lr": "optim.learning_rate",
+    "min_lr": "optim.min_learning_rate",
+    "clip_grad": "optim.max_grad_norm",
+    "gradient_clip_val": "optim.max_grad_norm",
+    "gpu_ids": "run.gpus",
+    "nproc": "run.nproc_per_node",
+    "data": "data.path",
+}
+_YES = frozenset({"true", "yes", "on", "1"})
+_NO = frozenset({"false", "no", "off", "0"})
+_NONE = frozenset({"none", "null", "off", "~"})
+
+
+class Kind(Enum):
+    """How a setting's value is written; the value is its name in messages."""
+
+    INTEGER = "a whole number"
+    NUMBER = "a number"
+    SWITCH = "true or false"
+    TEXT = "text"
+    CHOICE = "one of"
+    INTEGERS = "whole numbers separated by commas"
+    TEXTS = "a list of texts"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FieldSpec:
+    """One setting. ``choices`` are words allowed beside (or, for a CHOICE, instead of) numbers."""
+
+    key: str
+    kind: Kind
+    default: object
+    optional: bool = False
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def expected(self) -> str:
+        """What a legal value is, in words."""
+        parts = [self.kind.value]
+        if self.kind is Kind.CHOICE:
+            parts.append(" " + ", ".join(self.choices))
+        else:
+            parts.append(self._range_words())
+            parts.extend(f", or {word}" for word in self.choices)
+        if self.optional:
+            parts.append(", or none")
+        return "".join(parts)
+
+    def _range_words(self) -> str:
+        words = []
+        if self.at_least is not None:
+            words.append(f"{self.at_least:g} or more")
+        if self.above is not None:
+            words.append(f"above {self.above:g}")
+        if self.at_most is not None:
+            words.append(f"at most {self.at_most:g}")
+        if self.below is not None:
+            words.append(f"below {self.below:g}" if self.below < 2**53 else "below 2**63")
+        return ", " + " and ".join(words) if words else ""
+
+    def contains(self, number: float) -> bool:
+        """Whether ``number`` lies in the legal range."""
+        return (
+            math.isfinite(number)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.below is None or number < self.below)
+        )
+
+    def parse(self, value: object) -> object:
+        """The setting's value for ``value``, text or native. Raises ValueError if it is none."""
+        word = value.strip().lower() if isinstance(value, str) else None
+        # YAML reads a bare `off` as False, so for a setting that can be off both mean None.
+        if self.optional and (value is None or value is False or word in _NONE):
+            return None
+        if self.kind is not Kind.TEXT and word in self.choices:
+            return word
+        parse = {
+            Kind.INTEGER: self._integer,
+            Kind.NUMBER: self._number,
+            Kind.SWITCH: _switch,
+            Kind.TEXT: _text,
+            Kind.CHOICE: _no_choice,
+            Kind.INTEGERS: self._integers,
+            Kind.TEXTS: _texts,
+        }[self.kind]
+        return parse(value)
+
+    def _integer(self, value: object) -> int:
+        number = _whole(value)
+        if not self.contains(number):
+            raise ValueError(number)
+        return number
+
+    def _number(self, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError(value)  # noqa: TRY004 - see _whole
+        number = float(value)
+        if not self.contains(number):
+            raise ValueError(number)
+        return number
+
+    def _integers(self, value: object) -> tuple[int, ...]:
+        if isinstance(value, str):
+            items: Sequence[object] = value.split(",") if value.strip() else ()
+        else:
+            items = value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(self._integer(item) for item in items)
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool):
+        raise ValueError(value)  # noqa: TRY004 - every unfit value is the one error parse() names
+    if isinstance(value, int):
+        return value
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            value = float(value)  # 1e4 is a whole number too
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    raise ValueError(value)
+
+
+def _switch(value: object) -> bool:
+    word = str(value).strip().lower()
+    if not isinstance(value, (bool, int, str)) or word not in _YES | _NO:
+        raise ValueError(value)
+    return word in _YES
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(value)
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,) if value.strip() else ()
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(value)  # noqa: TRY004 - see _whole
+    return tuple(_text(item) for item in value)
+
+
+def _no_choice(value: object) -> object:
+    raise ValueError(value)
+
+
+@cache
+def sections() -> Mapping[str, type]:
+    """Section name -> its dataclass, in the order of ``Settings``; without the free ``task``."""
+    hints = get_type_hints(Settings)
+    return {name: kind for name, kind in hints.items() if name != TASK_SECTION}
+
+
+@cache
+def known_fields() -> Mapping[str, FieldSpec]:
+    """Dotted key -> spec of every setting but the free ``task.X``."""
+    found = {}
+    for section, owner in sections().items():
+        hints = get_type_hints(owner, include_extras=True)
+        defaults = owner()
+        for name, hint in hints.items():
+            key = f"{section}.{name}"
+            found[key] = _spec(key, hint, getattr(defaults, name))
+    return found
+
+
+def _spec(key: str, hint: object, default: object) -> FieldSpec:
+    plain: list[object] = []
+    choices: list[str] = []
+    limits: dict[str, float] = {}
+    optional = False
+    for part in _union_parts(hint):
+        if part is type(None):
+            optional = True
+        elif get_origin(part) is Literal:
+            choices.extend(get_args(part))
+        else:
+            bare, found = _bare_and_limits(part)
+            plain.append(bare)
+            limits.update(found)
+    kinds = {
+        int: Kind.INTEGER,
+        float: Kind.NUMBER,
+        bool: Kind.SWITCH,
+        str: Kind.TEXT,
+        (int,): Kind.INTEGERS,
+        (str,): Kind.TEXTS,
+    }
+    return FieldSpec(
+        key=key,
+        kind=kinds[plain[0]] if plain else Kind.CHOICE,
+        default=default,
+        optional=optional,
+        choices=tuple(choices),
+        at_least=limits.get("ge"),
+        above=limits.get("gt"),
+        at_most=limits.get("le"),
+        below=limits.get("lt"),
+    )
+
+
+def _union_parts(hint: object) -> Iterator[object]:
+    if get_origin(hint) in (Union, types.UnionType):
+        yield from get_args(hint)
+    else:
+        yield hint
+
+
+def _bare_and_limits(hint: object) -> tuple[object, dict[str, float]]:
+    """``Annotated[int, Field(ge=1)]`` -> ``int, {"ge": 1}``; a tuple of T becomes ``(T,)``."""
+    if get_origin(hint) is tuple:
+        bare, limits = _bare_and_limits(get_args(hint)[0])
+        return (bare,), limits
+    if get_origin(hint) is not Annotated:
+        return hint, {}
+    bare, *notes = get_args(hint)
+    limits = {}
+    for note in notes:
+        for rule in note.metadata if isinstance(note, FieldInfo) else ():
+            for name in ("ge", "gt", "le", "lt"):
+                if hasattr(rule, name):
+                    limits[name] = getattr(rule, name)
+    return bare, limits
+
+
+def find_key(written: str, name: str, known: Sequence[str]) -> str:
+    """The dotted key among ``known`` that ``name`` means.
+
+    A last name that only one section has needs no section. ``task.X`` is free. Raises
+    BadInputError, naming what the user wrote, for an unknown or ambiguous name.
+    """
+    name = name.lower().replace("-", "_") if not name.startswith("task.") else name
+    if name in known or (name.startswith("task.") and len(name) > len("task.")):
+        return name
+    matches = [key for key in known if key.rpartition(".")[2] == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise BadInputError(written, "", f"could be {' or '.join(matches)}; write the whole name")
+    if name in ALIASES:
+        return ALIASES[name]
+    raise BadInputError(written, "", f"unknown setting{_did_you_mean(name, known)}")
+
+
+def _did_you_mean(name: str, known: Sequence[str]) -> str:
+    last = name.rpartition(".")[2]
+    key_of_last = {key.rpartition(".")[2]: key for key in known} | dict(ALIASES)
+    nearest = (
+        [key_of_last[last]] if last in key_of_last else [],
+        [key for key in known if last and key.startswith(name)],
+        difflib.get_close_matches(name, known, n=1, cutoff=0.7),
+        [key_of_last[near] for near in difflib.get_close_matches(last, key_of_last, n=1)],
+    )
+    found = next((keys[0] for keys in nearest if keys), "")
+    return f"; did you mean {found}?" if found else ""

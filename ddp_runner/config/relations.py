@@ -1,0 +1,190 @@
+"""How settings must fit together, and whether the paths they name can be used. Creates nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.config.compose import raise_problems
+from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.core.faults import BadInputError
+
+if TYPE_CHECKING:
+    from ddp_runner.core.settings import Settings
+
+_RESUME_WORDS = ("auto", "last", "best", "none")
+
+
+def check_relations(settings: Settings) -> tuple[str, ...]:
+    """Check everything that no single value shows; returns notes for people.
+
+    Looks at the disk and changes nothing on it. Raises BadInputError or, for several problems,
+    SettingsError.
+    """
+    raise_problems(
+        [
+            *_model_problems(settings),
+            *_optimizer_problems(settings),
+            *_memory_problems(settings),
+            *_device_problems(settings),
+            *_output_problems(settings),
+            *_input_problems(settings),
+        ]
+    )
+    return _notes(settings)
+
+
+def _model_problems(settings: Settings) -> list[BadInputError]:
+    model = settings.model
+    if settings.run.task not in BUILT_IN_TASKS or model.hidden_size % model.num_heads == 0:
+        return []
+    return [
+        BadInputError(
+            "model.hidden_size",
+            model.hidden_size,
+            f"must be a multiple of model.num_heads={model.num_heads}",
+        )
+    ]
+
+
+def _optimizer_problems(settings: Settings) -> list[BadInputError]:
+    problems = []
+    data, optim = settings.data, settings.optim
+    if data.micro_batch_size > data.batch_size:
+        problems.append(
+            BadInputError(
+                "data.micro_batch_size",
+                data.micro_batch_size,
+                f"must be data.batch_size={data.batch_size} or less",
+            )
+        )
+    if optim.min_learning_rate > optim.learning_rate:
+        problems.append(
+            BadInputError(
+                "optim.min_learning_rate",
+                optim.min_learning_rate,
+                f"must be optim.learning_rate={optim.learning_rate:g} or less",
+            )
+        )
+    return problems
+
+
+def _memory_problems(settings: Settings) -> list[BadInputError]:
+    memory = settings.memory
+    shares = (memory.warn_share, memory.react_share, memory.limit_share)
+    if shares[0] < shares[1] < shares[2]:
+        return []
+    return [
+        BadInputError(
+            "memory.warn_share, react_share, limit_share",
+            ", ".join(f"{share:g}" for share in shares),
+            "must grow from each to the next",
+        )
+    ]
+
+
+def _device_problems(settings: Settings) -> list[BadInputError]:
+    run = settings.run
+    shown = ",".join(str(index) for index in run.gpus)
+    problems = []
+    if run.gpus and run.device == "cpu":
+        problems.append(BadInputError("--gpus", shown, "contradicts --cpu; give one of them"))
+    if len(set(run.gpus)) != len(run.gpus):
+        problems.append(BadInputError("--gpus", shown, "must name each GPU once"))
+    may_share = settings.ddp.backend == "gloo"
+    if run.gpus and isinstance(run.nproc_per_node, int):
+        too_many = run.nproc_per_node > len(run.gpus) and not may_share
+        if too_many or run.nproc_per_node < len(run.gpus):
+            problems.append(
+                BadInputError(
+                    "--nproc-per-node",
+                    run.nproc_per_node,
+                    f"must be {len(run.gpus)}, as --gpus={shown} names {len(run.gpus)}; "
+                    "one of the two is enough",
+                )
+            )
+    return problems
+
+
+def _output_problems(settings: Settings) -> list[BadInputError]:
+    folders = (
+        ("--log-dir", settings.run.log_dir),
+        ("--checkpoint-dir", settings.run.checkpoint_dir),
+    )
+    found = [(option, value, unwritable_reason(Path(value))) for option, value in folders]
+    return [BadInputError(option, value, reason) for option, value, reason in found if reason]
+
+
+def unwritable_reason(folder: Path) -> str:
+    """Why ``folder`` cannot be made or written; empty if it can. Creates nothing."""
+    if not str(folder).strip() or str(folder) == ".":
+        return "must be the path of a folder of its own"
+    existing = Path(os.path.abspath(folder.expanduser()))  # noqa: PTH100 - keeps links
+    try:
+        while not os.path.lexists(existing):
+            existing = existing.parent
+        if not existing.is_dir():
+            what = "a link to nothing" if existing.is_symlink() else "a file"
+            return f"must be a folder, but {existing} is {what}"
+        # Root passes every permission check, also on a file system that is mounted read-only.
+        if os.statvfs(existing).f_flag & os.ST_RDONLY:
+            return f"must be writable, but {existing} is on a read-only file system"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"must be writable, but {existing} is not"
+    except OSError as error:
+        return f"must be a folder that can be written: {error.strerror}"
+    return ""
+
+
+def _input_problems(settings: Settings) -> list[BadInputError]:
+    run = settings.run
+    problems = []
+    if settings.data.path:
+        problems.extend(_unreadable("--data", settings.data.path, Path(settings.data.path)))
+    if run.init_from:
+        problems.extend(_unreadable("--init-from", run.init_from, Path(run.init_from)))
+    if run.resume not in _RESUME_WORDS:
+        expected = "must be auto, last, best, none or the path of a checkpoint; no such file"
+        if not Path(run.resume).exists():
+            problems.append(BadInputError("--resume", run.resume, expected))
+    problems.extend(_task_problems(run.task))
+    return problems
+
+
+def _unreadable(option: str, value: str, path: Path) -> list[BadInputError]:
+    path = path.expanduser()
+    try:
+        if not path.exists():
+            return [BadInputError(option, value, "no such file or folder")]
+    except OSError as error:
+        return [BadInputError(option, value, f"cannot be read: {error.strerror}")]
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        return [BadInputError(option, value, "cannot be read: permission denied")]
+    return []
+
+
+def _task_problems(task: str) -> list[BadInputError]:
+    if task in BUILT_IN_TASKS:
+        return []
+    file, _, _ = task.partition(":")
+    if file.endswith(".py"):
+        if not Path(file).is_file():
+            return [BadInputError("--task", task, f"no such file {file}")]
+        return []
+    if ":" in task:
+        return []
+    return [
+        BadInputError("--task", task, "must be bytes, synthetic, FILE.py[:NAME] or module:NAME")
+    ]
+
+
+def _notes(settings: Settings) -> tuple[str, ...]:
+    steps, warmup = settings.run.max_steps, settings.optim.warmup_steps
+    if steps and warmup >= steps:
+        note = (
+            f"optim.warmup_steps={warmup} is not below run.max_steps={steps}: "
+            "the learning rate never reaches its full value"
+        )
+        return (note,)
+    return ()

@@ -1,0 +1,153 @@
+"""Memory layout of the progress board: one slot of 8-byte cells per rank. Never allocates memory.
+
+A rank stamps its slot with plain stores; the supervisor reads it at any time without asking. Each
+cell is aligned and written whole, so a reader sees old or new values, never half of one; cells of
+one slot may be of two neighbouring moments, which every reader here tolerates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ddp_runner.core.phases import Phase
+
+CELLS_PER_SLOT = 32
+SLOT_BYTES = CELLS_PER_SLOT * 8
+
+
+class Cell(IntEnum):
+    """Index of a cell inside a slot. Wire format: add at the end, never renumber."""
+
+    GENERATION = 0
+    STEP = 1
+    PHASE = 2
+    PHASE_SINCE_NS = 3
+    COMMITTED_STEP = 4
+    DIRTY = 5
+    SAMPLES = 6
+    LOSS = 7  # float64
+    PRODUCTIVE_NS = 8
+    DATA_WAIT_NS = 9
+    CHECKPOINT_NS = 10
+    EVALUATION_NS = 11
+    TOTAL_STEPS = 12
+    STEP_NS = 13  # duration of the newest committed step
+    EPOCH = 14
+    FIRST_STEP_NS = 15  # monotonic time at which this run's first step began
+    LAST_COMMIT_NS = 16  # monotonic time of the newest commit
+    OWN_NS = 17  # cumulative time inside steps, waiting in collectives left out
+    OWN_STEPS = 18  # how many steps OWN_NS sums up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotReading:
+    """One look at a rank's slot. Times are CLOCK_MONOTONIC nanoseconds."""
+
+    generation: int
+    step: int
+    phase: Phase
+    phase_since_ns: int
+    committed_step: int
+    dirty: bool
+    samples: int
+    loss: float
+    productive_ns: int
+    data_wait_ns: int
+    checkpoint_ns: int
+    evaluation_ns: int
+    total_steps: int
+    step_ns: int
+    epoch: int
+    first_step_ns: int
+    last_commit_ns: int
+
+
+class Slot:
+    """One rank's cells. Written by that rank's main thread only; read by anyone."""
+
+    __slots__ = ("_base", "_floats", "_ints")
+
+    def __init__(self, ints: memoryview[int], floats: memoryview[float], rank: int) -> None:
+        self._ints = ints
+        self._floats = floats
+        self._base = rank * CELLS_PER_SLOT
+
+    def set(self, cell: Cell, value: int) -> None:
+        """Store an integer cell."""
+        self._ints[self._base + cell] = value
+
+    def get(self, cell: Cell) -> int:
+        """Load an integer cell."""
+        return int(self._ints[self._base + cell])
+
+    def add(self, cell: Cell, value: int) -> None:
+        """Add to an integer cell (one writer, so no lock)."""
+        self._ints[self._base + cell] += value
+
+    def set_loss(self, value: float) -> None:
+        """Store the newest loss."""
+        self._floats[self._base + Cell.LOSS] = value
+
+    def stamp(self, phase: Phase, now_ns: int) -> None:
+        """Enter ``phase`` at ``now_ns``."""
+        # The time goes first: a reader between the two stores then sees a young old phase, which
+        # can only delay a hang verdict, never hasten one.
+        self._ints[self._base + Cell.PHASE_SINCE_NS] = now_ns
+        self._ints[self._base + Cell.PHASE] = phase
+
+    def release(self) -> None:
+        """Let go of the board's memory; the slot is of no use afterwards."""
+        empty = memoryview(b"")
+        self._ints = empty
+        self._floats = empty.cast("d")
+
+    def clear(self) -> None:
+        """Zero every cell, for a rank that starts from nothing."""
+        for cell in range(CELLS_PER_SLOT):
+            self._ints[self._base + cell] = 0
+
+    def read(self) -> SlotReading:
+        """Read the slot."""
+        cells = self._ints[self._base : self._base + CELLS_PER_SLOT].tolist()
+        return SlotReading(
+            generation=cells[Cell.GENERATION],
+            step=cells[Cell.STEP],
+            phase=Phase(cells[Cell.PHASE]),
+            phase_since_ns=cells[Cell.PHASE_SINCE_NS],
+            committed_step=cells[Cell.COMMITTED_STEP],
+            dirty=bool(cells[Cell.DIRTY]),
+            samples=cells[Cell.SAMPLES],
+            loss=float(self._floats[self._base + Cell.LOSS]),
+            productive_ns=cells[Cell.PRODUCTIVE_NS],
+            data_wait_ns=cells[Cell.DATA_WAIT_NS],
+            checkpoint_ns=cells[Cell.CHECKPOINT_NS],
+            evaluation_ns=cells[Cell.EVALUATION_NS],
+            total_steps=cells[Cell.TOTAL_STEPS],
+            step_ns=cells[Cell.STEP_NS],
+            epoch=cells[Cell.EPOCH],
+            first_step_ns=cells[Cell.FIRST_STEP_NS],
+            last_commit_ns=cells[Cell.LAST_COMMIT_NS],
+        )
+
+
+class Board:
+    """All slots over one writable buffer of at least ``slots * SLOT_BYTES`` bytes."""
+
+    def __init__(self, buffer: memoryview, slots: int) -> None:
+        if len(buffer) < slots * SLOT_BYTES:
+            raise ValueError(f"a board of {slots} slots needs {slots * SLOT_BYTES} bytes")
+        self._ints = buffer[: slots * SLOT_BYTES].cast("q")
+        self._floats = buffer[: slots * SLOT_BYTES].cast("d")
+        self.slots = slots
+
+    def slot(self, rank: int) -> Slot:
+        """The slot of ``rank``."""
+        if not 0 <= rank < self.slots:
+            raise IndexError(f"no slot {rank} on a board of {self.slots}")
+        return Slot(self._ints, self._floats, rank)
+
+    def close(self) -> None:
+        """Let go of the buffer, so that its mapping can be closed."""
+        self._ints.release()
+        self._floats.release()

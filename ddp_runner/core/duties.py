@@ -1,0 +1,78 @@
+"""What is due at a step boundary: evaluation, checkpoint, a metrics line. A pure function of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_runner.core.settings import CheckpointSettings, LogSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    """How long a run is. ``total_steps`` counts optimizer steps from the run's very first."""
+
+    steps_per_epoch: int
+    total_steps: int
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch (from 0) in which step index ``step`` lies."""
+        return step // self.steps_per_epoch
+
+    @property
+    def epochs(self) -> int:
+        """Epochs begun in the whole run."""
+        return -(-self.total_steps // self.steps_per_epoch)
+
+
+def run_length(*, steps_per_epoch: int, epochs: int, max_steps: int) -> RunLength:
+    """``max_steps`` wins over ``epochs`` where it is not 0. Raises ValueError for an empty epoch."""
+    if steps_per_epoch < 1:
+        raise ValueError("an epoch without a step")
+    return RunLength(
+        steps_per_epoch=steps_per_epoch, total_steps=max_steps or epochs * steps_per_epoch
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duties:
+    """What every rank does at a boundary, in this order."""
+
+    compare: bool
+    log: bool
+    evaluate: bool
+    save: bool
+
+
+def duties_after(
+    committed_step: int,
+    length: RunLength,
+    *,
+    log: LogSettings,
+    checkpoint: CheckpointSettings,
+    replica_check_steps: int = 0,
+) -> Duties:
+    """What is due once ``committed_step`` steps are committed.
+
+    The last step's evaluation and save belong to the end of the run, not here.
+    """
+    if committed_step <= 0:
+        return Duties(compare=False, log=False, evaluate=False, save=False)
+    at_end = committed_step >= length.total_steps
+    epoch, rest = divmod(committed_step, length.steps_per_epoch)
+    epoch_ended = rest == 0
+    evaluate = (epoch_ended and _divides(log.evaluate_interval, epoch)) or _divides(
+        log.evaluate_every_steps, committed_step
+    )
+    save = (epoch_ended and _divides(checkpoint.save_interval, epoch)) or _divides(
+        checkpoint.save_every_steps, committed_step
+    )
+    return Duties(
+        compare=_divides(replica_check_steps, committed_step),
+        log=at_end or committed_step == 1 or _divides(log.log_interval, committed_step),
+        evaluate=evaluate and not at_end,
+        save=save and not at_end,
+    )
+
+
+def _divides(interval: int, count: int) -> bool:
+    return interval > 0 and count % interval == 0

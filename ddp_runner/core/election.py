@@ -1,0 +1,40 @@
+"""Who hands its state to whom when a generation forms: the newest clean replica wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EMPTY_STEP = -1  # a fresh process that has loaded nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What one rank could offer: its last committed step, or :data:`EMPTY_STEP`."""
+
+    rank: int
+    committed_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Election:
+    """``source`` sends its state to each of ``receivers``; everybody else keeps its own."""
+
+    source: int
+    committed_step: int
+    receivers: tuple[int, ...]
+
+
+def elect_source(standings: Sequence[Standing]) -> Election:
+    """The newest replica is the source; ties go to the lowest rank. Raises ValueError if all are empty.
+
+    A rank that failed inside its optimizer never stands here: it is replaced by an empty one,
+    because half-updated weights may not spread.
+    """
+    filled = [standing for standing in standings if standing.committed_step > EMPTY_STEP]
+    if not filled:
+        raise ValueError("no rank has a state to start from")
+    newest = max(standing.committed_step for standing in filled)
+    source = min(standing.rank for standing in filled if standing.committed_step == newest)
+    behind = (standing.rank for standing in standings if standing.committed_step < newest)
+    return Election(source=source, committed_step=newest, receivers=tuple(sorted(behind)))

@@ -1,0 +1,48 @@
+"""The exit codes and end states that scripts rely on (DESIGN section 10)."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the command returns to the shell."""
+
+    DONE = 0
+    FAILED = 1
+    BAD_USAGE = 2
+    GAVE_UP = 3
+    PREEMPTED = 75  # EX_TEMPFAIL: saved; run the same command again
+    INTERRUPTED = 130  # 128 + SIGINT: saved
+
+
+class RunStatus(Enum):
+    """``status`` in summary.json."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    GAVE_UP = "gave_up"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+
+
+class StopReason(Enum):
+    """Why the ranks are asked to stop at a step boundary."""
+
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+
+
+EXIT_CODE_OF_STATUS = {
+    RunStatus.COMPLETED: ExitCode.DONE,
+    RunStatus.FAILED: ExitCode.FAILED,
+    RunStatus.GAVE_UP: ExitCode.GAVE_UP,
+    RunStatus.PREEMPTED: ExitCode.PREEMPTED,
+    RunStatus.INTERRUPTED: ExitCode.INTERRUPTED,
+}
+STATUS_OF_REASON = {
+    StopReason.COMPLETED: RunStatus.COMPLETED,
+    StopReason.PREEMPTED: RunStatus.PREEMPTED,
+    StopReason.INTERRUPTED: RunStatus.INTERRUPTED,
+}

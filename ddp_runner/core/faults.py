@@ -1,0 +1,129 @@
+"""The one vocabulary for failure: logs, display, exit codes and recovery all speak it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Scope(Enum):
+    """How much is touched by a fault; recovery stays inside it where it can."""
+
+    SAMPLE = "sample"
+    MICRO_BATCH = "micro_batch"
+    STEP = "step"
+    RANK = "rank"
+    WORLD = "world"
+    RUN = "run"
+
+
+class FaultKind(Enum):
+    """A kind exists only where recovery differs (DESIGN section 7)."""
+
+    RANK_KILLED = "rank_killed"
+    RANK_EXITED = "rank_exited"
+    RANK_RAISED = "rank_raised"
+    RANK_HUNG = "rank_hung"
+    COLLECTIVE_FAILED = "collective_failed"  # lost a peer: a victim, never a culprit
+    COLLECTIVE_STUCK = "collective_stuck"
+    REDUCTION_UNFINISHED = "reduction_unfinished"
+    OUT_OF_MEMORY = "out_of_memory"
+    LOADER_WORKER_DIED = "loader_worker_died"
+    LOADER_TIMEOUT = "loader_timeout"
+    BAD_SAMPLE = "bad_sample"
+    NON_FINITE = "non_finite"
+    LOSS_EXPLODED = "loss_exploded"
+    REPLICA_DIVERGED = "replica_diverged"
+    CHECKPOINT_BAD = "checkpoint_bad"
+    STORAGE_FAILED = "storage_failed"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    STORE_DIED = "store_died"
+    ZYGOTE_DIED = "zygote_died"
+    DEVICE_LOST = "device_lost"
+    BAD_INPUT = "bad_input"  # the user's settings, data or files: never retried
+    UNKNOWN = "unknown"
+
+
+SCOPE_OF_KIND = {
+    FaultKind.RANK_KILLED: Scope.RANK,
+    FaultKind.RANK_EXITED: Scope.RANK,
+    FaultKind.RANK_RAISED: Scope.RANK,
+    FaultKind.RANK_HUNG: Scope.RANK,
+    FaultKind.COLLECTIVE_FAILED: Scope.STEP,
+    FaultKind.COLLECTIVE_STUCK: Scope.STEP,
+    FaultKind.REDUCTION_UNFINISHED: Scope.STEP,
+    FaultKind.OUT_OF_MEMORY: Scope.MICRO_BATCH,
+    FaultKind.LOADER_WORKER_DIED: Scope.RANK,
+    FaultKind.LOADER_TIMEOUT: Scope.RANK,
+    FaultKind.BAD_SAMPLE: Scope.SAMPLE,
+    FaultKind.NON_FINITE: Scope.STEP,
+    FaultKind.LOSS_EXPLODED: Scope.STEP,
+    FaultKind.REPLICA_DIVERGED: Scope.RANK,
+    FaultKind.CHECKPOINT_BAD: Scope.RUN,
+    FaultKind.STORAGE_FAILED: Scope.RUN,
+    FaultKind.PREEMPTED: Scope.RUN,
+    FaultKind.INTERRUPTED: Scope.RUN,
+    FaultKind.STORE_DIED: Scope.WORLD,
+    FaultKind.ZYGOTE_DIED: Scope.RUN,
+    FaultKind.DEVICE_LOST: Scope.RANK,
+    FaultKind.BAD_INPUT: Scope.RUN,
+    FaultKind.UNKNOWN: Scope.WORLD,
+}
+
+
+# The rank where it happens mends it itself and stays; the step is redone in a new generation.
+MENDED_BY_RANK = frozenset(
+    {FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED, FaultKind.REPLICA_DIVERGED}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that went wrong, as a value.
+
+    ``rank`` is -1 where no single rank is to blame. ``cause`` is one line for people; ``detail``
+    may hold a traceback or stacks. ``at_ns`` is CLOCK_MONOTONIC nanoseconds on this machine.
+    """
+
+    kind: FaultKind
+    rank: int
+    step: int
+    cause: str
+    phase: str = ""
+    detail: str = ""
+    at_ns: int = 0
+    may_retry: bool = True  # False: whoever could mend it has nothing left to change
+
+    @property
+    def scope(self) -> Scope:
+        """How much this fault touches."""
+        return SCOPE_OF_KIND[self.kind]
+
+
+class FaultError(Exception):
+    """Carries a classified :class:`Fault` up to the nearest named boundary."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.cause)
+        self.fault = fault
+
+
+class ToldFaultError(FaultError):
+    """A fault that has been reported already: all that is left is to end."""
+
+
+class BadInputError(Exception):
+    """The user's settings, data or files are wrong: exit 2, one line, nothing touched.
+
+    ``option`` is what the user wrote or would write (``--data``, ``data.batch_size``), ``value``
+    what it holds, ``expected`` what would be right.
+    """
+
+    def __init__(self, option: str, value: object, expected: str) -> None:
+        super().__init__(
+            f"{option}={value!s}: {expected}" if value != "" else f"{option}: {expected}"
+        )
+        self.option = option
+        self.value = value
+        self.expected = expected

@@ -1,0 +1,162 @@
+"""Faults on request: reads ``--inject`` specs and draws random plans. Never harms anything itself.
+
+``KIND:key=value,...`` with ``rank``, ``step``, ``phase``, ``times``, ``seconds``; or
+``random:mtbf_s=5,seed=7,kinds=kill+stop``, a plan that the same seed draws again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.phases import Phase
+
+OPTION = "--inject"
+COMMIT = "commit"  # a moment inside the optimizer, while the board says dirty
+PHASES = (*(phase.label for phase in Phase if phase not in (Phase.IDLE, Phase.FINISHED)), COMMIT)
+
+
+class InjectKind(Enum):
+    """What is done to a rank. Signals are sent by the system, the rest happens in its own code."""
+
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP
+    EXIT = "exit"  # os._exit(0): gone without an error
+    RAISE = "raise"  # an exception in the middle of the step
+    HANG = "hang"  # sleeps for ever, the GIL released
+    SPIN = "spin"  # a livelock in Python
+    GIL = "gil"  # blocks inside C code with the GIL held
+    SLOW = "slow"  # sleeps ``seconds`` at that phase
+    LOADER_KILL = "loader_kill"  # SIGKILL to one of the rank's loader workers
+    LOADER_STOP = "loader_stop"  # SIGSTOP to one of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """One fault at one place. ``step`` is the index of the step in progress, from 0."""
+
+    kind: InjectKind
+    rank: int
+    step: int
+    phase: str
+    times: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomPlan:
+    """Faults at random moments, ``mtbf_s`` apart on average."""
+
+    mtbf_s: float
+    seed: int
+    kinds: tuple[InjectKind, ...]
+    times: int  # at most; 0: no bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One fault that a random plan has drawn; ``wait_s`` after the one before it."""
+
+    wait_s: float
+    kind: InjectKind
+    rank: int
+
+
+def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
+    """Read one spec. Raises BadInputError naming what is wrong and what would be right."""
+    name, _, rest = text.partition(":")
+    values = _key_values(text, rest)
+    if name == "random":
+        return _random_plan(text, values)
+    kind = _kind(text, name)
+    injection = Injection(
+        kind=kind,
+        rank=_integer(text, values, "rank", world_size - 1),
+        step=_integer(text, values, "step", 10),
+        phase=values.pop("phase", Phase.FORWARD.label),
+        times=_integer(text, values, "times", 1),
+        seconds=_number(text, values, "seconds", 1.0),
+    )
+    _refuse_unknown(text, values, "rank, step, phase, times, seconds")
+    if injection.rank >= world_size:
+        raise BadInputError(OPTION, text, f"rank is 0 to {world_size - 1} here")
+    if injection.phase not in PHASES:
+        raise BadInputError(OPTION, text, f"phase is one of {', '.join(PHASES)}")
+    return injection
+
+
+def draw_strike(plan: RandomPlan, number: int, *, world_size: int) -> Strike:
+    """Fault ``number`` of the plan, from 0: a pure function of the plan and the world size."""
+    first, second, third = _uniform(plan.seed, number)
+    return Strike(
+        wait_s=-plan.mtbf_s * math.log(1.0 - first),
+        kind=plan.kinds[int(second * len(plan.kinds))],
+        rank=int(third * world_size),
+    )
+
+
+def _uniform(seed: int, number: int) -> tuple[float, float, float]:
+    """Three numbers in [0, 1), the same on every machine and Python."""
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    parts = (digest[start : start + 8] for start in (0, 8, 16))
+    first, second, third = (int.from_bytes(part, "little") / 2**64 for part in parts)
+    return min(first, 1 - 2**-53), min(second, 1 - 2**-53), min(third, 1 - 2**-53)
+
+
+def _random_plan(text: str, values: dict[str, str]) -> RandomPlan:
+    kinds = tuple(_kind(text, name) for name in values.pop("kinds", "kill+stop+raise").split("+"))
+    plan = RandomPlan(
+        mtbf_s=_number(text, values, "mtbf_s", 10.0),
+        seed=_integer(text, values, "seed", 0),
+        kinds=kinds,
+        times=_integer(text, values, "times", 0),
+    )
+    _refuse_unknown(text, values, "mtbf_s, seed, kinds, times")
+    if plan.mtbf_s <= 0:
+        raise BadInputError(OPTION, text, "mtbf_s is above 0")
+    return plan
+
+
+def _kind(text: str, name: str) -> InjectKind:
+    try:
+        return InjectKind(name)
+    except ValueError:
+        known = ", ".join(kind.value for kind in InjectKind)
+        raise BadInputError(OPTION, text, f"the kind is one of {known}, random") from None
+
+
+def _key_values(text: str, rest: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise BadInputError(OPTION, text, "write KIND:key=value,key=value")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def _integer(text: str, values: dict[str, str], key: str, default: int) -> int:
+    raw = values.pop(key, str(default))
+    if not raw.isdigit():
+        raise BadInputError(OPTION, text, f"{key} is a whole number, 0 or more")
+    return int(raw)
+
+
+def _number(text: str, values: dict[str, str], key: str, default: float) -> float:
+    raw = values.pop(key, str(default))
+    try:
+        number = float(raw)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise BadInputError(OPTION, text, f"{key} is a number of seconds, 0 or more")
+    return number
+
+
+def _refuse_unknown(text: str, values: Mapping[str, str], known: str) -> None:
+    if values:
+        raise BadInputError(OPTION, text, f"{', '.join(values)} is unknown; known: {known}")

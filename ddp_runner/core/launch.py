@@ -1,0 +1,43 @@
+"""What the command line hands to the supervisor: one value that holds every decision made so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Where one rank computes.
+
+    ``device`` is what torch calls it in that process (``cpu``, ``cuda:1``); ``visible_index``
+    counts within CUDA_VISIBLE_DEVICES as the command found it, None for the CPU.
+    """
+
+    device: str
+    name: str
+    visible_index: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """A checked run, ready to start. ``devices[r]`` is the place of rank ``r``.
+
+    ``origins`` says by dotted key where each setting came from. ``meaning`` is what a resumed
+    checkpoint must agree with. ``notes`` are lines to show people once, before training.
+    """
+
+    settings: Settings
+    origins: Mapping[str, str]
+    devices: tuple[DevicePlan, ...]
+    world_size: int
+    threads_per_rank: int
+    meaning: Mapping[str, object]
+    settings_digest: str
+    command: tuple[str, ...]
+    notes: tuple[str, ...]

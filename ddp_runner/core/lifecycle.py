@@ -1,0 +1,157 @@
+"""State tables of the run and of a rank. Everything that may change a state stands here.
+
+``advance`` is the only way from one state to the next; a pair that is not in the table raises with
+the recent history, and an event that is ignored on purpose has a row that leads back to its state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+from typing import Generic, TypeVar
+
+
+class RunState(Enum):
+    """``state`` in status.json."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    RECOVERING = "recovering"
+    STOPPING = "stopping"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class RunEvent(Enum):
+    """What may happen to a run as a whole."""
+
+    WORLD_FORMED = "world_formed"
+    INCIDENT_BEGAN = "incident_began"
+    STOP_ASKED = "stop_asked"
+    ALL_FINISHED = "all_finished"
+    GAVE_UP = "gave_up"
+
+
+class RankState(Enum):
+    """``ranks[].state`` in status.json."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FORMING = "forming"
+    TRAINING = "training"
+    ABORTING = "aborting"
+    FINISHED = "finished"
+    DEAD = "dead"
+
+
+class RankEvent(Enum):
+    """What may happen to one rank."""
+
+    SPAWNED = "spawned"
+    GOT_READY = "got_ready"
+    FORM_SENT = "form_sent"
+    GOT_FORMED = "got_formed"
+    ABORT_SENT = "abort_sent"
+    GOT_FINISHED = "got_finished"
+    EXITED = "exited"
+
+
+RUN_TABLE: dict[tuple[RunState, RunEvent], RunState] = {
+    (RunState.STARTING, RunEvent.WORLD_FORMED): RunState.RUNNING,
+    (RunState.STARTING, RunEvent.INCIDENT_BEGAN): RunState.RECOVERING,
+    (RunState.STARTING, RunEvent.STOP_ASKED): RunState.STOPPING,
+    # A resumed run that was complete finishes without training a step.
+    (RunState.STARTING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.STARTING, RunEvent.GAVE_UP): RunState.FAILED,
+    # A generation that re-formed before its predecessor was noticed to be well.
+    (RunState.RUNNING, RunEvent.WORLD_FORMED): RunState.RUNNING,
+    (RunState.RUNNING, RunEvent.INCIDENT_BEGAN): RunState.RECOVERING,
+    (RunState.RUNNING, RunEvent.STOP_ASKED): RunState.STOPPING,
+    (RunState.RUNNING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.RUNNING, RunEvent.GAVE_UP): RunState.FAILED,
+    # A second fault while repairing belongs to the same recovery.
+    (RunState.RECOVERING, RunEvent.INCIDENT_BEGAN): RunState.RECOVERING,
+    (RunState.RECOVERING, RunEvent.WORLD_FORMED): RunState.RUNNING,
+    (RunState.RECOVERING, RunEvent.STOP_ASKED): RunState.STOPPING,
+    (RunState.RECOVERING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.RECOVERING, RunEvent.GAVE_UP): RunState.FAILED,
+    # A fault while stopping is repaired, because the save is still owed.
+    (RunState.STOPPING, RunEvent.INCIDENT_BEGAN): RunState.STOPPING,
+    (RunState.STOPPING, RunEvent.WORLD_FORMED): RunState.STOPPING,
+    # Ignored: asked twice by two sources; a second *signal* ends the run by GAVE_UP instead.
+    (RunState.STOPPING, RunEvent.STOP_ASKED): RunState.STOPPING,
+    (RunState.STOPPING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.STOPPING, RunEvent.GAVE_UP): RunState.FAILED,
+    # Ignored: signals and late deaths after the end change nothing.
+    (RunState.DONE, RunEvent.STOP_ASKED): RunState.DONE,
+    (RunState.DONE, RunEvent.INCIDENT_BEGAN): RunState.DONE,
+    (RunState.FAILED, RunEvent.STOP_ASKED): RunState.FAILED,
+    (RunState.FAILED, RunEvent.INCIDENT_BEGAN): RunState.FAILED,
+    (RunState.FAILED, RunEvent.GAVE_UP): RunState.FAILED,
+}
+
+RANK_TABLE: dict[tuple[RankState, RankEvent], RankState] = {
+    (RankState.STARTING, RankEvent.GOT_READY): RankState.READY,
+    # Ignored: nothing to abort in a rank that has not joined; it will answer Ready all the same.
+    (RankState.STARTING, RankEvent.ABORT_SENT): RankState.STARTING,
+    (RankState.STARTING, RankEvent.EXITED): RankState.DEAD,
+    (RankState.READY, RankEvent.FORM_SENT): RankState.FORMING,
+    (RankState.READY, RankEvent.ABORT_SENT): RankState.READY,
+    (RankState.READY, RankEvent.EXITED): RankState.DEAD,
+    (RankState.READY, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.FORMING, RankEvent.GOT_FORMED): RankState.TRAINING,
+    (RankState.FORMING, RankEvent.GOT_READY): RankState.READY,
+    (RankState.FORMING, RankEvent.ABORT_SENT): RankState.ABORTING,
+    (RankState.FORMING, RankEvent.EXITED): RankState.DEAD,
+    (RankState.TRAINING, RankEvent.ABORT_SENT): RankState.ABORTING,
+    (RankState.TRAINING, RankEvent.GOT_READY): RankState.READY,
+    (RankState.TRAINING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.TRAINING, RankEvent.EXITED): RankState.DEAD,
+    (RankState.ABORTING, RankEvent.GOT_READY): RankState.READY,
+    # Ignored: the rank had formed just before it heard the abort; Ready follows.
+    (RankState.ABORTING, RankEvent.GOT_FORMED): RankState.ABORTING,
+    # Ignored: asked again because another incident began.
+    (RankState.ABORTING, RankEvent.ABORT_SENT): RankState.ABORTING,
+    (RankState.ABORTING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.ABORTING, RankEvent.EXITED): RankState.DEAD,
+    # Ignored: a rank that has finished has left every collective.
+    (RankState.FINISHED, RankEvent.ABORT_SENT): RankState.FINISHED,
+    (RankState.FINISHED, RankEvent.EXITED): RankState.DEAD,
+    (RankState.DEAD, RankEvent.SPAWNED): RankState.STARTING,
+    # Ignored: a corpse hears nothing and dies once.
+    (RankState.DEAD, RankEvent.ABORT_SENT): RankState.DEAD,
+}
+
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+class Machine(Generic[S, E]):
+    """One state, moved only by its table; remembers the last transitions for error messages."""
+
+    def __init__(self, table: dict[tuple[S, E], S], state: S) -> None:
+        self._table = table
+        self._state = state
+        self._recent: deque[str] = deque(maxlen=12)
+
+    @property
+    def state(self) -> S:
+        """The state now."""
+        return self._state
+
+    def may(self, event: E) -> bool:
+        """Whether the table has a row for ``event`` now."""
+        return (self._state, event) in self._table
+
+    def advance(self, event: E) -> S:
+        """Take ``event``; returns the new state. Raises ValueError for a pair not in the table."""
+        try:
+            after = self._table[self._state, event]
+        except KeyError:
+            history = ", ".join(self._recent) or "none"
+            raise ValueError(
+                f"{event.value} is not possible in {self._state.value}; before: {history}"
+            ) from None
+        self._recent.append(f"{self._state.value} -{event.value}-> {after.value}")
+        self._state = after
+        return after

@@ -1,0 +1,305 @@
+"""Messages between supervisor, zygote and ranks, and their wire form. Never touches a socket.
+
+Wire form: one JSON object a packet, ``{"v": 1, "type": "Form", ...fields}``. Unknown fields of a
+newer sender are dropped; an unknown type or version is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+
+WIRE_VERSION = 1
+PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
+
+
+class WireError(ValueError):
+    """A packet on a control channel is not a message that this version understands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Supervisor -> rank: join generation ``generation`` through the store of its launch."""
+
+    generation: int
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Supervisor -> rank: leave ``generation`` at once, also from inside a collective."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Supervisor -> rank: finish the step, save, end."""
+
+    reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Supervisor -> rank: save at the next step boundary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inject:
+    """Supervisor -> rank: do this to yourself at your next phase change (a random plan's strike)."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injected:
+    """Rank -> supervisor: injection ``number`` of the command line is about to happen."""
+
+    rank: int
+    number: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """Rank -> supervisor: everything is built; waiting for a Form.
+
+    ``committed_step`` is -1 if empty; ``run_id`` is that of the checkpoint it resumes, or empty.
+    """
+
+    rank: int
+    committed_step: int
+    run_id: str
+    total_steps: int
+    steps_per_epoch: int
+    train_samples: int
+    parameters: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """Rank -> supervisor: the generation trains. Seconds by phase of the re-forming."""
+
+    rank: int
+    generation: int
+    committed_step: int
+    source: int
+    group_s: float
+    transfer_s: float
+    rebuild_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faulted:
+    """Rank -> supervisor: this rank's part of something that went wrong."""
+
+    generation: int
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Rank -> supervisor: one logged step."""
+
+    rank: int
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """Rank -> supervisor: a checkpoint was published."""
+
+    rank: int
+    step: int
+    path: str
+    blocked_s: float
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderWorkers:
+    """Rank -> supervisor: the process ids of this rank's loader workers now."""
+
+    rank: int
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """Rank -> supervisor: this rank itself got a signal that asks the run to stop."""
+
+    rank: int
+    reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjusted:
+    """Rank -> supervisor: what this rank changed so that the run can go on.
+
+    ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
+    """
+
+    rank: int
+    step: int
+    remedy: str
+    inexact_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MendedInPlace:
+    """Rank -> supervisor: a fault that was repaired within the generation, and how long it took."""
+
+    rank: int
+    fault: Fault
+    remedy: str
+    seconds: float
+    steps_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Rank -> supervisor: the trainer returned. ``report`` is what summary.json needs of it."""
+
+    rank: int
+    reason: StopReason
+    step: int
+    report: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Supervisor -> zygote: fork a rank (or the store host, with ``rank`` -1); descriptors come along."""
+
+    token: int
+    rank: int
+    local_rank: int
+    spec: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """Zygote -> supervisor: the process of ``token`` runs as ``pid``, a child of the supervisor."""
+
+    token: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteReady:
+    """Zygote -> supervisor: torch is imported; forks are cheap from now on."""
+
+    torch_version: str
+    import_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReady:
+    """Store host -> supervisor: the TCPStore listens."""
+
+    port: int
+
+
+Message = (
+    Form
+    | Abort
+    | Stop
+    | Checkpoint
+    | Inject
+    | Injected
+    | Ready
+    | Formed
+    | Faulted
+    | Metrics
+    | Saved
+    | LoaderWorkers
+    | StopAsked
+    | Adjusted
+    | MendedInPlace
+    | Finished
+    | Fork
+    | Forked
+    | ZygoteReady
+    | StoreReady
+)
+_TYPES: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (
+        Form,
+        Abort,
+        Stop,
+        Checkpoint,
+        Inject,
+        Injected,
+        Ready,
+        Formed,
+        Faulted,
+        Metrics,
+        Saved,
+        LoaderWorkers,
+        StopAsked,
+        Adjusted,
+        MendedInPlace,
+        Finished,
+        Fork,
+        Forked,
+        ZygoteReady,
+        StoreReady,
+    )
+}
+
+
+def encode(message: Message) -> bytes:
+    """One packet. Raises :class:`WireError` for a message too long to send."""
+    body: dict[str, object] = {"v": WIRE_VERSION, "type": type(message).__name__, **asdict(message)}
+    packet = json.dumps(body, default=_encode_value).encode()
+    if len(packet) > PACKET_BYTES_MAX:
+        raise WireError(f"a {type(message).__name__} of {len(packet)} bytes is too long to send")
+    return packet
+
+
+def decode(packet: bytes) -> Message:
+    """The message in ``packet``. Raises :class:`WireError` if it is none."""
+    try:
+        body = json.loads(packet)
+        version, name = body.pop("v"), body.pop("type")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WireError(f"not a message: {packet[:80]!r}") from error
+    if version != WIRE_VERSION:
+        raise WireError(f"message version {version!r}, this side speaks {WIRE_VERSION}")
+    kind = _TYPES.get(name)
+    if kind is None:
+        raise WireError(f"unknown message type {name!r}")
+    try:
+        known = {
+            f.name: _decode_field(f.name, body[f.name]) for f in fields(kind) if f.name in body
+        }
+        make: Callable[..., Message] = kind
+        return make(**known)
+    except (TypeError, ValueError, KeyError) as error:
+        raise WireError(f"bad {name}: {error}") from error
+
+
+def _encode_value(value: object) -> object:
+    if isinstance(value, (FaultKind, StopReason)):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no wire form")
+
+
+def _decode_field(name: str, value: object) -> object:
+    if name == "fault" and isinstance(value, dict):
+        return Fault(**{**value, "kind": FaultKind(value["kind"])})
+    if name == "reason":
+        return StopReason(value)
+    if name in ("pids", "notes") and isinstance(value, list):
+        return tuple(value)
+    return value

@@ -1,0 +1,26 @@
+"""What a rank is doing, as it stands on the progress board and in status.json."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Phase(IntEnum):
+    """The numbers are the board's wire format: add at the end, never renumber."""
+
+    IDLE = 0
+    STARTUP = 1
+    FORMING = 2
+    DATA = 3
+    FORWARD = 4
+    BACKWARD = 5
+    REDUCE = 6
+    OPTIMIZER = 7
+    CHECKPOINT = 8
+    EVALUATE = 9
+    FINISHED = 10
+
+    @property
+    def label(self) -> str:
+        """The lower-case name that people and files see."""
+        return self.name.lower()

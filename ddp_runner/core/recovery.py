@@ -1,0 +1,186 @@
+"""Fault + history + budget -> Plan. Decides; the supervisor performs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_runner.core.classify import Attribution
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.settings import RecoverySettings
+
+# The cause does not go away by trying again.
+NEVER_RETRIED = frozenset(
+    {
+        FaultKind.BAD_INPUT,
+        FaultKind.NON_FINITE,
+        FaultKind.LOSS_EXPLODED,
+        FaultKind.BAD_SAMPLE,
+        FaultKind.CHECKPOINT_BAD,
+        FaultKind.STORAGE_FAILED,
+    }
+)
+
+
+# Each try changes something that can be changed only so often (a batch is halved, a flag is set), so
+# neither budget nor lack of progress counts; ``may_retry`` is False after the last.
+_BOUNDED_BY_THEMSELVES = frozenset({FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One thing that went wrong, closed: who, when, and how far the run had come."""
+
+    attribution: Attribution
+    at_s: float
+    committed_step: int
+    ever_formed: bool
+
+    @property
+    def culprit(self) -> Fault:
+        """The first cause."""
+        return self.attribution.culprit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldFacts:
+    """Who is left.
+
+    ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
+    loading one; ``present`` counts the ranks of the generation, the lost ones included.
+    """
+
+    lost: tuple[int, ...]
+    filled: bool
+    present: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceRanks:
+    """Fork ``ranks`` anew, then form the next generation; everybody else keeps process and state.
+
+    ``loader`` is the one of them that reads the newest checkpoint, because no replica is left;
+    None where a survivor will be the source. With no ranks at all the world just forms again.
+    ``dropped`` ranks are given up: the others take over their share of the global batch.
+    """
+
+    ranks: tuple[int, ...]
+    loader: int | None
+    delay_s: float
+    dropped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """End the run. ``fault`` is the first cause of the row of failures, not the last."""
+
+    fault: Fault
+    reason: str
+    status: RunStatus
+
+
+Plan = ReplaceRanks | GiveUp
+
+
+def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
+    incident: Incident,
+    *,
+    world: WorldFacts,
+    history: Sequence[Incident],
+    settings: RecoverySettings,
+) -> Plan:
+    """What to do about ``incident``; ``history`` holds the earlier ones, oldest first."""
+    fault = incident.culprit
+    if fault.kind in NEVER_RETRIED or not fault.may_retry:
+        return GiveUp(fault=fault, reason="trying again would not help", status=RunStatus.FAILED)
+    if fault.kind is FaultKind.RANK_RAISED:
+        if not incident.ever_formed:
+            return GiveUp(fault=fault, reason="it failed while starting", status=RunStatus.FAILED)
+        if any(_same_error(fault, earlier.culprit) for earlier in history):
+            return GiveUp(
+                fault=fault, reason="the same error at the same step again", status=RunStatus.FAILED
+            )
+    dropped = ranks_to_drop(incident, world=world, history=history, settings=settings)
+    if dropped:
+        kept = tuple(rank for rank in world.lost if rank not in dropped)
+        return ReplaceRanks(ranks=kept, loader=_loader(kept, world), delay_s=0.0, dropped=dropped)
+    if fault.kind in _BOUNDED_BY_THEMSELVES:
+        return ReplaceRanks(ranks=world.lost, loader=_loader(world.lost, world), delay_s=0.0)
+    counted = [earlier for earlier in history if earlier.culprit.kind not in _BOUNDED_BY_THEMSELVES]
+    stuck = _row_without_progress(incident, counted)
+    if len(stuck) >= settings.no_progress_generations:
+        return GiveUp(
+            fault=stuck[0].culprit,
+            reason=f"no step committed in {len(stuck)} generations",
+            status=RunStatus.GAVE_UP,
+        )
+    window_start_s = incident.at_s - settings.restart_window_s
+    recent = [earlier for earlier in counted if earlier.at_s >= window_start_s]
+    if len(recent) >= settings.max_restarts:
+        return GiveUp(
+            fault=(recent[0] if recent else incident).culprit,
+            reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
+            status=RunStatus.GAVE_UP,
+        )
+    return ReplaceRanks(
+        ranks=world.lost,
+        loader=_loader(world.lost, world),
+        delay_s=backoff_s(len(stuck) - 1, settings),
+    )
+
+
+def ranks_to_drop(
+    incident: Incident,
+    *,
+    world: WorldFacts,
+    history: Sequence[Incident],
+    settings: RecoverySettings,
+) -> tuple[int, ...]:
+    """The lost ranks that are not worth another try, if enough others are left without them.
+
+    A lost device does not come back by itself; any other rank is given up once it was a cause
+    ``slot_failures_max`` times within the window. Never a rank that the state would die with.
+    """
+    if not settings.min_ranks or not world.filled:
+        return ()
+    window_start_s = incident.at_s - settings.restart_window_s
+    recent = [incident, *(earlier for earlier in history if earlier.at_s >= window_start_s)]
+    causes = [fault for one in recent for fault in one.attribution.causes]
+    hopeless = tuple(
+        rank
+        for rank in world.lost
+        if sum(fault.rank == rank for fault in causes) >= settings.slot_failures_max
+        or any(
+            fault.rank == rank and fault.kind is FaultKind.DEVICE_LOST
+            for fault in incident.attribution.causes
+        )
+    )
+    return hopeless if world.present - len(hopeless) >= settings.min_ranks else ()
+
+
+def _loader(ranks: Sequence[int], world: WorldFacts) -> int | None:
+    return None if world.filled or not ranks else ranks[0]
+
+
+def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
+    """Wait before the next try: ``backoff_first_s`` after progress, then doubling from half a second."""
+    if failures_in_a_row <= 0:
+        return settings.backoff_first_s
+    return min(
+        settings.backoff_max_s, max(settings.backoff_first_s, 0.5) * 2.0 ** (failures_in_a_row - 1)
+    )
+
+
+def _same_error(fault: Fault, earlier: Fault) -> bool:
+    return (fault.kind, fault.step, fault.cause) == (earlier.kind, earlier.step, earlier.cause)
+
+
+def _row_without_progress(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
+    """The incidents up to and with this one between which no step was committed, oldest first."""
+    row = [incident]
+    for earlier in reversed(history):
+        if earlier.committed_step < incident.committed_step:
+            break
+        row.append(earlier)
+    return row[::-1]

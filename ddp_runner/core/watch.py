@@ -1,0 +1,89 @@
+"""Who is hung, told from the progress board alone. Slow is not hung: deadlines follow the run's pace.
+
+A rank that waits in a collective waits for somebody else, so it is never hung by itself: either
+another rank is late, or all wait, and then the collective is stuck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
+
+STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
+PATIENCE_FACTOR = 4.0  # per hang verdict in a row without progress: the pause may be a real one
+_UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLook:
+    """One look at a rank that is in the generation.
+
+    ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``steps_here``:
+    committed by this very process.
+    """
+
+    rank: int
+    phase: Phase
+    age_s: float
+    steps_here: int
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """``slowest_step_s`` of the recent steps; ``verdicts_in_a_row`` without a commit in between."""
+
+    slowest_step_s: float
+    verdicts_in_a_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangVerdict:
+    """``ranks`` are hung; with none, the collective is stuck on all of them alike."""
+
+    ranks: tuple[int, ...]
+    waited_s: float
+
+
+def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
+    """How long the rank may stay in its phase."""
+    if look.phase is Phase.EVALUATE:
+        return settings.evaluation_timeout_s
+    if look.phase is Phase.CHECKPOINT:
+        return settings.checkpoint_timeout_s
+    if look.steps_here < STEPS_TO_SETTLE:
+        return settings.first_step_timeout_s
+    usual = max(settings.hang_min_s, settings.hang_factor * pace.slowest_step_s)
+    return usual * PATIENCE_FACTOR**pace.verdicts_in_a_row
+
+
+def find_hung(
+    looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
+) -> HangVerdict | None:
+    """The verdict on a generation whose ranks are all training, or None."""
+    stopped = [look for look in looks if look.stopped and look.age_s > settings.hang_min_s]
+    if stopped:
+        return _verdict(stopped)
+    late = [
+        look
+        for look in looks
+        if look.phase is not Phase.REDUCE
+        and look.phase not in _UNWATCHED
+        and look.age_s > phase_deadline_s(look, pace, settings)
+    ]
+    if late:
+        return _verdict(late)
+    if looks and all(look.phase is Phase.REDUCE for look in looks):
+        youngest = min(looks, key=lambda look: look.age_s)
+        if youngest.age_s > phase_deadline_s(youngest, pace, settings):
+            return HangVerdict(ranks=(), waited_s=youngest.age_s)
+    return None
+
+
+def _verdict(looks: Sequence[RankLook]) -> HangVerdict:
+    return HangVerdict(
+        ranks=tuple(look.rank for look in looks), waited_s=max(look.age_s for look in looks)
+    )

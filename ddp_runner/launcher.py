@@ -1,0 +1,200 @@
+"""``launch()``: starts the command as a child of a Python program or notebook and waits for it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddp_runner.core.faults import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_LAUNCHED = "DDP_RUNNER_LAUNCHED"
+# The child ties its life to ours before it does anything else. Unlike subprocess's preexec_fn this
+# runs in a fresh interpreter, so that threads of this program cannot deadlock it.
+_CHILD = (
+    "import sys; from ddp_runner.lifeline import die_with_parent;"
+    " die_with_parent(int(sys.argv[1]));"
+    " from ddp_runner.__main__ import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. ``summary`` is the content of summary.json, None if the run wrote none."""
+
+    exit_code: int
+    summary: dict[str, Any] | None
+    log_dir: Path
+    checkpoint_dir: Path
+
+
+def launch(
+    task: str | type | None = None,
+    *,
+    nproc: int | Literal["auto"] = "auto",
+    config: Mapping[str, object] | None = None,
+    arguments: Sequence[str] = (),
+) -> RunResult:
+    """Train with ``nproc`` supervised ranks, as ``./launch_training.sh`` would; blocks until done.
+
+    ``task`` is what ``--task`` takes, or a Task class that a file defines. ``config`` holds flat,
+    dotted or nested settings; ``arguments`` are words of the command line and win over it. The
+    run's output goes to this program's. KeyboardInterrupt asks the run to save and end; a second
+    one ends it at once. The run dies with this process.
+
+    Raises BadInputError for wrong settings and RuntimeError when called by the ranks themselves.
+    """
+    if os.environ.get(_LAUNCHED):
+        raise RuntimeError(
+            "launch() was called while a rank imported this file; "
+            "put the call under: if __name__ == '__main__':"
+        )
+    words = ["--nproc-per-node", str(nproc)]
+    if task is not None:
+        words += ["--task", task if isinstance(task, str) else task_spec(task)]
+    with _config_file(config) as config_words:
+        words += [*config_words, *arguments]
+        log_dir, checkpoint_dir = _folders(words)
+        summary_file = log_dir / "summary.json"
+        before = _identity(summary_file)
+        exit_code = _run_child(words)
+        changed = _identity(summary_file) not in (None, before)
+    summary = json.loads(summary_file.read_bytes()) if changed else None
+    return RunResult(
+        exit_code=exit_code, summary=summary, log_dir=log_dir, checkpoint_dir=checkpoint_dir
+    )
+
+
+def task_spec(task: type) -> str:
+    """``FILE.py:NAME`` or ``module:NAME`` for a Task class, so that other processes can import it.
+
+    Raises BadInputError for a class that no file defines at its top level.
+    """
+    if "." in task.__qualname__:
+        raise BadInputError(
+            "task", task.__qualname__, "must be a class at the top level of a module or file"
+        )
+    module = sys.modules.get(task.__module__)
+    file = getattr(module, "__file__", None)
+    if task.__module__ != "__main__" and "." in task.__module__:
+        return f"{task.__module__}:{task.__qualname__}"
+    if file is None or not inspect.isclass(task) or not Path(file).is_file():
+        raise BadInputError(
+            "task",
+            task.__qualname__,
+            "is defined in a notebook or at a prompt, where the ranks cannot import it; "
+            "write it to a file and pass 'FILE.py:NAME' (%%writefile in a notebook)",
+        )
+    return f"{Path(file).resolve()}:{task.__qualname__}"
+
+
+@contextmanager
+def _config_file(config: Mapping[str, object] | None) -> Iterator[list[str]]:
+    """``--config FILE`` for ``config``; the file is gone afterwards."""
+    if not config:
+        yield []
+        return
+    import yaml  # noqa: PLC0415 - imported when used: this module loads with the public names
+
+    from ddp_runner.config import from_flat  # noqa: PLC0415
+
+    from_flat(config)  # wrong values are told as the caller wrote them, not by the file's name
+    with tempfile.NamedTemporaryFile("w", prefix="ddp_runner_", suffix=".yaml") as file:
+        try:
+            yaml.safe_dump(_plain(config), file, sort_keys=False)
+        except yaml.YAMLError as error:
+            raise BadInputError("config", "", "must hold plain values only") from error
+        file.flush()
+        yield ["--config", file.name]
+
+
+def _plain(value: object) -> object:
+    """Mappings as dicts, and sequences and paths as YAML knows them."""
+    if hasattr(value, "items"):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _folders(words: Sequence[str]) -> tuple[Path, Path]:
+    """Log and checkpoint directory of the run that ``words`` ask for. Raises BadInputError."""
+    from ddp_runner.cli.parser import parse_train  # noqa: PLC0415 - see _config_file
+    from ddp_runner.config import resolve  # noqa: PLC0415
+
+    parsed = parse_train(words)
+    settings = resolve(
+        files=parsed.files, environment=dict(os.environ), command_line=parsed.assignments
+    ).settings
+    return Path(settings.run.log_dir).absolute(), Path(settings.run.checkpoint_dir).absolute()
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """What tells a newly written file from an older one of the same name; None if there is none."""
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _run_child(words: Sequence[str]) -> int:
+    """Run ``train`` with ``words``; forwards output and interrupts."""
+    command = [sys.executable, "-c", _CHILD, str(os.getpid()), "train", *words]
+    inherits = _writes_to_descriptor_1()
+    # A session of its own: the terminal's Ctrl-C then reaches the run once, through us, and not
+    # a second time as a member of the foreground group, which would end it without saving.
+    with subprocess.Popen(  # noqa: S603 - our own interpreter
+        command,
+        env=_child_environment(),
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=None if inherits else subprocess.PIPE,
+        stderr=None if inherits else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as child:
+        try:
+            while (exit_code := _wait(child)) is None:
+                child.send_signal(signal.SIGINT)
+        except BaseException:
+            child.kill()
+            raise
+    return exit_code
+
+
+def _wait(child: subprocess.Popen[str]) -> int | None:
+    """Copy the child's output until it ends; None when interrupted before."""
+    try:
+        if child.stdout is not None:
+            for line in child.stdout:
+                sys.stdout.write(line)
+        return child.wait()
+    except KeyboardInterrupt:
+        return None
+
+
+def _writes_to_descriptor_1() -> bool:
+    """False in a notebook or under capture, where only ``sys.stdout`` reaches the reader."""
+    try:
+        return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _child_environment() -> dict[str, str]:
+    """Our environment, able to import what this process can, marked for :func:`launch`."""
+    root = str(Path(__file__).resolve().parent.parent)
+    search = [root, *(path for path in sys.path if path and path != root)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(search), _LAUNCHED: "1"}

@@ -1,0 +1,229 @@
+"""MemoryManager: looks at memory between steps, reacts to pressure, enforces the hard limit.
+
+It never kills a process, never touches the model, and holds a bounded amount of data itself. All
+methods run in the rank's main thread, at a step boundary.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.leak import LeakWindow
+from ddp_runner.core.pressure import Level, may_collect_fully, next_level
+from ddp_runner.memory.readings import Reader, Reading, SystemReader
+from ddp_runner.memory.reclaim import empty_device_cache, reclaim
+from ddp_runner.memory.uses import GB, exceeds_hard_limit, tightest_use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from ddp_runner.core.settings import MemorySettings
+
+_MB = 1_000_000
+_LOOKS_BETWEEN_REACTIONS = 10  # while a level lasts; a reaction costs some 50 ms
+_LOG_LEVEL = {
+    Level.OK: "info",
+    Level.WARN: "warning",
+    Level.REACT: "warning",
+    Level.LIMIT: "error",
+}
+
+
+class MemoryManager:
+    """Watches the memory of one rank, its loader workers and its device.
+
+    ``loader_pids`` names the live loader workers; ``shrink_prefetch`` asks the loader to hold fewer
+    batches ahead and may be called many times; ``log`` takes (``info``, ``warning`` or ``error``,
+    message). A GB is 10^9 bytes throughout.
+    """
+
+    def __init__(
+        self,
+        settings: MemorySettings,
+        *,
+        rank: int,
+        loader_pids: Callable[[], tuple[int, ...]],
+        shrink_prefetch: Callable[[], None],
+        log: Callable[[str, str], None],
+        device: torch.device | None = None,
+        read: Reader | None = None,
+    ) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._loader_pids = loader_pids
+        self._shrink_prefetch = shrink_prefetch
+        self._log = log
+        self._device = device
+        self._read = read if read is not None else SystemReader(device=device)
+        self._level = Level.OK
+        self._looks_since_reaction = _LOOKS_BETWEEN_REACTIONS
+        self._leaks = {
+            name: LeakWindow(settings)
+            for name in ("this rank", "its loader workers", "its device allocations")
+        }
+        self._suspected: dict[str, Mapping[str, object]] = {}
+        self._peaks = {"peak_rss_bytes": 0, "peak_loader_bytes": 0, "peak_device_bytes": 0}
+        self._oom_kills: int | None = None
+        self._collected_at_s = time.monotonic()
+        self._collect_cost_s = 0.0
+
+    @property
+    def level(self) -> Level:
+        """The pressure level at the last look."""
+        return self._level
+
+    def after_step(self, step: int) -> None:
+        """Look and react if it is time to; two integer operations otherwise.
+
+        Raises FaultError (OUT_OF_MEMORY) when rank and loaders together still use more than
+        ``max_memory_gb`` after all that can be freed was freed.
+        """
+        if self._settings.cleanup_interval and step % self._settings.cleanup_interval == 0:
+            self._clean_up()
+        if step % self._settings.memory_check_interval == 0:
+            self._look(step)
+
+    @property
+    def suspected_leaks(self) -> tuple[Mapping[str, object], ...]:
+        """The newest suspicion of each place: rank, where, bytes_per_1000_steps, since_step."""
+        return tuple(self._suspected.values())
+
+    def peaks(self) -> dict[str, int]:
+        """The highest ``peak_rss_bytes``, ``peak_loader_bytes`` and ``peak_device_bytes`` so far.
+
+        Rank and device peaks are the system's own high-water marks; the loaders' is the highest
+        of the looks.
+        """
+        self._measure()
+        return dict(self._peaks)
+
+    def _look(self, step: int) -> None:
+        """Measure, follow the level, react, enforce the hard limit."""
+        reading = self._measure()
+        self._report_kills(reading)
+        self._report_leaks(step, reading)
+        self._looks_since_reaction += 1
+        self._follow_level(reading)
+        if self._level >= Level.REACT and self._looks_since_reaction > _LOOKS_BETWEEN_REACTIONS:
+            reading = self._react(reading)
+        self._enforce_limit(step, reading)
+
+    def _measure(self) -> Reading:
+        """One reading, kept in the peaks."""
+        reading = self._read(self._loader_pids())
+        for name, size in (
+            ("peak_rss_bytes", max(reading.rss_bytes, reading.rss_peak_bytes)),
+            ("peak_loader_bytes", reading.loader_bytes),
+            ("peak_device_bytes", reading.device_peak_bytes or 0),
+        ):
+            self._peaks[name] = max(self._peaks[name], size)
+        return reading
+
+    def _follow_level(self, reading: Reading) -> None:
+        """Take on the level of the tightest limit, and say so when it changes."""
+        tightest = tightest_use(reading, self._settings)
+        settings = self._settings
+        level = next_level(
+            self._level,
+            tightest.share,
+            warn=settings.warn_share,
+            react=settings.react_share,
+            limit=settings.limit_share,
+        )
+        if level is self._level:
+            return
+        if level > self._level:
+            self._looks_since_reaction = _LOOKS_BETWEEN_REACTIONS + 1  # a rise is acted on at once
+        self._level = level
+        self._log(_LOG_LEVEL[level], f"memory {level.label}: {tightest}")
+
+    def _react(self, before: Reading) -> Reading:
+        """Free what can be freed and read again."""
+        self._looks_since_reaction = 0
+        on_host = tightest_use(before, self._settings).on_host
+        if on_host:
+            self._shrink_prefetch()
+        done = reclaim(device=self._device)
+        after = self._measure()
+        freed = before.rss_bytes - after.rss_bytes
+        cached = (before.device_reserved_bytes or 0) - (after.device_reserved_bytes or 0)
+        self._log(
+            "warning",
+            f"memory reaction: rank {self._rank} gave back {max(0, freed) / _MB:.0f} MB of host and "
+            f"{max(0, cached) / _MB:.0f} MB of device memory in {done.duration_s * 1000:.0f} ms"
+            + (", and asked its loader to prefetch less" if on_host else ""),
+        )
+        return after
+
+    def _enforce_limit(self, step: int, reading: Reading) -> None:
+        """Raise when the hard limit is still exceeded after a reaction."""
+        if exceeds_hard_limit(reading, self._settings) and self._looks_since_reaction:
+            reading = self._react(reading)
+        if not exceeds_hard_limit(reading, self._settings):
+            return
+        rank_gb, loader_gb = reading.rss_bytes / GB, reading.loader_bytes / GB
+        cause = (
+            f"rank {self._rank} uses {rank_gb + loader_gb:.2f} GB of max_memory_gb={self._settings.max_memory_gb:g} "
+            f"({rank_gb:.2f} GB itself, {loader_gb:.2f} GB in its loader workers), after a clean-up;"
+            " raise max_memory_gb, or lower batch_size or num_workers"
+        )
+        raise FaultError(
+            Fault(
+                kind=FaultKind.OUT_OF_MEMORY,
+                rank=self._rank,
+                step=step,
+                cause=cause,
+                at_ns=time.monotonic_ns(),
+                may_retry=False,  # found between steps, after all was freed: no split helps
+            )
+        )
+
+    def _report_kills(self, reading: Reading) -> None:
+        """Say when the kernel has killed for memory beside this rank since the last look."""
+        if reading.oom_kills is None:
+            return
+        known, self._oom_kills = self._oom_kills, reading.oom_kills
+        if known is not None and reading.oom_kills > known:
+            count = reading.oom_kills - known
+            self._log(
+                "warning", f"the kernel killed {count} process(es) of this container for memory"
+            )
+
+    def _report_leaks(self, step: int, reading: Reading) -> None:
+        """Feed the leak windows and report what they suspect."""
+        sizes = (reading.rss_bytes, reading.loader_bytes, reading.device_allocated_bytes or 0)
+        for (name, window), size in zip(self._leaks.items(), sizes, strict=True):
+            suspicion = window.observe(step=step, size_bytes=size)
+            if suspicion is not None:
+                self._suspected[name] = {
+                    "rank": self._rank,
+                    "where": name,
+                    "bytes_per_1000_steps": round(suspicion.rate_bytes_per_1000_steps),
+                    "since_step": suspicion.since_step,
+                }
+                rate_mb = suspicion.rate_bytes_per_1000_steps / _MB
+                self._log(
+                    "warning",
+                    f"suspected memory leak: {name} (rank {self._rank}) has grown steadily by "
+                    f"{rate_mb:.0f} MB per 1000 steps since step {suspicion.since_step}, "
+                    f"to {size / GB:.2f} GB",
+                )
+
+    def _clean_up(self) -> None:
+        """The periodic clean-up: all generations where the time allows, else the young ones."""
+        now_s = time.monotonic()
+        since_last_s = now_s - self._collected_at_s
+        if may_collect_fully(since_last_s=since_last_s, cost_s=self._collect_cost_s):
+            gc.collect()
+            self._collected_at_s = time.monotonic()
+            self._collect_cost_s = self._collected_at_s - now_s
+        else:
+            gc.collect(1)
+        # An emptied cache is refilled by slow, synchronising allocations: only under pressure.
+        if self._level >= Level.WARN:
+            empty_device_cache(self._device)

@@ -1,0 +1,197 @@
+"""Follows the rank logs and picks what the console shows. Never writes, never waits.
+
+Shown: rank 0's records from INFO up (with ``debug`` also its DEBUG) and its raw output; WARNING and
+ERROR of every rank; never STEP records. The same warning of several ranks within one poll is one line; an identical one
+that comes again is held back and shown with its count.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.observe.format import printable, rank_list
+from ddp_runner.observe.logger import CONTINUATION, parse_line, split_records
+from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+RAW = "RAW"
+LINES_PER_POLL_MAX = 200  # of one rank, warnings and errors not counted
+REPEAT_WINDOW_S = 10.0
+_REPEATS_KEPT_MAX = 256
+_DRAIN_ROUNDS_MAX = 2 * BACKLOG_BYTES_MAX // CHUNK_BYTES
+_ALARMS = ("WARNING", "ERROR")
+# What faulthandler writes when stacks are asked for: meant for the file.
+_STACK_LINE = re.compile(r'(?:Current thread|Thread) 0x[0-9a-f]+|  File ".*", line \d+ in ')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleLine:
+    """A line, or a record of several lines, for the console. ``level`` is RAW for raw output."""
+
+    rank: int
+    level: str
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    level: str
+    step: int | None
+    lines: list[str]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Alarm:
+    """A warning or error that was shown, and what came of it since."""
+
+    shown_at_s: float
+    ranks: set[int] = field(default_factory=set)
+    held_back: int = 0
+
+
+class LogTail:
+    """Tails ``rank_<r>.log`` of a directory, or one path per rank in rank order.
+
+    With ``from_end`` what stands in the files now is not shown; a file that appears later is
+    shown from its start.
+    """
+
+    def __init__(
+        self,
+        where: Path | Sequence[Path],
+        *,
+        ranks: int,
+        debug: bool,
+        from_end: bool = True,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        paths = (
+            [where / f"rank_{r}.log" for r in range(ranks)] if isinstance(where, Path) else where
+        )
+        if len(paths) != ranks:
+            raise ValueError(f"{len(paths)} log paths for {ranks} ranks")
+        self._files = [FollowedFile(path, from_end=from_end) for path in paths]
+        self._open: list[_Record | None] = [None] * ranks
+        self._debug = debug
+        self._now_s = now_s
+        self._alarms: OrderedDict[tuple[str, str], _Alarm] = OrderedDict()
+
+    def poll(self) -> list[ConsoleLine]:
+        """What is new since the last poll; a bounded amount, and never blocking."""
+        return self._show([file.read_lines() for file in self._files])
+
+    def drain(self) -> list[ConsoleLine]:
+        """Everything up to the end of the files, unfinished last lines and counts included."""
+        shown: list[ConsoleLine] = []
+        for _ in range(_DRAIN_ROUNDS_MAX):
+            shown += self.poll()
+            if not any(file.has_more for file in self._files):
+                break
+        shown += self._show([file.take_partial() for file in self._files])
+        return shown + self._repeats(final=True)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files:
+            file.close()
+
+    def _show(self, read: list[list[str]]) -> list[ConsoleLine]:
+        shown: list[ConsoleLine] = []
+        alarms: OrderedDict[tuple[str, str], tuple[_Record, list[int]]] = OrderedDict()
+        for rank, texts in enumerate(read):
+            plain: list[ConsoleLine] = []
+            for record in self._records(rank, texts):
+                if record.level in _ALARMS:
+                    key = (record.level, "\n".join(record.lines))
+                    alarms.setdefault(key, (record, []))[1].append(rank)
+                elif rank == 0:
+                    text = "\n".join(record.lines)
+                    plain.append(ConsoleLine(rank=rank, level=record.level, text=text))
+            shown += self._bounded(plain)
+        for (level, text), (record, ranks) in alarms.items():
+            shown += self._alarm(level, text, record.step, ranks)
+        return shown + self._repeats(final=False)
+
+    def _records(self, rank: int, lines: list[str]) -> list[_Record]:
+        """Group lines into records; a record's later lines may come in later polls."""
+        records: list[_Record] = []
+        for line in lines:
+            newest = line.rstrip("\r").rsplit("\r", 1)[-1]  # a progress bar's last state
+            for text in split_records(printable(newest)):
+                before = self._open[rank]
+                if before is None or not text.startswith(CONTINUATION):
+                    records.append(_begin(text))
+                elif records and records[-1] is before:
+                    before.lines.append(text)
+                    continue
+                else:
+                    records.append(_Record(level=before.level, step=before.step, lines=[text]))
+                self._open[rank] = records[-1] if records[-1].level != RAW else None
+        return [record for record in records if self._worth_showing(record)]
+
+    def _worth_showing(self, record: _Record) -> bool:
+        if record.level == RAW:
+            return bool(record.lines[0].strip()) and not _STACK_LINE.match(record.lines[0])
+        if record.level == "STEP":
+            return False
+        return record.level != "DEBUG" or self._debug
+
+    def _bounded(self, lines: list[ConsoleLine]) -> list[ConsoleLine]:
+        if len(lines) <= LINES_PER_POLL_MAX:
+            return lines
+        kept = lines[:LINES_PER_POLL_MAX]
+        more = len(lines) - len(kept)
+        text = f"{more:,} more lines stand in {self._files[lines[0].rank].path}"
+        return [*kept, ConsoleLine(rank=lines[0].rank, level="INFO", text=text)]
+
+    def _alarm(
+        self, level: str, text: str, step: int | None, ranks: list[int]
+    ) -> list[ConsoleLine]:
+        now_s = self._now_s()
+        known = self._alarms.get((level, text))
+        if known is not None:
+            known.held_back += len(ranks)
+            known.ranks.update(ranks)
+            return []
+        first = _Alarm(shown_at_s=now_s)
+        first.held_back = len(ranks) - len(set(ranks))
+        first.ranks.update(ranks if first.held_back else ())
+        self._alarms[level, text] = first
+        told = rank_list(ranks) if step is None else f"{rank_list(ranks)}, step {step}"
+        return [ConsoleLine(rank=ranks[0], level=level, text=_with_note(text, told))]
+
+    def _repeats(self, *, final: bool) -> list[ConsoleLine]:
+        """The counts of what was held back, once its window is over (or the log ends)."""
+        now_s = self._now_s()
+        shown: list[ConsoleLine] = []
+        for (level, text), alarm in list(self._alarms.items()):
+            crowded = len(self._alarms) > _REPEATS_KEPT_MAX
+            if not (final or crowded or now_s - alarm.shown_at_s >= REPEAT_WINDOW_S):
+                continue
+            del self._alarms[level, text]
+            if alarm.held_back:
+                times = "once more" if alarm.held_back == 1 else f"{alarm.held_back:,} times more"
+                note = _with_note(text.split("\n")[0], f"{rank_list(alarm.ranks)}, {times}")
+                shown.append(ConsoleLine(rank=min(alarm.ranks), level=level, text=note))
+                if not final:
+                    self._alarms[level, text] = _Alarm(shown_at_s=now_s)
+        return shown
+
+
+def _begin(text: str) -> _Record:
+    line = parse_line(text)
+    if line is None:
+        return _Record(level=RAW, step=None, lines=[text])
+    return _Record(level=line.level, step=line.step, lines=[line.message])
+
+
+def _with_note(text: str, note: str) -> str:
+    first, *rest = text.split("\n")
+    return "\n".join([f"{first} ({note})", *rest])

@@ -1,0 +1,186 @@
+"""The display protocol and its plain forms; the live one, which needs rich, is imported late.
+
+No display ever raises for its terminal or waits for it: when the reader goes, output ends and the
+run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+
+from ddp_runner.observe.format import printable
+from ddp_runner.observe.report import progress_line, summary_block
+from ddp_runner.observe.terminal import ConsoleWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddp_runner.observe.summary import RunSummary
+    from ddp_runner.observe.view import RunView
+
+Mode = Literal["auto", "live", "plain", "none"]
+PLAIN_INTERVAL_S = 2.0
+HELD_LINES_MAX = 1000
+_FINISH_TIMEOUT_S = 2.0
+
+
+class Display(Protocol):
+    """What the supervisor calls, from one thread: start, then update and line, then finish."""
+
+    def start(self) -> None:
+        """Begin to show."""
+        ...
+
+    def update(self, view: RunView) -> None:
+        """Show ``view``; may be called far more often than the screen changes."""
+        ...
+
+    def line(self, text: str, *, level: str) -> None:
+        """Show a line (or several) that stays; ``level`` as in the log, RAW for raw output."""
+        ...
+
+    def finish(self, summary: RunSummary | None) -> None:
+        """Show how it ended (nothing for None) and give the terminal back. Harmless twice."""
+        ...
+
+
+def make_display(mode: Mode, *, stream: TextIO) -> Display:
+    """The display for ``mode``; ``auto`` is live on a terminal that we own, else plain."""
+    if mode == "none":
+        return NoDisplay()
+    if mode == "live" or (mode == "auto" and _suits_live(stream)):
+        from ddp_runner.observe.live import LiveDisplay  # noqa: PLC0415 - rich is big
+
+        return LiveDisplay(stream)
+    return PlainDisplay(stream)
+
+
+def _suits_live(stream: TextIO) -> bool:
+    """Whether ``stream`` is a capable terminal with this process in its foreground."""
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    # TERM describes the terminal; it is no setting of ours, so config.py has no say in it.
+    if not os.isatty(fd) or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        return False
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    except OSError:
+        return True  # a terminal that controls nobody: no one else draws on it
+
+
+class HeldLines:
+    """Lines that wait for the terminal; bounded, and the oldest make room with a count."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[str, str]] = deque(maxlen=HELD_LINES_MAX)
+        self._dropped = 0
+
+    def add(self, text: str, level: str) -> None:
+        """Hold the lines of ``text``, control characters taken out."""
+        for line in printable(text).split("\n"):
+            self._dropped += len(self._lines) == HELD_LINES_MAX
+            self._lines.append((line, level))
+
+    def take(self) -> list[tuple[str, str]]:
+        """All held lines as (text, level), and none are held any more."""
+        lines = list(self._lines)
+        if self._dropped:
+            lines.insert(0, (f"{self._dropped:,} lines not shown: see the log files", "WARNING"))
+        self._lines.clear()
+        self._dropped = 0
+        return lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def start(self) -> None:
+        """Show nothing."""
+
+    def update(self, view: RunView) -> None:
+        """Show nothing of ``view``."""
+
+    def line(self, text: str, *, level: str) -> None:
+        """Show nothing of ``text``."""
+
+    def finish(self, summary: RunSummary | None) -> None:
+        """Show nothing of ``summary``."""
+
+
+class PlainDisplay:
+    """Lines for files, pipes and CI: no control characters, a progress line every few seconds."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        interval_s: float = PLAIN_INTERVAL_S,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._out = ConsoleWriter(stream)
+        self._held = HeldLines()
+        self._interval_s = interval_s
+        self._now_s = now_s
+        self._shown_step = -1
+        self._shown_at_s = -interval_s
+        self._log_dir = ""
+        self._last: RunView | None = None
+        self._finished = False
+
+    def start(self) -> None:
+        """Nothing to prepare."""
+
+    def update(self, view: RunView) -> None:
+        """Write a progress line if a step was logged and the last line is old enough."""
+        self._last = view
+        self._log_dir = view.log_dir
+        due = self._now_s() - self._shown_at_s >= self._interval_s
+        if due and self._news(view):
+            self._show_progress(view)
+        self._flush()
+
+    def line(self, text: str, *, level: str) -> None:
+        """Write ``text``, marked where it is a warning or an error."""
+        self._held.add(text, level.upper())
+        self._flush()
+
+    def finish(self, summary: RunSummary | None) -> None:
+        """Write the last progress line and the final block."""
+        if self._finished:
+            return
+        self._finished = True
+        if self._last is not None and self._news(self._last):
+            self._show_progress(self._last)
+        if summary is not None:
+            for text in ("", *summary_block(summary, log_dir=self._log_dir)):
+                self._held.add(text, "INFO")
+        self._out.drain(timeout_s=_FINISH_TIMEOUT_S)
+        self._flush()
+        self._out.close(timeout_s=_FINISH_TIMEOUT_S)
+
+    def _news(self, view: RunView) -> bool:
+        step = view.step if view.logged_step is None else view.logged_step
+        return step > 0 and step != self._shown_step
+
+    def _show_progress(self, view: RunView) -> None:
+        self._shown_step = view.step if view.logged_step is None else view.logged_step
+        self._shown_at_s = self._now_s()
+        self._held.add(progress_line(view), "INFO")
+
+    def _flush(self) -> None:
+        if len(self._held) and not self._out.busy:
+            lines = [marked(text, level) for text, level in self._held.take()]
+            self._out.write("".join(f"{line}\n" for line in lines))
+
+
+def marked(text: str, level: str) -> str:
+    """``text`` with its level in front where that matters."""
+    return f"{level}: {text}" if level in ("WARNING", "ERROR") and text[:2] != "  " else text

@@ -1,0 +1,99 @@
+"""Turns figures into short text for people. Pure; never used for files that programs read."""
+
+from __future__ import annotations
+
+import math
+import re
+
+# Escape sequences: CSI ("\x1b[31m"), OSC up to BEL or ST (window titles, links), two-byte ones.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+
+
+def duration(seconds: float) -> str:
+    """``0.4s``, ``12.3s``, ``2m 03s``, ``1h 02m``, ``3d 04h``; at most 7 columns below 100 days."""
+    if not math.isfinite(seconds):
+        return "-"
+    seconds = max(0.0, seconds)
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d {whole % 86_400 // 3600:02d}h"
+
+
+def clock(seconds: float) -> str:
+    """Elapsed time that ticks calmly: ``0:07``, ``12:34``, ``1:02:03``."""
+    whole = int(max(0.0, seconds)) if math.isfinite(seconds) else 0
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def byte_size(size_bytes: float) -> str:
+    """Decimal units, at most 7 columns: ``512 B``, ``3.1 MB``, ``0.4 GB``, ``138 GB``."""
+    if size_bytes < 1_000:
+        return f"{size_bytes:.0f} B"
+    if size_bytes < 99_500:
+        return f"{size_bytes / 1e3:.1f} kB"
+    if size_bytes < 99_500_000:
+        return f"{size_bytes / 1e6:.1f} MB"
+    scaled, unit = (size_bytes / 1e9, "GB") if size_bytes < 999.5e9 else (size_bytes / 1e12, "TB")
+    return f"{scaled:.1f} {unit}" if scaled < 99.95 else f"{scaled:.0f} {unit}"
+
+
+def count(number: int) -> str:
+    """A whole number with thousands separated: ``1,234``."""
+    return f"{number:,}"
+
+
+def rate(per_second: float) -> str:
+    """Things per second without the unit, at most 8 columns: ``3.21``, ``45.6``, ``1,234``."""
+    if not math.isfinite(per_second):
+        return "-"
+    if per_second < 9.995:
+        return f"{per_second:.2f}"
+    if per_second < 99.95:
+        return f"{per_second:.1f}"
+    if per_second < 999_999.5:
+        return f"{per_second:,.0f}"
+    return f"{per_second / 1e6:.2f}M"
+
+
+def figure(value: float) -> str:
+    """A loss or norm, at most 8 columns: ``2.3456``, ``1234.6``, ``1.2e+09``, ``nan``."""
+    size = abs(value)
+    if not math.isfinite(value):
+        return f"{value}"
+    if value != 0 and (size < 0.001 or size >= 99_999.5):
+        return f"{value:.1e}"
+    for limit, digits in ((9.99995, 4), (99.9995, 3), (999.995, 2)):
+        if size < limit:
+            return f"{value:.{digits}f}"
+    return f"{value:.1f}"
+
+
+def percent(share: float) -> str:
+    """A share of one: ``0.016`` -> ``2%``."""
+    return f"{100 * share:.0f}%" if math.isfinite(share) else "-"
+
+
+def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
+    """``rank 1``, ``ranks 0-3``, ``ranks 0-1,4``."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+
+
+def printable(text: str) -> str:
+    """``text`` without escape sequences and control characters; tabs and line ends stay."""
+    return _ESCAPES.sub("", text).translate(_CONTROLS)

@@ -1,0 +1,166 @@
+"""The live display on a terminal, drawn with rich, redrawn at most 4 times a second.
+
+The cursor stays visible and no screen mode is changed, so that even SIGKILL leaves the terminal as
+it was. Log lines scroll above the frame, whole, so that they can be copied.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TextIO, cast
+
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.segment import Segment
+from rich.style import Style
+
+from ddp_runner.observe.display import HeldLines, marked
+from ddp_runner.observe.frame import ASCII, UNICODE, Glyphs, Line, Role, Span, frame
+from ddp_runner.observe.report import summary_block
+from ddp_runner.observe.terminal import ConsoleWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ddp_runner.observe.summary import RunSummary
+    from ddp_runner.observe.view import RunView
+
+REFRESHES_PER_S = 4.0
+_FRAME_LINES = 7  # of the frame, without the rows of the ranks
+_FINISH_TIMEOUT_S = 2.0
+_LINES_WAIT_S = 1.0  # longest that a line waits for an update to come along
+_STYLES = {
+    Role.PLAIN: Style.null(),
+    Role.QUIET: Style(dim=True),
+    Role.STRONG: Style(bold=True),
+    Role.GOOD: Style(color="green"),
+    Role.BUSY: Style(color="cyan"),
+    Role.CARE: Style(color="yellow"),
+    Role.BAD: Style(color="red", bold=True),
+}
+_ROLE_OF_LEVEL = {"DEBUG": Role.QUIET, "WARNING": Role.CARE, "ERROR": Role.BAD}
+
+
+class _Console(Console):
+    def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
+        """Leave the cursor alone: nothing would bring it back after SIGKILL."""
+        return False
+
+
+class _Lines:
+    """A rich renderable of ready-made lines: no measuring, wrapping or markup to pay for."""
+
+    def __init__(self, lines: list[Line], *, last_end: str) -> None:
+        self.lines = lines
+        self.last_end = last_end
+
+    def __rich_console__(self, _console: Console, _options: ConsoleOptions) -> Iterator[Segment]:
+        end = Segment.line()
+        for number, line in enumerate(self.lines):
+            if number:
+                yield end
+            for span in line:
+                yield Segment(span.text, _STYLES[span.role])
+        yield Segment(self.last_end)
+
+
+class LiveDisplay:
+    """A frame that is redrawn in place, with the log lines above it."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        size: tuple[int, int] | None = None,
+        refreshes_per_s: float = REFRESHES_PER_S,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``size`` in columns and lines; None follows the terminal."""
+        self._out = ConsoleWriter(stream)
+        width, height = size or (None, None)
+        self._console = _Console(
+            file=cast("TextIO", self._out),
+            width=width,
+            height=height,
+            force_terminal=True,
+            force_interactive=True,
+            legacy_windows=False,
+        )
+        # One object for good, so that lines printed above it bring its newest content along.
+        self._frame = _Lines([], last_end="")
+        self._live = Live(
+            self._frame,
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        self._glyphs: Glyphs = UNICODE if "utf" in self._out.encoding.lower() else ASCII
+        self._held = HeldLines()
+        self._interval_s = 1.0 / refreshes_per_s
+        self._now_s = now_s
+        self._drawn_at_s = float("-inf")
+        self._lines_at_s = float("-inf")
+        self._log_dir = ""
+        self._finished = False
+
+    def start(self) -> None:
+        """Take the lower end of the terminal."""
+        self._live.start()
+
+    def update(self, view: RunView) -> None:
+        """Redraw if it is time, something changed and the terminal has taken what came before."""
+        self._log_dir = view.log_dir
+        now_s = self._now_s()
+        if now_s - self._drawn_at_s < self._interval_s or self._out.busy or self._out.broken:
+            return
+        self._drawn_at_s = now_s
+        width, height = self._console.size
+        lines = frame(
+            view, width=width, ranks_max=max(1, height - _FRAME_LINES), glyphs=self._glyphs
+        )
+        if lines != self._frame.lines or len(self._held):
+            self._frame.lines = lines
+            self._draw()
+
+    def line(self, text: str, *, level: str) -> None:
+        """Hold ``text`` for the next redraw, which puts it above the frame."""
+        self._held.add(text, level.upper())
+        # Only where no update has come for a while: a line must not put off the redraw that is due.
+        now_s = self._now_s()
+        quiet_s = now_s - max(self._drawn_at_s, self._lines_at_s)
+        if quiet_s >= _LINES_WAIT_S and not self._out.busy:
+            self._lines_at_s = now_s
+            self._draw()
+
+    def finish(self, summary: RunSummary | None) -> None:
+        """Take the frame away and print what is left."""
+        if self._finished:
+            return
+        self._finished = True
+        self._out.drain(timeout_s=_FINISH_TIMEOUT_S)
+        if len(self._held):
+            self._draw()
+        self._live.stop()
+        if summary is not None:
+            block = summary_block(summary, log_dir=self._log_dir)
+            self._print([[], *([Span(line)] for line in block)])
+        self._out.close(timeout_s=_FINISH_TIMEOUT_S)
+
+    def _draw(self) -> None:
+        held = self._held.take()
+        if held:
+            self._print(
+                [
+                    [Span(marked(text, level), _ROLE_OF_LEVEL.get(level, Role.PLAIN))]
+                    for text, level in held
+                ]
+            )
+        else:
+            self._live.refresh()
+
+    def _print(self, lines: list[Line]) -> None:
+        # Not cropped: the terminal itself wraps a long line, and it can be copied whole.
+        self._console.print(_Lines(lines, last_end="\n"), crop=False, soft_wrap=True)

@@ -1,0 +1,250 @@
+"""DDPLogger: writes and reads a run's text log, a line per event. A failing disk never raises.
+
+``2026-11-20 19:47:20.123 INFO    rank 1 step 60 | message`` in local time; further lines of a
+message are indented by two spaces.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from typing import TYPE_CHECKING, TextIO
+
+from ddp_runner.observe.files import ends_torn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import TracebackType
+
+LEVELS = ("DEBUG", "STEP", "INFO", "WARNING", "ERROR")
+CONTINUATION = "  "
+_RECORD = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<level>DEBUG|STEP|INFO|WARNING|ERROR) +"
+    r"(?:rank (?P<rank>\d+)|supervisor)(?: step (?P<step>\d+))? \| (?P<message>.*)",
+    re.DOTALL,
+)
+
+_RECORD_HEAD = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?:DEBUG|STEP|INFO|WARNING|ERROR) +(?:rank \d|supervisor )"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """A line of the log, read back. ``rank`` is None for the supervisor's own lines."""
+
+    level: str
+    rank: int | None
+    step: int | None
+    message: str
+
+
+def parse_line(text: str) -> LogLine | None:
+    """The record that begins on this line; None for raw output and continuation lines."""
+    match = _RECORD.fullmatch(text)
+    if match is None:
+        return None
+    rank, step = match["rank"], match["step"]
+    return LogLine(
+        level=match["level"],
+        rank=None if rank is None else int(rank),
+        step=None if step is None else int(step),
+        message=match["message"],
+    )
+
+
+def split_records(text: str) -> list[str]:
+    """``text`` cut where a record begins in mid-line: the writer before was killed there."""
+    starts = [match.start() for match in _RECORD_HEAD.finditer(text)]
+    cuts = [0, *(start for start in starts if start > 0), len(text)]
+    return [text[first:last] for first, last in pairwise(cuts)]
+
+
+def format_record(
+    level: str, message: str, *, rank: int | None, step: int | None, at: datetime
+) -> str:
+    """One record of the log, newline included."""
+    who = "supervisor" if rank is None else f"rank {rank}"
+    where = who if step is None else f"{who} step {step}"
+    text = message.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
+    first, *rest = text.split("\n")
+    stamp = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}"
+    lines = [f"{stamp} {level:<7} {where} | {first}", *(CONTINUATION + line for line in rest)]
+    return "\n".join(lines) + "\n"
+
+
+class DDPLogger:
+    """Writes records to ``path``, else to ``stream``, else to standard error.
+
+    Each record is one write(2) on an appending descriptor, so that records of several processes
+    and threads never interleave and no lock can be left held by a fork. ``step`` is the default
+    step of a record. A record that a failing disk refuses is counted in ``records_lost``. Raises
+    OSError where ``path`` cannot be opened.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int | None,
+        path: Path | None = None,
+        stream: TextIO | None = None,
+        debug: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.step: int | None = None
+        self.records_lost = 0
+        self._debug = debug
+        self._stream: TextIO | None = stream
+        self._fd: int | None = None
+        self._owns_fd = path is not None
+        if path is not None:
+            torn = ends_torn(path)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(path, flags, 0o644)
+            if torn:
+                self._write("\n")
+        elif stream is None:
+            self._fd, self._stream = _standard_error()
+
+    def debug(self, message: str, *, step: int | None = None) -> None:
+        """For whoever looks for a bug; written with ``--debug`` only."""
+        if self._debug:
+            self._record("DEBUG", message, step)
+
+    def progress(self, message: str, *, step: int | None = None) -> None:
+        """A step's figures: for the file; the console has a display of its own for them."""
+        self._record("STEP", message, step)
+
+    def info(self, message: str, *, step: int | None = None) -> None:
+        """Worth reading; the console shows those of rank 0."""
+        self._record("INFO", message, step)
+
+    def warning(self, message: str, *, step: int | None = None) -> None:
+        """Something is not as it should be; the console shows those of every rank."""
+        self._record("WARNING", message, step)
+
+    def error(self, message: str, *, step: int | None = None) -> None:
+        """Something failed; the console shows those of every rank."""
+        self._record("ERROR", message, step)
+
+    def log(self, level: str, message: str) -> None:
+        """Write at a level of :data:`LEVELS`, given in any case."""
+        name = level.upper()
+        if name not in LEVELS:
+            raise ValueError(f"log level {level!r}: one of {', '.join(LEVELS)}")
+        if name != "DEBUG" or self._debug:
+            self._record(name, message, None)
+
+    def close(self) -> None:
+        """Close the file, if this logger opened one; standard error stays open."""
+        if self._owns_fd and self._fd is not None:
+            os.close(self._fd)
+        self._fd, self._stream = None, None
+
+    def __enter__(self) -> DDPLogger:  # noqa: PYI034 - Self needs 3.11
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _record(self, level: str, message: str, step: int | None) -> None:
+        where = self.step if step is None else step
+        text = format_record(level, message, rank=self.rank, step=where, at=_local_now())
+        if not self._write(text):
+            self.records_lost += 1
+
+    def _write(self, text: str) -> bool:
+        try:
+            if self._fd is not None:
+                data = text.encode(errors="backslashreplace")
+                return os.write(self._fd, data) == len(data)
+            if self._stream is not None:
+                self._stream.write(text)
+                self._stream.flush()
+                return True
+        except (OSError, ValueError):
+            return False  # a full disk or a closed stream: counted, and training goes on
+        return False
+
+
+def _local_now() -> datetime:
+    return datetime.now(timezone.utc).astimezone()
+
+
+def _standard_error() -> tuple[int | None, TextIO | None]:
+    """The descriptor of ``sys.stderr``, or the stream itself where it has none (notebooks)."""
+    try:
+        return sys.stderr.fileno(), None
+    except (io.UnsupportedOperation, AttributeError, ValueError):
+        return None, sys.stderr
+
+
+class _RootHandler(logging.Handler):
+    def __init__(self, logger: DDPLogger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{record.name}: {record.getMessage()}"
+        except Exception:  # noqa: BLE001 - a user's bad format string must not end the training
+            text = f"{record.name}: {record.msg} (its arguments do not fit: {record.args!r})"
+        if record.exc_info and record.exc_info[1] is not None:
+            text += "\n" + "".join(traceback.format_exception(record.exc_info[1]))
+        self._logger.log(_level_of(record.levelno), text)
+
+
+def _level_of(number: int) -> str:
+    for name, lowest in (("ERROR", 40), ("WARNING", 30), ("INFO", 20)):
+        if number >= lowest:
+            return name
+    return "DEBUG"
+
+
+def install_root_handler(logger: DDPLogger, *, level: int = logging.WARNING) -> Callable[[], None]:
+    """Route python ``logging`` (from ``level`` up) and ``warnings`` into ``logger``.
+
+    Returns the function that undoes it. Handlers that stood on the root logger are taken off
+    meanwhile, so that no record is written twice.
+    """
+    root = logging.getLogger()
+    old_handlers, old_level, old_show = root.handlers[:], root.level, warnings.showwarning
+    handler = _RootHandler(logger)
+
+    def show(  # noqa: PLR0917 - the signature that `warnings` calls
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if file is not None:
+            old_show(message, category, filename, lineno, file, line)
+        else:
+            text = f"{category.__name__}: {message} ({filename}:{lineno})"
+            logger.warning(text)
+
+    def undo() -> None:
+        root.handlers[:] = old_handlers
+        root.setLevel(old_level)
+        warnings.showwarning = old_show
+
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    warnings.showwarning = show
+    return undo

@@ -1,0 +1,156 @@
+"""Plain lines about a run, and the block of text that ends it. Pure; draws nothing."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.observe import format as fmt
+from ddp_runner.observe.frame import epoch_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ddp_runner.observe.summary import FaultRecord, RunSummary
+    from ddp_runner.observe.view import RunView
+
+FAULTS_SHOWN_MAX = 8
+CAUSE_CHARACTERS_MAX = 120  # the whole text stands in events.jsonl
+BLOCK_COLUMNS = 79  # a path may be longer: it is never broken
+_LABEL_COLUMNS = 12
+_HEADLINE = {
+    RunStatus.COMPLETED: "completed",
+    RunStatus.FAILED: "failed",
+    RunStatus.GAVE_UP: "gave up",
+    RunStatus.PREEMPTED: "preempted and saved: run the same command again to go on",
+    RunStatus.INTERRUPTED: "interrupted and saved: run the same command again to go on",
+}
+
+
+def progress_line(view: RunView) -> str:
+    """``step 120/1,500  epoch 1  loss 2.3456  …  eta 2m 03s``; unknown figures are left out."""
+    step = view.step if view.logged_step is None else view.logged_step
+    total = f"/{fmt.count(view.max_steps)}" if view.max_steps > 0 else ""
+    parts = [f"step {fmt.count(step)}{total}", f"epoch {epoch_text(view)}"]
+    if view.loss is not None:
+        parts.append(f"loss {fmt.figure(view.loss)}")
+    if view.learning_rate is not None:
+        parts.append(f"lr {view.learning_rate:.1e}")
+    if view.grad_norm is not None:
+        parts.append(f"grad {view.grad_norm:.2f}")
+    if view.samples_per_s is not None:
+        parts.append(f"{fmt.rate(view.samples_per_s)} samples/s")
+    waits = [rank.data_wait_share for rank in view.ranks if rank.data_wait_share is not None]
+    if waits:
+        parts.append(f"data {fmt.percent(max(waits))}")
+    peak_bytes = max((rank.rss_bytes for rank in view.ranks), default=0)
+    if peak_bytes:
+        parts.append(f"mem {fmt.byte_size(peak_bytes)}")
+    if view.eta_s is not None:
+        parts.append(f"eta {fmt.duration(view.eta_s)}")
+    return "  ".join(parts)
+
+
+def summary_block(summary: RunSummary, *, log_dir: str) -> list[str]:
+    """The last lines of a run, for people."""
+    rows = [
+        ("status", _HEADLINE[summary.status]),
+        ("run", summary.run_id),
+        ("steps", _steps(summary)),
+        ("loss", "-" if summary.final_loss is None else fmt.figure(summary.final_loss)),
+        *((name.replace("_", " "), fmt.figure(value)) for name, value in summary.figures.items()),
+        ("time", f"{fmt.duration(summary.wall_s)}, goodput {fmt.percent(summary.goodput)}"),
+        *_time_row(summary),
+        *_memory_row(summary),
+        ("faults", _faults_total(summary.faults)),
+        *(("", line) for line in _fault_lines(summary.faults)),
+        ("weights", _weights(summary)),
+        ("checkpoint", summary.checkpoint or "none"),
+        ("logs", log_dir),
+    ]
+    labels = max(_LABEL_COLUMNS, *(len(label) + 2 for label, _ in rows))
+    room = BLOCK_COLUMNS - labels - 1
+    block = []
+    for label, text in rows:
+        wrapped = wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        block += [f" {label:<{labels}}{wrapped[0]}"]
+        block += [" " * (labels + 1) + line for line in wrapped[1:]]
+    return block
+
+
+def _steps(summary: RunSummary) -> str:
+    ranks = f"{summary.world_size} rank{'' if summary.world_size == 1 else 's'}"
+    return f"{fmt.count(summary.steps)} steps, {fmt.count(summary.samples)} samples, {ranks}"
+
+
+def _time_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    spent = summary.time_s
+    parts = [
+        (name, seconds)
+        for name, seconds in (
+            ("start-up", spent.startup),
+            ("training", spent.productive),
+            ("data wait", spent.data_wait),
+            ("checkpoints", spent.checkpoint),
+            ("evaluation", spent.evaluation),
+            ("recovery", spent.recovery),
+            ("lost", spent.lost),
+        )
+        if seconds >= 0.05
+    ]
+    if parts:
+        yield "", ", ".join(f"{name} {fmt.duration(seconds)}" for name, seconds in parts)
+
+
+def _memory_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    parts = []
+    if summary.peak_rss_bytes:
+        parts.append(f"at most {fmt.byte_size(summary.peak_rss_bytes)} a rank")
+    if summary.peak_device_bytes:
+        parts.append(f"{fmt.byte_size(summary.peak_device_bytes)} on the device")
+    if summary.suspected_leaks:
+        parts.append("it grew steadily: a leak is suspected")
+    if parts:
+        yield "memory", ", ".join(parts)
+
+
+def _faults_total(faults: tuple[FaultRecord, ...]) -> str:
+    if not faults:
+        return "none"
+    repairs_s = [f.recovered_s - f.detected_s for f in faults if f.recovered_s is not None]
+    lost = sum(fault.steps_lost for fault in faults)
+    steps = f"{fmt.count(lost)} step{'' if lost == 1 else 's'} done again"
+    if not repairs_s:
+        return f"{len(faults)}, none repaired"
+    return f"{len(faults)}, {len(repairs_s)} repaired in {fmt.duration(sum(repairs_s))}, {steps}"
+
+
+def _fault_lines(faults: tuple[FaultRecord, ...]) -> Iterable[str]:
+    for fault in faults[:FAULTS_SHOWN_MAX]:
+        yield fault_sentence(fault)
+    if len(faults) > FAULTS_SHOWN_MAX:
+        yield f"and {len(faults) - FAULTS_SHOWN_MAX} more, in events.jsonl"
+
+
+def fault_sentence(fault: FaultRecord) -> str:
+    """``step 60: rank 1 killed (SIGKILL), repaired in 0.1s``; steps done again only if there are."""
+    who = f"rank {fault.rank}" if fault.rank >= 0 else "all ranks"
+    cause = fault.cause.split("\n")[0]
+    if len(cause) > CAUSE_CHARACTERS_MAX:
+        cause = cause[: CAUSE_CHARACTERS_MAX - 1] + "…"
+    what = cause if cause.startswith((f"{who} ", f"{who}'")) else f"{who}: {cause}"
+    repair = "not repaired"
+    if fault.recovered_s is not None:
+        repair = f"repaired in {fmt.duration(fault.recovered_s - fault.detected_s)}"
+    again = ""
+    if fault.steps_lost:
+        again = f", {fmt.count(fault.steps_lost)} step{'' if fault.steps_lost == 1 else 's'} again"
+    return f"step {fmt.count(fault.step)}: {what}, {repair}{again}"
+
+
+def _weights(summary: RunSummary) -> str:
+    digest = "-" if summary.weights_sha256 is None else summary.weights_sha256[:12]
+    if summary.exact:
+        return digest
+    return f"{digest}, not bit-exact: {'; '.join(summary.inexact_reasons) or 'reason unknown'}"

@@ -1,0 +1,115 @@
+"""Owns summary.json: how a run ended, as values and as a file on disk. Decides nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.observe.files import encode_record, replace_file_synced
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRecord:
+    """One fault and its repair. ``rank`` is -1 where no single rank is to blame.
+
+    ``detected_s`` and ``recovered_s`` count from the start of the run; ``recovered_s`` is None
+    where the run ended first. ``seconds`` has what the repair consisted of: ``detect`` (since the
+    culprit's last sign of life), ``abort``, ``fork``, ``group``, ``transfer``, ``rebuild``,
+    ``total`` (from the detection on). ``victims`` merely lost their peer.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    cause: str
+    detected_s: float
+    recovered_s: float | None
+    steps_lost: int
+    generation: int
+    victims: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeShares:
+    """Where a run's seconds went. ``productive``: inside committed steps, without data wait."""
+
+    startup: float = 0.0
+    productive: float = 0.0
+    data_wait: float = 0.0
+    checkpoint: float = 0.0
+    evaluation: float = 0.0
+    recovery: float = 0.0
+    lost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What summary.json holds (DESIGN section 10). None stands for "never known"."""
+
+    run_id: str
+    status: RunStatus
+    exit_code: int
+    steps: int
+    epochs: int
+    samples: int
+    world_size: int
+    final_loss: float | None
+    weights_sha256: str | None
+    exact: bool
+    inexact_reasons: tuple[str, ...] = ()
+    wall_s: float
+    time_s: TimeShares
+    faults: tuple[FaultRecord, ...] = ()
+    checkpoint: str | None
+    peak_rss_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    suspected_leaks: tuple[Mapping[str, object], ...] = ()
+    stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
+
+    @property
+    def goodput(self) -> float:
+        """Productive time over the time since start-up ended, 0 to 1."""
+        return goodput(
+            productive_s=self.time_s.productive, wall_s=self.wall_s, startup_s=self.time_s.startup
+        )
+
+    def to_record(self) -> dict[str, object]:
+        """The content of summary.json."""
+        return {**asdict(self), "status": self.status.value, "goodput": round(self.goodput, 6)}
+
+
+def goodput(*, productive_s: float, wall_s: float, startup_s: float) -> float:
+    """``productive_s / (wall_s - startup_s)``, kept within 0 and 1; 0 where no time was left."""
+    available_s = wall_s - startup_s
+    return min(1.0, max(0.0, productive_s / available_s)) if available_s > 0 else 0.0
+
+
+def write_summary(path: Path, summary: RunSummary) -> None:
+    """Replace ``path``; on disk when it returns. Raises OSError, and the old file then stays."""
+    replace_file_synced(path, encode_record(summary.to_record()))
+
+
+def read_summary(path: Path) -> RunSummary:
+    """Read ``path`` back. Raises OSError, or ValueError where the file is no summary."""
+    record = json.loads(path.read_bytes())
+    try:
+        known = {f.name: record[f.name] for f in fields(RunSummary) if f.name in record}
+        known["status"] = RunStatus(known["status"])
+        known["time_s"] = TimeShares(**known["time_s"])
+        known["faults"] = tuple(
+            FaultRecord(**{**fault, "victims": tuple(fault.get("victims", ()))})
+            for fault in known["faults"]
+        )
+        known["inexact_reasons"] = tuple(known["inexact_reasons"])
+        known["suspected_leaks"] = tuple(known.get("suspected_leaks", ()))
+        return RunSummary(**known)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a run summary: {error}") from error

@@ -1,0 +1,125 @@
+"""Follows one growing text file, line by line, whatever happens to it. Never blocks or raises."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ddp_runner.observe.format import byte_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHUNK_BYTES = 64 * 1024  # read per call
+LINE_BYTES_MAX = 16 * 1024  # the rest of a longer line is left out
+BACKLOG_BYTES_MAX = 4 * 1024 * 1024  # beyond it the middle is skipped, and said so
+
+
+class FollowedFile:
+    """A cursor on a file that may not exist yet, grow, be cut short or be replaced.
+
+    With ``from_end`` it starts behind what stands in the file now.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool) -> None:
+        self.path = path
+        self.has_more = False  # the last read_lines() stopped at its bound, not at the end
+        self._fd: int | None = None
+        self._offset = 0
+        self._partial = b""
+        self._overlong = False
+        if from_end and self._open():
+            self._offset = self._size()
+
+    def read_lines(self) -> list[str]:
+        """The lines completed since the last call, from at most CHUNK_BYTES of the file."""
+        notes = self._skip_backlog()
+        data = self._read()
+        if not data and self._changed_underneath():
+            notes += self.take_partial()
+            self._offset, self._overlong = 0, False
+            data = self._read()
+        self.has_more = len(data) == CHUNK_BYTES
+        return notes + self._cut(data)
+
+    def take_partial(self) -> list[str]:
+        """The unfinished last line, given up waiting for its end; empty where there is none."""
+        rest, self._partial = self._partial, b""
+        return [_text(rest)] if rest else []
+
+    def close(self) -> None:
+        """Close the file; the next read opens it anew, at the same place."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> bool:
+        try:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            self._fd = os.open(self.path, flags)
+        except OSError:
+            return False  # not there yet: the next poll looks again
+        return True
+
+    def _size(self) -> int:
+        return os.fstat(self._fd).st_size if self._fd is not None else 0
+
+    def _read(self) -> bytes:
+        if self._fd is None and not self._open():
+            return b""
+        assert self._fd is not None
+        try:
+            data = os.pread(self._fd, CHUNK_BYTES, self._offset)
+        except OSError:
+            return b""  # a passing I/O error of a log: the next poll reads the same place again
+        self._offset += len(data)
+        return data
+
+    def _changed_underneath(self) -> bool:
+        """Whether the file was cut short or replaced (the new one is opened by the next read)."""
+        if self._fd is None:
+            return False
+        try:
+            named = self.path.stat()
+        except OSError:
+            return False  # moved away, its successor is not there yet
+        held = os.fstat(self._fd)
+        replaced = (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino)
+        if not replaced and held.st_size >= self._offset:
+            return False
+        if replaced:
+            self.close()
+        return True
+
+    def _skip_backlog(self) -> list[str]:
+        if self._fd is None and not self._open():
+            return []
+        behind = self._size() - self._offset
+        if behind <= BACKLOG_BYTES_MAX:
+            return []
+        skipped = behind - CHUNK_BYTES
+        self._offset += skipped
+        self._partial, self._overlong = b"", True  # we land inside a line
+        return [f"{byte_size(skipped)} of output are not shown; they stand in {self.path}"]
+
+    def _cut(self, data: bytes) -> list[str]:
+        *whole, rest = (self._partial + data).split(b"\n")
+        if self._overlong and whole:
+            del whole[0]
+            self._overlong = False
+        lines = [_text(line) for line in whole]
+        if len(rest) > LINE_BYTES_MAX:
+            rest = rest[rest.rfind(b"\r") + 1 :]  # a progress bar: only its last state counts
+        if self._overlong:
+            rest = b""
+        elif len(rest) > LINE_BYTES_MAX:
+            lines.append(_text(rest))
+            rest, self._overlong = b"", True
+        self._partial = rest
+        return lines
+
+
+def _text(line: bytes) -> str:
+    cut = line[:LINE_BYTES_MAX]
+    text = cut.decode(errors="replace")
+    return text + " …" if len(line) > len(cut) else text

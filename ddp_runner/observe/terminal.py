@@ -1,0 +1,142 @@
+"""Console output that can neither block nor raise: a closed or stopped terminal never hurts a run.
+
+A pager that is not scrolled, Ctrl-S, a stalled ssh session: a plain write would then block the
+supervisor, and with it the repair of faults. So a daemon thread writes to the descriptor, and
+whoever draws asks :attr:`ConsoleWriter.busy` first.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import threading
+from typing import TextIO
+
+BACKLOG_BYTES_MAX = 1024 * 1024
+
+
+class ConsoleWriter:
+    """The file that the display writes to. After the reader has gone (``broken``) writes vanish.
+
+    Text that the stream's encoding lacks is written with replacement characters. A stream without
+    a descriptor (a notebook's, a StringIO) is written to directly.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._fd = _descriptor(stream)
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.broken = False
+        self.bytes_lost = 0
+        self._pending = bytearray()
+        self._writing = False
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the terminal has not yet taken what it was given."""
+        with self._changed:
+            return bool(self._pending) or self._writing
+
+    def write(self, text: str) -> int:
+        """Queue ``text``, or lose it where the backlog is full."""
+        if self.broken:
+            return len(text)
+        if self._fd is None:
+            self._write_through(text)
+            return len(text)
+        data = text.encode(self.encoding, errors="replace")
+        with self._changed:
+            if self._closing or len(self._pending) + len(data) > BACKLOG_BYTES_MAX:
+                self.bytes_lost += len(data)
+                return len(text)
+            self._pending += data
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._pump, name="console", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return len(text)
+
+    def flush(self) -> None:
+        """Return at once: the thread writes as soon as the terminal takes it."""
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        return self._fd is not None and os.isatty(self._fd)
+
+    def fileno(self) -> int:
+        """The descriptor of the stream. Raises OSError where it has none."""
+        if self._fd is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._fd
+
+    def drain(self, *, timeout_s: float) -> bool:
+        """Wait until all is written, at most ``timeout_s``; False where that was too short."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self.broken or not (self._pending or self._writing), timeout=timeout_s
+            )
+
+    def close(self, *, timeout_s: float = 1.0) -> None:
+        """Write what is left, within ``timeout_s``, and end the thread. The stream stays open."""
+        self.drain(timeout_s=timeout_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None and not self.busy:
+            self._thread.join(timeout_s)
+
+    def _write_through(self, text: str) -> None:
+        try:
+            self._stream.write(text.encode(self.encoding, "replace").decode(self.encoding))
+            self._stream.flush()
+        except (OSError, ValueError):
+            self.broken = True  # the reader has gone; ValueError is Python's "closed file"
+
+    def _pump(self) -> None:
+        """Thread: move bytes from the backlog to the descriptor."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+                data, self._pending = bytes(self._pending), bytearray()
+                self._writing = True
+            whole = self._write_all(data)
+            with self._changed:
+                self._writing = False
+                self.broken = not whole
+                self._changed.notify_all()
+            if not whole:
+                return
+
+    def _write_all(self, data: bytes) -> bool:
+        assert self._fd is not None
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[_write_some(self._fd, view) :]
+        except OSError:
+            return False  # the reader has gone
+        return True
+
+
+def _write_some(fd: int, view: memoryview) -> int:
+    """Write what ``fd`` takes now; waits for a descriptor that someone made non-blocking."""
+    try:
+        return os.write(fd, view)
+    except BlockingIOError:
+        select.select([], [fd], [], 1.0)
+        return 0
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """The descriptor of ``stream``, its own buffer written out first; None where it has none."""
+    try:
+        stream.flush()
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None

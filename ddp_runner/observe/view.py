@@ -1,0 +1,62 @@
+"""One look at a run and its ranks, as frozen values. Reads nothing; the supervisor fills it in."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    """One rank. ``step`` is the newest committed one; ``None`` stands for "not known yet".
+
+    ``data_wait_share`` is the share of step time spent waiting for data, 0 to 1.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    step: int
+    phase: str
+    phase_age_s: float
+    rss_bytes: int
+    device: str
+    loader_pids: tuple[int, ...] = ()
+    loss: float | None = None
+    samples_per_s: float | None = None
+    data_wait_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
+
+    ``logged_step`` is the newest step that the ranks reported metrics for, with its
+    ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1.
+    """
+
+    run_id: str
+    pid: int
+    state: str
+    generation: int
+    world_size: int
+    step: int
+    max_steps: int
+    epoch: int
+    epochs: int
+    loss: float | None
+    samples_per_s: float | None
+    eta_s: float | None
+    elapsed_s: float
+    faults_total: int
+    restarts: int
+    ranks: tuple[RankView, ...]
+    title: str
+    log_dir: str
+    logged_step: int | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+def status_record(view: RunView) -> dict[str, object]:
+    """What status.json holds of ``view`` (DESIGN section 10, and a few figures more)."""
+    return {**asdict(view), "ranks": [asdict(rank) for rank in view.ranks]}

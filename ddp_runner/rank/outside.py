@@ -1,0 +1,169 @@
+"""A rank under somebody else's launcher: torchrun, srun, a Kubernetes PyTorchJob.
+
+The same trainer, with in-process repairs only. What needs a new process ends with an exit code that
+makes the launcher restart, and the restarted ranks resume from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+from torch._C._distributed_c10d import TCPStore
+
+from ddp_runner.collective.store import StoreLink
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import (
+    EXIT_CODE_OF_STATUS,
+    STATUS_OF_REASON,
+    ExitCode,
+    RunStatus,
+    StopReason,
+)
+from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.launch import DevicePlan
+from ddp_runner.core.messages import Message, Metrics
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.journal import MetricsFile
+from ddp_runner.observe.logger import install_root_handler
+from ddp_runner.observe.summary import RunSummary, TimeShares, write_summary
+from ddp_runner.training.runtime import STORE_TIMEOUT_S, LocalRuntime, Place
+from ddp_runner.training.trainer import DDPTrainer, TrainReport
+
+_STOP_SIGNALS = {
+    signal.SIGTERM: StopReason.PREEMPTED,
+    signal.SIGUSR1: StopReason.PREEMPTED,
+    signal.SIGINT: StopReason.INTERRUPTED,
+}
+
+
+class OutsideRuntime(LocalRuntime):
+    """One generation per restart of the launcher; signals ask for a stop at the step boundary."""
+
+    def __init__(self, *, place: Place, settings: Settings) -> None:
+        log_dir = Path(settings.run.log_dir)
+        super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
+        # The launcher keeps its store over restarts: the keys of each must differ.
+        self.generation = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._stop: StopReason | None = None
+        self._store: TCPStore | None = None
+        is_first = place.rank == 0
+        self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def store_link(self) -> StoreLink:
+        """The launcher's store; without one (srun), rank 0 hosts it on the port that is named."""
+        link = super().store_link()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.place.rank == 0:
+            self._store = TCPStore(
+                link.host,
+                link.port,
+                world_size=None,
+                is_master=True,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                wait_for_workers=False,
+            )
+        return link
+
+    def tell(self, message: Message) -> None:
+        """Rank 0 keeps metrics.jsonl and prints a line per logged step."""
+        if isinstance(message, Metrics) and self._metrics is not None:
+            self._metrics.write(message.step, message.rank, message.values)
+            shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
+            sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
+            sys.stdout.flush()
+
+    def stop_asked(self) -> StopReason | None:
+        """What a signal asked for."""
+        return self._stop
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._stop = self._stop or _STOP_SIGNALS[signal.Signals(number)]
+
+
+def main(settings: Settings, device: DevicePlan) -> int:
+    """Run the rank that RANK and WORLD_SIZE name; returns its exit code."""
+    began_s = time.monotonic()
+    place = _place(device)
+    runtime = OutsideRuntime(place=place, settings=settings)
+    install_root_handler(runtime.logger)
+    try:
+        report = DDPTrainer(config=settings, runtime=runtime).train()
+    except BadInputError:
+        raise
+    except FaultError as error:
+        sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {error.fault.cause}\n")
+        return int(ExitCode.FAILED)
+    status = STATUS_OF_REASON[report.reason]
+    if place.rank == 0:
+        _write_summary(settings, runtime, report, status=status, wall_s=time.monotonic() - began_s)
+    return int(EXIT_CODE_OF_STATUS[status])
+
+
+def _place(device: DevicePlan) -> Place:
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    except ValueError:
+        raise BadInputError(
+            "RANK, WORLD_SIZE",
+            f"{os.environ['RANK']}, {os.environ['WORLD_SIZE']}",
+            "must be whole numbers; unset them to have ranks spawned",
+        ) from None
+    return Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device="cpu" if device.visible_index is None else f"cuda:{local_rank}",
+        loads=rank == 0,
+    )
+
+
+def _write_summary(
+    settings: Settings,
+    runtime: OutsideRuntime,
+    report: TrainReport,
+    *,
+    status: RunStatus,
+    wall_s: float,
+) -> None:
+    reading = runtime.slot.read()
+    startup_s = wall_s
+    first_ns = runtime.slot.get(Cell.FIRST_STEP_NS)
+    if first_ns:
+        startup_s = max(0.0, wall_s - (time.monotonic_ns() - first_ns) / 1e9)
+    summary = RunSummary(
+        run_id=runtime.run_id,
+        status=status,
+        exit_code=int(EXIT_CODE_OF_STATUS[status]),
+        steps=report.steps,
+        epochs=report.epochs,
+        samples=report.samples,
+        world_size=runtime.place.world_size,
+        final_loss=report.loss if math.isfinite(report.loss) else None,
+        weights_sha256=report.weights_sha256,
+        exact=True,
+        wall_s=round(wall_s, 3),
+        time_s=TimeShares(
+            startup=round(startup_s, 3),
+            productive=round(reading.productive_ns / 1e9, 3),
+            data_wait=round(reading.data_wait_ns / 1e9, 3),
+            checkpoint=round(reading.checkpoint_ns / 1e9, 3),
+            evaluation=round(reading.evaluation_ns / 1e9, 3),
+        ),
+        checkpoint=report.checkpoint or None,
+        peak_rss_bytes=report.peaks.get("peak_rss_bytes"),
+        peak_device_bytes=report.peaks.get("peak_device_bytes") or None,
+        figures=dict(report.figures),
+    )
+    write_summary(Path(settings.run.log_dir) / "summary.json", summary)

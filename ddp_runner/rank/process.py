@@ -1,0 +1,152 @@
+"""A supervised rank from its fork to its exit: surroundings first, then the trainer."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import mmap
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_runner import config, lifeline
+from ddp_runner.channel import Channel
+from ddp_runner.collective.store import StoreLink
+from ddp_runner.core.board import Board, Cell, Slot
+from ddp_runner.core.faults import ToldFaultError
+from ddp_runner.core.injection import Injection, parse_injection
+from ddp_runner.core.messages import Faulted, Fork
+from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.training.failure import fault_of
+from ddp_runner.training.runtime import Place
+from ddp_runner.training.trainer import DDPTrainer
+
+STACKS_SIGNAL = signal.SIGUSR2
+
+
+def main(request: Fork, descriptors: list[int]) -> int:
+    """Run one rank; returns its exit status. ``descriptors``: control channel, board, output."""
+    control, board, output_descriptor = descriptors
+    spec: dict[str, Any] = request.spec
+    lifeline.set_process_name(f"ddp:rank{request.rank}")
+    settings = config.from_record(spec["settings"])
+    output = StartupOutput(
+        output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"
+    )
+    _prepare_interpreter(request, spec)
+    logger = DDPLogger(rank=request.rank, debug=settings.run.debug)
+    install_root_handler(logger)
+    place = Place(
+        rank=request.rank,
+        local_rank=request.local_rank,
+        world_size=int(spec["world_size"]),
+        local_world_size=int(spec["local_world_size"]),
+        device=str(spec["device"]),
+        loads=bool(spec["loads"]),
+    )
+    slot = _map_slot(board, place)
+    link = StoreLink(
+        str(spec["store_host"]),
+        int(spec["store_port"]),
+        timeout_s=settings.ddp.collective_timeout_s,
+    )
+    link.connect_ahead()
+    runtime = SupervisedRuntime(
+        Channel.from_descriptor(control),
+        place=place,
+        slot=slot,
+        logger=logger,
+        output=output,
+        link=link,
+        injections=_injections(settings, spec),
+    )
+    status = _train(config_with_resume(settings, str(spec["resume"])), runtime)
+    atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does: user code may rely on them
+    return status
+
+
+def _injections(settings: Any, spec: dict[str, Any]) -> dict[int, Injection] | None:
+    """What of ``--inject`` is still to come for this rank; None where nothing is injected."""
+    if not settings.run.inject:
+        return None
+    left: dict[str, int] = spec["injections_left"]
+    world_size = int(spec["world_size"])
+    return {
+        int(number): replace(injection, times=times)
+        for number, times in left.items()
+        if isinstance(
+            injection := parse_injection(settings.run.inject[int(number)], world_size=world_size),
+            Injection,
+        )
+    }
+
+
+def config_with_resume(settings: Any, resume: str) -> Any:
+    """The settings with what this process is to resume from."""
+    return replace(settings, run=replace(settings.run, resume=resume))
+
+
+def _prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    os.environ.update(
+        {
+            "RANK": str(request.rank),
+            "LOCAL_RANK": str(request.local_rank),
+            "WORLD_SIZE": str(spec["world_size"]),
+            "LOCAL_WORLD_SIZE": str(spec["local_world_size"]),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": str(spec["store_host"]),
+            "MASTER_PORT": str(spec["store_port"]),
+        }
+    )
+    torch.set_num_threads(int(spec["threads"]))
+    if spec.get("detect_anomaly"):
+        torch.autograd.set_detect_anomaly(True)
+
+
+def _map_slot(descriptor: int, place: Place) -> Slot:
+    memory = mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+    return Board(memoryview(memory), place.world_size).slot(place.rank)
+
+
+def _train(settings: Any, runtime: SupervisedRuntime) -> int:
+    """The rank boundary: whatever escapes the trainer becomes a Fault and an exit status."""
+    try:
+        DDPTrainer(
+            rank=runtime.place.rank,
+            world_size=runtime.place.world_size,
+            config=settings,
+            runtime=runtime,
+        ).train()
+    except ToldFaultError:
+        return 1
+    except BaseException as error:  # noqa: BLE001 - the rank boundary
+        reading = runtime.slot.read()
+        fault = fault_of(
+            error,
+            rank=runtime.place.rank,
+            step=max(0, reading.step),
+            phase=reading.phase.label,
+            aborted=False,
+        )
+        runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
+        runtime.tell(Faulted(generation=reading.generation, fault=fault))
+        return 1
+    return 0

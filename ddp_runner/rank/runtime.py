@@ -1,0 +1,191 @@
+"""A supervised trainer's surroundings: the control link, stop and abort, this rank's log file."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.group import Membership
+from ddp_runner.collective.store import StoreLink
+from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import MENDED_BY_RANK, Fault
+from ddp_runner.core.injection import Injection, InjectKind
+from ddp_runner.core.messages import (
+    Abort,
+    Checkpoint,
+    Form,
+    Inject,
+    Injected,
+    LoaderWorkers,
+    Message,
+    Ready,
+    Stop,
+    StopAsked,
+)
+from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.rank.injection import InjectingSlot
+from ddp_runner.training.runtime import Generation, Place
+
+
+class StartupOutput:
+    """Where a rank's output goes until the run may touch the disk, and how it gets to its file."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._attached = False
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+
+    def attach(self) -> None:
+        """From now on write to the log file; what was said so far is copied there first."""
+        if self._attached:
+            return
+        self._attached = True
+        sys.stdout.flush()
+        sys.stderr.flush()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        log = os.open(self._path, flags, 0o644)
+        # The memory file was written through a shared offset; a second opening reads from its start.
+        said = Path(f"/proc/self/fd/{self._descriptor}").read_bytes()
+        if said:
+            os.write(log, said)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
+class SupervisedRuntime:
+    """Implements :class:`~ddp_runner.training.runtime.Runtime` over the control channel.
+
+    One listener thread receives. It acts on ``Abort`` at once; everything else waits for the
+    trainer to ask at a step boundary.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        place: Place,
+        slot: Slot,
+        logger: DDPLogger,
+        output: StartupOutput,
+        link: StoreLink,
+        injections: dict[int, Injection] | None = None,
+    ) -> None:
+        self.place = place
+        self.run_id = ""
+        self._loader_pids: tuple[int, ...] = ()
+        self.slot = slot if injections is None else self._injecting(slot, injections)
+        self.logger = logger
+        self._channel = channel
+        self._link = link
+        self._output = output
+        self._forms: queue.SimpleQueue[tuple[Generation, str]] = queue.SimpleQueue()
+        self._newest: Generation | None = None
+        self._stop: StopReason | None = None
+        self._save = threading.Event()
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_signal)
+
+    def next_generation(self, ready: Ready) -> Generation:
+        """Report, then wait for a Form; the first one also opens this rank's log file."""
+        self.tell(ready)
+        generation, self.run_id = self._forms.get()
+        self._output.attach()
+        return generation
+
+    def tell(self, message: Message) -> None:
+        """Send to the supervisor; without one there is nothing left to do."""
+        if isinstance(message, LoaderWorkers):
+            self._loader_pids = message.pids
+        try:
+            self._channel.send(message)
+        except ChannelClosedError:
+            os._exit(1)
+
+    def stop_asked(self) -> StopReason | None:
+        """What the supervisor, or a signal to this process, asked for."""
+        return self._stop
+
+    def save_asked(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        if not self._save.is_set():
+            return False
+        self._save.clear()
+        return True
+
+    def survives(self, fault: Fault) -> bool:
+        """A victim goes on, and who has mended its own fault; one inside its optimizer is replaced."""
+        stays = fault.kind in VICTIM_KINDS or (fault.kind in MENDED_BY_RANK and fault.may_retry)
+        return stays and not self.slot.get(Cell.DIRTY)
+
+    def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
+        return InjectingSlot(
+            slot,
+            injections,
+            announce=lambda number, kind: self.tell(
+                Injected(rank=self.place.rank, number=number, kind=kind.value)
+            ),
+            loader_pids=lambda: self._loader_pids,
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""
+        del number, frame
+        self.tell(StopAsked(rank=self.place.rank, reason=StopReason.PREEMPTED))
+
+    def _listen(self) -> None:
+        """Thread: act on what the supervisor says. Its end is this rank's end."""
+        try:
+            while True:
+                message, _ = self._channel.receive()
+                self._act(message)
+        except ChannelClosedError:
+            os._exit(1)
+        except BaseException:  # noqa: BLE001 - top of a thread: a deaf rank must not live on
+            traceback.print_exc()
+            os._exit(1)
+
+    def _act(self, message: Message) -> None:
+        match message:
+            case Form():
+                generation = Generation(
+                    membership=_membership(message), link=self._link, switch=AbortSwitch()
+                )
+                self._newest = generation
+                self._forms.put((generation, message.run_id))
+            case Abort(generation=number):
+                newest = self._newest
+                if newest is not None and newest.membership.generation <= number:
+                    newest.switch.trip()
+            case Stop(reason=reason):
+                self._stop = reason
+            case Checkpoint():
+                self._save.set()
+            case Inject(kind=kind):
+                if isinstance(self.slot, InjectingSlot):
+                    self.slot.strike_soon(InjectKind(kind))
+            case _:
+                raise TypeError(f"a rank does not take {type(message).__name__}")
+
+
+def _membership(form: Form) -> Membership:
+    return Membership(
+        generation=form.generation,
+        rank=form.rank,
+        world_size=form.world_size,
+        local_rank=form.local_rank,
+        local_world_size=form.local_world_size,
+    )

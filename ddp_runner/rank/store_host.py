@@ -1,0 +1,44 @@
+"""The store host: a process of its own for the TCPStore, so that no rank's death takes it along."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+
+from ddp_runner import lifeline
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.core.messages import StoreReady
+
+
+def host(control_descriptor: int, listening_descriptor: int, output_descriptor: int) -> int:
+    """Serve a TCPStore on an already bound, listening socket until the supervisor hangs up.
+
+    The socket is the supervisor's: a store that dies is replaced on the very same port.
+    """
+    lifeline.set_process_name("ddp:store")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(output_descriptor, 1)
+    os.dup2(output_descriptor, 2)
+    channel = Channel.from_descriptor(control_descriptor)
+    with socket.socket(fileno=os.dup(listening_descriptor)) as listening:
+        host_name, port = listening.getsockname()[:2]
+    store = TCPStore(
+        host_name,
+        port,
+        world_size=None,
+        is_master=True,
+        timeout=timedelta(seconds=30),
+        wait_for_workers=False,
+        master_listen_fd=listening_descriptor,
+    )
+    channel.send(StoreReady(port=store.port))
+    try:
+        while True:
+            channel.receive()
+    except ChannelClosedError:
+        return 0

@@ -1,0 +1,146 @@
+"""The zygote: imports torch once, then forks ranks and the store host in milliseconds.
+
+It stays single-threaded and never touches CUDA, so that its forks start clean. It is started as
+``python -m ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID [TASK]`` and ends with its supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from ddp_runner import lifeline
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.core.messages import Fork, Forked, ZygoteReady
+
+STORE_RANK = -1
+
+# What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
+# a process imports it; gloo's backend is looked up on first use.
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.utils.data",
+    "ddp_runner.training.trainer",
+    "ddp_runner.rank.process",
+    "ddp_runner.rank.store_host",
+)
+
+
+def preload(task: str) -> float:
+    """Import everything that forks will need; returns the seconds it took.
+
+    A user's task that cannot be imported is left to the ranks, which report it properly.
+    """
+    began_s = time.monotonic()
+    gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    if task in ("bytes", "synthetic"):
+        importlib.import_module("ddp_runner.tasks.transformer")
+    elif task:
+        from ddp_runner.training.loading import import_task_module  # noqa: PLC0415 - after torch
+
+        with contextlib.suppress(Exception):  # said by the ranks, which import it again
+            import_task_module(task)
+    gc.freeze()  # keeps the collector from touching, and so copying, shared pages
+    gc.enable()
+    return time.monotonic() - began_s
+
+
+def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
+    """Fork a process that is the supervisor's child, not ours; returns its pid.
+
+    Forked twice: when the process between ends, the kernel hands its child to the nearest
+    "child subreaper", the supervisor. So a rank outlives its zygote, and dies with its supervisor.
+    """
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        # Asked before the fork: a child that is scheduled late has its new parent already.
+        between_pid = os.getpid()
+        child = os.fork()
+        if child == 0:
+            _become(between_pid, supervisor_pid, run)
+        os.write(writer, child.to_bytes(8, "little"))
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(between, 0)
+    with os.fdopen(reader, "rb") as stream:
+        return int.from_bytes(stream.read(8), "little")
+
+
+def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> None:
+    """In the new process: wait for the new parent, run, never return."""
+    status = 1
+    try:
+        while os.getppid() == between_pid:
+            time.sleep(0.0005)
+        lifeline.die_with_parent(supervisor_pid)
+        status = run()
+    except BaseException:  # noqa: BLE001 - top of a process: say why and end
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def serve(channel: Channel, supervisor_pid: int) -> None:
+    """Fork whatever is asked for, until the supervisor closes the channel."""
+    from ddp_runner.rank import process, store_host  # noqa: PLC0415 - imported by preload
+
+    while True:
+        try:
+            message, descriptors = channel.receive()
+        except ChannelClosedError:
+            return
+        if not isinstance(message, Fork):
+            raise TypeError(f"a zygote only forks; got {type(message).__name__}")
+        request, inherited = message, descriptors
+
+        def run(request: Fork = request, inherited: list[int] = inherited) -> int:
+            channel.close()
+            if request.rank == STORE_RANK:
+                return store_host.host(*inherited)
+            return process.main(request, inherited)
+
+        pid = fork_to_supervisor(supervisor_pid, run)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        channel.send(Forked(token=message.token, pid=pid))
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point."""
+    descriptor, supervisor_pid = int(arguments[0]), int(arguments[1])
+    lifeline.die_with_parent(supervisor_pid)
+    lifeline.set_process_name("ddp:zygote")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    channel = Channel.from_descriptor(descriptor)
+    import_s = preload(arguments[2] if len(arguments) > 2 else "")
+    threads = (
+        len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
+    )
+    if threads > 1:
+        sys.stderr.write(f"zygote: {threads} threads after importing; forks may not start clean\n")
+    torch_version = str(sys.modules["torch"].__version__)
+    channel.send(ZygoteReady(torch_version=torch_version, import_s=import_s))
+    serve(channel, supervisor_pid)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

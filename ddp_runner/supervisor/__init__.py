@@ -1,0 +1,10 @@
+"""PARENT: spawns, watches, decides through core, acts. Knows no torch.
+
+run         signals, selector, the loop                 supervisor  what happens on each event
+world       all processes as one thing to act on        repair      from a fault to replacements
+children    zygote, reaping, killing                    watcher     who hangs, who straggles
+ranks       one rank as the supervisor sees it          striker     what --inject still owes
+claim       directories, lock, port, the board's memory environment what stands before torch
+facts       what is known of the run                    ledger      time, faults, the summary
+records     every file and screen that shows the run    views       one look at everything
+"""

@@ -1,0 +1,30 @@
+"""What the supervisor knows of the run as a whole. One writer: :class:`Supervisor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ddp_runner.core.faults import Fault
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFacts:
+    """``committed_step`` is the highest that any rank ever had; it never goes back."""
+
+    run_id: str = ""
+    generation: int = 0
+    committed_step: int = 0
+    ever_formed: bool = False
+    saved_any: bool = False  # by this launch
+    formed_at_s: float = 0.0  # when the newest generation was asked to form
+    inexact_reasons: list[str] = field(default_factory=list)
+    stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+
+
+def told(fault: Fault) -> str:
+    """The fault for people: who, what, when."""
+    who = fault.cause
+    if fault.rank >= 0 and not who.startswith((f"rank {fault.rank} ", f"rank {fault.rank}'")):
+        who = f"rank {fault.rank}: {who}"
+    where = f" in {fault.phase}" if fault.phase else ""
+    return f"{who} at step {fault.step}{where}"

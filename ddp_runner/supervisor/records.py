@@ -1,0 +1,132 @@
+"""Every file and screen that shows a run. Before the run may touch the disk, lines are held back."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_runner import config
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.console import LogTail
+from ddp_runner.observe.display import make_display
+from ddp_runner.observe.journal import Journal, MetricsFile
+from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.observe.status import StatusFile
+from ddp_runner.observe.summary import RunSummary, write_summary
+from ddp_runner.observe.view import RunView, status_record
+
+
+class _Files:
+    """What exists once the directories are claimed."""
+
+    def __init__(self, settings: Settings, *, ranks: int, warn: object) -> None:
+        directory = Path(settings.run.log_dir)
+        self.logger = DDPLogger(
+            rank=None, path=directory / "supervisor.log", debug=settings.run.debug
+        )
+        notice = warn if callable(warn) else None
+        self.journal = Journal(directory / "events.jsonl", warn=notice)
+        self.metrics = MetricsFile(directory / "metrics.jsonl", warn=notice)
+        self.status = StatusFile(directory / "status.json", warn=notice)
+        self.tail = LogTail(directory, ranks=ranks, debug=settings.run.debug)
+        self.summary_path = directory / "summary.json"
+
+
+class Records:
+    """Owned by the supervisor's loop."""
+
+    def __init__(self, settings: Settings, *, ranks: int) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._files: _Files | None = None
+        self._held: list[tuple[str, str]] = []
+        self._early_events: list[tuple[str, dict[str, Any]]] = []
+        self._display = make_display(settings.log.display, stream=sys.stdout)
+        self._display.start()
+
+    @property
+    def may_write(self) -> bool:
+        """Whether files are open."""
+        return self._files is not None
+
+    def open(self) -> None:
+        """Open the files; the directories exist and are ours. Writes config.yaml."""
+        self._files = _Files(self._settings, ranks=self._ranks, warn=self.warn_console)
+        for level, text in self._held:
+            self._log(level, text)
+        self._held.clear()
+        for event, fields in self._early_events:
+            self._files.journal.write(event, **fields)
+        self._early_events.clear()
+        path = Path(self._settings.run.log_dir) / "config.yaml"
+        with contextlib.suppress(OSError):  # worth having, never worth a run
+            path.write_text(config.to_yaml(self._settings), encoding="utf-8")
+
+    def event(self, event: str, *, cause: int | None = None, **fields: Any) -> int:
+        """Journal an event; its id, or -1 while it is held back."""
+        if self._files is None:
+            self._early_events.append((event, fields))
+            return -1
+        return self._files.journal.write(event, cause=None if cause == -1 else cause, **fields)
+
+    def say(self, text: str, *, level: str = "INFO") -> None:
+        """A line of the supervisor's own, on the console and in its log."""
+        self._display.line(text, level=level)
+        self._log(level, text)
+
+    def note(self, text: str) -> None:
+        """A line for supervisor.log only."""
+        self._log("INFO", text)
+
+    def warn_console(self, text: str) -> None:
+        """A warning about the very files that would hold it."""
+        self._display.line(text, level="WARNING")
+
+    def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
+        """One logged step."""
+        if self._files is not None:
+            self._files.metrics.write(step, rank, values)
+
+    def show(self, view: RunView) -> None:
+        """Bring the display and the console lines up to date."""
+        if self._files is not None:
+            for line in self._files.tail.poll():
+                self._display.line(line.text, level=line.level)
+        self._display.update(view)
+
+    def status(self, view: RunView) -> None:
+        """Replace status.json."""
+        if self._files is not None:
+            self._files.status.write(status_record(view))
+
+    def finish(self, view: RunView, summary: RunSummary | None) -> None:
+        """The last look, the summary on disk and on the screen, and everything closed."""
+        files = self._files
+        if files is not None:
+            for line in files.tail.drain():
+                self._display.line(line.text, level=line.level)
+            files.status.write(status_record(view))
+            if summary is not None:
+                try:
+                    write_summary(files.summary_path, summary)
+                except OSError as error:
+                    self.warn_console(f"{files.summary_path} could not be written: {error}")
+            files.tail.close()
+            files.journal.close()
+            files.metrics.close()
+            files.logger.close()
+        self._display.update(view)
+        self._display.finish(summary if files is not None else None)
+
+    def _log(self, level: str, text: str) -> None:
+        if self._files is None:
+            self._held.append((level, text))
+            return
+        write = {
+            "WARNING": self._files.logger.warning,
+            "ERROR": self._files.logger.error,
+        }.get(level, self._files.logger.info)
+        write(text)

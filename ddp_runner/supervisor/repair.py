@@ -1,0 +1,366 @@
+"""From the first sign of a fault to forked replacements.
+
+Gathers what belongs together, asks core for a plan, and carries it out as ranks answer and die.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.classify import VICTIM_KINDS, attribute
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
+from ddp_runner.core.settings import Settings
+from ddp_runner.core.watch import HangVerdict
+from ddp_runner.observe.format import rank_list
+from ddp_runner.supervisor.facts import RunFacts, told
+from ddp_runner.supervisor.ledger import Ledger
+from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.striker import Striker
+from ddp_runner.supervisor.watcher import Watcher
+from ddp_runner.supervisor.world import World
+
+PARK_TIMEOUT_S = 5.0  # for a survivor to answer an abort, if its phase does not excuse it
+STACKS_TIME_S = 0.15  # for stacks to reach the log before the rank that hangs is killed
+_IN_GENERATION = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
+
+
+@dataclass(slots=True, kw_only=True)
+class _OpenIncident:
+    """Faults that belong together, until every rank has answered or ended."""
+
+    faults: list[Fault]
+    began_s: float
+    event_id: int
+    kill_at_s: dict[int, float] = field(default_factory=dict)  # hung ranks
+
+
+class Repair:
+    """Driven by :class:`Supervisor`: facts by ``report``, time by ``look``, ``settle``, ``respawn``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        facts: RunFacts,
+        *,
+        world: World,
+        records: Records,
+        ledger: Ledger,
+        striker: Striker,
+    ) -> None:
+        self._settings = settings.recovery
+        self._resume = settings.run.resume
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._ledger = ledger
+        self._striker = striker
+        self._watcher = Watcher(settings.recovery)
+        self._incident: _OpenIncident | None = None
+        # At launch every rank is missing, and the first one reads what is resumed.
+        self._doomed = {handle.rank for handle in world.ranks}
+        self._loader: int | None = 0
+        self._remedies: list[str] = []
+        self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
+        self._respawn_at_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an incident is being gathered; nothing may form meanwhile."""
+        return self._incident is not None
+
+    def expects_end_of(self, handle: RankHandle) -> bool:
+        """Whether the rank was killed on purpose, so that its end is no news."""
+        return handle.rank in self._doomed or handle.given_up_at_s is not None
+
+    def owe(self, handle: RankHandle) -> None:
+        """Fork this rank again; its fork was asked of a zygote that died."""
+        self._doomed.add(handle.rank)
+
+    def report(self, fault: Fault) -> bool:
+        """Add a fault to the open incident, or open one and abort the generation; True if opened."""
+        event_id = self._records.event(
+            "fault",
+            cause=self._incident.event_id if self._incident else None,
+            kind=fault.kind.value,
+            rank=fault.rank,
+            step=fault.step,
+            phase=fault.phase,
+            text=fault.cause,
+            generation=self._facts.generation,
+        )
+        if self._incident is not None:
+            self._incident.faults.append(fault)
+            return False
+        self._incident = _OpenIncident(faults=[fault], began_s=time.monotonic(), event_id=event_id)
+        self._world.abort(self._facts.generation)
+        return True
+
+    def note_remedy(self, remedy: str) -> None:
+        """What a rank changes to mend its own fault, for the line that tells of it."""
+        if remedy not in self._remedies:
+            self._remedies.append(remedy)
+
+    def drop(self) -> None:
+        """Forget the open incident: every rank has finished in spite of it."""
+        self._incident = None
+
+    def name_stragglers(self) -> None:
+        """Name ranks that are persistently slow, once each; nothing is done to them."""
+        if self._incident is not None:
+            return
+        for rank, factor in self._watcher.stragglers(self._world.present).items():
+            self._facts.stragglers[rank] = round(factor, 2)
+            self._records.event("straggler", rank=rank, factor=round(factor, 2))
+            self._records.say(
+                f"rank {rank} takes {factor:.1f} times as long as the others for its own work",
+                level="WARNING",
+            )
+
+    def look(self, now_s: float) -> list[Fault]:
+        """Ranks that hang, as faults to report; their stacks are dumped and their kill is set."""
+        if self._incident is not None:
+            return []
+        for handle in self._world.present:
+            if handle.rank in self._doomed:
+                continue
+            started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
+            formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
+            if handle.state is RankState.STARTING and now_s > started_by_s:
+                return [self._hung(handle, "still starting")]
+            if handle.state is RankState.FORMING and now_s > formed_by_s:
+                # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
+                self._world.kill_store()
+                return [self._stuck(f"not formed within {self._settings.form_timeout_s:g} s")]
+        verdict = self._watcher.look(self._world.present)
+        return [] if verdict is None else self._faults_of(verdict)
+
+    def _faults_of(self, verdict: HangVerdict) -> list[Fault]:
+        if verdict.ranks:
+            what = f"no sign of life for {verdict.waited_s:.1f} s"
+            return [self._hung(self._world.ranks[rank], what) for rank in verdict.ranks]
+        waited = f"{verdict.waited_s:.1f} s"
+        return [self._stuck(f"every rank has waited in a collective for {waited}")]
+
+    def _stuck(self, cause: str) -> Fault:
+        return Fault(
+            kind=FaultKind.COLLECTIVE_STUCK,
+            rank=-1,
+            step=self._facts.committed_step,
+            phase=Phase.REDUCE.label,
+            cause=cause,
+            at_ns=time.monotonic_ns(),
+        )
+
+    def _hung(self, handle: RankHandle, what: str) -> Fault:
+        reading = handle.slot.read()
+        return Fault(
+            kind=FaultKind.RANK_HUNG,
+            rank=handle.rank,
+            step=reading.step,
+            phase=reading.phase.label,
+            cause=f"rank {handle.rank} hung: {what}",
+            at_ns=time.monotonic_ns(),
+        )
+
+    def condemn(self, faults: list[Fault]) -> None:
+        """Have every rank's stacks dumped, then those that hang killed. Their incident is open."""
+        if self._incident is None:
+            return
+        hung = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG}
+        new = hung - set(self._incident.kill_at_s)
+        for rank in new:
+            self._incident.kill_at_s[rank] = time.monotonic() + STACKS_TIME_S
+        if new or not hung:
+            self._world.dump_stacks(tuple(new))
+
+    def settle(self, now_s: float) -> GiveUp | None:
+        """Close the incident once nobody is still inside it; a plan to give up is the caller's."""
+        incident = self._incident
+        if incident is None:
+            return None
+        for rank, at_s in incident.kill_at_s.items():
+            if now_s >= at_s:
+                self._world.kill_rank(self._world.ranks[rank])
+        waiting = [h for h in self._world.present if self._is_awaited(h, incident)]
+        if not waiting:
+            self._incident = None
+            return self._decide(incident, now_s)
+        if now_s > incident.began_s + PARK_TIMEOUT_S:
+            late = [
+                self._hung(handle, f"did not leave its generation within {PARK_TIMEOUT_S:g} s")
+                for handle in waiting
+                if handle.rank not in incident.kill_at_s and self._watcher.is_overdue(handle)
+            ]
+            for fault in late:
+                self.report(fault)
+            if late:
+                self.condemn(late)
+        return None
+
+    @staticmethod
+    def _is_awaited(handle: RankHandle, incident: _OpenIncident) -> bool:
+        """Whether the incident cannot be judged before this rank has answered or ended."""
+        if handle.state in _IN_GENERATION:
+            return True
+        if handle.rank in incident.kill_at_s:
+            return handle.is_alive
+        guilty = any(
+            fault.rank == handle.rank and fault.kind not in VICTIM_KINDS
+            for fault in incident.faults
+        )
+        return guilty and handle.state is RankState.STARTING
+
+    def _decide(self, opened: _OpenIncident, now_s: float) -> GiveUp | None:
+        ranks = self._world.present
+        incident = Incident(
+            attribution=attribute(opened.faults),
+            at_s=now_s,
+            committed_step=self._facts.committed_step,
+            ever_formed=self._facts.ever_formed,
+        )
+        usable = (RankState.READY, RankState.STARTING)
+        lost = tuple(handle.rank for handle in ranks if handle.state not in usable)
+        plan = plan_recovery(
+            incident,
+            world=WorldFacts(
+                lost=lost,
+                filled=any(handle.is_filled for handle in ranks),
+                present=len(ranks),
+            ),
+            history=self._ledger.history,
+            settings=self._settings,
+        )
+        last_commit_ns = max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in ranks)
+        self._ledger.incident(
+            incident,
+            began_s=opened.began_s,
+            since_s=last_commit_ns / 1e9 if last_commit_ns else opened.began_s,
+            detect_s=max(0.0, opened.began_s - self._last_sign_s(incident.culprit)),
+            generation=self._facts.generation,
+            event_id=opened.event_id,
+        )
+        self._records.event(
+            "plan",
+            cause=opened.event_id,
+            plan=type(plan).__name__,
+            culprit=incident.culprit.rank,
+            kind=incident.culprit.kind.value,
+            replaced=list(plan.ranks) if isinstance(plan, ReplaceRanks) else [],
+            dropped=list(plan.dropped) if isinstance(plan, ReplaceRanks) else [],
+            victims=[fault.rank for fault in incident.attribution.victims],
+        )
+        if isinstance(plan, GiveUp):
+            return plan
+        self._replace(plan, incident.culprit, now_s)
+        return None
+
+    def _last_sign_s(self, culprit: Fault) -> float:
+        """When the culprit last changed its phase, as far as its slot still tells."""
+        if culprit.rank < 0:
+            return culprit.at_ns / 1e9
+        return self._world.ranks[culprit.rank].slot.get(Cell.PHASE_SINCE_NS) / 1e9
+
+    def _replace(self, plan: ReplaceRanks, culprit: Fault, now_s: float) -> None:
+        """Kill what is left of the lost ranks; :meth:`respawn` forks them once they are reaped."""
+        self._ledger.restarts += 1
+        if culprit.kind is FaultKind.REPLICA_DIVERGED:
+            # What the odd replica computed since it diverged has gone into everybody's steps.
+            reason = f"rank {culprit.rank}'s replica had diverged by step {culprit.step}"
+            self._facts.inexact_reasons.append(reason)
+        wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
+        words = ", ".join([*self._remedies, *_repair_in_words(plan)]) or "forming the world again"
+        self._remedies.clear()
+        self._records.say(f"{told(culprit)}; {words}{wait}", level="WARNING")
+        self._respawn_at_s = now_s + plan.delay_s
+        self._loader = plan.loader
+        for rank in plan.dropped:
+            self._give_up(self._world.ranks[rank], now_s)
+        for rank in plan.ranks:
+            handle = self._world.ranks[rank]
+            self._doomed.add(rank)
+            if handle.is_alive:
+                self._world.kill_rank(handle)
+
+    def _give_up(self, handle: RankHandle, now_s: float) -> None:
+        """Go on without this rank, until it is tried again."""
+        handle.given_up_at_s, handle.is_returning = now_s, False
+        if handle.is_alive:
+            self._world.kill_rank(handle)
+        present = len(self._world.present)
+        reason = (
+            f"{present} of {len(self._world.ranks)} ranks from step {self._facts.committed_step}"
+        )
+        self._facts.inexact_reasons.append(reason)
+
+    def try_given_up_ranks(self, now_s: float) -> None:
+        """Fork given-up ranks again after their time; called only while the run is in peace."""
+        after_s = self._settings.regrow_after
+        if not after_s or not self._world.can_fork:
+            return
+        for handle in self._world.ranks:
+            since_s = handle.given_up_at_s
+            if since_s is None or handle.is_alive or now_s < since_s + after_s:
+                continue
+            handle.is_returning = True
+            self._records.say(f"trying rank {handle.rank} again")
+            self._world.spawn_rank(
+                handle,
+                loads=False,
+                resume=self._resume_word(),
+                injections_left=self._striker.left_for(handle.rank),
+            )
+
+    def returning_rank_ended(self, handle: RankHandle) -> None:
+        """It was not worth it yet: wait again."""
+        handle.given_up_at_s, handle.is_returning = time.monotonic(), False
+        self._records.say(f"rank {handle.rank} is still not usable", level="WARNING")
+
+    def take_back(self, handle: RankHandle) -> None:
+        """A given-up rank is ready: have the others leave their generation, and form with it."""
+        handle.given_up_at_s, handle.is_returning = None, False
+        self._records.say(
+            f"rank {handle.rank} is back: {len(self._world.present)} ranks from here on"
+        )
+        self.is_regrouping = True
+        self._world.abort(self._facts.generation)
+
+    def respawn(self, now_s: float) -> None:
+        """Fork what is missing as soon as its predecessors are reaped."""
+        if not self._world.can_fork:
+            return
+        if not self._world.has_store:
+            self._world.spawn_store()
+        doomed = [self._world.ranks[rank] for rank in sorted(self._doomed)]
+        if now_s < self._respawn_at_s or any(handle.is_alive for handle in doomed):
+            return
+        for handle in doomed:
+            loads = handle.rank == self._loader
+            self._world.spawn_rank(
+                handle,
+                loads=loads,
+                resume=self._resume_word(),
+                injections_left=self._striker.left_for(handle.rank),
+            )
+        self._doomed.clear()
+
+    def _resume_word(self) -> str:
+        """What a loading rank resumes: the user's choice, until this launch has saved something."""
+        # "none" has set the old files aside once; nothing of them may be set aside, or read, again.
+        aside = self._resume == "none" and self._facts.ever_formed
+        return "auto" if self._facts.saved_any or aside else self._resume
+
+
+def _repair_in_words(plan: ReplaceRanks) -> list[str]:
+    words = []
+    if plan.ranks:
+        source = "" if plan.loader is None else " from the newest checkpoint"
+        words.append(f"replacing {rank_list(plan.ranks)}{source}")
+    if plan.dropped:
+        words.append(f"going on without {rank_list(plan.dropped)}")
+    return words

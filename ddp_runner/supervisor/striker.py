@@ -1,0 +1,82 @@
+"""Keeps the books of ``--inject``: what is still to come, and when a random plan strikes next."""
+
+from __future__ import annotations
+
+import signal
+
+from ddp_runner.core.injection import (
+    Injection,
+    InjectKind,
+    RandomPlan,
+    Strike,
+    draw_strike,
+    parse_injection,
+)
+from ddp_runner.core.launch import LaunchPlan
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.messages import Inject, Injected
+from ddp_runner.supervisor.children import kill
+from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.world import World
+
+_SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
+
+
+class Striker:
+    """Owned by the supervisor's loop. Injections at a step happen in the rank; it says so first."""
+
+    def __init__(self, plan: LaunchPlan, world: World, records: Records) -> None:
+        self._world = world
+        self._records = records
+        specs = [
+            parse_injection(text, world_size=plan.world_size) for text in plan.settings.run.inject
+        ]
+        self._injections = dict(enumerate(specs))
+        self._left = {
+            number: spec.times
+            for number, spec in self._injections.items()
+            if isinstance(spec, Injection)
+        }
+        self._random = [spec for spec in specs if isinstance(spec, RandomPlan)]
+        self._drawn = [0] * len(self._random)
+        self._due_s: list[float | None] = [None] * len(self._random)
+
+    def left_for(self, rank: int) -> dict[str, int]:
+        """Number -> times, of what is still to happen to ``rank``."""
+        return {
+            str(number): times
+            for number, times in self._left.items()
+            if times and self._rank_of(number) == rank
+        }
+
+    def happened(self, message: Injected) -> None:
+        """An injection happens now: it must not happen again to the process that comes after."""
+        self._left[message.number] = max(0, self._left[message.number] - 1)
+        self._records.event("injected", kind=message.kind, rank=message.rank, number=message.number)
+
+    def strike_if_due(self, now_s: float) -> None:
+        """Let random plans strike. Called only while the run is in peace."""
+        for index, plan in enumerate(self._random):
+            strike = draw_strike(plan, self._drawn[index], world_size=len(self._world.ranks))
+            due_s = self._due_s[index]
+            if due_s is None:
+                self._due_s[index] = now_s + strike.wait_s
+            elif now_s >= due_s and not (plan.times and self._drawn[index] >= plan.times):
+                self._drawn[index] += 1
+                self._due_s[index] = None
+                self._strike(strike)
+
+    def _strike(self, strike: Strike) -> None:
+        handle = self._world.ranks[strike.rank]
+        if handle.state is not RankState.TRAINING or handle.pid is None:
+            return
+        self._records.event("injected", kind=strike.kind.value, rank=strike.rank)
+        number = _SIGNALS.get(strike.kind)
+        if number is not None:
+            kill(handle.pid, number)
+        else:
+            self._world.send(handle, Inject(kind=strike.kind.value))
+
+    def _rank_of(self, number: int) -> int:
+        spec = self._injections[number]
+        return spec.rank if isinstance(spec, Injection) else -1

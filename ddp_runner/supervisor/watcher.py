@@ -1,0 +1,115 @@
+"""Looks at the board and at /proc, keeps the run's pace, and asks core who is hung."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.straggler import StragglerWatch
+from ddp_runner.core.watch import HangVerdict, Pace, RankLook, find_hung, phase_deadline_s
+from ddp_runner.supervisor.ranks import RankHandle
+
+PACE_STEPS = 50
+STRAGGLER_STEPS = 20  # a window
+PAUSE_S = 1.0  # between two looks, which are a tick apart: this process was stopped
+_SUSPICIOUS_S = 0.5  # an age from which /proc is asked; most looks cost no system call
+
+
+class Watcher:
+    """Owned by the supervisor's loop; one look a tick."""
+
+    def __init__(self, settings: RecoverySettings) -> None:
+        self._settings = settings
+        self._step_s: deque[float] = deque(maxlen=PACE_STEPS)
+        self._seen_step = -1
+        self._verdicts_in_a_row = 0
+        self._looked_at_ns = self._awake_since_ns = time.monotonic_ns()
+        self._own: dict[int, tuple[int, int]] = {}
+        self._straggler_watch = StragglerWatch()
+
+    def look(self, handles: list[RankHandle]) -> HangVerdict | None:
+        """The verdict on a world whose ranks all train, or None."""
+        self._notice_pauses()
+        self._keep_pace(handles)
+        if any(handle.state is not RankState.TRAINING for handle in handles):
+            return None
+        looks = [self._look_at(handle) for handle in handles]
+        verdict = find_hung(looks, self._pace(), self._settings)
+        if verdict is not None:
+            self._verdicts_in_a_row += 1
+        return verdict
+
+    def stragglers(self, handles: list[RankHandle]) -> dict[int, float]:
+        """Ranks found persistently slow just now: rank -> factor over the others."""
+        looks = {
+            handle.rank: (handle.slot.get(Cell.OWN_NS), handle.slot.get(Cell.OWN_STEPS))
+            for handle in handles
+        }
+        before = self._own
+        if before.keys() != looks.keys():
+            self._own = looks
+            return {}
+        steps = {rank: looks[rank][1] - before[rank][1] for rank in looks}
+        if min(steps.values()) < STRAGGLER_STEPS:
+            return {}
+        self._own = looks
+        return self._straggler_watch.observe(
+            {rank: (looks[rank][0] - before[rank][0]) / 1e9 / steps[rank] for rank in looks}
+        )
+
+    def is_overdue(self, handle: RankHandle) -> bool:
+        """Whether a rank that was told to leave its generation has had its phase's time."""
+        look = self._look_at(handle)
+        if look.phase in (Phase.REDUCE, Phase.FORMING) or look.stopped:
+            return True
+        return look.age_s > phase_deadline_s(look, self._pace(), self._settings)
+
+    def _look_at(self, handle: RankHandle) -> RankLook:
+        reading = handle.slot.read()
+        since_ns = max(reading.phase_since_ns, self._awake_since_ns)
+        age_s = (time.monotonic_ns() - since_ns) / 1e9
+        return RankLook(
+            rank=handle.rank,
+            phase=reading.phase,
+            age_s=age_s,
+            steps_here=reading.committed_step - handle.formed_step,
+            stopped=age_s > _SUSPICIOUS_S and _is_stopped(handle.pid),
+        )
+
+    def _notice_pauses(self) -> None:
+        """Hold nothing against the ranks that happened while this process did not run itself.
+
+        The whole job, container or machine may have been paused; nobody was hung then.
+        """
+        now_ns = time.monotonic_ns()
+        if now_ns - self._looked_at_ns > PAUSE_S * 1e9:
+            self._awake_since_ns = now_ns
+        self._looked_at_ns = now_ns
+
+    def _pace(self) -> Pace:
+        return Pace(
+            slowest_step_s=max(self._step_s, default=0.0),
+            verdicts_in_a_row=self._verdicts_in_a_row,
+        )
+
+    def _keep_pace(self, handles: list[RankHandle]) -> None:
+        step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in handles)
+        if step > self._seen_step:
+            if self._seen_step >= 0:
+                self._verdicts_in_a_row = 0
+            self._seen_step = step
+            self._step_s.append(max(h.slot.get(Cell.STEP_NS) for h in handles) / 1e9)
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether the kernel holds the process stopped by a signal (state T, not a debugger's t)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"

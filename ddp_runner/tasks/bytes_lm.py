@@ -1,0 +1,115 @@
+"""The default task: a language model of the bytes of real text found on the machine."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddp_runner.data.corpus import (
+    fingerprint,
+    scan_standard_library,
+    scan_text_files,
+    split_by_file,
+    summary,
+)
+from ddp_runner.data.windows import ByteWindows
+from ddp_runner.tasks.transformer import TransformerLM, generate, next_token_loss
+from ddp_runner.training.task import Batch, Datasets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from ddp_runner.core.settings import Settings
+
+BYTE_VALUES = 256
+SAMPLE_BYTES = 200
+SAMPLE_TEMPERATURE = 0.8
+PYTHON_PROMPT = b"def "
+TEXT_PROMPT = b"\n"  # of text that nothing is known about: the start of a line
+
+
+class BytesTask:
+    """``--task bytes``: the text of ``data.path``, or the interpreter's standard library.
+
+    ``model.vocab_size`` and ``model.dataset_size`` are not read: the vocabulary is the 256 bytes,
+    and the data is as large as it is.
+    """
+
+    takes_settings = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._model = settings.model
+        self._data = settings.data
+        self._seed = settings.run.seed
+
+    def build_model(self) -> nn.Module:
+        """A fresh :class:`TransformerLM` over bytes."""
+        shape = self._model
+        return TransformerLM(
+            vocab_size=BYTE_VALUES,
+            seq_len=shape.seq_len,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            dropout=shape.dropout,
+        )
+
+    def build_datasets(self) -> Datasets:
+        """Windows of ``seq_len + 1`` bytes, train and validation split by file.
+
+        Raises BadInputError if ``data.path`` cannot be read or holds too little text.
+        """
+        path = self._data.path
+        text = scan_text_files(Path(path).expanduser()) if path else scan_standard_library()
+        train, validation = split_by_file(
+            text, validation_fraction=self._data.validation_fraction, seed=self._seed
+        )
+        split = (
+            f"{_megabytes(train.total_bytes)} to train on, "
+            f"{_megabytes(validation.total_bytes)} held out to validate on"
+        )
+        return Datasets(
+            train=ByteWindows(train, seq_len=self._model.seq_len),
+            validation=ByteWindows(validation, seq_len=self._model.seq_len),
+            fingerprint=fingerprint(text.files, text.sizes, text.root),
+            notes=(f"{text.root}: {summary(text)}", split),
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Mean cross entropy over next bytes, in nats. ``batch`` is ``[B, seq_len + 1]``."""
+        return next_token_loss(model, batch)
+
+    def figures(self, loss: float) -> Mapping[str, float]:
+        """The loss in bits, as a compressor would count it."""
+        return {"bits_per_byte": loss / math.log(2)}
+
+    def sample(self, model: nn.Module) -> str:
+        """About 200 bytes that the model writes after a prompt; the same ones for the same weights."""
+        assert isinstance(model, TransformerLM), "the bare module of build_model()"
+        prompt = TEXT_PROMPT if self._data.path else PYTHON_PROMPT
+        generator = torch.Generator().manual_seed(self._seed)
+        written = generate(
+            model,
+            torch.tensor(list(prompt)),
+            length=SAMPLE_BYTES,
+            temperature=SAMPLE_TEMPERATURE,
+            generator=generator,
+        )
+        return _printable(bytes(written.tolist()))
+
+
+def _megabytes(count_bytes: int) -> str:
+    return f"{count_bytes / 1e6:,.2f} MB"
+
+
+def _printable(text: bytes) -> str:
+    """``text`` as a terminal may safely show it: what is no printable character becomes U+FFFD."""
+    decoded = text.decode(errors="replace")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in decoded
+    )

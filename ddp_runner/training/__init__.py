@@ -1,0 +1,9 @@
+"""TRAINS: the step, the trainer and what belongs to them.
+
+trainer     DDPTrainer: build, form, train, finish        task          what a user writes
+step        one optimizer step and its commit             loading       finds the task of --task
+guard       skipped steps, diverged replicas, roll-back     tuning        sizes and flags that fit
+state       model, optimizer, counters as one value       runtime       what surrounds a trainer
+evaluation  validation loss over all ranks                failure       exception -> Fault
+schedule, ema, precision, optimizer, loss_monitor, rng    rules and small parts of the step
+"""

@@ -1,0 +1,190 @@
+"""Builds what a trainer trains: task, data, model, optimizer, and the state it starts from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_runner import config
+from ddp_runner.checkpoint.codec import check_state_dict, strip_prefixes
+from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
+from ddp_runner.core.duties import RunLength, run_length
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.order import SampleOrder
+from ddp_runner.training.ema import Ema
+from ddp_runner.training.loading import load_task
+from ddp_runner.training.loss_monitor import LossMonitor
+from ddp_runner.training.optimizer import build_optimizer
+from ddp_runner.training.precision import Precision
+from ddp_runner.training.rng import seed_all
+from ddp_runner.training.runtime import Place
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.task import Datasets, Task
+from ddp_runner.training.tuning import Tuning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Everything that stays the same for a whole run on this rank."""
+
+    task: Task
+    datasets: Datasets
+    order: SampleOrder
+    length: RunLength
+    global_batch: int
+    device: torch.device
+    backend: str
+    meaning: Mapping[str, Any]
+    settings_digest: str
+    parameters: int
+
+
+def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainState]:
+    """The workload, and a state that is still empty. Raises BadInputError for what a user can mend."""
+    device = torch.device(place.device)
+    torch.use_deterministic_algorithms(settings.run.deterministic)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    task = load_task(settings)
+    datasets = task.build_datasets()
+    global_batch = settings.data.batch_size * place.world_size
+    order = _sample_order(settings, datasets, global_batch, place.world_size)
+    length = run_length(
+        steps_per_epoch=order.steps_per_epoch,
+        epochs=settings.run.epochs,
+        max_steps=settings.run.max_steps,
+    )
+    seed_all(settings.run.seed)
+    model = task.build_model().to(device)
+    meaning = dict(config.meaning(settings, world_size=place.world_size))
+    meaning["data fingerprint"] = datasets.fingerprint or f"{order.dataset_size} samples"
+    workload = Workload(
+        task=task,
+        datasets=datasets,
+        order=order,
+        length=length,
+        global_batch=global_batch,
+        device=device,
+        backend=backend_of(settings, device),
+        meaning=meaning,
+        settings_digest=config.digest(settings),
+        parameters=sum(p.numel() for p in model.parameters()),
+    )
+    return workload, _empty_state(settings, model, device)
+
+
+def _sample_order(
+    settings: Settings, datasets: Datasets, global_batch: int, world_size: int
+) -> SampleOrder:
+    try:
+        size = len(datasets.train)  # type: ignore[arg-type] # that is what is being checked
+    except TypeError:
+        raise BadInputError(
+            "--task",
+            settings.run.task,
+            "its training data must be a map-style dataset with a length",
+        ) from None
+    if size == 0:
+        raise BadInputError("--task", settings.run.task, "its training data is empty")
+    if size < global_batch:
+        raise BadInputError(
+            "--batch-size",
+            settings.data.batch_size,
+            f"times {world_size} ranks needs {global_batch} samples a step, the data has {size}; "
+            "take a smaller batch, fewer ranks or more data",
+        )
+    return SampleOrder(seed=settings.run.seed, dataset_size=size, global_batch_size=global_batch)
+
+
+def backend_of(settings: Settings, device: torch.device) -> str:
+    """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
+    wanted = settings.ddp.backend
+    if wanted == "gloo" or device.type == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
+
+
+def _empty_state(settings: Settings, model: nn.Module, device: torch.device) -> TrainState:
+    return TrainState(
+        model=model,
+        optimizer=build_optimizer(model, settings.optim, device=device),
+        precision=Precision(use_amp=settings.optim.use_amp, device=device),
+        ema=Ema(model, settings.optim.ema_decay) if settings.optim.ema_decay else None,
+        monitor=LossMonitor(
+            target_loss=settings.run.target_loss,
+            max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
+        ),
+        tuning=Tuning(
+            micro_batch_size=settings.data.micro_batch_size or settings.data.batch_size,
+            evaluation_batch_size=settings.data.batch_size,
+            find_unused_parameters=settings.ddp.find_unused_parameters is not False,
+        ),
+    )
+
+
+def load_start(
+    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
+) -> Loaded | None:
+    """Fill ``state`` from the checkpoint that ``--resume`` names, or make it a fresh step 0.
+
+    Raises BadInputError where the checkpoint is of another run or does not fit the model.
+    """
+    loaded = (
+        None
+        if settings.run.resume == "none"
+        else store.load(settings.run.resume, set_bad_aside=True)
+    )
+    if loaded is not None:
+        _refuse_other_meaning(settings, workload, loaded)
+        _restore(settings, state, loaded.state, where=str(loaded.path))
+        return loaded
+    if settings.run.init_from:
+        weights = load_weights(Path(settings.run.init_from))
+        _check_fits(weights, state.model, option="--init-from", value=settings.run.init_from)
+        state.model.load_state_dict(weights)
+        state.keep_buffers()
+    state.committed_step = 0
+    return None
+
+
+def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:
+    changes = config.difference(loaded.manifest.meaning, workload.meaning)
+    if changes:
+        raise BadInputError(
+            "--resume",
+            settings.run.resume,
+            f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); "
+            "restore them, use another --checkpoint-dir, or start anew with --resume none",
+        )
+
+
+def _check_fits(weights: Mapping[str, Any], model: nn.Module, *, option: str, value: str) -> None:
+    differences = check_state_dict(weights, model.state_dict())
+    if differences:
+        shown = "; ".join(differences[:3]) + ("; ..." if len(differences) > 3 else "")
+        raise BadInputError(option, value, f"holds another model: {shown}")
+
+
+def _restore(
+    settings: Settings, state: TrainState, saved: Mapping[str, Any], *, where: str
+) -> None:
+    weights = strip_prefixes(saved["model"])
+    _check_fits(weights, state.model, option="--resume", value=where)
+    try:
+        state.restore({**saved, "model": weights})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise BadInputError(
+            "--resume", settings.run.resume, f"{where} does not fit this run: {error}"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint was made with."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}

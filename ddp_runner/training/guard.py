@@ -1,0 +1,162 @@
+"""Guards the numbers: non-finite steps, silent corruption, and the way back to a checkpoint.
+
+Every decision here is taken from what all ranks know alike, so that all take the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.core.board import Cell
+from ddp_runner.core.divergence import compare_replicas, first_difference
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Adjusted, MendedInPlace
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.observe.format import rank_list
+from ddp_runner.training.fingerprint import combined, state_hashes
+from ddp_runner.training.loss_monitor import Verdict
+from ddp_runner.training.parts import RankParts
+from ddp_runner.training.step import StepResult
+
+
+class Guard:
+    """One generation's guard on this rank. Every rank calls its methods at the same steps."""
+
+    def __init__(self, parts: RankParts, group: Group) -> None:
+        self._settings = parts.settings
+        self._state = parts.state
+        self._store = parts.store
+        self._runtime = parts.runtime
+        self._rank = parts.runtime.place.rank
+        self._group = group
+
+    def skipped(
+        self, result: StepResult, verdict: Verdict, micro_batches: list[MicroBatch]
+    ) -> bool:
+        """A step without effect, on all ranks: bounded, then a roll-back at half the rate, then the end.
+
+        Returns whether the state is now another one. Raises FaultError (NON_FINITE) at the end.
+        """
+        logger = self._runtime.logger
+        who = f", first on {rank_list(result.broken_ranks)}" if result.broken_ranks else ""
+        logger.warning(f"gradient norm is {result.grad_norm}{who}: step skipped on all ranks")
+        if verdict is not Verdict.TOO_MANY_ERRORS:
+            return False
+        limit = self._settings.recovery.max_errors_per_epoch
+        factor = self._state.tuning.rate_factor / 2
+        if factor >= 0.5**self._settings.recovery.rollbacks_max and self._can_roll_back():
+            self._roll_back(f"more than {limit} steps were not finite", rate_factor=factor)
+            return True
+        indices = [index for micro_batch in micro_batches for index in micro_batch.indices]
+        raise FaultError(
+            Fault(
+                kind=FaultKind.NON_FINITE,
+                rank=self._group.rank,
+                step=result.step - 1,
+                cause=f"more than max_errors_per_epoch={limit} steps had a non-finite gradient"
+                + (f"{who}: suspect its device" if len(result.broken_ranks) == 1 else ""),
+                detail=f"sample indices of the last one on this rank: {indices}",
+                at_ns=time.monotonic_ns(),
+            )
+        )
+
+    def compare_replicas(self) -> bool:
+        """Find a replica whose weights have silently changed. Raises FaultError on that rank.
+
+        Returns whether the state is now another one, after a roll-back.
+        """
+        hashes = state_hashes(self._state.model.state_dict())
+        mine = combined(list(hashes.values()))
+        step = self._state.committed_step
+        found = self._group.exchange(f"weights/{step}", mine)
+        comparison = compare_replicas(found)
+        if not comparison.odd:
+            return False
+        # Rare, and worth a longer message: which tensor.
+        everybody = self._group.exchange(f"tensors/{step}", json.dumps(list(hashes.values())))
+        if not comparison.has_majority:
+            self._settle_without_majority(step)
+            return True
+        rank = self._group.rank
+        if rank not in comparison.odd:
+            return False  # the next collective fails, and this rank's state is what the odd one receives
+        usual = next(r for r in range(len(found)) if r not in comparison.odd)
+        where = first_difference(list(hashes.values()), json.loads(everybody[usual]), list(hashes))
+        raise FaultError(
+            Fault(
+                kind=FaultKind.REPLICA_DIVERGED,
+                rank=rank,
+                step=step,
+                cause=f"rank {rank}'s weights differ from the majority's, first in {where}",
+                at_ns=time.monotonic_ns(),
+            )
+        )
+
+    def _settle_without_majority(self, step: int) -> None:
+        if self._can_roll_back():
+            factor = self._state.tuning.rate_factor
+            self._roll_back("the replicas differ and no majority agrees", rate_factor=factor)
+            return
+        raise FaultError(
+            Fault(
+                kind=FaultKind.REPLICA_DIVERGED,
+                rank=self._group.rank,
+                step=step,
+                cause="the replicas differ, no majority agrees, and there is no checkpoint",
+                at_ns=time.monotonic_ns(),
+                may_retry=False,
+            )
+        )
+
+    def _can_roll_back(self) -> bool:
+        """Whether rank 0 has a checkpoint; every rank must ask."""
+        has = self._group.rank == 0 and bool(self._store.catalog.entries())
+        step = self._state.committed_step
+        return self._group.exchange(f"has_checkpoint/{step}", str(int(has)))[0] == "1"
+
+    def _roll_back(self, reason: str, *, rate_factor: float) -> None:
+        """Go back to the newest checkpoint that verifies, on all ranks, within the generation."""
+        began_s, step = time.monotonic(), self._state.committed_step
+        others = [rank for rank in range(self._group.world_size) if rank != 0]
+        if self._group.rank == 0:
+            loaded = self._store.load("auto", set_bad_aside=True)
+            assert loaded is not None, "can_roll_back() was asked"
+            self._state.restore(loaded.state)
+            send_state(self._group, self._state.capture(), to=others)
+        else:
+            self._state.restore(receive_state(self._group, source=0))
+        lowered = rate_factor != self._state.tuning.rate_factor
+        self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
+        self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
+        remedy = f"rolled back to step {self._state.committed_step}"
+        if lowered:
+            remedy += f", learning rate x {rate_factor:g}"
+        if self._group.rank == 0:
+            self._runtime.logger.warning(f"{reason}: {remedy}", step=step)
+            self._report_roll_back(reason, remedy, step, lowered=lowered, began_s=began_s)
+
+    def _report_roll_back(
+        self, reason: str, remedy: str, step: int, *, lowered: bool, began_s: float
+    ) -> None:
+        kind = FaultKind.NON_FINITE if lowered else FaultKind.REPLICA_DIVERGED
+        fault = Fault(kind=kind, rank=-1, step=step, cause=reason, at_ns=time.monotonic_ns())
+        took_s = time.monotonic() - began_s
+        self._runtime.tell(
+            MendedInPlace(
+                rank=self._rank,
+                fault=fault,
+                remedy=remedy,
+                seconds=took_s,
+                steps_lost=step - self._state.committed_step,
+            )
+        )
+        inexact = f"the replicas had diverged by step {step}"
+        if lowered:
+            inexact = f"learning rate lowered after step {step}"
+        self._runtime.tell(
+            Adjusted(rank=self._rank, step=step, remedy=remedy, inexact_reason=inexact)
+        )

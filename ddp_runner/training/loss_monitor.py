@@ -1,0 +1,118 @@
+"""Follows the loss: smoothed value, best, target reached, too many skipped steps. Values only."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from enum import Enum
+from typing import Any
+
+
+class Verdict(Enum):
+    """What the trainer should do after a step."""
+
+    CONTINUE = "continue"
+    TARGET_REACHED = "target_reached"
+    TOO_MANY_ERRORS = "too_many_errors"
+
+
+class LossMonitor:
+    """Watches the losses of one run; all ranks that observe the same values agree.
+
+    ``target_loss`` is compared with the mean of the last ``window`` applied steps, once there are
+    that many. More than ``max_errors_per_epoch`` steps that were not applied in one epoch are too
+    many; the count starts again with the next epoch.
+    """
+
+    def __init__(
+        self, *, target_loss: float | None, window: int = 20, max_errors_per_epoch: int
+    ) -> None:
+        if window < 1:
+            raise ValueError(f"window={window}: must be at least 1")
+        self._target_loss = target_loss
+        self._max_errors = max_errors_per_epoch
+        self._losses: deque[float] = deque(maxlen=window)
+        self._epoch = 0
+        self._errors = 0
+        self._last_step = -1
+        self._best: float | None = None
+
+    @property
+    def smoothed(self) -> float | None:
+        """The mean of the window so far; None before the first applied step."""
+        return math.fsum(self._losses) / len(self._losses) if self._losses else None
+
+    @property
+    def best(self) -> float | None:
+        """The lowest smoothed loss of a full window."""
+        return self._best
+
+    @property
+    def last(self) -> float | None:
+        """The loss of the newest applied step."""
+        return self._losses[-1] if self._losses else None
+
+    @property
+    def errors_in_epoch(self) -> int:
+        """Steps of the current epoch that were not applied."""
+        return self._errors
+
+    def observe(self, step: int, epoch: int, loss: float, applied: bool) -> Verdict:
+        """Take in one finished step. ``applied`` is False when the optimizer was skipped.
+
+        Raises ValueError for a non-finite loss that was applied (the step's check has failed) and
+        for a step that is not newer than the last: after a rollback, load the state first.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} was observed after step {self._last_step}")
+        if applied and not math.isfinite(loss):
+            raise ValueError(f"step {step} was applied with loss {loss}")
+        self._last_step = step
+        if epoch != self._epoch:
+            self._epoch, self._errors = epoch, 0
+        if not applied:
+            self._errors += 1
+            too_many = self._errors > self._max_errors
+            return Verdict.TOO_MANY_ERRORS if too_many else Verdict.CONTINUE
+        self._losses.append(loss)
+        return self._judge_window()
+
+    def _judge_window(self) -> Verdict:
+        """Compare a full window with the best and the target."""
+        smoothed = self.smoothed
+        if smoothed is None or not self._is_full:
+            return Verdict.CONTINUE
+        if self._best is None or smoothed < self._best:
+            self._best = smoothed
+        return Verdict.TARGET_REACHED if self.target_reached else Verdict.CONTINUE
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._losses) >= (self._losses.maxlen or 0)
+
+    @property
+    def target_reached(self) -> bool:
+        """Whether a full window's mean is at the target, also right after loading a state."""
+        smoothed = self.smoothed
+        if self._target_loss is None or smoothed is None or not self._is_full:
+            return False
+        return smoothed <= self._target_loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values. The target and the limits belong to the settings and are not included."""
+        return {
+            "losses": list(self._losses),
+            "epoch": self._epoch,
+            "errors": self._errors,
+            "last_step": self._last_step,
+            "best": self._best,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; a longer window than ours keeps its newest values."""
+        self._losses.clear()
+        self._losses.extend(float(loss) for loss in state["losses"])
+        self._epoch = int(state["epoch"])
+        self._errors = int(state["errors"])
+        self._last_step = int(state["last_step"])
+        self._best = None if state["best"] is None else float(state["best"])

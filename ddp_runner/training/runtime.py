@@ -1,0 +1,134 @@
+"""What surrounds a trainer: who forms generations, who hears of progress and faults.
+
+``rank`` implements it for supervised runs; :class:`LocalRuntime` serves a single process and an
+outside launcher, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.group import Membership
+from ddp_runner.collective.store import StoreLink
+from ddp_runner.core.board import SLOT_BYTES, Board, Slot
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import BadInputError, Fault, FaultError
+from ddp_runner.core.messages import Message, Ready
+from ddp_runner.observe.logger import DDPLogger
+
+STORE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: str
+    loads: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A membership to join, the way to its store, and the switch that frees this rank from it."""
+
+    membership: Membership
+    link: StoreLink
+    switch: AbortSwitch
+
+
+class Runtime(Protocol):
+    """A trainer's surroundings. All calls come from the trainer's own thread."""
+
+    place: Place
+    run_id: str
+    slot: Slot
+    logger: DDPLogger
+
+    def next_generation(self, ready: Ready) -> Generation:
+        """Say what this rank has and wait for the next generation."""
+        ...
+
+    def tell(self, message: Message) -> None:
+        """Pass a message on; never blocks for long, never raises for a lost listener."""
+        ...
+
+    def stop_asked(self) -> StopReason | None:
+        """Whether this rank should vote for the run to stop after the step."""
+        ...
+
+    def save_asked(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        ...
+
+    def survives(self, fault: Fault) -> bool:
+        """Whether this process goes on after ``fault``; else the trainer raises it."""
+        ...
+
+
+class LocalRuntime:
+    """One generation, no supervisor: a plain script, a notebook, or an outside launcher."""
+
+    generation = 1
+
+    def __init__(self, *, place: Place, log_dir: Path, debug: bool) -> None:
+        self.place = place
+        self.run_id = uuid.uuid4().hex[:12]
+        self._memory = bytearray(SLOT_BYTES)
+        self.slot = Board(memoryview(self._memory), 1).slot(0)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.logger = DDPLogger(
+            rank=place.rank, path=log_dir / f"rank_{place.rank}.log", debug=debug
+        )
+        self._formed = False
+
+    def next_generation(self, ready: Ready) -> Generation:
+        """The one generation there is."""
+        del ready
+        if self._formed:
+            raise RuntimeError("without a supervisor a broken generation is not formed again")
+        self._formed = True
+        alone = self.place.world_size == 1
+        membership = Membership(
+            generation=self.generation,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            local_rank=self.place.local_rank,
+            local_world_size=self.place.local_world_size,
+        )
+        link = StoreLink("127.0.0.1", 0, timeout_s=STORE_TIMEOUT_S) if alone else self.store_link()
+        return Generation(membership=membership, link=link, switch=AbortSwitch())
+
+    def store_link(self) -> StoreLink:
+        """The store that the launcher names. Raises BadInputError where it names none."""
+        try:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError):
+            raise BadInputError(
+                "MASTER_ADDR, MASTER_PORT", "", "must name the store, with more than one rank"
+            ) from None
+        return StoreLink(host, port, timeout_s=STORE_TIMEOUT_S)
+
+    def tell(self, message: Message) -> None:
+        """Nobody listens; the log has what matters."""
+        del message
+
+    def stop_asked(self) -> StopReason | None:
+        """Never: Ctrl-C raises KeyboardInterrupt in a plain script."""
+        return None
+
+    def save_asked(self) -> bool:
+        """Never."""
+        return False
+
+    def survives(self, fault: Fault) -> bool:
+        """Never: there is nobody to form the next generation."""
+        raise FaultError(fault)

@@ -1,0 +1,325 @@
+"""One formed generation on one rank: trains step by step and attends to what is due between steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.replica import Replica
+from ddp_runner.core.board import Cell
+from ddp_runner.core.duties import Duties, duties_after
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.core.messages import Metrics, Saved
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.build import versions
+from ddp_runner.training.evaluation import EvaluationRules, evaluate
+from ddp_runner.training.guard import Guard
+from ddp_runner.training.loss_monitor import Verdict
+from ddp_runner.training.parts import RankParts
+from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes
+from ddp_runner.training.task import NamesLoss
+
+
+class Session:
+    """Trains inside one generation until the run's end, a stop, or a fault that leaves as exception."""
+
+    def __init__(self, parts: RankParts, *, group: Group) -> None:
+        settings, workload, state = parts.settings, parts.workload, parts.state
+        self._settings = settings
+        self._workload = workload
+        self._state = state
+        self._loader = parts.loader
+        self._memory = parts.memory
+        self._store = parts.store
+        self._runtime = parts.runtime
+        self._progress = parts.progress
+        self._group = group
+        self._guard = Guard(parts, group)
+        self._wrap()
+        self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
+        self._audit = _open_audit(settings, self._rank)
+        self._logged_at_ns = time.monotonic_ns()
+        self._logged_samples = state.samples
+        self._waited_ns = 0
+
+    def close(self) -> None:
+        """Unwrap the model and close the audit file."""
+        self._replica.close()
+        if self._audit is not None:
+            self._audit.close()
+
+    def _wrap(self) -> None:
+        """A new DDP replica around the same model, as the tuning has it. On all ranks alike."""
+        tuning, workload = self._state.tuning, self._workload
+        self._replica = Replica(
+            self._state.model,
+            workload.task.loss,
+            group=self._group,
+            settings=replace(
+                self._settings.ddp, find_unused_parameters=tuning.find_unused_parameters
+            ),
+            slot=self._runtime.slot,
+        )
+        self._stepper = Stepper(
+            self._state,
+            self._replica,
+            rules=StepRules(
+                seed=self._settings.run.seed,
+                rank=self._group.rank,
+                global_batch=workload.global_batch,
+                total_steps=workload.length.total_steps,
+                optim=self._settings.optim,
+                device=workload.device,
+            ),
+            slot=self._runtime.slot,
+        )
+
+    def settle(self) -> None:
+        """Bring DDP's bucket layout to its final form where that needs a first backward."""
+        if not self._state.tuning.find_unused_parameters and not self._at_end():
+            self._stepper.settle(self._take())
+
+    def train(self) -> StopReason:
+        """Train to the end of the run or to a stop that the ranks agreed on."""
+        if self._state.monitor.target_reached:  # by the run that is being resumed
+            return StopReason.COMPLETED
+        stop = self._attend_to_unattended()
+        while stop is None and not self._at_end():
+            began_ns = time.monotonic_ns()
+            slot = self._runtime.slot
+            if slot.get(Cell.FIRST_STEP_NS) == 0:
+                slot.set(Cell.FIRST_STEP_NS, began_ns)
+            micro_batches = self._take()
+            waited_ns = int(self._loader.waited_s * 1e9)
+            votes = Votes(stop=self._runtime.stop_asked(), save=self._runtime.save_asked())
+            result = self._stepper.run(micro_batches, votes=votes)
+            self._account(began_ns, waited_ns, result)
+            stop = self._after(result, micro_batches)
+        return stop or StopReason.COMPLETED
+
+    def finish(self, reason: StopReason) -> None:
+        """Evaluate (at the end of the run only) and save. Raises FaultError if the save fails."""
+        if reason is StopReason.COMPLETED:
+            self._evaluate()
+            self._state.attended_step = self._state.committed_step
+        if self._progress.checkpoint_step != self._state.committed_step:
+            self._save(reason.value, final=True)
+
+    def _at_end(self) -> bool:
+        return self._state.committed_step >= self._workload.length.total_steps
+
+    def _take(self) -> list[MicroBatch]:
+        step = self._state.committed_step
+        slot = self._runtime.slot
+        slot.set(Cell.STEP, step)
+        slot.set(Cell.EPOCH, self._workload.length.epoch_of(step))
+        slot.stamp(Phase.DATA, time.monotonic_ns())
+        self._runtime.logger.step = step
+        return self._loader.take(step)
+
+    def _account(self, began_ns: int, waited_ns: int, result: StepResult) -> None:
+        now_ns = time.monotonic_ns()
+        slot = self._runtime.slot
+        slot.add(Cell.OWN_NS, now_ns - began_ns - result.waited_ns)
+        slot.add(Cell.OWN_STEPS, 1)
+        slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns)
+        slot.add(Cell.DATA_WAIT_NS, waited_ns)
+        slot.set(Cell.STEP_NS, now_ns - began_ns)
+        slot.set(Cell.LAST_COMMIT_NS, now_ns)
+        slot.set(Cell.SAMPLES, self._state.samples)
+        self._waited_ns += waited_ns
+
+    def _after(self, result: StepResult, micro_batches: list[MicroBatch]) -> StopReason | None:
+        epoch = self._workload.length.epoch_of(result.step - 1)
+        verdict = self._state.monitor.observe(
+            step=result.step, epoch=epoch, loss=result.loss, applied=result.applied
+        )
+        self._progress.loss = result.loss
+        self._runtime.slot.set_loss(result.loss)
+        self._write_audit(result, epoch, micro_batches)
+        if not result.applied and self._guard.skipped(result, verdict, micro_batches):
+            return result.stop
+        self._memory.after_step(result.step)
+        if verdict is Verdict.TARGET_REACHED:
+            self._runtime.logger.info(
+                f"target loss {self._settings.run.target_loss:g} reached", step=result.step
+            )
+            return StopReason.COMPLETED
+        due = self._due(result.step)
+        if due.log:
+            self._log(result, epoch)
+        if due.compare and self._guard.compare_replicas():
+            return result.stop
+        if result.stop is not None:
+            return result.stop
+        return self._attend(evaluate_now=due.evaluate, save_now=due.save or result.save)
+
+    def _due(self, step: int) -> Duties:
+        return duties_after(
+            step,
+            self._workload.length,
+            log=self._settings.log,
+            checkpoint=self._settings.checkpoint,
+            replica_check_steps=self._settings.recovery.replica_check_steps,
+        )
+
+    def _attend_to_unattended(self) -> StopReason | None:
+        """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
+        step = self._state.committed_step
+        attended = self._group.exchange("attended", str(self._state.attended_step))
+        if min(int(value) for value in attended) >= step or self._at_end():
+            return None
+        due = self._due(step)
+        return self._attend(evaluate_now=due.evaluate, save_now=due.save)
+
+    def _attend(self, *, evaluate_now: bool, save_now: bool) -> StopReason | None:
+        if evaluate_now:
+            stop = self._evaluate()
+            if stop is not None:
+                return stop
+        self._state.attended_step = self._state.committed_step
+        if save_now:
+            self._save("interval", final=False)
+        return None
+
+    def _evaluate(self) -> StopReason | None:
+        validation = self._workload.datasets.validation
+        if validation is None or len(validation) == 0:  # type: ignore[arg-type] # map-style
+            return None
+        began_ns = time.monotonic_ns()
+        slot = self._runtime.slot
+        slot.stamp(Phase.EVALUATE, began_ns)
+        ema, model = self._state.ema, self._state.model
+        with contextlib.nullcontext() if ema is None else ema.swapped_in(model):
+            evaluation = evaluate(
+                self._workload.task,
+                model,
+                validation,
+                replica=self._replica,
+                precision=self._state.precision,
+                rules=EvaluationRules(
+                    seed=self._settings.run.seed,
+                    batch_size=self._state.tuning.evaluation_batch_size,
+                    batches_max=self._settings.log.evaluate_batches,
+                ),
+                step=self._state.committed_step,
+                stop_asked=self._runtime.stop_asked,
+            )
+        slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
+        if evaluation.loss is None:
+            return evaluation.stop
+        self._progress.validation_loss = evaluation.loss
+        self._progress.figures = self._figures(evaluation.loss)
+        self._report_evaluation(time.monotonic_ns() - began_ns)
+        return None
+
+    def _figures(self, loss: float) -> dict[str, float]:
+        named = {"validation_loss": loss}
+        if isinstance(self._workload.task, NamesLoss):
+            figures = self._workload.task.figures(loss)
+            named.update({f"validation_{name}": value for name, value in figures.items()})
+        return named
+
+    def _report_evaluation(self, took_ns: int) -> None:
+        if self._group.rank != 0:
+            return
+        step = self._state.committed_step
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in self._progress.figures.items())
+        self._runtime.logger.info(f"evaluated: {shown}  ({took_ns / 1e9:.1f} s)", step=step)
+        self._runtime.tell(Metrics(rank=self._rank, step=step, values=dict(self._progress.figures)))
+
+    def _save(self, reason: str, *, final: bool) -> None:
+        if self._group.rank != 0:
+            return
+        slot, logger, step = self._runtime.slot, self._runtime.logger, self._state.committed_step
+        began_ns = time.monotonic_ns()
+        slot.stamp(Phase.CHECKPOINT, began_ns)
+        try:
+            saved = self._store.save(
+                {**self._state.capture(), "versions": versions()},
+                step=step,
+                epoch=self._workload.length.epoch_of(step),
+                samples=self._state.samples,
+                run_id=self._runtime.run_id,
+                meaning=dict(self._workload.meaning),
+                settings_digest=self._workload.settings_digest,
+                monitored=self._monitored(),
+                reason=reason,
+            )
+        except FaultError as error:
+            if final or error.fault.kind is not FaultKind.STORAGE_FAILED:
+                raise
+            logger.warning(f"{error.fault.cause}; training goes on", step=step)
+            return
+        finally:
+            slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)
+        self._progress.checkpoint = str(saved.path)
+        self._progress.checkpoint_step = step
+        logger.info(f"saved {saved.path} ({saved.blocked_s:.2f} s)", step=step)
+        self._runtime.tell(
+            Saved(
+                rank=self._rank,
+                step=step,
+                path=str(saved.path),
+                blocked_s=saved.blocked_s,
+                size_bytes=saved.manifest.size_bytes,
+            )
+        )
+
+    def _monitored(self) -> float | None:
+        wanted = self._settings.checkpoint.monitor
+        validation = self._progress.validation_loss
+        if wanted == "validation_loss" or (wanted == "auto" and validation is not None):
+            return validation
+        smoothed = self._state.monitor.smoothed
+        return smoothed if smoothed is not None and math.isfinite(smoothed) else None
+
+    def _log(self, result: StepResult, epoch: int) -> None:
+        now_ns = time.monotonic_ns()
+        seconds = max(1e-9, (now_ns - self._logged_at_ns) / 1e9)
+        samples = self._state.samples - self._logged_samples
+        values = {
+            "loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "epoch": float(epoch),
+            "samples_per_s": samples / seconds,
+            "data_wait_share": min(1.0, self._waited_ns / 1e9 / seconds),
+            "step_s": self._runtime.slot.get(Cell.STEP_NS) / 1e9,
+        }
+        self._logged_at_ns, self._logged_samples, self._waited_ns = now_ns, self._state.samples, 0
+        self._runtime.tell(Metrics(rank=self._rank, step=result.step, values=values))
+        self._runtime.logger.progress(
+            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3f}  "
+            f"{values['samples_per_s']:.0f} samples/s  data {values['data_wait_share']:.0%}",
+            step=result.step,
+        )
+
+    def _write_audit(self, result: StepResult, epoch: int, micro_batches: list[MicroBatch]) -> None:
+        if self._audit is None:
+            return
+        indices = [index for micro_batch in micro_batches for index in micro_batch.indices]
+        record = {
+            "generation": self._group.membership.generation,
+            "step": result.step,
+            "epoch": epoch,
+            "indices": indices,
+            "loss_hex": float(result.loss).hex(),
+        }
+        self._audit.write(json.dumps(record) + "\n")
+        self._audit.flush()
+
+
+def _open_audit(settings: Settings, rank: int) -> IO[str] | None:
+    if not settings.run.audit:
+        return None
+    return (Path(settings.run.log_dir) / f"audit_rank_{rank}.jsonl").open("a", encoding="utf-8")

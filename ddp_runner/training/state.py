@@ -1,0 +1,93 @@
+"""Everything that a step changes, as one value that can be saved, sent and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.training.ema import Ema
+from ddp_runner.training.loss_monitor import LossMonitor
+from ddp_runner.training.precision import Precision
+from ddp_runner.training.tuning import Tuning
+
+
+class TrainState:
+    """Owns model, optimizer, scaler, EMA, loss monitor and counters of one rank.
+
+    ``committed_step`` counts the optimizer steps applied; :data:`EMPTY_STEP` means that this process
+    has not loaded anything and must receive its state before it trains.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        ema: Ema | None,
+        monitor: LossMonitor,
+        tuning: Tuning,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        self.ema = ema
+        self.monitor = monitor
+        self.tuning = tuning
+        self.committed_step = EMPTY_STEP
+        self.samples = 0
+        self.attended_step = 0  # up to where evaluations and saves that were due have been made
+        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+        self._committed_buffers = [buffer.detach().clone() for buffer in self._buffers]
+
+    def capture(self) -> dict[str, Any]:
+        """References, not copies: valid until the next optimizer step."""
+        state: dict[str, Any] = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.state_dict(),
+            "monitor": self.monitor.state_dict(),
+            "tuning": self.tuning.to_record(),
+            "counters": {
+                "committed_step": self.committed_step,
+                "samples": self.samples,
+                "attended_step": self.attended_step,
+            },
+        }
+        if self.ema is not None:
+            state["ema"] = self.ema.state_dict()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a captured state of the same run. Raises KeyError or RuntimeError if it is none."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["scaler"])
+        self.monitor.load_state_dict(state["monitor"])
+        if self.ema is not None and "ema" in state:
+            self.ema.load_state_dict(state["ema"])
+        self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
+        self.committed_step = int(state["counters"]["committed_step"])
+        self.samples = int(state["counters"]["samples"])
+        self.attended_step = int(state["counters"]["attended_step"])
+        self.keep_buffers()
+
+    def keep_buffers(self) -> None:
+        """Remember the buffers as they are now, at a commit."""
+        if self._buffers:
+            torch._foreach_copy_(self._committed_buffers, self._buffers)
+
+    def drop_unfinished_step(self) -> None:
+        """Forget what an unfinished step changed: gradients, and buffers that forward updated."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._committed_buffers)
+
+    def trainable(self) -> list[Tensor]:
+        """The parameters that the optimizer updates."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,212 @@
+"""One optimizer step over one global batch, and its commit. Never saves, evaluates or logs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.collective.replica import Replica, Signal
+from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import OptimSettings
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.rng import seed_step
+from ddp_runner.training.schedule import apply_learning_rate, learning_rate
+from ddp_runner.training.state import TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What stays the same for every step of a generation."""
+
+    seed: int
+    rank: int
+    global_batch: int
+    total_steps: int
+    optim: OptimSettings
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Votes:
+    """What this rank wants to happen after the step; one rank's wish is enough."""
+
+    stop: StopReason | None = None
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A committed step, but for ``waited_ns`` the same on every rank.
+
+    ``applied`` is False for a step that was skipped because it was not finite.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+    broken_ranks: tuple[int, ...]  # whose own loss was not finite
+    waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
+    stop: StopReason | None
+    save: bool
+
+
+class Stepper:
+    """Runs the steps of one generation on this rank."""
+
+    def __init__(
+        self, state: TrainState, replica: Replica, *, rules: StepRules, slot: Slot
+    ) -> None:
+        self._state = state
+        self._replica = replica
+        self._rules = rules
+        self._slot = slot
+        self._parameters = state.trainable()
+
+    def settle(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Run one throw-away forward and backward, so that DDP's bucket layout is its final one.
+
+        With ``find_unused_parameters=False`` DDP lays its buckets out anew after the first backward;
+        without this, the summation order after a repair would differ from that of a run in peace.
+        Every rank must call it, right after the replica was built.
+        """
+        self._accumulate(micro_batches, Votes())
+        self._replica.check_reduced()
+        self._state.drop_unfinished_step()
+
+    def run(self, micro_batches: Sequence[MicroBatch], *, votes: Votes) -> StepResult:
+        """Forward, backward, reduce, check, commit. Raises whatever a part of it raises.
+
+        Nothing that survives has been changed when it raises before the commit; a rank that fails
+        inside the commit stands as dirty on the board.
+        """
+        self._accumulate(micro_batches, votes)
+        # INVARIANT check-before-step: no optimizer runs before every rank's gradients are known to
+        # be reduced. Broken if: commit() moves above check_reduced().
+        # Guarded by: test_an_unfinished_reduction_is_found_before_the_optimizer.
+        self._replica.check_reduced()
+        waited_ns = self._replica.waited_ns()
+        scaler = self._state.precision.scaler
+        scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        signals = self._replica.signals(scale=scale)
+        self._replica.share_buffers()
+        self._slot.stamp(Phase.OPTIMIZER, time.monotonic_ns())
+        if scaler.is_enabled():
+            scaler.unscale_(self._state.optimizer)
+        norm = self._gradient_norm()
+        scheduled = learning_rate(
+            self._state.committed_step,
+            total_steps=self._rules.total_steps,
+            settings=self._rules.optim,
+        )
+        rate = scheduled * self._state.tuning.rate_factor
+        applied = math.isfinite(norm) and math.isfinite(signals[Signal.LOSS])
+        self._commit(rate, applied=applied)
+        return StepResult(
+            step=self._state.committed_step,
+            loss=signals[Signal.LOSS],
+            grad_norm=norm,
+            learning_rate=rate,
+            applied=applied,
+            broken_ranks=_ranks_in(int(signals[Signal.NON_FINITE])),
+            waited_ns=waited_ns,
+            stop=_agreed_stop(signals),
+            save=signals[Signal.SAVE] > 0,
+        )
+
+    def _accumulate(self, micro_batches: Sequence[MicroBatch], votes: Votes) -> None:
+        state, slot, rules = self._state, self._slot, self._rules
+        state.model.train()
+        self._replica.zero_gradients()
+        wishes = _as_signals(votes, rules.device)
+        last = len(micro_batches) - 1
+        for number, micro_batch in enumerate(micro_batches):
+            seed_step(
+                seed=rules.seed, step=state.committed_step, rank=rules.rank, micro_step=number
+            )
+            batch = to_device(micro_batch.batch, rules.device)
+            weight = len(micro_batch.indices) / rules.global_batch
+            with contextlib.nullcontext() if number == last else self._replica.without_sync():
+                slot.stamp(Phase.FORWARD, time.monotonic_ns())
+                with state.precision.autocast():
+                    loss = self._replica.forward(
+                        batch, weight=weight, votes=wishes if number == last else wishes * 0
+                    )
+                slot.stamp(Phase.BACKWARD, time.monotonic_ns())
+                state.precision.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def _gradient_norm(self) -> float:
+        """The norm over all gradients, clipped in place. The same bits on every rank."""
+        limit = self._rules.optim.max_grad_norm
+        if limit is not None:
+            return float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def _commit(self, rate: float, *, applied: bool) -> None:
+        state, slot = self._state, self._slot
+        # INVARIANT dirty-around-update: the board says dirty while weights are half updated.
+        # Broken if: the optimizer runs outside the two stores.
+        # Guarded by: test_every_kind_of_fault_is_repaired_without_a_lost_step.
+        slot.set(Cell.DIRTY, 1)
+        if applied:
+            apply_learning_rate(state.optimizer, rate)
+            if state.precision.scaler.is_enabled():
+                state.precision.scaler.step(state.optimizer)
+            else:
+                state.optimizer.step()
+            if state.ema is not None:
+                state.ema.update(state.model)
+        if state.precision.scaler.is_enabled():
+            state.precision.scaler.update()
+        state.keep_buffers()
+        state.committed_step += 1
+        state.samples += self._rules.global_batch
+        slot.set(Cell.COMMITTED_STEP, state.committed_step)
+        slot.set(Cell.DIRTY, 0)
+
+
+def _as_signals(votes: Votes, device: torch.device) -> Tensor:
+    values = [0.0] * len(Signal)
+    values[Signal.PREEMPT] = float(votes.stop is StopReason.PREEMPTED)
+    values[Signal.INTERRUPT] = float(votes.stop is StopReason.INTERRUPTED)
+    values[Signal.SAVE] = float(votes.save)
+    return torch.tensor(values, device=device)
+
+
+def _ranks_in(mask: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
+
+
+def _agreed_stop(signals: Sequence[float]) -> StopReason | None:
+    """An interrupt weighs more than a preemption: a person asked."""
+    if signals[Signal.INTERRUPT] > 0:
+        return StopReason.INTERRUPTED
+    if signals[Signal.PREEMPT] > 0:
+        return StopReason.PREEMPTED
+    return None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it on ``device``; other leaves are left alone."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,75 @@
+"""The Task interface: what a user writes, and how ``--task`` finds it. Never trains anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddp_runner.core.settings import Settings
+
+Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or mapping of tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datasets:
+    """Map-style datasets. ``validation`` may be None; ``fingerprint`` names the data's content.
+
+    A dataset whose ``__getitem__`` draws no random numbers may set ``deterministic = True``; its
+    samples are then fetched without seeding first.
+    """
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None = None
+    fingerprint: str = ""
+    notes: Sequence[str] = ()
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What to train. An instance is made once per rank process: ``NAME(settings)``, ``NAME(**task)`` or ``NAME()``.
+
+    A model may be built on any rank and must not depend on it: seeds are set before the call.
+    """
+
+    def build_model(self) -> nn.Module:
+        """A fresh module on the CPU."""
+        ...
+
+    def build_datasets(self) -> Datasets:
+        """The data. Raise :class:`~ddp_runner.core.faults.BadInputError` where the user can mend it."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over the samples of ``batch``, a scalar with a graph to the parameters."""
+        ...
+
+
+@runtime_checkable
+class ReportsSample(Protocol):
+    """A task may also show what it learned, once, at the end (rank 0, bare module, eval mode)."""
+
+    def sample(self, model: nn.Module) -> str:
+        """A short text for people."""
+        ...
+
+
+@runtime_checkable
+class NamesLoss(Protocol):
+    """A task may also translate its loss into figures for people, such as bits per byte."""
+
+    def figures(self, loss: float) -> Mapping[str, float]:
+        """Name -> value, for logs and the summary."""
+        ...
+
+
+@runtime_checkable
+class TakesSettings(Protocol):
+    """Marker of the built-in tasks: constructed with the whole :class:`Settings`."""
+
+    takes_settings: bool
+
+    def __init__(self, settings: Settings) -> None: ...

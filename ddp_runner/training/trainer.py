@@ -1,0 +1,390 @@
+"""DDPTrainer: builds, joins one generation after the other, and ends with a report.
+
+Decides nothing about repair: what broke goes to the runtime as a Fault, and the next generation
+comes from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_runner import config as configuration
+from ddp_runner.checkpoint.codec import weights_sha256
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.collective.device import prove_device
+from ddp_runner.collective.group import Group, joined
+from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.core.board import Cell
+from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import (
+    MENDED_BY_RANK,
+    Fault,
+    FaultError,
+    FaultKind,
+    ToldFaultError,
+)
+from ddp_runner.core.messages import Adjusted, Faulted, Finished, Formed, LoaderWorkers, Ready
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.build import Workload, build_workload, load_start
+from ddp_runner.training.failure import fault_of
+from ddp_runner.training.parts import Progress, RankParts
+from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
+from ddp_runner.training.session import Session
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.task import ReportsSample
+from ddp_runner.training.tuning import Tuning, free_memory, mend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """How a rank's training ended. ``loss`` is of the last committed step over all ranks."""
+
+    reason: StopReason
+    steps: int
+    epochs: int
+    samples: int
+    loss: float
+    figures: Mapping[str, float]
+    weights_sha256: str
+    checkpoint: str
+    peaks: Mapping[str, int]
+    leaks: tuple[Mapping[str, object], ...]
+    sample: str
+
+
+class DDPTrainer:
+    """Trains one rank.
+
+    In a plain script or notebook: ``DDPTrainer(rank=0, world_size=1, config={"epochs": 3}).train()``.
+    ``config`` is a :class:`Settings`, or a mapping with flat or nested keys. With ``world_size`` above
+    1 and no runtime, every process makes its own trainer, and MASTER_ADDR and MASTER_PORT name a
+    store that runs already (as under torchrun).
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        config: Settings | Mapping[str, Any] | None = None,
+        *,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.settings = (
+            config if isinstance(config, Settings) else configuration.from_flat(config or {})
+        )
+        self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
+        self._place = self._runtime.place
+        self._began = False
+
+    def train(self) -> TrainReport:
+        """Train until the end of the run or an agreed stop.
+
+        Raises BadInputError for settings, data or a checkpoint that do not fit, and FaultError for
+        a fault that this process does not survive.
+        """
+        parts, run_id = self._prepare()
+        with contextlib.closing(parts.loader):
+            while True:
+                generation = self._runtime.next_generation(_ready(parts, self._place, run_id))
+                outcome = self._train_generation(generation, parts)
+                if isinstance(outcome, TrainReport):
+                    return outcome
+                # Out here no frame of the failed step is alive: its tensors are free.
+                parts.state.drop_unfinished_step()
+                outcome = self._mended(outcome, parts)
+                self._log_fault(outcome)
+                self._runtime.tell(
+                    Faulted(generation=generation.membership.generation, fault=outcome)
+                )
+                if not self._runtime.survives(outcome):
+                    raise ToldFaultError(outcome)
+                prove_device(
+                    parts.workload.device, rank=self._place.rank, step=parts.state.committed_step
+                )
+
+    def _mended(self, fault: Fault, parts: RankParts) -> Fault:
+        """Change what keeps this rank from doing the step, if that is in its hands."""
+        state = parts.state
+        if fault.kind is FaultKind.REPLICA_DIVERGED and fault.may_retry:
+            state.committed_step = EMPTY_STEP  # to receive what the majority has
+            return fault
+        if fault.kind not in MENDED_BY_RANK or not fault.may_retry:
+            return fault
+        free_memory()
+        mended = mend(fault, state.tuning, samples=parts.loader.share_samples)
+        if mended is None:
+            return replace(fault, may_retry=False)
+        state.tuning = mended.tuning
+        self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
+        self._runtime.tell(
+            Adjusted(
+                rank=self._place.rank,
+                step=fault.step,
+                remedy=mended.remedy,
+                inexact_reason=mended.inexact_reason,
+            )
+        )
+        return fault
+
+    def _log_fault(self, fault: Fault) -> None:
+        """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
+        logger = self._runtime.logger
+        if fault.kind in VICTIM_KINDS or (fault.kind in MENDED_BY_RANK and fault.may_retry):
+            logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)
+        else:
+            logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)
+
+    def _prepare(self) -> tuple[RankParts, str]:
+        slot = self._runtime.slot
+        slot.stamp(Phase.STARTUP, time.monotonic_ns())
+        settings = self.settings
+        workload, state = build_workload(settings, self._place)
+        store = CheckpointStore(
+            Path(settings.run.checkpoint_dir), keep_last=settings.checkpoint.keep_last
+        )
+        progress, run_id = Progress(), ""
+        if self._place.loads:
+            loaded = load_start(settings, workload, state, store)
+            if loaded is not None:
+                run_id = loaded.manifest.run_id
+                progress.checkpoint = str(loaded.path)
+                progress.checkpoint_step = state.committed_step
+                for path, why in loaded.rejected:
+                    self._runtime.logger.warning(f"checkpoint {path} is unusable: {why}")
+        slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
+        loader = self._make_loader(workload, state)
+        memory = MemoryManager(
+            settings.memory,
+            rank=self._place.rank,
+            loader_pids=lambda: loader.worker_pids,
+            shrink_prefetch=loader.shrink_prefetch,
+            log=lambda level, message: getattr(self._runtime.logger, level)(message),
+            device=workload.device if workload.device.type == "cuda" else None,
+        )
+        parts = RankParts(
+            settings=settings,
+            workload=workload,
+            state=state,
+            loader=loader,
+            memory=memory,
+            store=store,
+            runtime=self._runtime,
+            progress=progress,
+        )
+        return parts, run_id
+
+    def _make_loader(self, workload: Workload, state: TrainState) -> SafeDataLoader:
+        data, place = self.settings.data, self._place
+        return SafeDataLoader(
+            workload.datasets.train,
+            order=workload.order,
+            rank=place.rank,
+            world_size=place.world_size,
+            total_steps=workload.length.total_steps,
+            micro_batch_size=data.micro_batch_size or data.batch_size,
+            seed=self.settings.run.seed,
+            num_workers=data.num_workers,
+            local_world_size=place.local_world_size,
+            prefetch_factor=data.prefetch_factor,
+            pin_memory=data.pin_memory and workload.device.type == "cuda",
+            timeout_s=data.loader_timeout_s,
+            start_step=max(0, state.committed_step),
+            on_workers=lambda pids: self._runtime.tell(
+                LoaderWorkers(rank=place.rank, pids=tuple(pids))
+            ),
+        )
+
+    def _train_generation(self, generation: Generation, parts: RankParts) -> TrainReport | Fault:
+        """One generation from forming to its end, as a report or as the fault that broke it."""
+        try:
+            return self._join_and_train(generation, parts)
+        except Exception as error:  # noqa: BLE001 - the step boundary: becomes a Fault
+            return fault_of(
+                error,
+                rank=self._place.rank,
+                step=max(0, parts.state.committed_step),
+                phase=self._runtime.slot.read().phase.label,
+                aborted=generation.switch.tripped,
+            )
+
+    def _join_and_train(self, generation: Generation, parts: RankParts) -> TrainReport:
+        settings, slot = self.settings, self._runtime.slot
+        began_s = time.monotonic()
+        slot.set(Cell.GENERATION, generation.membership.generation)
+        slot.stamp(Phase.FORMING, time.monotonic_ns())
+        with joined(
+            generation.membership,
+            link=generation.link,
+            backend=parts.workload.backend,
+            device=parts.workload.device,
+            timeout_s=settings.ddp.collective_timeout_s,
+            switch=generation.switch,
+        ) as group:
+            joined_s = time.monotonic()
+            self._set_old_files_aside(parts)
+            source = self._agree_on_state(group, parts)
+            transferred_s = time.monotonic()
+            _agree_on_tuning(group, parts)
+            session = Session(parts, group=group)
+            self._began = True
+            with contextlib.closing(session):
+                session.settle()
+                self._runtime.tell(
+                    Formed(
+                        rank=self._place.rank,
+                        generation=generation.membership.generation,
+                        committed_step=parts.state.committed_step,
+                        source=source,
+                        group_s=joined_s - began_s,
+                        transfer_s=transferred_s - joined_s,
+                        rebuild_s=time.monotonic() - transferred_s,
+                    )
+                )
+                reason = session.train()
+                session.finish(reason)
+            return self._conclude(group, parts, reason)
+
+    def _set_old_files_aside(self, parts: RankParts) -> None:
+        """With ``--resume none``, move what is there out of the way, once, before anything is saved."""
+        if self.settings.run.resume != "none" or not self._place.loads or self._began:
+            return
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        aside = parts.store.catalog.set_all_aside(stamp)
+        if aside is not None:
+            self._runtime.logger.info(f"the checkpoints that were there are now in {aside}")
+
+    def _agree_on_state(self, group: Group, parts: RankParts) -> int:
+        """Bring every rank to the newest committed step; returns the rank it came from."""
+        state, slot = parts.state, self._runtime.slot
+        steps = group.exchange("committed_step", str(state.committed_step))
+        election = elect_source(
+            [Standing(rank=rank, committed_step=int(step)) for rank, step in enumerate(steps)]
+        )
+        if election.receivers and group.rank == election.source:
+            send_state(group, state.capture(), to=election.receivers)
+        elif group.rank in election.receivers:
+            state.restore(receive_state(group, source=election.source))
+        slot.set(Cell.COMMITTED_STEP, state.committed_step)
+        slot.set(Cell.SAMPLES, state.samples)
+        slot.set(Cell.DIRTY, 0)
+        return election.source
+
+    def _conclude(self, group: Group, parts: RankParts, reason: StopReason) -> TrainReport:
+        sample = ""
+        task = parts.workload.task
+        if reason is StopReason.COMPLETED and group.rank == 0 and isinstance(task, ReportsSample):
+            parts.state.model.eval()
+            with torch.no_grad():
+                sample = task.sample(parts.state.model)
+        report = _report(parts, reason, sample=sample)
+        digests = group.exchange("weights_sha256", report.weights_sha256)
+        if len(set(digests)) > 1:
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.REPLICA_DIVERGED,
+                    rank=-1,
+                    step=report.steps,
+                    cause=f"the replicas ended with different weights: {digests}",
+                    at_ns=time.monotonic_ns(),
+                )
+            )
+        self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
+        self._runtime.tell(_finished(report, self._place.rank))
+        return report
+
+
+def _agree_on_tuning(group: Group, parts: RankParts) -> None:
+    """Take what suits every rank, and cut this rank's share accordingly."""
+    state = parts.state
+    records = group.exchange("tuning", json.dumps(state.tuning.to_record()))
+    all_tunings = [Tuning.from_record(json.loads(r), otherwise=state.tuning) for r in records]
+    state.tuning = state.tuning.agreed_with(all_tunings)
+    parts.loader.assign(
+        rank=group.rank,
+        world_size=group.world_size,
+        micro_batch_size=state.tuning.micro_batch_size,
+    )
+
+
+def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
+    workload = parts.workload
+    return Ready(
+        rank=place.rank,
+        committed_step=parts.state.committed_step,
+        run_id=run_id,
+        total_steps=workload.length.total_steps,
+        steps_per_epoch=workload.length.steps_per_epoch,
+        train_samples=workload.order.dataset_size,
+        parameters=workload.parameters,
+        device=str(workload.device),
+    )
+
+
+def _report(parts: RankParts, reason: StopReason, *, sample: str) -> TrainReport:
+    state, length = parts.state, parts.workload.length
+    return TrainReport(
+        reason=reason,
+        steps=state.committed_step,
+        epochs=state.committed_step // length.steps_per_epoch,
+        samples=state.samples,
+        loss=parts.progress.loss,
+        figures=dict(parts.progress.figures),
+        weights_sha256=weights_sha256(state.model.state_dict()),
+        checkpoint=parts.progress.checkpoint,
+        peaks=parts.memory.peaks(),
+        leaks=parts.memory.suspected_leaks,
+        sample=sample,
+    )
+
+
+def _finished(report: TrainReport, rank: int) -> Finished:
+    return Finished(
+        rank=rank,
+        reason=report.reason,
+        step=report.steps,
+        report={
+            "epochs": report.epochs,
+            "samples": report.samples,
+            "loss": report.loss,
+            "figures": dict(report.figures),
+            "weights_sha256": report.weights_sha256,
+            "checkpoint": report.checkpoint,
+            "peaks": dict(report.peaks),
+            "leaks": [dict(leak) for leak in report.leaks],
+            "sample": report.sample,
+        },
+    )
+
+
+def _local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    place = Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        device=_local_device(settings, local_rank),
+        loads=True,
+    )
+    return LocalRuntime(place=place, log_dir=Path(settings.run.log_dir), debug=settings.run.debug)
+
+
+def _local_device(settings: Settings, local_rank: int) -> str:
+    if settings.run.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    gpus = settings.run.gpus
+    return f"cuda:{gpus[local_rank] if gpus else local_rank % torch.cuda.device_count()}"

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Finds or makes the Python environment, then becomes `python -m ddp_runner`. It decides nothing else.
+#
+#   ./launch_training.sh [OPTIONS]            train; --help lists the options
+#   ./launch_training.sh COMMAND [OPTIONS]    train, checkpoints, report, doctor, demo
+#   ./launch_training.sh environment          only print the interpreter that would be used
+#
+# DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/environment.py documents the order.
+set -euo pipefail
+
+fail() {
+    printf 'ddp_runner: error: %s\n' "$1" >&2
+    exit 2
+}
+
+# True for an interpreter that starts and is new enough to run ddp_runner/environment.py.
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+}
+
+# Prints the interpreter to begin with: the chosen one, else the active one, else the first fit.
+first_python() {
+    local candidate
+    if [[ -n ${DDP_RUNNER_PYTHON:-} ]]; then
+        is_new_enough "$DDP_RUNNER_PYTHON" ||
+            fail "DDP_RUNNER_PYTHON=$DDP_RUNNER_PYTHON: must be a Python 3.10 or newer that starts"
+        printf '%s\n' "$DDP_RUNNER_PYTHON"
+        return
+    fi
+    for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} \
+        python3 python python3.13 python3.12 python3.11 python3.10; do
+        if is_new_enough "$candidate"; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    fail 'no Python 3.10 or newer found; install one or set DDP_RUNNER_PYTHON'
+}
+
+script=$(readlink -f -- "${BASH_SOURCE[0]}")
+repository=$(dirname -- "$script")
+# The package runs from the checkout, whatever folder the user is in and keeps.
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+
+first=$(first_python)
+if [[ ${1:-} == environment ]]; then
+    exec "$first" -m ddp_runner.environment "${@:2}"
+fi
+python=$("$first" -m ddp_runner.environment)
+exec "$python" -m ddp_runner "$@"

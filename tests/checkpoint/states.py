@@ -1,0 +1,49 @@
+"""Small checkpoints whose content tells their step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddp_runner.checkpoint.store import CheckpointStore, Saved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddp_runner.checkpoint.disk import Disk
+
+
+def state_of(step: int, *, mark: str = "") -> dict[str, object]:
+    return {
+        "model": {"weight": torch.full((3, 5), float(step))},
+        "counters": {"step": step, "mark": mark},
+    }
+
+
+def save(
+    directory: Path,
+    step: int,
+    *,
+    keep_last: int = 2,
+    monitored: float | None = None,
+    mark: str = "",
+    disk: Disk | None = None,
+    state: dict[str, object] | None = None,
+) -> Saved:
+    store = CheckpointStore(directory, keep_last=keep_last, disk=disk)
+    return store.save(
+        state_of(step, mark=mark) if state is None else state,
+        step=step,
+        epoch=step // 100,
+        samples=step * 8,
+        run_id="run-1",
+        meaning={"model": {"hidden_size": 64}, "seed": 7},
+        settings_digest="d" * 64,
+        monitored=monitored,
+        reason="test",
+    )
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.stem[5:]) for path in directory.glob("step_*.pt"))

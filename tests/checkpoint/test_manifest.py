@@ -1,0 +1,95 @@
+"""The manifest's JSON form and the file names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
+
+MANIFEST = Manifest(
+    step=100,
+    epoch=3,
+    samples=3200,
+    run_id="r",
+    file="step_00000100.pt",
+    size_bytes=12,
+    sha256="0f" * 32,
+    monitored=1.5,
+    meaning={"seed": 7, "model": {"layers": [1, 2]}},
+    settings_digest="abc",
+    versions={"torch": "2.13"},
+    created_utc="2026-01-01T00:00:00Z",
+    reason="epoch",
+)
+
+
+@pytest.mark.parametrize("monitored", [1.5, 2, None])
+def test_json_round_trip(monitored):
+    """A manifest comes back from its JSON text as it was."""
+    manifest = replace(MANIFEST, monitored=monitored)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def test_facts_and_file_make_the_manifest_again():
+    """The facts that travel inside a file, with its name, size and digest, are the whole manifest."""
+    assert "sha256" not in MANIFEST.facts()
+    again = Manifest.from_facts(
+        MANIFEST.facts(), file=MANIFEST.file, size_bytes=12, sha256=MANIFEST.sha256
+    )
+    assert again == MANIFEST
+
+
+def test_fields_of_a_newer_writer_are_dropped():
+    """An unknown field is no error as long as the format number is known."""
+    text = json.dumps({**json.loads(MANIFEST.to_json()), "mood": "good"})
+    assert Manifest.from_json(text) == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": "100"}, "step is '100', not int"),
+        ({"step": True}, "step is True, not int"),
+        ({"samples": -1}, "samples is -1, below 0"),
+        ({"monitored": "low"}, "monitored is 'low', not int or float or NoneType"),
+        ({"meaning": []}, "meaning is"),
+        ({"format": 2}, "format 2; this version reads format 1"),
+        ({"sha256": "zz"}, "sha256 is not 64 hexadecimal digits"),
+        ({"file": "step_00000101.pt"}, "is not the file of step 100"),
+        ({"file": "../step_00000100.pt"}, "is not the file of step 100"),
+    ],
+)
+def test_garbage_is_refused_with_the_field_named(change, message):
+    """Each field of a wrong type or value is a ValueError that names it."""
+    text = json.dumps({**json.loads(MANIFEST.to_json()), **change})
+    with pytest.raises(ValueError, match=message):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "not JSON"), ("{", "not JSON"), ("[]", "not a JSON object but list"), ("{}", "lacks ")],
+)
+def test_text_that_is_no_manifest_is_refused(text, message):
+    """Torn or foreign text is a ValueError."""
+    with pytest.raises(ValueError, match=message):
+        Manifest.from_json(text)
+
+
+def test_a_value_without_json_form_is_refused_when_written():
+    """NaN and objects never reach a manifest file."""
+    with pytest.raises(ValueError):
+        replace(MANIFEST, monitored=float("nan")).to_json()
+    with pytest.raises(TypeError):
+        replace(MANIFEST, meaning={"x": object()}).to_json()
+
+
+def test_names_hold_the_step_and_nothing_else_does():
+    """Only our own file names have a step, whatever its number of digits."""
+    for step in (0, 7, 99_999_999, 100_000_000):
+        assert step_of(checkpoint_name(step)) == step_of(manifest_name(step)) == step
+    for name in ("step_7.pt", "step_00000007.pt.bad", ".step_00000007.pt.tmp-1", "last", "x.pt"):
+        assert step_of(name) is None

@@ -1,0 +1,173 @@
+"""Real processes that are killed while they save, and real disks that are full."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.core.faults import FaultError, FaultKind
+
+from .states import save, steps_in
+
+ROOT = Path(__file__).parents[2]
+KILLS = 20
+SAVE_ABOUT_S = 0.03
+
+
+@dataclass(frozen=True)
+class Kill:
+    """When a child is killed: so long after it announced so many checkpoints."""
+
+    after_saves: int
+    then_s: float
+
+
+@pytest.fixture(scope="module")
+def saver():
+    """A process that forks savers; it ends when its stdin closes."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("saving_process.py"))],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.stdin.close()
+        process.wait(timeout=20)
+    assert process.returncode == 0
+
+
+def _until_ended(saver, mode: str, directory: Path, *, kill: Kill | None) -> list[str]:
+    """Run a child to its end (or kill it); the lines that it and its parent said."""
+    saver.stdin.write(f"{mode} {directory}\n")
+    saver.stdin.flush()
+    lines: list[str] = []
+    while not lines or not lines[-1].startswith("ended"):
+        line = saver.stdout.readline()
+        assert line, "the forking process ended"
+        lines.append(line.strip())
+        pids = [int(said[4:]) for said in lines if said.startswith("pid")]
+        if kill is not None and pids and len(lines) > kill.after_saves:
+            time.sleep(kill.then_s)  # not a wait: the moment of the kill inside the next save
+            os.kill(pids[0], signal.SIGKILL)
+            kill = None
+    return lines
+
+
+def test_sigkill_at_any_moment_loses_no_announced_checkpoint(saver, tmp_path):
+    """After each of many kills the newest loads whole and is at least the newest announced."""
+    moments = random.Random(20)
+    announced = 0
+    for _ in range(KILLS):
+        kill = Kill(moments.randrange(3), moments.uniform(0, SAVE_ABOUT_S))
+        lines = _until_ended(saver, "loop", tmp_path, kill=kill)
+        assert lines[-1] == f"ended {-signal.SIGKILL}"
+        announced = max([announced, *(int(line[6:]) for line in lines if line.startswith("saved"))])
+        loaded = CheckpointStore(tmp_path, keep_last=2).load()
+        if announced:
+            assert loaded.manifest.step >= announced
+        if loaded is not None:
+            assert loaded.rejected == ()
+            assert loaded.state["step"] == loaded.manifest.step
+            assert loaded.state["weight"].unique().tolist() == [float(loaded.manifest.step)]
+    assert announced >= KILLS // 2
+    Catalog(tmp_path).clean_leftovers()
+    assert list(tmp_path.glob(".*")) == []
+
+
+def _check_refused(directory: Path, cause: str, *words: str) -> None:
+    """The old checkpoint stands alone, and the cause tells path and reason."""
+    for word in ("step_00000020.pt", *words):
+        assert word in cause
+    assert sorted(p.name for p in directory.iterdir() if not p.is_dir()) == [
+        "last",
+        "step_00000010.json",
+        "step_00000010.pt",
+    ]
+    assert CheckpointStore(directory, keep_last=2).load().manifest.step == 10
+
+
+def test_a_write_that_the_system_refuses_is_a_storage_fault(saver, tmp_path):
+    """A file size limit in the middle of a save leaves the old checkpoint and no temporary file."""
+    save(tmp_path, 10)
+    lines = _until_ended(saver, "limited", tmp_path, kill=None)
+    [said] = [line for line in lines if line.startswith("fault")]
+    _check_refused(tmp_path, said, "storage_failed", "File too large")
+    assert lines[-1] == "ended 0"
+
+
+class _Boastful(RealDisk):
+    """Claims room that is not there, as a quota or another writer makes any disk do."""
+
+    def free_bytes(self, directory: Path) -> int:
+        return 2**60
+
+
+@contextmanager
+def _small_disk(directory: Path, *, size_kb: int):
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(directory)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.parametrize(
+    "disk", [RealDisk(), _Boastful()], ids=["seen before", "met while writing"]
+)
+def test_a_full_disk_is_a_storage_fault(tmp_path, disk):
+    """No room, whether seen beforehand or met while writing, leaves the old checkpoint as it was."""
+    directory = tmp_path / "small"
+    with _small_disk(directory, size_kb=2048):
+        save(directory, 10)
+        with pytest.raises(FaultError) as caught:
+            save(directory, 20, state={"weight": torch.zeros(2_000_000)}, disk=disk)
+        fault = caught.value.fault
+        assert (fault.kind, fault.step) == (FaultKind.STORAGE_FAILED, 20)
+        free = "are free" if type(disk) is RealDisk else "No space left"
+        _check_refused(directory, fault.cause, free)
+        save(directory, 30)
+        assert steps_in(directory) == [10, 30]
+
+
+def test_too_little_room_is_seen_before_anything_is_written(tmp_path):
+    """A disk without room for the estimate is refused with both figures; nothing is touched."""
+
+    class Full(RealDisk):
+        def free_bytes(self, directory: Path) -> int:
+            return 1_000_000
+
+    save(tmp_path, 10)
+    with pytest.raises(FaultError, match=r"bytes are needed and 1,000,000 are free") as caught:
+        save(tmp_path, 20, disk=Full())
+    _check_refused(tmp_path, caught.value.fault.cause)
+
+
+def test_a_directory_that_is_a_file_is_a_storage_fault(tmp_path):
+    """A path that cannot become a directory is told, not raised raw."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FaultError, match=r"step_00000010\.pt"):
+        save(tmp_path / "file", 10)

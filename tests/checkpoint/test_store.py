@@ -1,0 +1,190 @@
+"""Save, retention and load: what a user of the store relies on."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+
+from .states import save, state_of, steps_in
+
+
+def _load(directory, which="auto", **options):
+    return CheckpointStore(directory, keep_last=2).load(which, **options)
+
+
+def _damage(directory, step: int) -> None:
+    path = directory / f"step_{step:08d}.pt"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    """State, manifest and path come back as they were given, without the store's own key."""
+    saved = save(tmp_path / "new", 10, monitored=2.5)
+    loaded = _load(tmp_path / "new")
+    assert loaded.manifest == saved.manifest
+    assert (loaded.path, loaded.rejected) == (saved.path, ())
+    assert set(loaded.state) == set(state_of(10))
+    assert torch.equal(loaded.state["model"]["weight"], state_of(10)["model"]["weight"])
+    assert saved.manifest.meaning == {"model": {"hidden_size": 64}, "seed": 7}
+    assert 0 < saved.write_s < saved.blocked_s
+
+
+def test_plain_torch_load_reads_the_file(tmp_path):
+    """A checkpoint needs no code of ours to be read."""
+    content = torch.load(save(tmp_path, 10).path, weights_only=True)
+    assert content["counters"] == {"step": 10, "mark": ""}
+    assert content["manifest"]["run_id"] == "run-1"
+
+
+def test_an_empty_directory_has_nothing_to_load(tmp_path):
+    """Nothing there, or only what a cut-off first save leaves, is None, no error."""
+    assert _load(tmp_path / "none") is None
+    (tmp_path / ".step_00000010.pt.tmp-1").write_bytes(b"half")
+    for which in ("auto", "last", "best", "none"):
+        assert _load(tmp_path, which) is None
+
+
+def test_retention_keeps_the_newest_and_the_best(tmp_path):
+    """The last N stay and the best one beside them; everything else goes, manifests included."""
+    for step, monitored in ((10, 3.0), (20, 1.0), (30, 2.0), (40, 2.5), (50, 2.2)):
+        save(tmp_path, step, monitored=monitored, keep_last=2)
+    assert steps_in(tmp_path) == [20, 40, 50]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"step_000000{n}.{e}" for n in (20, 40, 50) for e in ("pt", "json")} | {
+        "last",
+        "best",
+    }
+    assert _load(tmp_path, "best").manifest.step == 20
+
+
+def test_the_best_value_survives_a_relaunch_and_ignores_what_is_not_finite(tmp_path):
+    """A new store knows the best of its predecessors; NaN never becomes best, ties keep the older."""
+    for step, monitored in ((10, math.nan), (20, 1.0), (30, 1.0), (40, math.nan), (50, None)):
+        save(tmp_path, step, monitored=monitored, keep_last=1)
+    assert steps_in(tmp_path) == [20, 50]
+    assert _load(tmp_path, "best").manifest.monitored == 1.0
+
+
+def test_retention_counts_only_sound_checkpoints(tmp_path):
+    """Damaged newer files do not push out the older ones that can still be loaded."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep_last=5)
+    for step in (20, 30):
+        (tmp_path / f"step_{step:08d}.pt").write_bytes(b"short")
+    save(tmp_path, 40, keep_last=2)
+    assert 10 in steps_in(tmp_path)
+    save(tmp_path, 50, keep_last=2)
+    assert steps_in(tmp_path) == [40, 50]
+
+
+def test_going_back_sets_the_left_course_aside(tmp_path):
+    """After a save at an earlier step, no later step of the abandoned course is the newest."""
+    for step, monitored in ((10, 3.0), (20, 2.0), (30, 1.0)):
+        save(tmp_path, step, monitored=monitored, keep_last=3)
+    save(tmp_path, 15, monitored=2.5, keep_last=3)
+    assert steps_in(tmp_path) == [10, 15]
+    assert _load(tmp_path).manifest.step == 15
+    assert _load(tmp_path, "best").manifest.step == 15
+    [aside] = tmp_path.glob("set_aside_*")
+    assert steps_in(aside) == [20, 30]
+    assert _load(tmp_path, str(aside)).manifest.step == 30
+
+
+def test_load_walks_to_the_newest_that_verifies(tmp_path):
+    """Damaged checkpoints are passed over, newest first, and named with their reasons."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep_last=3)
+    _damage(tmp_path, 30)
+    (tmp_path / "step_00000020.pt").unlink()
+    loaded = _load(tmp_path)
+    assert loaded.manifest.step == 10
+    assert [(path.name, reason[:12]) for path, reason in loaded.rejected] == [
+        ("step_00000030.pt", "its SHA-256 "),
+        ("step_00000020.pt", "a manifest w"),
+    ]
+    assert steps_in(tmp_path) == [10, 30]
+
+
+def test_bad_ones_are_set_aside_only_when_asked_and_a_sound_one_exists(tmp_path):
+    """A bad checkpoint keeps its bytes under ``.bad`` with the reason beside; it is not tried again."""
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    _damage(tmp_path, 20)
+    content = (tmp_path / "step_00000020.pt").read_bytes()
+    assert _load(tmp_path, set_bad_aside=True).manifest.step == 10
+    assert (tmp_path / "step_00000020.pt.bad").read_bytes() == content
+    assert "SHA-256" in (tmp_path / "step_00000020.pt.bad.reason").read_text()
+    assert _load(tmp_path).rejected == ()
+    _damage(tmp_path, 10)
+    for _ in range(2):
+        with pytest.raises(FaultError):
+            _load(tmp_path, set_bad_aside=True)
+    assert steps_in(tmp_path) == [10]
+
+
+def test_none_that_verifies_is_a_fault_that_names_each(tmp_path):
+    """Where checkpoints exist but none can be loaded, the run must not start from nothing."""
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    _damage(tmp_path, 10)
+    (tmp_path / "step_00000020.pt").write_bytes(b"")
+    with pytest.raises(FaultError) as caught:
+        _load(tmp_path)
+    fault = caught.value.fault
+    assert fault.kind is FaultKind.CHECKPOINT_BAD
+    for text in ("step_00000010.pt: its SHA-256", "step_00000020.pt: 0 bytes", "--resume none"):
+        assert text in fault.cause
+
+
+def test_a_path_that_does_not_verify_is_bad_input(tmp_path):
+    """What the user named is loaded or refused, never replaced by another one."""
+    save(tmp_path, 10)
+    path = save(tmp_path, 20).path
+    assert _load(tmp_path, str(tmp_path / "step_00000010.pt")).manifest.step == 10
+    _damage(tmp_path, 20)
+    with pytest.raises(BadInputError, match=r"--resume.*does not verify.*SHA-256"):
+        _load(tmp_path, str(path), set_bad_aside=True)
+    assert path.exists()
+
+
+def test_a_file_alone_still_tells_what_it_is(tmp_path):
+    """A checkpoint that was copied without its manifest loads with the same manifest."""
+    saved = save(tmp_path, 10, monitored=2.0)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    saved.path.rename(copy / saved.path.name)
+    assert _load(copy).manifest == saved.manifest
+
+
+def test_a_foreign_file_under_our_name_is_refused_with_the_reason(tmp_path):
+    """A torch file that we did not write, and one that only code could read, are no checkpoints."""
+    torch.save({"model": {}}, tmp_path / "step_00000010.pt")
+    torch.save({"manifest": pytest.Item}, tmp_path / "step_00000020.pt")
+    with pytest.raises(FaultError, match=r"20\.pt: torch\.load: .*10\.pt: it was not written"):
+        _load(tmp_path)
+
+
+def test_a_state_that_could_not_be_read_again_is_refused_before_the_disk(tmp_path):
+    """A wrong value or a key that is ours is an error of the caller; nothing is written."""
+    for state in ({"x": object()}, {"manifest": 1}):
+        with pytest.raises((TypeError, ValueError)):
+            save(tmp_path / "new", 10, state=state)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="keep_last=0"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+def test_the_first_save_removes_what_a_killed_writer_left(tmp_path):
+    """A kill in the middle of a save costs no disk space beyond the next save."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / f".step_00000010.pt.tmp-{gone.pid}").write_bytes(b"half")
+    save(tmp_path, 20)
+    assert list(tmp_path.glob(".*")) == []

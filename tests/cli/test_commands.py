@@ -1,0 +1,314 @@
+"""The command as a process: exit codes, one-line errors, and that wrong input touches nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.__main__ import main
+from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
+from ddp_runner.cli import doctor
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.train import plan_launch
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_runner", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        (["tran"], ["tran: unknown command; did you mean train?"]),
+        (["run", "x.py"], ["run: is not in this version; the commands are train, checkpoints"]),
+        (["demo", "-n", "1"], ["--nproc-per-node=1: must be 2 to 8: what is left of a world"]),
+        (["demo", "--kep"], ["--kep: unknown option; did you mean --keep?"]),
+        (["--cpu", "--bacth-size", "3"], ["--bacth-size: unknown option; did you mean --batch-"]),
+        (["--cpu", "-b", "x"], ["--batch-size=x: must be a whole number, 1 or more"]),
+        (["--cpu", "-n", "two"], ["--nproc-per-node=two: must be a whole number, 1 or more, or"]),
+        (["--cpu", "--gpus", "0"], ["--gpus=0: contradicts --cpu; give one of them"]),
+        (["train", "--cpu", "-l", "file"], ["--log-dir=file: must be a folder, but "]),
+        (["--cpu", "--config", "file"], ["--config=file: is not a mapping; write lines such as"]),
+        (["--cpu", "--config", "no"], ["--config=no: no such file"]),
+        (["--cpu", "--data", "no"], ["--data=no: no such file or folder"]),
+        (["--cpu", "--resume", "no"], ["--resume=no: must be auto, last, best, none or the path"]),
+        (["--cpu", "--init-from", "no"], ["--init-from=no: no such file or folder"]),
+        (["--cpu", "--task", "no.py"], ["--task=no.py: no such file no.py"]),
+        (
+            ["--cpu", "num_workers=-1", "dropout=2"],
+            ["num_workers=-1: must be a whole number, 0", "dropout=2: must be a number, 0 or more"],
+        ),
+        (["checkpoints", "prune"], ["prune: unknown action; use checkpoints list or verify"]),
+        (["checkpoints", "-c", "no"], ["--checkpoint-dir=no: no such folder"]),
+        (["checkpoints", "-c", "file"], ["--checkpoint-dir=file: is a file; give a folder"]),
+        (["report", "-l", "no"], ["--log-dir=no: no such folder"]),
+        (["report", "-l", "."], ["--log-dir=.: holds no run: no summary.json"]),
+        (["doctor", "--jsno"], ["--jsno: unknown option; did you mean --json?"]),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_2_and_touches_nothing(
+    words, lines, tmp_path, monkeypatch, capsys
+):
+    """Each mistake is one line on standard error, and nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("text\n")
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    printed = said.err.splitlines()
+    assert len(printed) == len(lines)
+    for line, expected in zip(printed, lines, strict=True):
+        assert line.startswith(f"ddp_runner: error: {expected}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_wrong_command_is_refused_as_a_process(tmp_path):
+    """The same through the interpreter: exit 2, one line, no traceback."""
+    done = command("--batch-sze", "4", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert (
+        done.stderr
+        == "ddp_runner: error: --batch-sze: unknown option; did you mean --batch-size?\n"
+    )
+    from_environment = command("--cpu", cwd=tmp_path, DDP_RUNNER_EPOCHS="none")
+    assert from_environment.returncode == 2
+    assert from_environment.stderr.startswith("ddp_runner: error: DDP_RUNNER_EPOCHS=none: must be")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"], ["train", "-h"], ["help"], ["--help-settings"], ["--version"],
+        ["checkpoints", "-h"], ["report", "--help"], ["doctor", "-h"],
+        ["demo", "-h"],
+    ],
+)  # fmt: skip
+def test_help_is_on_standard_output_and_exit_0(words, capsys):
+    """Every command explains itself within 80 columns."""
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.strip()
+    assert max(len(line) for line in said.out.splitlines()) < 80
+
+
+def test_neither_the_command_nor_the_package_imports_torch(tmp_path):
+    """`import ddp_runner` loads nothing heavy; planning a run loads no torch."""
+    code = (
+        "import sys, ddp_runner; heavy = {'torch', 'numpy', 'pydantic', 'rich', 'yaml', 'psutil'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules);"
+        "assert 'DDPTrainer' in dir(ddp_runner);"
+        "from ddp_runner.cli.parser import parse_train; from ddp_runner.cli.train import plan_launch;"
+        "import ddp_runner.cli.doctor, ddp_runner.cli.report, ddp_runner.cli.checkpoints;"
+        "plan_launch(parse_train(['--cpu']), words=['--cpu']);"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_the_version_is_the_packages(capsys):
+    """The command, the module and pyproject.toml agree."""
+    assert main(["--version"]) == 0
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert capsys.readouterr().out == f"ddp_runner {version[1]}\n"
+
+
+def test_a_plan_holds_every_decision(tmp_path, monkeypatch):
+    """What the supervisor gets: devices, threads, settings with origins, meaning and digest."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--cpu", "-n", "3", "--test", "-l", "L", "seed=9"]
+    plan = plan_launch(parse_train(words), words=words)
+    assert plan.world_size == len(plan.devices) == 3
+    assert {place.device for place in plan.devices} == {"cpu"}
+    assert plan.threads_per_rank >= 1
+    assert (plan.settings.run.log_dir, plan.settings.run.checkpoint_dir) == (
+        "L",
+        "checkpoints/test",
+    )
+    assert plan.origins["run.seed"] == "command line"
+    assert plan.origins["model.hidden_size"] == "preset"
+    assert plan.meaning["data.batch_size x ranks"] == plan.settings.data.batch_size * 3
+    assert plan.command[-len(words) :] == tuple(words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def saved(directory: Path, step: int, *, monitored: float) -> Path:
+    content = os.urandom(64)
+    path = directory / checkpoint_name(step)
+    path.write_bytes(content)
+    manifest = Manifest(
+        step=step,
+        epoch=1,
+        samples=step * 8,
+        run_id="r",
+        file=path.name,
+        size_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        monitored=monitored,
+        meaning={},
+        settings_digest="d",
+        versions={},
+        created_utc="2026-11-20T19:00:00Z",
+        reason="interval",
+    )
+    (directory / manifest_name(step)).write_text(manifest.to_json())
+    return path
+
+
+def test_checkpoints_are_listed_newest_first_and_verified(tmp_path, capsys):
+    """`list` reads no content; `verify` does, and exits 1 when one is damaged."""
+    saved(tmp_path, 9, monitored=1.5)
+    older = saved(tmp_path, 10, monitored=2.5)
+    where = ["-c", str(tmp_path)]
+    assert main(["checkpoints", "list", *where]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == ["step", "10"]
+    assert second.split()[:2] == ["step", "9"]
+    assert second.endswith("best")
+    assert main(["checkpoints", "verify", *where]) == 0
+    assert capsys.readouterr().out.count(" ok") == 2
+    older.write_bytes(b"x" * 64)
+    assert main(["checkpoints", "list", *where]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", "verify", "--json", *where]) == 1
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [bool(record["problem"]) for record in records] == [True, False]
+    assert "SHA-256" in records[0]["problem"]
+
+
+def test_a_folder_without_checkpoints_says_so(tmp_path, capsys):
+    """An empty folder is no mistake."""
+    assert main(["checkpoints", "-c", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint\n"
+
+
+SUMMARY = RunSummary(
+    run_id="r1",
+    status=RunStatus.COMPLETED,
+    exit_code=0,
+    steps=1500,
+    epochs=3,
+    samples=48_000,
+    world_size=2,
+    final_loss=1.25,
+    weights_sha256="ab" * 32,
+    exact=True,
+    wall_s=100.0,
+    time_s=TimeShares(startup=10.0, productive=81.0, recovery=2.0),
+    faults=(
+        FaultRecord(
+            kind="rank_killed",
+            rank=1,
+            step=60,
+            cause="killed by SIGKILL",
+            detected_s=20.0,
+            recovered_s=21.5,
+            steps_lost=1,
+            generation=2,
+        ),
+    ),
+    checkpoint="checkpoints/step_00001500.pt",
+    figures={"bits_per_byte": 2.1},
+)
+
+
+def test_a_report_tells_result_time_and_faults(tmp_path, capsys):
+    """The figures of summary.json and the counts of events.jsonl, in words."""
+    write_summary(tmp_path / "summary.json", SUMMARY)
+    (tmp_path / "events.jsonl").write_text('{"event": "run_started"}\n{"event": "x"}\ngarbage')
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "completed (exit 0)" in text
+    assert "1,500 steps, 3 epochs, 48,000 samples on 2 ranks" in text
+    assert "step 60: rank 1: killed by SIGKILL, repaired in 1.5s, 1 step again" in text
+    assert "bits per byte" in text
+    assert "run_started 1, x 1, (unreadable line) 1" in text
+
+
+def test_a_report_shows_a_fault_that_was_not_repaired(tmp_path, capsys):
+    """A run that gave up says so, without a journal too."""
+    fault = replace(SUMMARY.faults[0], rank=-1, recovered_s=None)
+    gave_up = replace(SUMMARY, status=RunStatus.GAVE_UP, exit_code=3, faults=(fault,))
+    write_summary(tmp_path / "summary.json", gave_up)
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "gave_up (exit 3)" in text
+    assert "step 60: all ranks: killed by SIGKILL, not repaired" in text
+    assert "events.jsonl cannot be read" in text
+
+
+def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
+    """Without a summary the newest status is shown; a damaged file is named."""
+    status = {
+        "run_id": "r1", "state": "running", "step": 5, "max_steps": 9, "world_size": 2,
+        "faults_total": 0,
+    }  # fmt: skip
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    assert "run r1: running at step 5 of 9, 2 ranks, 0 faults" in capsys.readouterr().out
+    (tmp_path / "summary.json").write_text("{}")
+    assert main(["report", "-l", str(tmp_path)]) == 2
+    assert "its summary.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path, monkeypatch, capsys):
+    """Every check has a verdict, and nothing is created."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "--json"]) == 0
+    checks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {check["verdict"] for check in checks} <= {"ok", "warn"}
+    assert all(bool(check["cure"]) == (check["verdict"] != "ok") for check in checks)
+    assert {"Python", "packages", "torch", "GPUs", "memory", "/dev/shm", "loopback"} <= {
+        check["name"] for check in checks
+    }
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_names_what_is_wrong_and_the_cure(tmp_path, capsys):
+    """A folder that cannot be written fails the machine."""
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", "-l", str(tmp_path / "file" / "logs")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    failing = [number for number, line in enumerate(lines) if line.startswith("fail")]
+    assert len(failing) == 1
+    assert "is a file" in lines[failing[0]]
+    assert lines[failing[0] + 1].strip() == "-> choose another folder with --log-dir"
+
+
+def test_the_doctor_warns_of_little_room(monkeypatch):
+    """Too little of something that still trains is a warning with its cure."""
+    monkeypatch.setattr(doctor, "_SHARED_MEMORY_BYTES_MIN", 2**62)
+    check = doctor.check_shared_memory()
+    assert check.verdict is doctor.Verdict.WARN
+    assert "--shm-size" in check.cure

@@ -1,0 +1,209 @@
+"""Which GPUs are visible, and which rank computes where."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from ddp_runner.cli.devices import VisibleGpus, find_gpus, parse_query, plan_devices, visible
+from ddp_runner.cli.machine import TorchBuild, core_count, cpu_quota, torch_build
+from ddp_runner.cli.train import place_notes, preset_name, threads_per_rank
+from ddp_runner.config import resolve
+from ddp_runner.core.faults import BadInputError
+
+LISTED = """0, GPU-aaaa1111, NVIDIA H200, 143771 MiB
+1, GPU-aaaa2222, NVIDIA H200, 143771 MiB
+2, GPU-bbbb3333, Tesla, with a comma, 16384 MiB
+"""
+WITH_CUDA = TorchBuild(version="2.9.0+cu128", cuda="12.8")
+GPUS = parse_query(LISTED)
+
+
+def planned(*pairs: tuple[str, str], found: VisibleGpus, cores: int = 4):
+    return plan_devices(resolve(command_line=pairs).settings, found=found, cores=cores)
+
+
+def test_every_line_of_the_query_is_a_gpu():
+    """Index, identifier, name and memory are read, also where a name holds a comma."""
+    assert [(gpu.index, gpu.uuid, gpu.name, gpu.memory) for gpu in GPUS] == [
+        (0, "GPU-aaaa1111", "NVIDIA H200", "143771 MiB"),
+        (1, "GPU-aaaa2222", "NVIDIA H200", "143771 MiB"),
+        (2, "GPU-bbbb3333", "Tesla, with a comma", "16384 MiB"),
+    ]
+    assert parse_query("No devices were found\n") == ()
+
+
+@pytest.mark.parametrize(
+    ("mask", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("2,0", [2, 0]),
+        (" 1 ", [1]),
+        ("GPU-bbbb,0", [2, 0]),
+        ("GPU-aaaa", []),
+        ("0,7,1", [0]),
+        ("0,0,1", [0]),
+        ("-1", []),
+        ("", []),
+    ],
+)
+def test_the_mask_is_read_as_cuda_reads_it(mask, indices):
+    """Order counts, identifiers may be cut short if unique, and a bad entry ends the list."""
+    seen = visible(GPUS, mask)
+    assert [gpu.index for gpu in seen.gpus] == indices
+    assert bool(seen.why_none) == (not indices)
+
+
+@pytest.fixture
+def fake_query(tmp_path, monkeypatch):
+    """A real nvidia-smi command on PATH that prints what the test wants."""
+
+    def install(script: str) -> None:
+        command = tmp_path / "nvidia-smi"
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+def test_gpus_are_found_by_the_command_and_the_mask(fake_query):
+    """What nvidia-smi lists, seen through CUDA_VISIBLE_DEVICES."""
+    fake_query(f"printf '%s' '{LISTED}'")
+    assert len(find_gpus({}, WITH_CUDA).gpus) == 3
+    assert [gpu.index for gpu in find_gpus({"CUDA_VISIBLE_DEVICES": "2"}, WITH_CUDA).gpus] == [2]
+
+
+def test_a_failing_query_is_surprising_and_says_why(fake_query):
+    """A broken driver must not turn into a silent run on the CPU."""
+    fake_query("echo 'NVIDIA-SMI has failed'; exit 9")
+    found = find_gpus({}, WITH_CUDA)
+    assert (found.gpus, found.is_surprising) == ((), True)
+    assert "NVIDIA-SMI has failed" in found.why_none
+    places = planned(found=found)
+    assert place_notes(places, found=found, cores=4) == (
+        "training on the CPU: nvidia-smi failed: NVIDIA-SMI has failed",
+    )
+
+
+def test_a_torch_without_cuda_sees_no_gpu(fake_query):
+    """The control: the installed torch decides, and it is not surprising."""
+    fake_query(f"printf '%s' '{LISTED}'")
+    found = find_gpus({}, TorchBuild(version="2.9.0+cpu", cuda=""))
+    assert (found.gpus, found.is_surprising) == ((), False)
+
+
+def test_no_driver_is_not_surprising(tmp_path, monkeypatch):
+    """A machine without NVIDIA's tools trains on the CPU without a word."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = find_gpus({}, WITH_CUDA)
+    assert (found.gpus, found.is_surprising) == ((), False)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "cores", "devices"),
+    [
+        ([], 4, ["cuda:0", "cuda:1", "cuda:2"]),
+        ([("gpus", "2,0")], 4, ["cuda:2", "cuda:0"]),
+        ([("nproc", "2")], 4, ["cuda:0", "cuda:1"]),
+        ([("nproc", "2"), ("gpus", "1"), ("backend", "gloo")], 4, ["cuda:1", "cuda:1"]),
+        ([("device", "cpu")], 4, ["cpu", "cpu"]),
+        ([("device", "cpu")], 1, ["cpu"]),
+        ([("device", "cpu"), ("nproc", "3")], 1, ["cpu", "cpu", "cpu"]),
+    ],
+)
+def test_each_rank_has_its_place(pairs, cores, devices):
+    """One rank per GPU unless asked otherwise; on the CPU up to two."""
+    places = planned(*pairs, found=VisibleGpus(gpus=GPUS), cores=cores)
+    assert [place.device for place in places] == devices
+
+
+def test_without_gpus_ranks_compute_on_the_cpu():
+    """`auto` falls back; asking for CUDA does not."""
+    none = VisibleGpus(why_none="none here")
+    assert [place.device for place in planned(found=none)] == ["cpu", "cpu"]
+    with pytest.raises(BadInputError, match=r"run\.device=cuda: no GPU can be used: none here"):
+        planned(("device", "cuda"), found=none)
+    with pytest.raises(BadInputError, match="--gpus=0: no GPU can be used: none here"):
+        planned(("gpus", "0"), found=none)
+
+
+def test_a_gpu_that_does_not_exist_lists_those_that_do():
+    """The message names the wrong index and every right one."""
+    with pytest.raises(BadInputError) as caught:
+        planned(("gpus", "0,5"), found=VisibleGpus(gpus=GPUS[:2]))
+    assert str(caught.value) == (
+        "--gpus=0,5: no such GPU: 5; there are 0 (NVIDIA H200), 1 (NVIDIA H200)"
+    )
+
+
+def test_more_ranks_than_gpus_are_refused():
+    """NCCL cannot share a GPU; the message says what would work."""
+    with pytest.raises(BadInputError, match=r"--nproc-per-node=4: must be at most .* 3; --cpu"):
+        planned(("nproc", "4"), found=VisibleGpus(gpus=GPUS))
+
+
+def test_the_mapping_of_ranks_to_gpus_is_told():
+    """`rank 0 -> GPU 2 (name)`, counted as CUDA_VISIBLE_DEVICES counts."""
+    found = VisibleGpus(gpus=GPUS)
+    places = planned(("gpus", "2,0"), found=found)
+    assert place_notes(places, found=found, cores=4) == (
+        "rank 0 -> GPU 2 (Tesla, with a comma)",
+        "rank 1 -> GPU 0 (NVIDIA H200)",
+    )
+    on_cpu = planned(("device", "cpu"), found=found)
+    assert place_notes(on_cpu, found=found, cores=4) == ()
+    assert "2 ranks share 1 cores" in place_notes(on_cpu, found=found, cores=1)[0]
+
+
+def test_devices_choose_preset_and_threads():
+    """The CPU preset for the CPU; cores are shared out, at most 8 to a GPU's rank."""
+    found = VisibleGpus(gpus=GPUS)
+    settings = resolve().settings
+    on_gpu, on_cpu = planned(found=found), planned(("device", "cpu"), found=found)
+    assert preset_name(on_gpu, is_test=False) == "gpu"
+    assert preset_name(on_cpu, is_test=True) == "cpu_test"
+    assert threads_per_rank(settings, devices=on_gpu, cores=96) == 8
+    assert threads_per_rank(settings, devices=on_cpu, cores=96) == 48
+    assert threads_per_rank(settings, devices=on_cpu, cores=1) == 1
+    fixed = resolve(command_line=[("threads_per_rank", "3")]).settings
+    assert threads_per_rank(fixed, devices=on_gpu, cores=96) == 3
+
+
+def test_the_torch_build_is_read_without_importing_torch(tmp_path, monkeypatch):
+    """version.py says the version and the CUDA it was built with."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('torch was imported')")
+    version = package / "version.py"
+    version.write_text("__version__ = '2.9.0+cu128'\ncuda: Optional[str] = '12.8'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert torch_build() == WITH_CUDA
+    version.write_text("__version__ = '2.6.0+cpu'\ncuda = None\n")
+    assert torch_build() == TorchBuild(version="2.6.0+cpu", cuda="")
+
+
+def test_a_containers_quota_limits_the_cores(tmp_path):
+    """cgroup v2 and v1 quotas are read; no quota is no limit."""
+    assert cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) is None
+    older = tmp_path / "v1"
+    (older / "cpu").mkdir(parents=True)
+    (older / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
+    (older / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota(older) == 2.0
+    assert 1 <= core_count() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs a machine with a GPU")
+def test_the_machines_gpus_are_found():
+    """On a machine with a GPU, the real nvidia-smi is understood."""
+    assert find_gpus({}, WITH_CUDA).gpus

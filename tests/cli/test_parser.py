@@ -1,0 +1,124 @@
+"""The words of `train`: options, settings, and what is said of words that are not understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.cli.options import OPTIONS
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.usage import settings_help, train_help
+from ddp_runner.config import resolve
+from ddp_runner.config.fields import known_fields
+from ddp_runner.core.faults import BadInputError
+
+
+def settings_of(*words: str):
+    return resolve(command_line=parse_train(words).assignments).settings
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "field", "value"),
+    [
+        (["-g", "0,1"], "run", "gpus", (0, 1)),
+        (["--gpus=1"], "run", "gpus", (1,)),
+        (["--cpu"], "run", "device", "cpu"),
+        (["-n", "3"], "run", "nproc_per_node", 3),
+        (["-nauto"], "run", "nproc_per_node", "auto"),
+        (["--nproc_per_node", "3"], "run", "nproc_per_node", 3),
+        (["-b8"], "data", "batch_size", 8),
+        (["-b=8"], "data", "batch_size", 8),
+        (["--BATCH_size", "8"], "data", "batch_size", 8),
+        (["-e", "2"], "run", "epochs", 2),
+        (["--max-steps", "5"], "run", "max_steps", 5),
+        (["-l", "a b"], "run", "log_dir", "a b"),
+        (["-c", "x=y"], "run", "checkpoint_dir", "x=y"),
+        (["--task", "m.py:T"], "run", "task", "m.py:T"),
+        (["--data", "/x"], "data", "path", "/x"),
+        (["--resume", "none"], "run", "resume", "none"),
+        (["--init-from", "w.pt"], "run", "init_from", "w.pt"),
+        (["--seed", "7"], "run", "seed", 7),
+        (["--max-restarts", "0"], "recovery", "max_restarts", 0),
+        (["--inject", "a", "--inject", "b"], "run", "inject", ("a", "b")),
+        (["--audit"], "run", "audit", True),
+        (["--debug"], "run", "debug", True),
+        (["--debug=no"], "run", "debug", False),
+        (["data.batch_size=4"], "data", "batch_size", 4),
+        (["num_workers=1", "--", "num_workers=0"], "data", "num_workers", 0),
+        (["--num-workers", "2"], "data", "num_workers", 2),
+        (["--data.num_workers=2"], "data", "num_workers", 2),
+        (["--lr", "1e-3"], "optim", "learning_rate", 1e-3),
+        (["--use-amp"], "optim", "use_amp", True),
+        (["--use-amp", "false"], "optim", "use_amp", False),
+        (["--target-loss", "-1.5"], "run", "target_loss", -1.5),
+    ],
+)
+def test_every_way_to_write_an_option_assigns_its_setting(words, section, field, value):
+    """Short, long, attached, underscored, dotted, and any setting as an option."""
+    assert getattr(getattr(settings_of(*words), section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batchsize", "3"], "--batchsize: unknown option; did you mean --batch-size?"),
+        (["--epoch", "3"], "--epoch: unknown option; did you mean --epochs?"),
+        (["--num-worker", "3"], "--num-worker: unknown option; did you mean data.num_workers?"),
+        (["--zzz"], "--zzz: unknown option; --help lists the options"),
+        (["-x"], "-x: unknown option; --help lists the options"),
+        (["-e"], "--epochs: needs a value: --epochs N"),
+        (["-e", "--debug"], "--epochs: needs a value: --epochs N"),
+        (["--cpu=1"], "--cpu=1: takes no value"),
+        (["-b", "4", "extra"], "extra: unexpected word; settings are KEY=VALUE"),
+        (["-b", "4", "debug"], "debug: unexpected word; did you mean --debug?; settings are"),
+        (["--", "--debug"], "--debug: unexpected word; settings are KEY=VALUE"),
+        ([""], "'': unexpected word; settings are KEY=VALUE"),
+    ],
+)
+def test_a_word_that_is_not_understood_is_named_with_the_nearest(words, message):
+    """One line names the word and what may have been meant."""
+    with pytest.raises(BadInputError) as caught:
+        parse_train(words)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_config_files_are_kept_in_order():
+    """The later file wins, so their order is part of the request."""
+    parsed = parse_train(["--config", "a.yaml", "lr=1", "--config=b.yaml"])
+    assert parsed.files == (Path("a.yaml"), Path("b.yaml"))
+    assert parsed.assignments == (("lr", "1"),)
+
+
+@pytest.mark.parametrize("text", [train_help(), settings_help()])
+def test_help_fits_eighty_columns(text):
+    """A terminal of 80 columns shows every line whole, without trailing blanks."""
+    assert max(len(line) for line in text.splitlines()) < 80
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_help_lists_every_option_with_its_default_and_examples():
+    """Every option, short and long, each default, each command and exit code."""
+    text = train_help()
+    for option in OPTIONS.values():
+        assert option.long in text
+        assert not option.short or f"{option.short}, {option.long}" in text
+        spec = known_fields().get(option.key)
+        if spec is not None and option.metavar and spec.default not in ("", ()):
+            assert str(spec.default) in text
+    assert "Examples:\n  ./launch_training.sh" in text
+    for command in ("train", "checkpoints", "report", "doctor"):
+        assert f"\n  {command} " in text
+
+
+def test_every_setting_is_in_the_settings_help():
+    """Nothing can be set that the help does not show."""
+    text = settings_help()
+    assert all(f"\n  {key.partition('.')[2]} " in text for key in known_fields())
+
+
+def test_every_option_names_a_setting_that_exists():
+    """The table of options and the settings cannot drift apart."""
+    keys = {option.key for option in OPTIONS.values() if option.key}
+    assert keys <= set(known_fields())

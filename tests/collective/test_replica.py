@@ -1,0 +1,347 @@
+"""The DDP replica on real gloo ranks: sums, signals, buffers, unfinished reductions."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.replica import Replica, Signal
+from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import DdpSettings
+from tests.processes import hosted_store, ranks, results, run_ranks
+
+from .joining import freed_after_s, join, trip_when_told
+
+WIDTH = 400  # two layers of 640 kB: more than one bucket
+FREED_WITHIN_S = 5.0  # far below the group's timeout
+
+
+class Branching(nn.Module):
+    """Two layers, of which ``second`` takes part only where the batch says so."""
+
+    def __init__(self, *, normalise=False):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if normalise else nn.Identity()
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs, *, use_second):
+        hidden = self.norm(self.first(inputs))
+        return self.second(hidden) if use_second else hidden
+
+
+def loss_of(model, batch):
+    inputs, use_second = batch
+    return model(inputs, use_second=use_second).square().mean()
+
+
+def fresh_model(**options):
+    torch.manual_seed(3)
+    return Branching(**options)
+
+
+def batch_of(rank, micro_step=0, *, use_second=True):
+    generator = torch.Generator().manual_seed(100 * rank + micro_step)
+    return torch.randn(3, WIDTH, generator=generator), use_second
+
+
+def make_slot():
+    return Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
+
+
+def make_replica(model, group, *, slot=None, **options):
+    settings = DdpSettings(bucket_cap_mb=1, **options)
+    return Replica(model, loss_of, group=group, settings=settings, slot=slot or make_slot())
+
+
+def no_votes():
+    return torch.zeros(len(Signal))
+
+
+def weight_of(rank):
+    return (0.5, 0.3, 0.2)[rank]
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def _accumulate_once(replica, rank, micro_steps, *, votes):
+    replica.zero_gradients()
+    for micro_step in range(micro_steps):
+        last = micro_step == micro_steps - 1
+        with contextlib.nullcontext() if last else replica.without_sync():
+            loss = replica.forward(
+                batch_of(rank, micro_step),
+                weight=weight_of(rank) / micro_steps,
+                votes=votes if last else no_votes(),
+            )
+            loss.backward()
+    replica.check_reduced()
+
+
+def _sum_gradients(me, port, options, micro_steps):
+    model = fresh_model()
+    votes = no_votes()
+    votes[Signal.SAVE] = me.rank
+    votes[Signal.PREEMPT] = 1.0
+    with join(me, port) as group:
+        replica = make_replica(model, group, **options)
+        for _ in range(3):  # find_unused_parameters=False lays its buckets out anew at the second
+            _accumulate_once(replica, me.rank, micro_steps, votes=votes)
+        return gradients(model), replica.signals(), replica.signals(scale=4.0)
+
+
+def _by_plain_autograd(me, rank, micro_steps):
+    """One rank's own gradients and loss, computed in a process like a rank's."""
+    model, loss_sum = fresh_model(), 0.0
+    for micro_step in range(micro_steps):
+        loss = loss_of(model, batch_of(rank, micro_step)) * (weight_of(rank) / micro_steps)
+        loss.backward()
+        loss_sum += float(loss.detach())
+    return gradients(model), loss_sum
+
+
+def _alone(rank, micro_steps):
+    return run_ranks(_by_plain_autograd, 1, rank, micro_steps)[0]
+
+
+COMBINATIONS = [
+    {"find_unused_parameters": unused, "gradient_as_bucket_view": view}
+    for unused, view in itertools.product([True, False], repeat=2)
+]
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("options", COMBINATIONS, ids=str)
+def test_gradients_of_two_ranks_are_their_sum_bit_for_bit(options, micro_steps):
+    """Two numbers have one sum: DDP's equals plain autograd's, never divided by the world."""
+    with hosted_store() as port:
+        answers = run_ranks(_sum_gradients, 2, port, options, micro_steps)
+    (first, _), (second, _) = _alone(0, micro_steps), _alone(1, micro_steps)
+    for reduced, _, _ in answers:
+        for gradient, one, other in zip(reduced, first, second, strict=True):
+            assert torch.equal(gradient, one + other)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("options", COMBINATIONS, ids=str)
+def test_gradients_and_signals_are_the_same_on_every_rank(options, micro_steps):
+    """With weights they sum to the mean over samples; loss and votes ride along, summed as well."""
+    with hosted_store() as port:
+        answers = run_ranks(_sum_gradients, 3, port, options, micro_steps)
+    alone = [_alone(rank, micro_steps) for rank in range(3)]
+    for number, gradient in enumerate(answers[0][0]):
+        expected = sum(one[0][number] for one in alone)
+        torch.testing.assert_close(gradient, expected)
+        assert all(torch.equal(gradient, other[0][number]) for other in answers[1:])
+    signals = answers[0][1]
+    assert all(other[1] == signals for other in answers[1:])
+    assert signals[Signal.LOSS] == pytest.approx(sum(loss for _, loss in alone))
+    assert signals[Signal.SAVE] == 0 + 1 + 2
+    assert signals[Signal.PREEMPT] == 3
+    assert signals[Signal.INTERRUPT] == 0
+    assert answers[0][2] == [signal / 4 for signal in signals]
+
+
+def _reduce_partly_used(me, port, options, ranks_that_use_second):
+    model = fresh_model()
+    with join(me, port) as group:
+        replica = make_replica(model, group, **options)
+        batch = batch_of(me.rank, use_second=me.rank in ranks_that_use_second)
+        replica.zero_gradients()
+        replica.forward(batch, weight=1.0, votes=no_votes()).backward()
+        replica.check_reduced()
+        return gradients(model)
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
+def test_a_layer_used_by_one_rank_only_gets_that_rank_s_gradient_everywhere(
+    gradient_as_bucket_view,
+):
+    """With find_unused_parameters the others add nothing; no rank waits or diverges."""
+    options = {
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+    }
+    with hosted_store() as port:
+        answers = run_ranks(_reduce_partly_used, 2, port, options, (1,))
+    model = fresh_model()
+    loss_of(model, batch_of(1)).backward()
+    for reduced in answers:
+        assert torch.equal(reduced[-1], model.second.bias.grad)
+        assert torch.equal(reduced[-2], model.second.weight.grad)
+
+
+def test_a_layer_used_by_nobody_is_left_alone():
+    """With find_unused_parameters a frozen-out layer has no gradient and is no error."""
+    with hosted_store() as port:
+        answers = run_ranks(_reduce_partly_used, 2, port, {"find_unused_parameters": True}, ())
+    for reduced in answers:
+        assert reduced[-1] is None
+        assert reduced[0] is not None
+
+
+def _find_unfinished(me, port, ranks_that_use_second, trips):
+    """The step as the trainer makes it; tells how it ended, and whether weights changed."""
+    model = fresh_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    switch = AbortSwitch()
+    moments, outcome = None, "stepped"
+    try:
+        with join(me, port, switch=switch) as group:
+            replica = make_replica(model, group, find_unused_parameters=False)
+            moments = trip_when_told(me, switch) if trips and me.rank == 1 else None
+            batch = batch_of(me.rank, use_second=me.rank in ranks_that_use_second)
+            replica.zero_gradients()
+            me.say("backward")
+            replica.forward(batch, weight=1.0, votes=no_votes()).backward()
+            try:
+                replica.check_reduced()
+            except RuntimeError as error:
+                me.say(str(error))
+                me.hear()  # stays in the group: the peer shall be freed by its own switch
+                raise
+            optimizer.step()
+    except RuntimeError:
+        outcome = "raised"
+    freed_s = freed_after_s(moments) if moments is not None else None
+    pairs = zip(before, model.parameters(), strict=True)
+    return outcome, freed_s, all(torch.equal(old, new) for old, new in pairs)
+
+
+def test_an_unfinished_reduction_is_found_before_the_optimizer():
+    """The rank that left a layer out learns it after backward; its peer, blocked, is freed."""
+    with hosted_store() as port, ranks(_find_unfinished, 2, port, (1,), True) as world:
+        for process in world:
+            assert process.hear() == "backward"
+        assert "finished reduction" in world[0].hear()
+        world[1].say("trip")
+        outcome, freed_s, untouched = world[1].result()
+        assert outcome == "raised"
+        assert freed_s < FREED_WITHIN_S
+        assert untouched
+        world[0].say("leave")
+        assert world[0].result()[::2] == ("raised", True)
+
+
+def test_a_finished_reduction_is_no_error():
+    """Control: the same step with the layer in use everywhere raises nothing and steps."""
+    with hosted_store() as port, ranks(_find_unfinished, 2, port, (0, 1), False) as world:
+        for process in world:
+            assert process.hear() == "backward"
+        for outcome, _, untouched in results(world):
+            assert (outcome, untouched) == ("stepped", False)
+
+
+def _detached_loss(model, batch):
+    return loss_of(model, batch).detach().requires_grad_()
+
+
+def _loss_without_a_graph(me, port, options):
+    with join(me, port) as group:
+        replica = Replica(
+            fresh_model(),
+            _detached_loss,
+            group=group,
+            settings=DdpSettings(**options),
+            slot=make_slot(),
+        )
+        replica.forward(batch_of(me.rank), weight=1.0, votes=no_votes()).backward()
+        with pytest.raises(RuntimeError, match="finished reduction"):
+            replica.check_reduced()
+        return True
+
+
+def test_a_loss_that_reaches_no_parameter_is_found_too():
+    """DDP's own check is blind where no parameter takes part; ours always has the signals'."""
+    with hosted_store() as port:
+        assert run_ranks(_loss_without_a_graph, 2, port, {"find_unused_parameters": False})
+
+
+def _share_statistics(me, port):
+    model = fresh_model(normalise=True)
+    with join(me, port) as group:
+        replica = make_replica(model, group)
+        replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
+        own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        replica.share_buffers()
+        return own, dict(model.named_buffers())
+
+
+def test_batch_statistics_of_rank_0_become_everyone_s_within_the_step():
+    """Forward changed them differently on each rank; afterwards all hold rank 0's, counts too."""
+    with hosted_store() as port:
+        answers = run_ranks(_share_statistics, 3, port)
+    own_of_first = answers[0][0]
+    assert not torch.equal(answers[1][0]["norm.running_mean"], own_of_first["norm.running_mean"])
+    for _, shared in answers:
+        assert shared.keys() == own_of_first.keys()
+        for name, buffer in shared.items():
+            assert torch.equal(buffer, own_of_first[name])
+
+
+def _look_at_board(me, port):
+    slot = make_slot()
+    model = fresh_model()
+    with join(me, port) as group:
+        replica = make_replica(model, group, slot=slot)
+        slot.stamp(Phase.BACKWARD, 1)
+        with replica.without_sync():
+            replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
+        while_accumulating = slot.read().phase
+        replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
+        return while_accumulating, slot.read().phase
+
+
+def test_the_board_says_reduce_once_a_rank_s_own_backward_is_done():
+    """A watcher can tell who still computes from who waits for others."""
+    with hosted_store() as port:
+        assert run_ranks(_look_at_board, 2, port) == [(Phase.BACKWARD, Phase.REDUCE)] * 2
+
+
+def _sum_a_few(me, port):
+    with join(me, port) as group:
+        return make_replica(fresh_model(), group).sum_over_ranks([me.rank, 0.1, 2.0**60])
+
+
+def test_a_few_numbers_are_summed_in_double_precision():
+    """A count beyond float32's range of whole numbers stays exact."""
+    with hosted_store() as port:
+        assert run_ranks(_sum_a_few, 2, port) == [[1.0, 0.2, 2.0**61]] * 2
+
+
+def _build_and_leave(me, port):
+    """Wrap the same model for several generations; what hooks are left on its parameters."""
+    model = fresh_model()
+    reduced = []
+    for generation in range(1, 4):
+        with join(me, port, generation=generation) as group:
+            replica = make_replica(model, group, find_unused_parameters=False)
+            _accumulate_once(replica, me.rank, 1, votes=no_votes())
+            reduced.append(gradients(model))
+            del replica
+    return reduced
+
+
+def test_a_model_can_be_wrapped_anew_for_each_generation():
+    """An earlier replica leaves no hook behind: gradients of each generation are the same bits."""
+    with hosted_store() as port:
+        for first, *later in run_ranks(_build_and_leave, 2, port):
+            for reduced in later:
+                assert all(torch.equal(a, b) for a, b in zip(first, reduced, strict=True))
+
+
+def test_one_rank_alone_needs_no_store():
+    """World 1 has the same replica, with its own gradients and signals."""
+    ((reduced, signals, _),) = run_ranks(_sum_gradients, 1, 0, {}, 1)
+    alone, loss = _alone(0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(reduced, alone, strict=True))
+    assert signals[Signal.LOSS] == pytest.approx(loss)

@@ -1,0 +1,219 @@
+"""State from rank to rank: every bit arrives where it is meant to, and nobody else takes part."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections import OrderedDict, defaultdict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_runner.collective import transfer
+from ddp_runner.collective.transfer import receive_state, send_state
+from tests.processes import hosted_store, run_ranks
+
+from .joining import join
+
+SMALL_PIECE_BYTES = 37  # prime: pieces end inside elements
+
+
+def nested_state():
+    """Every kind of leaf and container that a training state has; the same at each call."""
+    generator = torch.Generator().manual_seed(5)
+    random = torch.randn(7, 5, generator=generator)
+    per_parameter = defaultdict(dict)
+    per_parameter[0] = {"step": torch.tensor(12.0), "exp_avg": random * 3}
+    per_parameter[1] = {"step": torch.tensor(13), "momentum_buffer": None}
+    return {
+        "model": OrderedDict(
+            weight=random,
+            transposed=random.t(),
+            strided=random[::2, 1::2],
+            expanded=torch.tensor([1.5]).expand(4),
+            half=random.to(torch.bfloat16),
+            double=random.double() / 3,
+            count=torch.arange(2**62, 2**62 + 5),
+            mask=random > 0,
+            complex=torch.view_as_complex(random[:, :2].contiguous()),
+            empty=torch.empty(0, 3),
+            nothing_is_finite=torch.tensor([float("nan"), float("inf"), -0.0]),
+        ),
+        "optimizer": {
+            "state": per_parameter,
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1], "fused": None}],
+        },
+        "counters": {"committed_step": 41, "name": "a run", "flags": [True, False]},
+        "pair": (torch.ones(2), [torch.zeros(()), (torch.full((3,), 2, dtype=torch.uint8),)]),
+    }
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def as_plain(value):
+    """The state as values that compare equal exactly when every bit does."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.device.type, bits(value))
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(as_plain(item) for item in value)
+    return value
+
+
+def _hand_over(me, port, piece_bytes, source, receivers):
+    transfer.PIECE_BYTES = piece_bytes
+    with join(me, port) as group:
+        if me.rank == source:
+            state = nested_state()
+            sent_bytes = send_state(group, state, to=receivers)
+            assert as_plain(state) == as_plain(nested_state()), "the source's own state changed"
+            return sent_bytes
+        if me.rank in receivers:
+            return as_plain(receive_state(group, source=source))
+        return "did not take part"
+
+
+@pytest.mark.parametrize("piece_bytes", [SMALL_PIECE_BYTES, 64, transfer.PIECE_BYTES])
+def test_every_bit_of_a_nested_state_arrives(piece_bytes):
+    """Types, shapes, containers and bits are those of the source, however it is cut in pieces."""
+    with hosted_store() as port:
+        sent_bytes, received = run_ranks(_hand_over, 2, port, piece_bytes, 0, (1,))
+    assert received == as_plain(nested_state())
+    assert list(received["model"]) == list(nested_state()["model"])
+    assert sent_bytes > 10 * SMALL_PIECE_BYTES
+
+
+def test_several_receivers_and_one_that_takes_no_part():
+    """The ranks named get the same; one that needs nothing calls nothing and waits for nobody."""
+    with hosted_store() as port:
+        answers = run_ranks(_hand_over, 4, port, SMALL_PIECE_BYTES, 2, (0, 3))
+    assert answers[0] == answers[3] == as_plain(nested_state())
+    assert answers[1] == "did not take part"
+    assert isinstance(answers[2], int)
+
+
+def test_collectives_work_right_after_a_transfer():
+    """Point-to-point messages leave nothing behind that a later collective could meet."""
+    with hosted_store() as port:
+        assert run_ranks(_transfer_between_sums, 3, port) == [[6.0, 6.0]] * 3
+
+
+def _transfer_between_sums(me, port):
+    sums = []
+    with join(me, port) as group:
+        for _ in range(2):
+            if me.rank == 1:
+                send_state(group, nested_state(), to=(2, 0))
+            else:
+                receive_state(group, source=1)
+            tensor = torch.tensor([me.rank + 1.0])
+            dist.all_reduce(tensor)
+            sums.append(float(tensor))
+    return sums
+
+
+def _trained(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _continue_from_the_other(me, port):
+    model, optimizer = _trained(seed=me.rank)
+    with join(me, port) as group:
+        if me.rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            send_state(group, state, to=(1,))
+        else:
+            state = receive_state(group, source=0)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+    optimizer.zero_grad()
+    model(torch.ones(8, 6)).square().mean().backward()
+    optimizer.step()
+    return as_plain({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def test_a_receiver_goes_on_as_the_source_does():
+    """With model and optimizer received, the next step gives both ranks the same bits."""
+    with hosted_store() as port:
+        ours, theirs = run_ranks(_continue_from_the_other, 2, port)
+    assert ours == theirs
+
+
+def test_a_state_without_tensors_arrives():
+    """Nothing but a header is sent, and that is enough."""
+    with hosted_store() as port:
+        sent_bytes, received = run_ranks(_plain_values, 2, port)
+    assert sent_bytes == 0
+    assert received == {"step": 3, "losses": [0.5, None]}
+
+
+def _plain_values(me, port):
+    with join(me, port) as group:
+        if me.rank == 0:
+            return send_state(group, {"step": 3, "losses": [0.5, None]}, to=(1,))
+        return receive_state(group, source=0)
+
+
+class _Calls:
+    """Pickles as a call of ``function``."""
+
+    def __init__(self, function, *arguments):
+        self._call = (function, arguments)
+
+    def __reduce__(self):
+        return self._call
+
+
+def _names_global(module, name):
+    """A pickle that asks for ``module.name``, as protocol 4 writes it."""
+    parts = [module.encode(), name.encode()]
+    texts = b"".join(b"\x8c" + bytes([len(part)]) + part for part in parts)
+    return b"\x80\x04" + texts + b"\x93."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("posix", "system"),
+        ("builtins", "eval"),
+        ("torch", "os.system"),
+        ("torch", "load"),
+        ("torch.hub", "load"),
+        ("ddp_runner.collective.transfer", "pickle.loads"),
+    ],
+)
+def test_a_header_that_names_anything_else_is_refused(module, name):
+    """A peer can send tensors and plain values; it cannot have code looked up, let alone run."""
+    with pytest.raises(pickle.UnpicklingError):
+        transfer._OwnTypes(io.BytesIO(_names_global(module, name))).load()
+
+
+def test_a_header_cannot_run_a_command(tmp_path):
+    """The usual attack: an object that reduces to os.system."""
+    witness = tmp_path / "ran"
+    header = pickle.dumps((_Calls(os.system, f"touch {witness}"), []))
+    with pytest.raises(pickle.UnpicklingError):
+        transfer._OwnTypes(io.BytesIO(header)).load()
+    assert not witness.exists()
+
+
+def test_a_header_of_our_own_is_read():
+    """Control: every dtype's description comes back as it was."""
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    described = [transfer._Description(dtype, (2, 3), False) for dtype in dtypes]
+    header = pickle.dumps(({"a": [transfer._Hole(0)]}, described))
+    assert transfer._OwnTypes(io.BytesIO(header)).load() == ({"a": [transfer._Hole(0)]}, described)

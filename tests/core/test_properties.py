@@ -1,0 +1,183 @@
+"""The pure core under random sequences of events: what must hold whatever happens, in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_runner.core.classify import VICTIM_KINDS, attribute
+from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
+from ddp_runner.core.recovery import (
+    GiveUp,
+    Incident,
+    ReplaceRanks,
+    WorldFacts,
+    plan_recovery,
+)
+from ddp_runner.core.settings import RecoverySettings
+
+SETTINGS = RecoverySettings(max_restarts=8, no_progress_generations=3, min_ranks=2)
+CAUSES = [FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_RAISED, FaultKind.RANK_HUNG]
+WORLD = 4
+
+
+@dataclass
+class Rank:
+    """A rank as the model sees it: its own table, the generation it is in, what it has committed."""
+
+    machine: Machine = field(default_factory=lambda: Machine(RANK_TABLE, RankState.DEAD))
+    generation: int = 0
+    committed: int = EMPTY_STEP
+    given_up: bool = False
+
+
+class Model:
+    """A whole run on the pure core: no process, no clock; everything else as the supervisor does it."""
+
+    def __init__(self):
+        self.ranks = [Rank() for _ in range(WORLD)]
+        self.generation = 0
+        self.checkpoint = 0
+        self.committed_max = 0
+        self.history: list[Incident] = []
+        self.now_s = 0.0
+        self.ended: GiveUp | None = None
+        for number, rank in enumerate(self.ranks):
+            self.spawn(rank, loads=number == 0)
+        self.form()
+
+    def present(self):
+        return [(number, rank) for number, rank in enumerate(self.ranks) if not rank.given_up]
+
+    def spawn(self, rank, *, loads):
+        rank.machine.advance(RankEvent.SPAWNED)
+        rank.machine.advance(RankEvent.GOT_READY)
+        rank.committed = self.checkpoint if loads else EMPTY_STEP
+
+    def form(self):
+        before = self.generation
+        self.generation += 1
+        survivors = max((rank.committed for _, rank in self.present()), default=EMPTY_STEP)
+        election = elect_source(
+            [Standing(rank=n, committed_step=rank.committed) for n, rank in self.present()]
+        )
+        assert election.committed_step == survivors
+        for number, rank in self.present():
+            assert rank.generation < self.generation, "a generation is joined once"
+            rank.machine.advance(RankEvent.FORM_SENT)
+            rank.machine.advance(RankEvent.GOT_FORMED)
+            rank.generation = self.generation
+            assert (number in election.receivers) == (rank.committed < survivors)
+            rank.committed = survivors
+        assert self.generation == before + 1
+
+    def commit(self, only):
+        """A step closes; a fault may leave it committed on ``only`` some ranks."""
+        for number, rank in self.present():
+            if not only or number in only:
+                rank.committed += 1
+        self.committed_max = max(self.committed_max, *(r.committed for _, r in self.present()))
+
+    def save(self):
+        self.checkpoint = min(rank.committed for _, rank in self.present())
+
+    def strike(self, victims, kind):
+        """Some ranks are lost at once, the others lose their peers."""
+        present = [number for number, _ in self.present()]
+        lost = sorted({present[index % len(present)] for index in victims})
+        self.now_s += 1.0
+        faults = [Fault(kind=kind, rank=number, step=self.committed_max, cause="x", at_ns=number)
+                  for number in lost]  # fmt: skip
+        best = max(
+            (rank.committed for n, rank in self.present() if n not in lost), default=EMPTY_STEP
+        )
+        for number, rank in self.present():
+            rank.machine.advance(RankEvent.ABORT_SENT)
+            if number in lost:
+                rank.machine.advance(RankEvent.EXITED)
+                rank.committed = EMPTY_STEP
+            else:
+                rank.machine.advance(RankEvent.GOT_READY)
+                faults.append(Fault(kind=FaultKind.COLLECTIVE_FAILED, rank=number, step=0,
+                                    cause="lost a peer", at_ns=-1))  # fmt: skip
+        self.decide(faults, lost=tuple(lost), best=best)
+
+    def decide(self, faults, *, lost, best):
+        incident = Incident(
+            attribution=attribute(faults),
+            at_s=self.now_s,
+            committed_step=self.committed_max,
+            ever_formed=True,
+        )
+        assert incident.culprit.kind not in VICTIM_KINDS
+        plan = plan_recovery(
+            incident,
+            world=WorldFacts(lost=lost, filled=best > EMPTY_STEP, present=len(self.present())),
+            history=self.history,
+            settings=SETTINGS,
+        )
+        self.history.append(incident)
+        if isinstance(plan, GiveUp):
+            self.ended = plan
+            return
+        assert isinstance(plan, ReplaceRanks)
+        assert set(plan.ranks) | set(plan.dropped) == set(lost), "nobody lost is forgotten"
+        assert (plan.loader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"
+        for number in plan.dropped:
+            self.ranks[number].given_up = True
+        assert len(self.present()) >= (SETTINGS.min_ranks if plan.dropped else 1)
+        for number in plan.ranks:
+            self.spawn(self.ranks[number], loads=number == plan.loader)
+        self.form()
+        kept = best if best > EMPTY_STEP else self.checkpoint
+        assert all(rank.committed == kept for _, rank in self.present()), "no commit is undone"
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("commit"), st.sets(st.integers(0, WORLD - 1), max_size=WORLD - 1)),
+    st.tuples(st.just("save"), st.just(frozenset())),
+    st.tuples(st.just("strike"), st.sets(st.integers(0, WORLD - 1), min_size=1)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.sampled_from(CAUSES)), max_size=40))
+def test_whatever_happens_the_invariants_hold(events):
+    """Generations grow, stale ones never act, the newest survivor's step is kept, every plan ends."""
+    model = Model()
+    since_progress = 0
+    for (name, arguments), kind in events:
+        if name == "commit":
+            before = model.committed_max
+            model.commit(arguments)
+            if arguments:
+                # Some ranks committed and the rest did not: only a fault leaves a world like that.
+                model.strike({0}, kind)
+            since_progress = 0 if model.committed_max > before else since_progress
+        elif name == "save":
+            model.save()
+        else:
+            model.strike(arguments, kind)
+            since_progress += 1
+        if model.ended is not None:
+            assert model.ended.status in (RunStatus.GAVE_UP, RunStatus.FAILED)
+            return
+        assert since_progress <= SETTINGS.no_progress_generations + WORLD, "a crash loop goes on"
+    assert len(model.history) <= SETTINGS.max_restarts + WORLD
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(CAUSES), st.integers(1, WORLD))
+def test_a_crash_loop_always_ends(kind, count):
+    """Faults without progress end the run after a bounded number, whoever they hit."""
+    model = Model()
+    for _ in range(SETTINGS.no_progress_generations + 2 * WORLD + SETTINGS.max_restarts):
+        model.strike(set(range(count)), kind)
+        if model.ended is not None:
+            return
+    raise AssertionError("it would go on for ever")

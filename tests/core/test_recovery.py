@@ -1,0 +1,164 @@
+"""Which plan follows from which incident."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.core.classify import Attribution
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.recovery import (
+    NEVER_RETRIED,
+    GiveUp,
+    Incident,
+    ReplaceRanks,
+    WorldFacts,
+    backoff_s,
+    plan_recovery,
+)
+from ddp_runner.core.settings import RecoverySettings
+
+SETTINGS = RecoverySettings(max_restarts=4, restart_window_s=100.0, no_progress_generations=3)
+
+
+def incident(
+    kind=FaultKind.RANK_KILLED, *, step=10, at_s=1000.0, committed=10, cause="x", formed=True
+):
+    fault = Fault(kind=kind, rank=1, step=step, cause=cause)
+    return Incident(
+        attribution=Attribution(culprit=fault, causes=(fault,), victims=()),
+        at_s=at_s,
+        committed_step=committed,
+        ever_formed=formed,
+    )
+
+
+def plan(now, history=(), *, lost=(1,), filled=True):
+    world = WorldFacts(lost=lost, filled=filled, present=3)
+    return plan_recovery(now, world=world, history=history, settings=SETTINGS)
+
+
+def test_a_killed_rank_alone_is_replaced_at_once():
+    """Survivors keep process and state, and the first fault after progress costs no waiting."""
+    assert plan(incident()) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
+
+
+def test_with_no_replica_left_one_rank_loads_the_checkpoint():
+    """All dead: the newest checkpoint is the source, read once."""
+    answer = plan(incident(), lost=(0, 1, 2), filled=False)
+    assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
+
+
+def test_nobody_lost_means_nobody_replaced():
+    """A broken collective among living ranks only needs a new generation."""
+    assert plan(incident(), lost=()) == ReplaceRanks(ranks=(), loader=None, delay_s=0.0)
+
+
+@pytest.mark.parametrize("kind", sorted(NEVER_RETRIED, key=lambda kind: kind.value))
+def test_a_cause_that_stays_is_never_retried(kind):
+    """Trying again with the same bad input only wastes time."""
+    answer = plan(incident(kind))
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.FAILED
+
+
+def test_the_same_error_at_the_same_step_is_the_users():
+    """A retry that fails alike is no accident."""
+    earlier = incident(FaultKind.RANK_RAISED, cause="ValueError: no", at_s=900.0, committed=9)
+    answer = plan(incident(FaultKind.RANK_RAISED, cause="ValueError: no"), [earlier])
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.FAILED
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        incident(FaultKind.RANK_RAISED, cause="ValueError: no", step=9, committed=9),
+        incident(FaultKind.RANK_RAISED, cause="KeyError: other", committed=9),
+        incident(FaultKind.RANK_KILLED, cause="ValueError: no", committed=9),
+    ],
+)
+def test_another_error_or_step_is_retried(earlier):
+    """Control: only the very same error at the very same step counts."""
+    assert isinstance(
+        plan(incident(FaultKind.RANK_RAISED, cause="ValueError: no"), [earlier]), ReplaceRanks
+    )
+
+
+def test_an_error_before_the_world_ever_formed_is_not_retried():
+    """A task that cannot be built will not be built by trying again."""
+    assert isinstance(plan(incident(FaultKind.RANK_RAISED, formed=False)), GiveUp)
+
+
+def test_a_kill_while_starting_is_retried():
+    """Control: a signal from outside says nothing about the task."""
+    assert isinstance(plan(incident(formed=False)), ReplaceRanks)
+
+
+def test_three_generations_without_a_new_step_end_the_run_with_the_first_cause():
+    """What is reported is what began it, not what came of it."""
+    history = [
+        incident(at_s=800.0, committed=5),
+        incident(FaultKind.RANK_EXITED, at_s=900.0, cause="the first"),
+        incident(at_s=950.0, cause="the second"),
+    ]
+    answer = plan(incident(cause="the third"), history)
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.GAVE_UP
+    assert answer.fault.cause == "the first"
+
+
+def test_progress_between_failures_resets_the_count():
+    """Control: a run that commits steps between its faults goes on."""
+    history = [incident(at_s=900.0 + step, committed=step) for step in (7, 8, 9)]
+    assert isinstance(plan(incident(), history), ReplaceRanks)
+
+
+def test_the_restart_budget_counts_the_window_only():
+    """Old faults are forgotten; as many new ones as the budget end the run."""
+    recent = [incident(at_s=950.0 + step, committed=step) for step in range(4)]
+    answer = plan(incident(), recent)
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.GAVE_UP
+    old = [incident(at_s=100.0 + step, committed=step) for step in range(4)]
+    assert isinstance(plan(incident(), old), ReplaceRanks)
+
+
+def test_back_off_doubles_to_its_bound():
+    """A row of failures waits longer each time, never longer than the bound."""
+    waits = [backoff_s(row, SETTINGS) for row in range(10)]
+    assert waits[:4] == [0.0, 0.5, 1.0, 2.0]
+    assert max(waits) == SETTINGS.backoff_max_s
+
+
+ELASTIC = RecoverySettings(max_restarts=100, min_ranks=2, slot_failures_max=3)
+
+
+def elastic_plan(now, history, *, lost=(1,), filled=True, present=3):
+    world = WorldFacts(lost=lost, filled=filled, present=present)
+    return plan_recovery(now, world=world, history=history, settings=ELASTIC)
+
+
+def test_a_rank_that_keeps_dying_is_given_up_where_enough_are_left():
+    """The third failure of one slot within the window drops it; the others go on."""
+    history = [incident(at_s=990.0 + step, committed=step) for step in (3, 5)]
+    answer = elastic_plan(incident(), history)
+    assert answer == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, dropped=(1,))
+
+
+@pytest.mark.parametrize(
+    ("history_length", "present", "filled"), [(1, 3, True), (2, 2, True), (2, 3, False)]
+)
+def test_a_rank_is_not_given_up_too_soon_nor_below_the_least_world(history_length, present, filled):
+    """Controls: fewer failures, too few left, or nobody left with a state."""
+    history = [incident(at_s=990.0 + step, committed=step) for step in range(history_length)]
+    answer = elastic_plan(incident(), history, present=present, filled=filled)
+    assert isinstance(answer, ReplaceRanks)
+    assert answer.dropped == ()
+
+
+def test_a_lost_device_is_given_up_at_once():
+    """A broken GPU is not tried again on the same slot."""
+    answer = elastic_plan(incident(FaultKind.DEVICE_LOST), [])
+    assert isinstance(answer, ReplaceRanks)
+    assert answer.dropped == (1,)

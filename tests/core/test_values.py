@@ -1,0 +1,152 @@
+"""Messages, board, election and duties: small pure rules."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_runner.core import messages
+from ddp_runner.core.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
+from ddp_runner.core.duties import duties_after, run_length
+from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import CheckpointSettings, LogSettings
+
+FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")
+SAMPLES = [
+    messages.Form(generation=2, rank=1, world_size=3, local_rank=1, local_world_size=3,
+                  run_id="r"),
+    messages.Abort(generation=4),
+    messages.Stop(reason=StopReason.PREEMPTED),
+    messages.Checkpoint(),
+    messages.Inject(kind="kill"),
+    messages.Injected(rank=0, number=1, kind="kill"),
+    messages.Ready(rank=0, committed_step=-1, run_id="", total_steps=9, steps_per_epoch=3,
+                   train_samples=12, parameters=7, device="cpu"),
+    messages.Formed(rank=0, generation=1, committed_step=0, source=0, group_s=0.1, transfer_s=0.2,
+                    rebuild_s=0.3),
+    messages.Faulted(generation=1, fault=FAULT),
+    messages.Metrics(rank=0, step=5, values={"loss": 1.5}),
+    messages.Saved(rank=0, step=5, path="a/b", blocked_s=0.1, size_bytes=3),
+    messages.LoaderWorkers(rank=0, pids=(1, 2)),
+    messages.StopAsked(rank=0, reason=StopReason.PREEMPTED),
+    messages.Finished(rank=0, reason=StopReason.COMPLETED, step=9, report={"a": [1, "b"]}),
+    messages.Adjusted(rank=0, step=3, remedy="a", inexact_reason="b"),
+    messages.MendedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
+    messages.Fork(token=3, rank=1, local_rank=1, spec={"x": 1}),
+    messages.Forked(token=3, pid=77),
+    messages.ZygoteReady(torch_version="2", import_s=1.0),
+    messages.StoreReady(port=5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message):
+    """What is decoded equals what was encoded."""
+    assert messages.decode(messages.encode(message)) == message
+
+
+def test_every_message_type_has_a_sample():
+    """A new message must join the round-trip test."""
+    assert {type(sample) for sample in SAMPLES} == set(messages.Message.__args__)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"", b"{", b"[]", b'{"v": 1}', b'{"v": 2, "type": "Abort", "generation": 1}',
+     b'{"v": 1, "type": "Nope"}', b'{"v": 1, "type": "Abort"}',
+     b'{"v": 1, "type": "Stop", "reason": "maybe"}'],
+)  # fmt: skip
+def test_what_is_no_message_is_refused(packet):
+    """An unknown type, version or value is an error, never a guess."""
+    with pytest.raises(messages.WireError):
+        messages.decode(packet)
+
+
+def test_a_field_of_a_newer_sender_is_dropped():
+    """Old and new may talk while a run is being upgraded around them."""
+    body = json.loads(messages.encode(messages.Abort(generation=4)))
+    body["why"] = "because"
+    assert messages.decode(json.dumps(body).encode()) == messages.Abort(generation=4)
+
+
+def test_a_message_that_no_packet_holds_is_refused_by_its_sender():
+    """It would otherwise be cut on the way."""
+    huge = messages.Metrics(rank=0, step=1, values={"x" * messages.PACKET_BYTES_MAX: 1.0})
+    with pytest.raises(messages.WireError, match="too long"):
+        messages.encode(huge)
+
+
+def test_slots_of_a_board_do_not_touch_each_other():
+    """A stamp of one rank is invisible in its neighbours' slots."""
+    memory = bytearray(3 * SLOT_BYTES)
+    board = Board(memoryview(memory), 3)
+    board.slot(1).stamp(Phase.REDUCE, 123)
+    board.slot(1).set(Cell.DIRTY, 1)
+    board.slot(1).set_loss(2.5)
+    assert not any(memory[:SLOT_BYTES])
+    assert not any(memory[2 * SLOT_BYTES :])
+    reading = board.slot(1).read()
+    assert (reading.phase, reading.phase_since_ns, reading.dirty, reading.loss) == (
+        Phase.REDUCE, 123, True, 2.5,
+    )  # fmt: skip
+
+
+def test_a_board_refuses_what_it_has_no_room_for():
+    """Too little memory and slots that do not exist are errors."""
+    with pytest.raises(ValueError, match="needs"):
+        Board(memoryview(bytearray(SLOT_BYTES)), 2)
+    with pytest.raises(IndexError):
+        Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(1)
+
+
+def test_cells_fit_and_never_share_a_place():
+    """The board's wire format."""
+    assert len({int(cell) for cell in Cell}) == len(Cell)
+    assert max(Cell) < CELLS_PER_SLOT
+
+
+@given(st.lists(st.integers(EMPTY_STEP, 5), min_size=1, max_size=8))
+def test_the_newest_replica_is_elected(steps):
+    """The source is the newest; exactly those behind it receive; with nobody filled, it raises."""
+    standings = [Standing(rank=r, committed_step=s) for r, s in enumerate(steps)]
+    if max(steps) == EMPTY_STEP:
+        with pytest.raises(ValueError, match="no rank"):
+            elect_source(standings)
+        return
+    election = elect_source(standings)
+    assert steps[election.source] == max(steps) == election.committed_step
+    assert election.receivers == tuple(r for r, s in enumerate(steps) if s < max(steps))
+
+
+def test_duties_follow_epochs_and_steps():
+    """Epoch ends and step intervals both count; the last step's duties belong to the end."""
+    length = run_length(steps_per_epoch=4, epochs=3, max_steps=0)
+    assert (length.total_steps, length.epochs) == (12, 3)
+    log = LogSettings(log_interval=3, evaluate_interval=1)
+    checkpoint = CheckpointSettings(save_interval=2, save_every_steps=5)
+    due = {step: duties_after(step, length, log=log, checkpoint=checkpoint) for step in range(13)}
+    assert [step for step, duty in due.items() if duty.evaluate] == [4, 8]
+    assert [step for step, duty in due.items() if duty.save] == [5, 8, 10]
+    assert [step for step, duty in due.items() if duty.log] == [1, 3, 6, 9, 12]
+
+
+def test_max_steps_wins_over_epochs():
+    """Contract: --max-steps counts optimizer steps of the run."""
+    length = run_length(steps_per_epoch=4, epochs=100, max_steps=10)
+    assert (length.total_steps, length.epochs, length.epoch_of(9)) == (10, 3, 2)
+    with pytest.raises(ValueError, match="epoch"):
+        run_length(steps_per_epoch=0, epochs=1, max_steps=0)
+
+
+def test_messages_are_frozen():
+    """A value that was sent cannot be changed by its sender."""
+    for kind in messages.Message.__args__:
+        assert kind.__dataclass_params__.frozen
+        assert all(f.kw_only for f in fields(kind))

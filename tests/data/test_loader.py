@@ -1,0 +1,257 @@
+# ruff: noqa: NPY002 - the generators that datasets draw from
+"""SafeDataLoader: exact order and randomness, whatever loads the samples."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_runner.data.loader import SafeDataLoader, worker_count
+from ddp_runner.data.order import SampleOrder, share
+
+ORDER = SampleOrder(seed=11, dataset_size=50, global_batch_size=12)
+TOTAL_STEPS = 13  # three epochs of four steps, and one step
+
+
+class Augmented:
+    """Samples that hold their index and draws of all three generators."""
+
+    def __getitem__(self, index):
+        draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return torch.tensor([index, *draws], dtype=torch.float64)
+
+
+class Deterministic:
+    """Samples without randomness, fetched many at a time."""
+
+    deterministic = True
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+    def __getitems__(self, indices):
+        return [torch.tensor(index) for index in indices]
+
+
+class Pinnable:
+    def __init__(self, rows):
+        self.rows, self.pinned = rows, False
+
+    def pin_memory(self, device=None):
+        self.pinned = True
+        return self
+
+
+def pinnable(samples):
+    return Pinnable(torch.stack(samples))
+
+
+def make(dataset=None, **changes):
+    settings = {
+        "order": ORDER,
+        "rank": 1,
+        "world_size": 2,
+        "total_steps": TOTAL_STEPS,
+        "micro_batch_size": 4,
+        "seed": 5,
+        "num_workers": 0,
+    }
+    return SafeDataLoader(Augmented() if dataset is None else dataset, **{**settings, **changes})
+
+
+def flat(micro_batches):
+    """``(indices, rows)`` of one step."""
+    indices = [index for micro in micro_batches for index in micro.indices]
+    return indices, torch.cat([micro.batch for micro in micro_batches])
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Each step's rows, loaded in the process itself."""
+    with make() as loader:
+        return [flat(loader.take(step)) for step in range(TOTAL_STEPS)]
+
+
+def assert_same(taken, expected):
+    indices, rows = flat(taken)
+    assert indices == expected[0]
+    assert torch.equal(rows, expected[1])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_every_step_has_its_samples_and_draws(reference, workers):
+    """Order and augmentation over epochs are those of one process, with any number of workers."""
+    with make(num_workers=workers) as loader:
+        for step in range(TOTAL_STEPS):
+            taken = loader.take(step)
+            mine = share(ORDER.indices(step), rank=1, world_size=2).tolist()
+            assert [len(micro.indices) for micro in taken] == [4, 2]
+            assert flat(taken)[0] == mine == flat(taken)[1][:, 0].tolist()
+            assert_same(taken, reference[step])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_any_step_can_be_taken_next(reference, workers):
+    """Retries, jumps within an epoch and across epochs land exactly."""
+    with make(num_workers=workers, start_step=6) as loader:
+        for step in (6, 7, 7, 2, 3, 12, 0):
+            assert_same(loader.take(step), reference[step])
+
+
+def test_draws_differ_between_samples_epochs_and_seeds(reference):
+    """Augmentation repeats for the same sample of the same epoch only."""
+    draws = torch.cat([rows[:, 1] for _, rows in reference])
+    assert len(set(draws.tolist())) == len(draws)
+    with make(seed=6) as loader:
+        assert not torch.equal(flat(loader.take(0))[1], reference[0][1])
+
+
+def test_augmentation_does_not_depend_on_the_world(reference):
+    """A sample is augmented alike by whichever rank loads it."""
+    with make(rank=0, world_size=1) as loader:
+        rows = {row[0].item(): row for row in flat(loader.take(0))[1]}
+    assert all(torch.equal(rows[row[0].item()], row) for row in reference[0][1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_callers_generators_are_left_alone(workers):
+    """Loading draws nothing from the generators that training uses."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    with make(num_workers=workers) as loader:
+        loader.take(0)
+        drawn = (random.random(), np.random.rand(), torch.rand(()).item())
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_deterministic_datasets_are_asked_for_many_at_once(workers):
+    """``__getitems__`` serves a whole micro-batch, in order."""
+    with make(Deterministic(), num_workers=workers) as loader:
+        for micro in loader.take(3):
+            assert micro.batch.tolist() == list(micro.indices)
+
+
+def test_batches_of_any_shape_arrive_whole():
+    """Views, empty tensors, arrays, text and many tensors travel with their values."""
+
+    class Mixed:
+        def __getitem__(self, index):
+            many = torch.arange(600).split(2)
+            view = torch.arange(20)[5:9]
+            return {"many": many, "view": view, "empty": torch.zeros(0), "np": np.ones(2), "t": "ü"}
+
+    with make(Mixed(), num_workers=1, collate_fn=list) as loader:
+        sample = loader.take(0)[0].batch[0]
+    assert torch.cat(sample["many"]).tolist() == list(range(600))
+    assert sample["view"].tolist() == [5, 6, 7, 8]
+    assert (sample["empty"].numel(), sample["np"].tolist(), sample["t"]) == (0, [1.0, 1.0], "ü")
+
+
+def test_batches_larger_than_a_pipe_arrive_whole():
+    """What is no tensor comes through the pipe in pieces."""
+
+    class Large:
+        def __getitem__(self, index):
+            return bytes([index]) * 300_000
+
+    with make(Large(), num_workers=2, collate_fn=list) as loader:
+        for step in range(3):
+            for micro in loader.take(step):
+                assert micro.batch == [bytes([index]) * 300_000 for index in micro.indices]
+
+
+def test_pinning_hands_on_the_same_batches_and_ends(reference, monkeypatch):
+    """The pinning thread keeps the order; close() waits for it."""
+    monkeypatch.setattr("ddp_runner.data.limits.can_pin", lambda: True)
+
+    with make(num_workers=2, pin_memory=True, collate_fn=pinnable) as loader:
+        for step in range(5):
+            taken = loader.take(step)
+            assert all(micro.batch.pinned for micro in taken)
+            assert torch.equal(torch.cat([m.batch.rows for m in taken]), reference[step][1])
+    assert "loader-pin" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_pinning_without_a_device_is_left_out():
+    """Control: ``pin_memory`` on a machine without a device loads as without it."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with make(num_workers=1, pin_memory=True) as loader:
+        loader.take(0)
+        assert "loader-pin" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_shrinking_the_prefetch_keeps_the_position(reference):
+    """Memory pressure halves what is loaded ahead; no step is lost or repeated."""
+    with make(num_workers=1, prefetch_factor=4) as loader:
+        assert_same(loader.take(0), reference[0])
+        pids = loader.worker_pids
+        loader.shrink_prefetch()
+        assert_same(loader.take(1), reference[1])
+        assert loader.prefetch_factor == 2
+        assert loader.worker_pids != pids
+        loader.shrink_prefetch()
+        loader.shrink_prefetch()
+        assert loader.prefetch_factor == 1
+        assert_same(loader.take(2), reference[2])
+
+
+def test_workers_last_over_epochs_and_are_reported():
+    """No worker is restarted at an epoch's end; start and end are told to the caller."""
+    told = []
+    with make(num_workers=1, on_workers=told.append) as loader:
+        for step in range(TOTAL_STEPS):
+            loader.take(step)
+        pids = loader.worker_pids
+        assert len(pids) == loader.workers == 1
+    assert told == [pids, ()]
+
+
+def test_rank_without_a_share_takes_nothing():
+    """More ranks than samples in a step: the last ranks get an empty list, and no workers."""
+    with make(rank=12, world_size=13, num_workers=1) as loader:
+        assert loader.take(0) == []
+        assert loader.worker_pids == ()
+
+
+def test_steps_outside_the_run_and_closed_loaders_are_errors():
+    """The position may stand at the end of the run, where nothing can be taken."""
+    with make(start_step=TOTAL_STEPS) as loader:
+        with pytest.raises(ValueError, match="the last one is 12"):
+            loader.take(TOTAL_STEPS)
+        with pytest.raises(ValueError, match="step=-1"):
+            loader.seek(-1)
+    with pytest.raises(ValueError, match="closed"):
+        loader.take(0)
+
+
+def test_workers_are_cut_to_the_ranks_part_of_the_cores():
+    """Never more than cores per rank, never none where some were asked for."""
+    assert worker_count(num_workers=8, local_world_size=4, cores=16) == 4
+    assert worker_count(num_workers=2, local_world_size=4, cores=16) == 2
+    assert worker_count(num_workers=2, local_world_size=4, cores=2) == 1
+    assert worker_count(num_workers=0, local_world_size=4, cores=2) == 0
+    with make(num_workers=1000) as loader:
+        cores = len(os.sched_getaffinity(0))
+        assert loader.workers == cores
+        assert f"{cores} loader workers per rank instead of 1000" in loader.notes[0]
+
+
+def test_shared_memory_too_small_is_noted_after_the_first_batch(caplog, monkeypatch):
+    """The preflight measures a real batch and warns before the prefetch fills the memory."""
+
+    monkeypatch.setattr("ddp_runner.data.limits.batch_bytes", lambda batch: 2**50)
+    with make(num_workers=1) as loader:
+        loader.take(0)
+        assert any("/dev/shm" in note for note in loader.notes)
+    assert "/dev/shm" in caplog.text

@@ -1,0 +1,389 @@
+"""SafeDataLoader: each way in which loading breaks is one clear fault that leaves no worker."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.order import SampleOrder
+
+BAD = 17
+CONTROL_S = 0.4
+
+
+class Plain:
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+class Raises(Plain):
+    def __getitem__(self, index):
+        if index == BAD:
+            raise ValueError("broken image\nsecond line")
+        return super().__getitem__(index)
+
+
+class RaisesMany(Raises):
+    deterministic = True
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Exits(Plain):
+    def __getitem__(self, index):
+        if index == BAD:
+            os._exit(7)
+        return super().__getitem__(index)
+
+
+class Stuck(Plain):
+    def __getitem__(self, index):
+        if index == BAD:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+class Slow(Plain):
+    def __getitem__(self, index):
+        if index == BAD:
+            time.sleep(CONTROL_S)
+        return super().__getitem__(index)
+
+
+class Unpicklable(Plain):
+    def __getitem__(self, index):
+        return (lambda: index) if index == BAD else 0
+
+
+def make(dataset, *, num_workers=1, timeout_s=30.0, **changes):
+    order = SampleOrder(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
+    return SafeDataLoader(
+        dataset,
+        order=order,
+        rank=0,
+        world_size=1,
+        total_steps=10_000,
+        micro_batch_size=4,
+        seed=1,
+        num_workers=num_workers,
+        timeout_s=timeout_s,
+        **changes,
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "pinned"])
+def pin(request, monkeypatch):
+    """Batches received directly, or through the pinning thread, also without a device."""
+    if request.param and not torch.cuda.is_available():
+        monkeypatch.setattr("ddp_runner.data.limits.can_pin", lambda: True)
+        monkeypatch.setattr("ddp_runner.data.pool.pin_memory", lambda batch: batch)
+    return request.param
+
+
+def left_over(pids):
+    """What the loader's workers left behind: processes and shared-memory names."""
+    names = [p.name for pid in pids for p in Path("/dev/shm").glob(f"torch_{pid}_*")]
+    return [pid for pid in pids if psutil.pid_exists(pid)] + names
+
+
+def take_until_fault(loader, first_step=0):
+    """Take steps until one raises; the fault, and how long that last take took."""
+    for step in range(first_step, first_step + 200):
+        pids = loader.worker_pids
+        began_s = time.monotonic()
+        fault = take_fault(loader, step)
+        if fault is not None:
+            took_s = time.monotonic() - began_s
+            assert (left_over(pids), loader.worker_pids, fault.step) == ([], (), step)
+            return fault, took_s
+    pytest.fail("no fault in 200 steps")
+
+
+def take_fault(loader, step):
+    """The fault of taking ``step``, or None."""
+    try:
+        loader.take(step)
+    except FaultError as error:
+        return error.fault
+    return None
+
+
+def test_killed_worker_is_one_fault_at_once(pin):
+    """A SIGKILL is told apart by worker, pid and signal, and the loader goes on exactly there."""
+    told = []
+    with make(Plain(), num_workers=2, pin_memory=pin, on_workers=told.append) as loader:
+        loader.take(0)
+        victim = loader.worker_pids[0]
+        os.kill(victim, signal.SIGKILL)
+        fault, took_s = take_until_fault(loader, 1)
+        assert fault.kind is FaultKind.LOADER_WORKER_DIED
+        assert f"worker 0 (pid {victim}) was killed by SIGKILL" in fault.cause
+        assert "\n" not in fault.cause
+        assert "Traceback" in fault.detail
+        assert took_s < 0.8
+        assert told[-1] == ()
+        assert loader.take(fault.step)[0].indices == tuple(
+            range(fault.step * 4, fault.step * 4 + 4)
+        )
+
+
+def test_death_while_the_rank_waits_is_seen_at_once():
+    """The rank blocked on a slow worker learns of its death within the second, not by timeout."""
+    with make(Stuck(), num_workers=1) as loader:
+        loader.take(0)
+        killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {loader.worker_pids[0]}"])
+        fault, took_s = take_until_fault(loader, 1)
+        killer.wait()
+    assert fault.kind is FaultKind.LOADER_WORKER_DIED
+    assert "loading sample 17 of samples 16, 17, 18, 19" in fault.cause
+    assert took_s < 1.3
+
+
+def test_exit_inside_a_sample_names_code_and_samples():
+    """A worker that leaves by itself is reported with its exit code and what it was loading."""
+    with make(Exits()) as loader:
+        fault, _ = take_until_fault(loader)
+    assert fault.kind is FaultKind.LOADER_WORKER_DIED
+    assert "exited with code 7; loading sample 17 of samples 16, 17, 18, 19" in fault.cause
+
+
+def test_no_death_interrupts_the_rank_elsewhere():
+    """Between takes, a worker's death raises nothing in the rank's own code."""
+    with make(Plain(), num_workers=1) as loader:
+        loader.take(0)
+        process = psutil.Process(loader.worker_pids[0])
+        process.kill()
+        deadline_s = time.monotonic() + 10
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s
+        fault, _ = take_until_fault(loader, 1)
+    assert fault.kind is FaultKind.LOADER_WORKER_DIED
+
+
+def test_stopped_worker_is_a_timeout_that_names_it(pin):
+    """A worker that stops is reported with its state and memory after timeout_s, and ended."""
+    with make(Plain(), num_workers=2, timeout_s=0.4, pin_memory=pin) as loader:
+        loader.take(0)
+        number = loader.workers - 1  # a machine may have one core only
+        victim = loader.worker_pids[number]
+        os.kill(victim, signal.SIGSTOP)
+        fault, took_s = take_until_fault(loader, 1)
+    assert fault.kind is FaultKind.LOADER_TIMEOUT
+    assert f"no batch within 0.4 s: loader worker {number} (pid {victim}) is stopped" in fault.cause
+    assert "MB resident; " in fault.cause
+    assert 0.4 <= took_s < 1.5
+
+
+def test_batches_of_a_stopped_worker_that_are_ready_are_served():
+    """What a worker has finished can be had without it: unpacking never waits for the sender."""
+    with make(Plain(), timeout_s=0.4, prefetch_factor=4) as loader:
+        loader.take(0)
+        _wait_until_idle(loader.worker_pids[0])
+        os.kill(loader.worker_pids[0], signal.SIGSTOP)
+        for step in range(1, 5):
+            assert loader.take(step)[0].batch.tolist() == list(range(step * 4, step * 4 + 4))
+        fault, _ = take_until_fault(loader, 5)
+    assert fault.kind is FaultKind.LOADER_TIMEOUT
+
+
+def _wait_until_idle(pid):
+    """Until the worker used no processor time for a while: its prefetch is done."""
+    process = psutil.Process(pid)
+    deadline_s = time.monotonic() + 10
+    seen, since_s = process.cpu_times(), time.monotonic()
+    while time.monotonic() - since_s < 0.2:
+        assert time.monotonic() < deadline_s
+        if process.cpu_times() != seen:
+            seen, since_s = process.cpu_times(), time.monotonic()
+
+
+def test_stuck_sample_is_a_timeout_that_names_it():
+    """A sample that never returns is among those that the report names."""
+    with make(Stuck(), timeout_s=0.4) as loader:
+        fault, _ = take_until_fault(loader)
+    assert fault.kind is FaultKind.LOADER_TIMEOUT
+    assert fault.step == 4
+    assert "is sleeping" in fault.cause
+    assert "loading sample 17 of samples 16, 17, 18, 19" in fault.cause
+
+
+@pytest.mark.parametrize("dataset", [Raises(), RaisesMany()], ids=["one", "many"])
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_raising_sample_is_named(dataset, workers):
+    """An exception of the dataset is a bad sample, with its index, first line and traceback."""
+    with make(dataset, num_workers=workers) as loader:
+        fault, _ = take_until_fault(loader)
+    assert (fault.kind, fault.step) == (FaultKind.BAD_SAMPLE, 4)
+    assert fault.cause == "sample 17 (epoch 0) could not be loaded: ValueError: broken image"
+    assert "in __getitem__" in fault.detail
+
+
+def test_samples_that_do_not_fit_together_are_named_together():
+    """Where collating fails, each sample of the micro-batch is a suspect."""
+
+    class Ragged(Plain):
+        def __getitem__(self, index):
+            return torch.zeros(index % 2)
+
+    with make(Ragged()) as loader:
+        fault, _ = take_until_fault(loader)
+    assert fault.kind is FaultKind.BAD_SAMPLE
+    assert "one of the samples 0, 1, 2, 3 " in fault.cause
+
+
+def test_sample_that_cannot_be_sent_is_a_bad_sample():
+    """What cannot be pickled is reported at once, not lost in a queue until the timeout."""
+    with make(Unpicklable(), collate_fn=list) as loader:
+        fault, _ = take_until_fault(loader)
+    assert (fault.kind, fault.step) == (FaultKind.BAD_SAMPLE, 4)
+    assert "could not be loaded" in fault.cause
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_slow_worker_within_the_timeout_is_no_fault(workers):
+    """Control: a slow sample is waited for, and the wait is measured."""
+    with make(Slow(), num_workers=workers, timeout_s=10.0, prefetch_factor=1) as loader:
+        waits = []
+        for step in range(8):
+            assert loader.take(step)[0].indices[0] == step * 4
+            waits.append(loader.waited_s)
+    assert max(waits) > CONTROL_S / 2
+
+
+def test_workers_ignore_the_signals_of_the_run():
+    """Control: Ctrl-C, SIGTERM and a preemption notice leave the workers loading."""
+    with make(Plain(), num_workers=2) as loader:
+        loader.take(0)
+        for pid in loader.worker_pids:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(pid, number)
+        pids = loader.worker_pids
+        for step in range(1, 20):
+            loader.take(step)
+        assert loader.worker_pids == pids
+
+
+@pytest.mark.parametrize("dataset", [Plain(), Stuck()], ids=["idle", "stuck"])
+def test_close_leaves_nothing(dataset):
+    """close() ends idle and stuck workers, promptly and twice without harm."""
+    with make(Plain()) as first:
+        first.take(0)  # multiprocessing opens one file of its own, once
+    open_before = _open_files()
+    loader = make(dataset, num_workers=2, timeout_s=0.2, prefetch_factor=3)
+    loader.take(0)
+    pids = loader.worker_pids
+    began_s = time.monotonic()
+    loader.close()
+    loader.close()
+    assert time.monotonic() - began_s < 2.0
+    assert left_over(pids) == []
+    assert _open_files_come_down_to(open_before)
+
+
+def test_nothing_waits_for_the_garbage_collector():
+    """Descriptors and shared memory of a batch go with it, those of a pool with its end."""
+    with make(Plain()) as first:
+        first.take(0)
+    open_before = _open_files()
+    loader = make(Plain(), num_workers=1)
+    gc.disable()
+    try:
+        for step in range(0, 60, 10):
+            loader.take(step)
+            loader.take(step + 1)
+            loader.seek(0)
+        assert _open_files_come_down_to(open_before)
+    finally:
+        gc.enable()
+        loader.close()
+
+
+def _open_files_come_down_to(limit):
+    """Whether they do, once the feeder threads of torch's queues have ended."""
+    deadline_s = time.monotonic() + 5
+    while _open_files() > limit and time.monotonic() < deadline_s:
+        pass
+    return _open_files() <= limit
+
+
+def _open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+RANK = """
+import sys, time
+import tests.data.test_loader_faults as t
+loader = t.make(t.Stuck(), num_workers=2)
+loader.take(0)
+print(*loader.worker_pids, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_worker_outlives_a_killed_rank():
+    """SIGKILL on the rank ends its workers by the kernel, also one that is stuck in a sample."""
+    rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
+    with rank:
+        assert rank.stdout is not None
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert pids
+        rank.kill()
+    deadline_s = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "a worker outlived its rank"
+
+
+class Mutable:
+    """Samples of one changeable tensor each."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(index))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_last_step_is_taken_again_for_free(num_workers):
+    """What a repair redoes is at hand: same batches, same workers, no waiting."""
+    with make(Mutable(), num_workers=num_workers) as loader:
+        first = loader.take(3)
+        pids = loader.worker_pids
+        assert loader.take(3) is first
+        assert loader.worker_pids == pids
+        assert loader.waited_s == 0.0
+        loader.take(4)
+        assert loader.worker_pids == pids
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_changed_in_place_is_loaded_anew(num_workers):
+    """A task that writes into its batch gets the original samples when the step is redone."""
+    with make(Mutable(), num_workers=num_workers) as loader:
+        first = loader.take(3)
+        before = first[0].batch.clone()
+        first[0].batch.mul_(2)
+        again = loader.take(3)
+        assert torch.equal(again[0].batch, before)
+
+
+def test_another_share_is_loaded_after_assign():
+    """Fewer ranks share the same global batch; nobody loads what is not theirs."""
+    with make(Mutable(), num_workers=1) as loader:
+        alone = [i for batch in loader.take(2) for i in batch.indices]
+        loader.assign(rank=1, world_size=2, micro_batch_size=4)
+        half = [i for batch in loader.take(2) for i in batch.indices]
+        assert half == alone[-len(half) :]
+        assert 2 * len(half) == len(alone)

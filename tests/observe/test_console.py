@@ -1,0 +1,260 @@
+"""What the console shows of the rank logs."""
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail
+from ddp_runner.observe.logger import format_record
+from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, LINE_BYTES_MAX
+
+AT = datetime(2026, 11, 20, 19, 47, 20, tzinfo=timezone.utc)
+
+
+def record(level, message, *, rank=0, step=None):
+    return format_record(level, message, rank=rank, step=step, at=AT)
+
+
+def append(directory, rank, text):
+    with (directory / f"rank_{rank}.log").open("ab") as file:
+        file.write(text if isinstance(text, bytes) else text.encode())
+
+
+def open_descriptors():
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+class Follower:
+    """A LogTail with a clock that the test moves."""
+
+    def __init__(self, directory, *, ranks=2, debug=False, from_end=True):
+        self.time_s = 0.0
+        self.tail = LogTail(
+            directory, ranks=ranks, debug=debug, from_end=from_end, now_s=lambda: self.time_s
+        )
+
+    def poll(self):
+        return [(line.level, line.text) for line in self.tail.poll()]
+
+    def drain(self):
+        return [(line.level, line.text) for line in self.tail.drain()]
+
+
+@pytest.fixture
+def follow(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Follower(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for follower in made:
+        follower.tail.close()
+
+
+def test_rank_0_is_shown_whole_and_others_only_where_they_warn(tmp_path, follow):
+    """Rank 0's INFO and raw lines are shown; of rank 1 neither, but its warnings and errors."""
+    follower = follow()
+    append(tmp_path, 0, record("INFO", "hello") + "raw\n\n" + record("DEBUG", "detail"))
+    append(tmp_path, 1, record("INFO", "hidden", rank=1) + "raw of 1\n")
+    append(tmp_path, 1, record("WARNING", "careful", rank=1, step=5) + record("ERROR", "bad\nwhy"))
+    expected = [
+        ("INFO", "hello"),
+        ("RAW", "raw"),
+        ("WARNING", "careful (rank 1, step 5)"),
+        ("ERROR", "bad (rank 1)\n  why"),
+    ]
+    assert follower.poll() == expected
+    assert follower.poll() == []
+
+
+def test_debug_shows_debug_records_of_rank_0(tmp_path, follow):
+    """With debug on, rank 0's DEBUG records are shown, others' are not."""
+    follower = follow(debug=True)
+    append(tmp_path, 0, record("DEBUG", "detail"))
+    append(tmp_path, 1, record("DEBUG", "detail of 1", rank=1))
+    assert follower.poll() == [("DEBUG", "detail")]
+
+
+def test_the_same_warning_of_several_ranks_is_one_line(tmp_path, follow):
+    """Four ranks that say the same are told once, by name."""
+    follower = follow(ranks=4)
+    for rank in range(4):
+        append(tmp_path, rank, record("WARNING", "slow disk", rank=rank, step=3))
+    assert follower.poll() == [("WARNING", "slow disk (ranks 0-3, step 3)")]
+
+
+def test_an_identical_warning_is_held_back_and_counted(tmp_path, follow):
+    """Within the window a repeated warning is silent; then its count comes; others pass."""
+    follower = follow()
+    append(tmp_path, 1, record("WARNING", "slow disk", rank=1))
+    assert follower.poll() == [("WARNING", "slow disk (rank 1)")]
+    append(tmp_path, 1, record("WARNING", "slow disk", rank=1) * 40)
+    append(tmp_path, 1, record("WARNING", "other", rank=1))
+    assert follower.poll() == [("WARNING", "other (rank 1)")]
+    follower.time_s = REPEAT_WINDOW_S
+    assert follower.poll() == [("WARNING", "slow disk (rank 1, 40 times more)")]
+    follower.time_s = 3 * REPEAT_WINDOW_S
+    assert follower.poll() == []
+    append(tmp_path, 1, record("WARNING", "slow disk", rank=1))
+    assert follower.poll() == [("WARNING", "slow disk (rank 1)")]
+
+
+def test_drain_tells_what_was_held_back_and_the_unfinished_line(tmp_path, follow):
+    """At the end nothing stays untold: counts and a last line without its end included."""
+    follower = follow()
+    append(tmp_path, 0, record("WARNING", "w") * 3 + "no end")
+    assert follower.drain() == [
+        ("WARNING", "w (rank 0)"),
+        ("RAW", "no end"),
+        ("WARNING", "w (rank 0, 2 times more)"),
+    ]
+
+
+def test_a_partial_line_waits_for_its_end(tmp_path, follow):
+    """Half a line, even half a character, is shown once it is whole."""
+    follower = follow()
+    whole = record("INFO", "grüße").encode()
+    cut = whole.index("ü".encode()) + 1
+    append(tmp_path, 0, whole[:cut])
+    assert follower.poll() == []
+    append(tmp_path, 0, whole[cut:])
+    assert follower.poll() == [("INFO", "grüße")]
+
+
+def test_old_content_is_skipped_and_a_late_file_is_read_from_its_start(tmp_path, follow):
+    """from_end concerns what was there at the start; a file that appears later is all new."""
+    append(tmp_path, 0, "old\n")
+    follower = follow()
+    append(tmp_path, 0, "new\n")
+    append(tmp_path, 1, record("ERROR", "late", rank=1))
+    assert follower.poll() == [("RAW", "new"), ("ERROR", "late (rank 1)")]
+    assert follow(from_end=False).poll()[0] == ("RAW", "old")
+
+
+def test_a_truncated_and_a_replaced_file_are_followed(tmp_path, follow):
+    """After truncation or rotation the cursor goes on at the new start, and loses no torn line."""
+    follower = follow()
+    append(tmp_path, 0, "a long first line\n")
+    assert follower.poll() == [("RAW", "a long first line")]
+    (tmp_path / "rank_0.log").write_bytes(b"b\n")
+    assert follower.poll() == [("RAW", "b")]
+    append(tmp_path, 0, "half")
+    assert follower.poll() == []
+    (tmp_path / "rank_0.log").rename(tmp_path / "rank_0.log.1")
+    append(tmp_path, 0, "c\n")
+    assert follower.poll() == [("RAW", "half"), ("RAW", "c")]
+
+
+def test_bytes_that_are_no_text_and_escape_sequences_do_no_harm(tmp_path, follow):
+    """Invalid UTF-8 is replaced; colours and cursor moves never reach the console."""
+    follower = follow()
+    append(tmp_path, 0, b"\xff\xfe ok\n\x1b[31mred\x1b[0m\x1b[2A\n")
+    assert follower.poll() == [("RAW", "\ufffd\ufffd ok"), ("RAW", "red")]
+
+
+def test_of_a_progress_bar_only_the_last_state_is_shown(tmp_path, follow):
+    """Carriage returns overwrite, and a record that follows a bar is still seen as a record."""
+    follower = follow()
+    append(tmp_path, 0, "\r 1%\r 50%\r100%\r\n\r 10%" + record("WARNING", "w", step=2))
+    assert follower.poll() == [("RAW", "100%"), ("RAW", " 10%"), ("WARNING", "w (rank 0, step 2)")]
+
+
+def test_a_record_that_comes_in_two_polls_keeps_its_level(tmp_path, follow):
+    """The later lines of a warning are shown as part of it, also of a rank other than 0."""
+    follower = follow()
+    first, second = record("ERROR", "failed\nbecause", rank=1).splitlines(keepends=True)
+    append(tmp_path, 1, first)
+    assert follower.poll() == [("ERROR", "failed (rank 1)")]
+    append(tmp_path, 1, second)
+    assert follower.poll() == [("ERROR", "  because (rank 1)")]
+
+
+def test_an_endless_line_is_cut(tmp_path, follow):
+    """A line beyond the bound is shown up to it; its rest is left out; the next is whole."""
+    follower = follow()
+    append(tmp_path, 0, b"x" * (10 * LINE_BYTES_MAX) + b"\nnext\n")
+    lines = follower.drain()
+    assert lines[0] == ("RAW", "x" * LINE_BYTES_MAX + " …")
+    assert lines[1:] == [("RAW", "next")]
+
+
+def test_a_flood_is_bounded_and_warnings_survive_it(tmp_path, follow):
+    """Of a flood of raw lines a bounded number is shown with a pointer; warnings always."""
+    follower = follow()
+    append(tmp_path, 0, "spam\n" * 2000 + record("WARNING", "w"))
+    lines = follower.poll()
+    assert len(lines) == LINES_PER_POLL_MAX + 2
+    assert lines[-2][1] == f"1,800 more lines stand in {tmp_path / 'rank_0.log'}"
+    assert lines[-1] == ("WARNING", "w (rank 0)")
+
+
+def test_a_hopeless_backlog_is_skipped_and_said(tmp_path, follow):
+    """Output faster than it can be followed costs its middle, not memory, and a line says so."""
+    follower = follow()
+    append(tmp_path, 0, b"x" * 99 + b"\n")
+    append(tmp_path, 0, (b"y" * 99 + b"\n") * (BACKLOG_BYTES_MAX // 100 + 1000) + b"end\n")
+    lines = [text for _, text in follower.drain()]
+    assert lines[0].startswith("4.2 MB of output are not shown; they stand in ")
+    assert set(lines[1:-1]) <= {"y" * 99, *(line for line in lines if "more lines" in line)}
+    assert not any(line.startswith("x") for line in lines)
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from ddp_runner.observe.logger import DDPLogger
+log = DDPLogger(rank=1, path=Path(sys.argv[1]))
+for n in range(50):
+    log.warning(f"number {n}")
+os.write(log._fd, b"2026-11-20 19:47:20.000 WARNING rank 1 | torn in the mid")
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_writer_killed_in_mid_line_hides_nothing_of_its_successor(tmp_path, follow):
+    """SIGKILL between two bytes of a line: every whole line is shown once, also the successor's."""
+    follower = follow()
+    log = tmp_path / "rank_1.log"
+    command = [sys.executable, "-c", WRITER, str(log)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        shown = []
+        while not shown or shown[-1][1] != "number 49 (rank 1)":
+            shown += follower.poll()
+            assert writer.poll() is None
+        assert writer.stdout.readline() == b"ready\n"
+        os.kill(writer.pid, signal.SIGKILL)
+    assert shown == [("WARNING", f"number {n} (rank 1)") for n in range(50)]
+    append(tmp_path, 1, record("ERROR", "successor", rank=1))
+    assert follower.poll() == [
+        ("WARNING", "torn in the mid (rank 1)"),
+        ("ERROR", "successor (rank 1)"),
+    ]
+
+
+def test_closing_leaves_no_descriptor_open(tmp_path):
+    """A tail gives its files back."""
+    before = open_descriptors()
+    append(tmp_path, 0, "x\n")
+    tail = LogTail(tmp_path, ranks=1, debug=False)
+    tail.poll()
+    tail.close()
+    assert open_descriptors() == before
+
+
+def test_one_path_per_rank_may_be_given(tmp_path):
+    """Paths replace the directory; their number must be the number of ranks."""
+    path = tmp_path / "other.log"
+    tail = LogTail([path], ranks=1, debug=False)
+    path.write_text("x\n")
+    assert [line.text for line in tail.poll()] == ["x"]
+    tail.close()
+    with pytest.raises(ValueError, match="1 log paths for 2 ranks"):
+        LogTail([path], ranks=2, debug=False)

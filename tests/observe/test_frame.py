@@ -1,0 +1,169 @@
+"""Layout of the live display, and the plain text beside it."""
+
+import pytest
+
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.observe.frame import ASCII, Role, frame
+from ddp_runner.observe.report import FAULTS_SHOWN_MAX, progress_line, summary_block
+from tests.observe.views import rank_view, run_summary, run_view
+
+
+def text_of(lines):
+    return ["".join(span.text for span in line) for line in lines]
+
+
+def role_of(lines, text):
+    return next(span.role for line in lines for span in line if span.text.strip() == text)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 300])
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_every_line_fits_the_width(width, world_size):
+    """No line is wider than the terminal (40 columns are the least), whatever the figures."""
+    wild = {"step": 12_345_678, "rss_bytes": 10**14, "loss": -1.5e30, "phase_age_s": 1e7}
+    ranks = tuple(
+        rank_view(rank, state="recovering", phase="checkpoint", device="cuda:10", **wild)
+        for rank in range(world_size)
+    )
+    view = run_view(
+        world_size, ranks=ranks, max_steps=98_765_432, title="t" * 60, samples_per_s=9e9
+    )
+    lines = text_of(frame(view, width=width, ranks_max=8))
+    assert max(len(line) for line in lines) <= max(40, width)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_eighty_columns_show_every_column(width):
+    """At 80 columns every column of the table is there, and the table is a rectangle."""
+    ranks = (rank_view(0), rank_view(1, phase="reduce", phase_age_s=12.3, step=929))
+    lines = text_of(frame(run_view(2, ranks=ranks), width=width, ranks_max=8))
+    assert "bytes" in lines[1]
+    assert "generation 3" in lines[1]
+    assert lines[1].endswith("12:34")
+    assert lines[2].endswith("62%  step 930/1,500")
+    assert "epoch 2/10" in lines[3]
+    assert "eta 2m 03s" in lines[3]
+    columns = ["rank", "device", "state", "step", "phase", "loss", "samples/s", "data", "memory"]
+    assert lines[5].split() == columns
+    assert lines[6].split() == [
+        "0",
+        "cpu",
+        "running",
+        "930",
+        "forward",
+        "2.3456",
+        "617",
+        "1%",
+        "0.4",
+        "GB",
+    ]
+    assert lines[7].split() == [
+        "1",
+        "cpu",
+        "running",
+        "929",
+        "reduce",
+        "12s",
+        "2.3456",
+        "617",
+        "1%",
+        "0.4",
+        "GB",
+    ]
+    assert len({len(line) for line in lines[5:]}) == 1, "the table is a rectangle"
+
+
+def test_colours_tell_states_apart():
+    """Running is good, recovering needs care, dead is bad; quiet things are quiet."""
+    ranks = (rank_view(0), rank_view(1, state="recovering"), rank_view(2, state="dead"))
+    lines = frame(run_view(3, ranks=ranks, faults_total=1, restarts=2), width=80, ranks_max=8)
+    assert role_of(lines[6:], "running") is Role.GOOD
+    assert role_of(lines, "recovering") is Role.CARE
+    assert role_of(lines, "dead") is Role.BAD
+    assert role_of(lines, "1 fault, 2 restarts") is Role.CARE
+    quiet = frame(run_view(1), width=80, ranks_max=8)
+    assert role_of(quiet, "no faults") is Role.QUIET
+
+
+def test_ranks_in_trouble_are_shown_first_when_not_all_fit():
+    """With too many ranks those in trouble keep their rows; a line counts the rest."""
+    ranks = tuple(rank_view(rank, state="dead" if rank == 13 else "running") for rank in range(16))
+    lines = text_of(frame(run_view(16, ranks=ranks), width=80, ranks_max=4))
+    rows = [line.split()[0] for line in lines[6:]]
+    assert rows == ["0", "1", "13", "and"]
+    assert lines[-1].strip() == "and 13 more: running"
+
+
+@pytest.mark.parametrize(
+    ("step", "max_steps", "text"),
+    [(0, 100, "0%"), (50, 100, "50%"), (999, 1000, "99%"), (100, 100, "100%"), (5, 0, "0%")],
+)
+def test_the_bar_is_full_only_at_the_end(step, max_steps, text):
+    """The share is rounded down, so that 100% means done; an unknown total shows no progress."""
+    bar = text_of(frame(run_view(step=step, max_steps=max_steps), width=80, ranks_max=8))[2]
+    assert f" {text} " in bar
+
+
+def test_unknown_figures_are_dashes():
+    """Before the first step nothing is known, and the display says so."""
+    ranks = (rank_view(0, loss=None, samples_per_s=None, data_wait_share=None, rss_bytes=0),)
+    view = run_view(1, ranks=ranks, loss=None, samples_per_s=None, eta_s=None, state="starting")
+    lines = text_of(frame(view, width=80, ranks_max=8))
+    assert lines[6].split() == ["0", "cpu", "running", "930", "forward", "-", "-", "-", "-"]
+    assert "loss -" in lines[3]
+
+
+def test_a_terminal_without_unicode_gets_ascii():
+    """The ASCII frame has no other characters."""
+    assert "".join(text_of(frame(run_view(), width=80, ranks_max=8, glyphs=ASCII))).isascii()
+
+
+def test_progress_line():
+    """The plain line holds every figure that people compare; unknown ones are left out."""
+    assert progress_line(run_view()) == (
+        "step 930/1,500  epoch 2/10  loss 2.3456  lr 3.0e-04  grad 0.91  1,234 samples/s  data 1%"
+        "  mem 0.4 GB  eta 2m 03s"
+    )
+    bare = run_view(
+        0, loss=None, learning_rate=None, grad_norm=None, samples_per_s=None, eta_s=None, epochs=0
+    )
+    assert progress_line(bare) == "step 930/1,500  epoch 2"
+
+
+def test_summary_block_tells_people_everything():
+    """Status, steps, loss, figures, goodput, faults with repair time, digest, checkpoint, logs."""
+    block = summary_block(run_summary(), log_dir="logs")
+    text = "\n".join(block)
+    for part in (
+        "completed",
+        "1,500 steps, 48,000 samples, 2 ranks",
+        "1.7312",
+        "validation bits per byte  2.4971",
+        "goodput 90%",
+        "1, 1 repaired in 1.8s, 1 step done again",
+        "step 412: rank 1 was killed by SIGKILL, repaired",
+        "checkpoints/step_00001500.pt",
+        "logs",
+    ):
+        assert part in text
+    assert "ab12cd34ef56\n" in text, "twelve characters of the digest"
+    assert max(len(line) for line in block) < 80
+
+
+def test_summary_block_of_a_failed_run():
+    """No figure is made up: unknown ones are dashes, inexact runs say why, many faults are cut."""
+    (fault,) = run_summary().faults
+    summary = run_summary(
+        status=RunStatus.FAILED,
+        exit_code=1,
+        final_loss=None,
+        weights_sha256=None,
+        checkpoint=None,
+        exact=False,
+        inexact_reasons=("batches were split",),
+        faults=(fault,) * (FAULTS_SHOWN_MAX + 3),
+    )
+    text = "\n".join(summary_block(summary, log_dir="logs"))
+    assert "failed" in text
+    assert "-, not bit-exact: batches were split" in text
+    assert "and 3 more, in events.jsonl" in text

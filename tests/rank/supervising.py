@@ -1,0 +1,141 @@
+"""Plays the supervisor in a process of its own, on the real World, at the command of a test."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+
+from ddp_runner import config, lifeline
+from ddp_runner.channel import ChannelClosedError
+from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.messages import Forked, StoreReady, ZygoteReady
+from ddp_runner.supervisor.children import reap_children
+from ddp_runner.supervisor.world import World
+
+TASK = f"{__file__}:WaitingTask"
+
+
+class WaitingTask:
+    """Small enough to be built at once."""
+
+    def build_model(self):
+        from torch import nn
+
+        print("said before the log exists", flush=True)
+        return nn.Linear(2, 1)
+
+    def build_datasets(self):
+        import torch
+        from torch.utils.data import TensorDataset
+
+        from ddp_runner.training.task import Datasets
+
+        return Datasets(train=TensorDataset(torch.ones(8, 2), torch.ones(8, 1)))
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+
+def plan_for(folder, *, world_size, **changes):
+    """A checked run of the waiting task on the CPU."""
+    settings = config.from_flat(
+        {
+            "task": TASK,
+            "log_dir": str(folder / "logs"),
+            "checkpoint_dir": str(folder / "checkpoints"),
+            "device": "cpu",
+            "batch_size": 2,
+            "max_steps": 2,
+            "num_workers": 0,
+            "use_amp": False,
+            **changes,
+        }
+    )
+    cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
+    return LaunchPlan(
+        settings=settings,
+        origins={},
+        devices=(cpu,) * world_size,
+        world_size=world_size,
+        threads_per_rank=1,
+        meaning={},
+        settings_digest="0",
+        command=("test",),
+        notes=(),
+    )
+
+
+class PlayedSupervisor:
+    """Forks what it is told to, and keeps what it hears."""
+
+    def __init__(self, folder, world_size):
+        lifeline.adopt_orphans()
+        self._selector = selectors.DefaultSelector()
+        self.world = World(plan_for(folder, world_size=world_size), self._selector)
+        self.heard = []
+        self.ended = []
+        self.store_pid = None
+        self.world.start_zygote()
+
+    @property
+    def zygote_pid(self):
+        return self.world._zygote.pid
+
+    def until(self, check, *, timeout_s=20.0):
+        """Receive and reap until ``check`` holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not check():
+            assert time.monotonic() < deadline_s, f"heard only {self.heard}, reaped {self.ended}"
+            for key, _ in self._selector.select(0.02):
+                self._receive(*key.data)
+            for ended in reap_children():
+                self.ended.append((ended.pid, ended.exit_code, ended.signal_number))
+                self.world.departed(ended)
+
+    def _receive(self, channel, who):
+        try:
+            message, _ = channel.receive()
+        except ChannelClosedError:
+            self.world.forget_channel(channel)
+            return
+        self.heard.append(message)
+        if isinstance(message, ZygoteReady):
+            self.world.zygote_is_ready()
+        if isinstance(message, StoreReady):
+            self.world.store_ready = True
+        if isinstance(message, Forked):
+            self.world.claim(message)
+            self.store_pid = self.world._store_pid
+
+    def count(self, kind):
+        """How many messages of a kind were heard."""
+        return sum(isinstance(message, kind) for message in self.heard)
+
+    def spawn_store(self):
+        """Fork a store host and wait for it."""
+        forks = self.count(Forked)
+        self.world.spawn_store()
+        self.until(lambda: self.world.store_ready and self.count(Forked) > forks)
+
+    def spawn_rank(self, handle, *, loads):
+        """Fork a rank."""
+        self.world.spawn_rank(handle, loads=loads, resume="auto", injections_left={})
+
+
+def threads_of(pid):
+    """How many threads a process has."""
+    return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - names only
+
+
+def parent_of(pid):
+    """The process id of its parent."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8") as file:  # noqa: PTH123
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+def answers_on(port):
+    """Whether somebody accepts on the port."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True

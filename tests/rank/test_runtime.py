@@ -1,0 +1,286 @@
+"""A supervised rank's surroundings, in real processes: its output, its control link, its stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.collective.store import StoreLink
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.messages import (
+    Abort,
+    Checkpoint,
+    Forked,
+    Form,
+    Ready,
+    Stop,
+    StopAsked,
+)
+from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.training.runtime import Place
+from tests.processes import poll, ranks, run_ranks
+
+READY = Ready(
+    rank=0,
+    committed_step=0,
+    run_id="",
+    total_steps=1,
+    steps_per_epoch=1,
+    train_samples=1,
+    parameters=1,
+    device="cpu",
+)
+
+
+def form(generation):
+    return Form(
+        generation=generation,
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        run_id="the run",
+    )
+
+
+def _talk(me, path):
+    """Write in every way before and after the log file is attached."""
+    output = StartupOutput(os.memfd_create("output"), path)
+    os.write(1, b"early from C\n")
+    print("early from print")
+    subprocess.run([sys.executable, "-c", "print('early from a child')"], check=True)
+    print("early to stderr", file=sys.stderr)
+    exists_before = path.exists()
+    output.attach()
+    output.attach()
+    print("late", flush=True)
+    os.write(2, b"late from C\n")
+    return exists_before
+
+
+def test_what_was_said_before_the_log_file_is_copied_there_first(tmp_path):
+    """Also from C and from child processes, in order, once, however often it is attached."""
+    path = tmp_path / "rank_0.log"
+    assert run_ranks(_talk, 1, path) == [False]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert sorted(lines[:4]) == [
+        "early from C",
+        "early from a child",
+        "early from print",
+        "early to stderr",
+    ]
+    assert lines[4:] == ["late", "late from C"]
+
+
+def _attach_to_an_old_log(me, path):
+    output = StartupOutput(os.memfd_create("output"), path)
+    print("new")
+    output.attach()
+
+
+def test_a_log_file_of_an_earlier_process_is_continued(tmp_path):
+    """Appended, never cut: it may hold the traceback of why this process exists."""
+    path = tmp_path / "rank_0.log"
+    path.write_text("old\n", encoding="utf-8")
+    run_ranks(_attach_to_an_old_log, 1, path)
+    assert path.read_text(encoding="utf-8") == "old\nnew\n"
+
+
+def make_runtime(descriptor, path):
+    return SupervisedRuntime(
+        Channel.from_descriptor(descriptor),
+        place=Place(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
+        ),
+        slot=Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0),
+        logger=DDPLogger(rank=0, debug=False),
+        output=StartupOutput(os.memfd_create("output"), path),
+        link=StoreLink("127.0.0.1", 0, timeout_s=5.0),
+    )
+
+
+def _supervise(me, path, rank_function):
+    """The test commands this process, which holds the other end of a rank's channel."""
+    mine, theirs = Channel.pair()
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        rank_function(me, make_runtime(theirs.detach(), path))
+        os._exit(5)
+    theirs.close()
+    return mine, pid
+
+
+def exit_code_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _wait_for_forms(me, runtime):
+    for _ in range(2):
+        generation = runtime.next_generation(READY)
+        me.say((generation.membership.generation, runtime.run_id, generation.switch.tripped))
+
+
+def _form_twice(me, path):
+    channel, pid = _supervise(me, path, _wait_for_forms)
+    heard = []
+    for generation in (1, 4):
+        heard.append(channel.receive()[0])
+        channel.send(form(generation))
+    return heard, exit_code_of(pid)
+
+
+def test_a_rank_reports_ready_and_gets_the_generation_it_is_sent(tmp_path):
+    """Each Form answers one Ready; the first opens the log file."""
+    with ranks(_form_twice, 1, tmp_path / "rank_0.log") as (rank,):
+        assert rank.hear() == (1, "the run", False)
+        assert rank.hear() == (4, "the run", False)
+        assert rank.result() == ([READY, READY], 5)
+    assert (tmp_path / "rank_0.log").exists()
+
+
+def _report_what_is_asked(me, runtime):
+    generation = runtime.next_generation(READY)
+    me.say((runtime.stop_asked(), runtime.save_asked(), generation.switch.tripped))
+    runtime.tell(Forked(token=1, pid=1))
+    poll(runtime.save_asked, what="the request to save")
+    me.say(runtime.save_asked())
+    poll(runtime.stop_asked, what="the stop")
+    me.say(runtime.stop_asked())
+    poll(lambda: generation.switch.tripped, what="the abort")
+
+
+def _ask_for_things(me, path, aborts):
+    channel, pid = _supervise(me, path, _report_what_is_asked)
+    channel.receive()
+    channel.send(form(3))
+    channel.receive()
+    channel.send(Checkpoint())
+    channel.send(Stop(reason=StopReason.INTERRUPTED))
+    for generation in aborts:
+        channel.send(Abort(generation=generation))
+    return exit_code_of(pid)
+
+
+def test_stop_and_save_wait_for_the_trainer_to_ask_and_abort_does_not(tmp_path):
+    """A request to save counts once; an abort of the generation trips its switch by itself."""
+    with ranks(_ask_for_things, 1, tmp_path / "rank_0.log", (2, 3)) as (rank,):
+        assert rank.hear() == (None, False, False)
+        assert rank.hear() is False
+        assert rank.hear() is StopReason.INTERRUPTED
+        assert rank.result() == 5
+
+
+def _survive_a_late_abort(me, runtime):
+    runtime.next_generation(READY)
+    second = runtime.next_generation(READY)
+    runtime.tell(Forked(token=1, pid=1))
+    poll(runtime.save_asked, what="what is sent after the abort")
+    me.say(second.switch.tripped)
+
+
+def _abort_an_earlier_generation(me, path):
+    channel, pid = _supervise(me, path, _survive_a_late_abort)
+    for generation in (1, 2):
+        channel.receive()
+        channel.send(form(generation))
+    channel.receive()
+    channel.send(Abort(generation=1))
+    channel.send(Checkpoint())
+    return exit_code_of(pid)
+
+
+def test_an_abort_of_an_earlier_generation_leaves_the_newest_alone(tmp_path):
+    """It comes too late for the one it was meant for."""
+    with ranks(_abort_an_earlier_generation, 1, tmp_path / "rank_0.log") as (rank,):
+        assert rank.hear() is False
+        assert rank.result() == 5
+
+
+def _compute_with_the_lock_of_the_interpreter_free(me, runtime):
+    runtime.tell(Forked(token=1, pid=1))
+    time.sleep(60)
+
+
+def _hang_up(me, path):
+    channel, pid = _supervise(me, path, _compute_with_the_lock_of_the_interpreter_free)
+    channel.receive()
+    channel.close()
+    return exit_code_of(pid)
+
+
+def test_a_rank_ends_when_the_supervisor_hangs_up(tmp_path):
+    """Whatever it is doing; also where the kernel has no death signal."""
+    assert run_ranks(_hang_up, 1, tmp_path / "rank_0.log") == [1]
+
+
+def _send_garbage(me, path):
+    channel, pid = _supervise(me, path, _compute_with_the_lock_of_the_interpreter_free)
+    channel.receive()
+    channel._socket.send(b"garbage")
+    return exit_code_of(pid)
+
+
+def test_a_rank_that_cannot_understand_its_supervisor_ends(tmp_path):
+    """A deaf rank must not live on."""
+    assert run_ranks(_send_garbage, 1, tmp_path / "rank_0.log") == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_asks_the_whole_run_to_stop(tmp_path, number):
+    """The rank goes on: the supervisor decides, for all of them."""
+    with ranks(_signal_the_rank, 1, tmp_path / "rank_0.log", int(number)) as (rank,):
+        asked, heard_nothing_else = rank.result()
+    assert asked == StopAsked(rank=0, reason=StopReason.PREEMPTED)
+    assert heard_nothing_else
+
+
+def _wait_for_a_stop(me, runtime):
+    runtime.tell(Forked(token=1, pid=1))
+    poll(runtime.stop_asked, what="the stop")
+
+
+def _signal_the_rank(me, path, number):
+    channel, pid = _supervise(me, path, _wait_for_a_stop)
+    channel.receive()
+    os.kill(pid, number)
+    asked, _ = channel.receive()
+    channel.send(Stop(reason=StopReason.PREEMPTED))
+    code = exit_code_of(pid)
+    try:
+        channel.receive()
+    except ChannelClosedError:
+        return asked, code == 5
+    return asked, False
+
+
+def _judge_faults(me, path):
+    mine, theirs = Channel.pair()
+    runtime = make_runtime(theirs.detach(), path)
+    verdicts = []
+    for dirty in (0, 1):
+        runtime.slot.set(Cell.DIRTY, dirty)
+        verdicts.append(
+            {
+                kind: runtime.survives(Fault(kind=kind, rank=0, step=1, cause="a cause"))
+                for kind in (FaultKind.COLLECTIVE_FAILED, FaultKind.RANK_RAISED)
+            }
+        )
+    me.keep_open = mine  # its end would be the end of this process
+    return verdicts
+
+
+def test_only_a_clean_victim_survives(tmp_path):
+    """A rank at fault, or one inside its optimizer, is replaced by an empty one."""
+    ((clean, dirty),) = run_ranks(_judge_faults, 1, tmp_path / "rank_0.log")
+    assert clean == {FaultKind.COLLECTIVE_FAILED: True, FaultKind.RANK_RAISED: False}
+    assert dirty == {FaultKind.COLLECTIVE_FAILED: False, FaultKind.RANK_RAISED: False}

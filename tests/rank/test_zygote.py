@@ -1,0 +1,180 @@
+"""The zygote as a real module process: what it forks is the supervisor's, and dies with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from ddp_runner.core.lifecycle import RankEvent
+from ddp_runner.core.messages import Finished, Formed, Ready, ZygoteReady
+from tests.processes import poll, ranks, run_ranks
+
+from .supervising import PlayedSupervisor, answers_on, parent_of, threads_of
+
+
+def is_gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def connect(port):
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=10))
+
+
+def _host_stores(me, folder):
+    """A store, used, killed, replaced, used again; then the zygote is killed under it."""
+    facts = {}
+    played = PlayedSupervisor(folder, 1)
+    played.until(lambda: played.world.can_fork)
+    (ready,) = [message for message in played.heard if isinstance(message, ZygoteReady)]
+    facts["import_s"] = ready.import_s
+    facts["zygote_threads"] = threads_of(played.zygote_pid)
+    facts["zygote_name"] = psutil.Process(played.zygote_pid).name()
+
+    began_s = time.monotonic()
+    played.spawn_store()
+    facts["fork_s"] = time.monotonic() - began_s
+    first = played.store_pid
+    facts["parent_is_us"] = parent_of(first) == os.getpid()
+    port = played.world.store_port
+    client = connect(port)
+    client.set("key", "value")
+    facts["value"] = connect(port).get("key")
+
+    os.kill(first, signal.SIGKILL)
+    played.until(lambda: not played.world.has_store)
+    facts["reaped"] = [signal_number for pid, _, signal_number in played.ended if pid == first]
+    facts["port_held"] = answers_on(port)
+    played.spawn_store()
+    facts["same_port"] = played.world.store_port == port
+    facts["replaced"] = played.store_pid != first
+    second_client = connect(port)
+    facts["keys_of_the_first"] = second_client.check(["key"])
+    second_client.set("key", "again")
+
+    zygote = played.zygote_pid
+    os.kill(zygote, signal.SIGKILL)
+    played.until(lambda: any(pid == zygote for pid, _, _ in played.ended))
+    facts["store_outlives_zygote"] = second_client.get("key")
+    facts["parent_is_still_us"] = parent_of(played.store_pid) == os.getpid()
+
+    store = played.store_pid
+    played.world.close()
+    played.until(lambda: any(pid == store for pid, _, _ in played.ended))
+    facts["store_exit"] = [code for pid, code, _ in played.ended if pid == store]
+    return facts
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    return run_ranks(_host_stores, 1, tmp_path_factory.mktemp("run"))[0]
+
+
+def test_a_zygote_that_is_ready_has_one_thread(facts):
+    """A fork beside other threads could inherit a lock that nobody will ever release."""
+    assert facts["zygote_threads"] == 1
+    assert facts["zygote_name"] == "ddp:zygote"
+
+
+def test_a_fork_takes_no_import(facts):
+    """What took the zygote seconds is there at once."""
+    assert facts["import_s"] > 0.3
+    assert facts["fork_s"] < facts["import_s"] / 2
+
+
+def test_a_fork_is_the_supervisor_s_child(facts):
+    """Not the zygote's: the supervisor reaps it and learns how it ended."""
+    assert facts["parent_is_us"]
+    assert facts["reaped"] == [signal.SIGKILL]
+
+
+def test_the_store_answers_on_the_supervisor_s_port(facts):
+    """Clients find each other's values there."""
+    assert facts["value"] == b"value"
+
+
+def test_a_store_that_died_is_replaced_on_the_very_same_port(facts):
+    """The listening socket is the supervisor's, so nobody can take the port meanwhile."""
+    assert facts["port_held"]
+    assert facts["same_port"]
+    assert facts["replaced"]
+    assert not facts["keys_of_the_first"]
+
+
+def test_forks_outlive_their_zygote(facts):
+    """A zygote that was killed costs nothing but the next fork."""
+    assert facts["store_outlives_zygote"] == b"again"
+    assert facts["parent_is_still_us"]
+
+
+def test_a_store_ends_when_the_supervisor_hangs_up(facts):
+    """With success: it is no fault."""
+    assert facts["store_exit"] == [0]
+
+
+def _run_two_ranks(me, folder):
+    """Ranks to Ready; then what the test commands: a whole run, or nothing more."""
+    played = PlayedSupervisor(folder, 2)
+    played.until(lambda: played.world.can_fork)
+    played.spawn_store()
+    for handle in played.world.ranks:
+        played.spawn_rank(handle, loads=handle.rank == 0)
+    # A rank may be Ready before the zygote's answer that names it has been read.
+    played.until(
+        lambda: played.count(Ready) == 2 and all(handle.pid for handle in played.world.ranks)
+    )
+    pids = [handle.pid for handle in played.world.ranks]
+    me.say({"zygote": played.zygote_pid, "store": played.store_pid, "ranks": pids})
+    command = me.hear()
+    assert command == "run"
+    parents = [parent_of(pid) for pid in pids]
+    said_before = [handle.last_words() for handle in played.world.ranks]
+    for folder_name in ("logs", "checkpoints"):
+        (folder / folder_name).mkdir()
+    for handle in played.world.ranks:
+        handle.machine.advance(RankEvent.GOT_READY)
+    played.world.form(1, run_id="a run")
+    played.until(lambda: played.count(Finished) == 2)
+    played.until(lambda: all(any(e[0] == pid for e in played.ended) for pid in pids))
+    codes = [code for pid, code, _ in played.ended if pid in pids]
+    return {
+        "ours": [parent == os.getpid() for parent in parents],
+        "said_before": said_before,
+        "formed": played.count(Formed),
+        "codes": codes,
+    }
+
+
+def test_ranks_train_to_the_end_as_our_children(tmp_path):
+    """Forked, formed, finished, exit 0; what they said before there was a log is in it."""
+    with ranks(_run_two_ranks, 1, tmp_path) as (supervisor,):
+        supervisor.hear()
+        supervisor.say("run")
+        outcome = supervisor.result()
+    assert outcome["ours"] == [True, True]
+    assert outcome["formed"] == 2
+    assert outcome["codes"] == [0, 0]
+    for rank in range(2):
+        assert "said before the log exists" in outcome["said_before"][rank]
+        log = (tmp_path / "logs" / f"rank_{rank}.log").read_text(encoding="utf-8")
+        assert log.count("said before the log exists") == 1
+
+
+def test_all_die_with_a_supervisor_that_is_killed(tmp_path):
+    """Zygote, store and ranks: SIGKILL leaves no process, and before a generation no file."""
+    with ranks(_run_two_ranks, 1, tmp_path) as (supervisor,):
+        pids = supervisor.hear()
+        every = [pids["zygote"], pids["store"], *pids["ranks"]]
+        assert not any(is_gone(pid) for pid in every)
+        supervisor.signal(signal.SIGKILL)
+        poll(lambda: all(is_gone(pid) for pid in every), timeout_s=2.0, what="the end of all")
+        assert list(tmp_path.iterdir()) == []

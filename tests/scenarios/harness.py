@@ -1,0 +1,243 @@
+"""Starts real runs, watches them through their files, sends real signals, and checks what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from tests.scenarios.leftovers import (
+    listening_inodes,
+    ownerless_shared_memory,
+    processes_with,
+    shared_memory,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOAD = Path(__file__).with_name("workload.py")
+DEADLINE_S = 60.0
+# Every process of a job inherits this variable, whoever its parent is by now.
+MARK = "SCENARIO_RUN"
+
+
+def poll(check, *, timeout_s=DEADLINE_S, what="the condition", every_s=0.01):
+    """Wait until ``check`` returns something true; fails loudly with what it waited for."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        value = check()
+        if value:
+            return value
+        time.sleep(every_s)
+    raise AssertionError(f"{what} did not come within {timeout_s:g} s")
+
+
+class Outputs:
+    """The files of a run, in a folder of its own; a relaunch there is the same run."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.logs = self.folder / "logs"
+        self.checkpoints = self.folder / "checkpoints"
+
+    @property
+    def digest(self):
+        return self.summary()["weights_sha256"]
+
+    def status(self):
+        """The newest status.json; None while there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.logs / "status.json").read_text(encoding="utf-8"))
+        return None
+
+    def summary(self):
+        return json.loads((self.logs / "summary.json").read_text(encoding="utf-8"))
+
+    def events(self, name=None):
+        """The journal's records, of all launches; with ``name`` only those of this event."""
+        path = self.logs / "events.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines]
+        return [record for record in records if name in (None, record["event"])]
+
+    def audit(self, world):
+        """Per rank, the newest audit record of each step, over all launches."""
+        ranks = []
+        for rank in range(world):
+            lines = (self.logs / f"audit_rank_{rank}.jsonl").read_text(encoding="utf-8")
+            records = [json.loads(line) for line in lines.splitlines()]
+            ranks.append({record["step"]: record for record in records})
+        return ranks
+
+
+class Run(Outputs):
+    """One launch of ``python -m ddp_runner train`` in a folder of its own.
+
+    ``command`` replaces everything up to the options; ``task`` None trains the built-in one in the
+    folders that the command chooses itself.
+    """
+
+    def __init__(
+        self,
+        folder,
+        *arguments,
+        world=2,
+        task=f"{WORKLOAD}:PacedTask",
+        command=(sys.executable, "-m", "ddp_runner", "train"),
+        environment=None,
+    ):
+        super().__init__(folder)
+        self.folder.mkdir(exist_ok=True, parents=True)
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self.output_path = self.folder / "console.txt"
+        words = [*command, "--cpu", "-n", str(world)]
+        if task is not None:
+            words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
+        self._output_begin = self.output_path.stat().st_size if self.output_path.exists() else 0
+        self._audit_begin = self._audit_size()
+        self._shared_before = shared_memory()
+        self._inodes = set()
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
+        name, value = self._mark.split("=")
+        with self.output_path.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*words, *(str(argument) for argument in arguments)],
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "TMPDIR": str(self.temporary),
+                    name: value,
+                    **(environment or {}),
+                },
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def console(self):
+        """What this launch has printed so far."""
+        with self.output_path.open("rb") as file:
+            file.seek(self._output_begin)
+            return file.read().decode(errors="replace")
+
+    def processes(self):
+        """Every living process of this job; zombies hold nothing and do not count."""
+        return processes_with(self._mark)
+
+    def named(self, name):
+        """The one process of the job whose name for ``ps`` is ``name``, such as ``ddp:store``."""
+        found = [process for process in self.processes() if process.name == name]
+        assert len(found) == 1, f"{name}: {self.processes()}"
+        return found[0]
+
+    def phase(self, rank):
+        """What the rank is doing, by the newest status; None before there is one."""
+        status = self.status()
+        return None if status is None else status["ranks"][rank]["phase"]
+
+    def rank_pid(self, rank):
+        return self.named(f"ddp:rank{rank}").pid
+
+    def committed(self):
+        """The newest step that rank 0 of this launch has committed, by its audit file; 0 for none."""
+        size = self._audit_size()
+        if size <= self._audit_begin:
+            return 0
+        with self._audit_path.open("rb") as file:
+            file.seek(max(self._audit_begin, size - 4096))
+            whole = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        with contextlib.suppress(ValueError):  # the first line is longer than what was read
+            return json.loads(whole)["step"]
+        return 0
+
+    def wait_for_step(self, step):
+        """Wait until ``step`` steps are committed; fails if the run ends before."""
+
+        def reached():
+            assert self.process.poll() is None, f"ended early:\n{self.console}"
+            return self.committed() >= step
+
+        poll(reached, what=f"step {step} of:\n{self.console}")
+        pids = [process.pid for process in self.processes()]
+        self._inodes |= listening_inodes(pids)
+
+    def wait_for_event(self, name, **fields):
+        """Wait until the journal holds such an event."""
+
+        def found():
+            assert self.process.poll() is None, f"ended early:\n{self.console}"
+            return [
+                record
+                for record in self.events(name)
+                if all(record.get(key) == value for key, value in fields.items())
+            ]
+
+        return poll(found, what=f"event {name}")[-1]
+
+    def signal(self, number, pid=None):
+        os.kill(self.process.pid if pid is None else pid, number)
+
+    def wait(self, timeout_s=DEADLINE_S):
+        """The exit code. Everything of the job is gone by then, or the test fails."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s:g} s:\n{self.console}") from None
+        left = self.processes()
+        assert not left, f"still there when the command had returned: {left}"
+        self.assert_nothing_left()
+        return code
+
+    def assert_gone(self, *, within_s=2.0):
+        """Every process ends within the time, without anybody's help."""
+        poll(lambda: not self.processes(), timeout_s=within_s, what=f"end of {self.processes()}")
+        self.process.wait(within_s)
+
+    def assert_nothing_left(self):
+        """No temporary file, listening socket or shared memory of the job is left."""
+        unfinished = [path.name for path in self.checkpoints.glob("*tmp*")]
+        assert not unfinished, unfinished
+        self.assert_machine_clean()
+
+    def assert_machine_clean(self):
+        """As above, but for a save that a SIGKILL cut off: the next launch removes its file."""
+        # torch makes the folder of its compile cache when it is imported, whoever imports it.
+        made = [path.name for path in self.temporary.rglob("*")]
+        leftovers = [name for name in made if not name.startswith("torchinductor_")]
+        assert not leftovers, leftovers
+        # A killed process shows no environment while the kernel still closes its files.
+        poll(
+            lambda: not self._inodes & listening_inodes(None),
+            timeout_s=2.0,
+            what="the end of the job's listening sockets",
+        )
+        poll(
+            lambda: not ownerless_shared_memory(shared_memory() - self._shared_before),
+            timeout_s=2.0,
+            what=f"end of one of {shared_memory() - self._shared_before} in shared memory",
+        )
+
+    @property
+    def _audit_path(self):
+        return self.logs / "audit_rank_0.jsonl"
+
+    def _audit_size(self):
+        return self._audit_path.stat().st_size if self._audit_path.exists() else 0

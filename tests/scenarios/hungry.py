@@ -1,0 +1,127 @@
+"""Tasks that break inside a step: memory that does not suffice, parameters that are not used."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.scenarios.workload import PacedTask
+
+
+class HungryTask(PacedTask):
+    """From call ``at`` on, ``rank`` lives under a real address-space limit.
+
+    Each sample of a micro-batch needs ``sample_mb``; ``room_mb`` are left to the process.
+    """
+
+    def __init__(  # noqa: PLR0917 - they come by name from the command line
+        self, rank=1, at=20, sample_mb=300, room_mb=1500, where="forward", norm="batch", **settings
+    ):
+        super().__init__(**settings)
+        self._hungry = (rank == -1 or os.environ.get("RANK") == str(rank), at, sample_mb, room_mb)
+        self._where = where
+        self._norm = norm  # batch normalisation needs two samples, layer normalisation one
+        self._limited = False
+        self._calls = 0
+
+    def build_model(self):
+        model = super().build_model()
+        if self._norm == "layer":
+            model[1] = nn.LayerNorm(32)
+        return model
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self._calls += model.training
+        mine, at, sample_mb, room_mb = self._hungry
+        if not mine or self._calls <= at or (self._where == "evaluate") == model.training:
+            return loss
+        if not self._limited:
+            self._limited = True
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit = size + room_mb * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        samples = len(batch[0])
+        if self._where == "backward":
+            return _NeedsMemoryInBackward.apply(loss, samples * sample_mb)
+        scratch = torch.empty(samples * sample_mb * 2**20, dtype=torch.uint8)
+        return loss + 0.0 * scratch[:1].float().nan_to_num().sum()
+
+
+class _NeedsMemoryInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, size_mb):
+        ctx.size_mb = size_mb
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.empty(ctx.size_mb * 2**20, dtype=torch.uint8)
+        return gradient, None
+
+
+class BranchingTask(PacedTask):
+    """Its side head is left out of the loss of about every fifth batch, on the ranks named."""
+
+    def __init__(self, ranks="any", **settings):
+        super().__init__(**settings)
+        self._mine = ranks == "any" or os.environ.get("RANK") in str(ranks).split("+")
+
+    def build_model(self):
+        model = super().build_model()
+        model.add_module("side", Side())
+        return model
+
+    def loss(self, model, batch):
+        # Told by the data alone, so that a step that is redone branches alike.
+        rare = int(batch[1].double().abs().sum() * 1e4) % 5 == 0
+        model.side.skip = model.training and self._mine and rare
+        return super().loss(model, batch)
+
+
+class Side(nn.Module):
+    """A head that a step may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.skip = False
+
+    def forward(self, outputs):
+        return outputs if self.skip else outputs * self.weight
+
+
+class DriftingTask(PacedTask):
+    """At its call ``at``, one bit of one weight flips on ``rank``, as bad memory would flip it."""
+
+    def __init__(self, rank=1, at=25, **settings):
+        super().__init__(**settings)
+        self._drifts = os.environ.get("RANK") == str(rank)
+        self._at = at
+        self._calls = 0
+
+    def loss(self, model, batch):
+        self._calls += model.training
+        if model.training and self._drifts and self._calls == self._at:
+            with torch.no_grad():
+                model[4].weight.view(torch.int32)[0, 3] ^= 1 << 20
+        return super().loss(model, batch)
+
+
+class BrokenBatchesTask(PacedTask):
+    """Every batch from call ``at`` on gives no number on ``rank``, for ``count`` calls."""
+
+    def __init__(self, rank=1, at=20, count=1, **settings):
+        super().__init__(**settings)
+        self._mine = os.environ.get("RANK") == str(rank)
+        self._range = range(at, at + count)
+        self._calls = 0
+
+    def loss(self, model, batch):
+        self._calls += model.training
+        broken = model.training and self._mine and self._calls in self._range
+        return super().loss(model, batch) * (float("nan") if broken else 1.0)

@@ -1,0 +1,217 @@
+"""Faults of every kind, one after the other in one run: each is repaired in place, at no cost.
+
+Delivered by ``--inject`` at an exact phase of an exact step, to real processes by real signals.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from tests.scenarios.harness import Run, poll
+
+SPACING_STEPS = 8  # a new process is watched closely from its fourth step on
+SAVE_EVERY = 10
+QUICK = (
+    *("-b", 8, "num_workers=1", "task.pace_s=0.01", "log.display=plain", "evaluate_interval=0"),
+    *(f"save_every_steps={SAVE_EVERY}", "save_interval=0", "recovery.max_restarts=1000"),
+    *("recovery.hang_min_s=0.6", "recovery.hang_factor=4"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blow:
+    """One or more injections, ``@`` standing for their step, and the incidents they must make.
+
+    ``incidents``: kind and possible culprits of each; ``replaced``: ranks that get a new process.
+    """
+
+    specs: tuple[str, ...]
+    incidents: tuple[tuple[str, frozenset[int]], ...]
+    replaced: frozenset[int]
+    falls_back: bool = False
+
+
+def single(kind, spec, rank):
+    ranks = frozenset({rank})
+    return Blow(specs=(f"{spec},rank={rank}",), incidents=((kind, ranks),), replaced=ranks)
+
+
+def together(ranks, *, falls_back=False):
+    """SIGKILL at the same place of the same step: all within a few milliseconds."""
+    ranks = frozenset(ranks)
+    return Blow(
+        specs=tuple(f"kill:step=@,phase=backward,rank={rank}" for rank in sorted(ranks)),
+        incidents=(("rank_killed", ranks),),
+        replaced=ranks,
+        falls_back=falls_back,
+    )
+
+
+def then(first, phase, second, *, falls_back=False):
+    """SIGKILL ``first`` in a step and ``second`` at ``phase`` of the repair that follows."""
+    return Blow(
+        specs=(
+            f"kill:step=@,phase=forward,rank={first}",
+            f"kill:step=@,phase={phase},rank={second}",
+        ),
+        incidents=(("rank_killed", frozenset({first})), ("rank_killed", frozenset({second}))),
+        replaced=frozenset({first, second}),
+        falls_back=falls_back,
+    )
+
+
+def blows(world):
+    """Everything that is done to a world of this size."""
+    last = world - 1
+    every = range(world)
+    return (
+        *(single("rank_killed", "kill:step=@,phase=reduce", rank) for rank in every),
+        single("rank_killed", "kill:step=@,phase=commit", last),
+        single("rank_raised", "raise:step=@,phase=backward", 0),
+        single("rank_exited", "exit:step=@,phase=forward", 1),
+        single("rank_hung", "stop:step=@,phase=forward", 1),
+        single("rank_hung", "gil:step=@,phase=optimizer", 0),
+        single("rank_hung", "spin:step=@,phase=data", last),
+        single("rank_hung", "hang:step=@,phase=backward", 0),
+        *([together((0, last)), together(range(1, world))] if world > 2 else []),
+        then(1, "startup", 1),  # the joiner, while it starts
+        # A survivor, while it forms; of two ranks it is the last that holds the state.
+        then(1, "forming", 0, falls_back=world == 2),
+        together(every, falls_back=True),
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_kind_of_fault_is_repaired_without_a_lost_step(tmp_path, world):
+    """Weights of peace; survivors keep their process; no committed step lost while one rank lives."""
+    plan = [(12 + SPACING_STEPS * number, blow) for number, blow in enumerate(blows(world))]
+    steps = plan[-1][0] + SPACING_STEPS
+    asked = []
+    for step, blow in plan:
+        for spec in blow.specs:
+            asked += ["--inject", spec.replace("@", str(step))]
+    peace = ("task.pace_s=0", "--max-steps", steps)
+    with Run(tmp_path / "peace", *QUICK, *peace, world=world) as run:
+        assert run.wait() == 0, run.console
+        digest = run.digest
+    with Run(tmp_path / "faults", *QUICK, "--max-steps", steps, *asked, world=world) as run:
+        assert run.wait(90.0) == 0, run.console
+    assert run.digest == digest
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, steps)
+    check_incidents(summary["faults"], plan)
+    check_processes(run, plan, world)
+
+
+def check_incidents(faults, plan):
+    """One record per incident, in order, with the right culprit, repaired; only a fall-back loses."""
+    expected = [
+        (step, one, blow.falls_back and one is blow.incidents[-1])
+        for step, blow in plan
+        for one in blow.incidents
+    ]
+    seen = [(fault["kind"], fault["rank"], fault["step"]) for fault in faults]
+    assert len(faults) == len(expected), seen
+    for fault, (step, (kind, ranks), falls_back) in zip(faults, expected, strict=True):
+        where = f"{fault}, where rank {set(ranks)} was to be {kind} at step {step}"
+        assert (fault["kind"], fault["step"]) == (kind, step), where
+        assert fault["rank"] in ranks, where
+        assert fault["recovered_s"] is not None, where
+        assert fault["steps_lost"] == (step % SAVE_EVERY if falls_back else 0), where
+
+
+def check_processes(run, plan, world):
+    """A rank has a new process exactly as often as it was replaced."""
+    pids = {rank: [] for rank in range(world)}
+    for record in run.events("rank_formed"):
+        mine = pids[record["rank"]]
+        if not mine or mine[-1] != record["pid"]:
+            mine.append(record["pid"])
+    for rank, seen in pids.items():
+        replaced = sum(rank in blow.replaced for _, blow in plan)
+        assert len(seen) == 1 + replaced, (rank, seen)
+
+
+def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
+    """Another survivor sends in its place: the replacement waits for nobody who is dead."""
+    large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0")  # 30 MB of state
+    with Run(tmp_path / "peace", *QUICK, *large, "task.pace_s=0", world=3) as run:
+        assert run.wait() == 0, run.console
+        digest = run.digest
+    kill = ("--inject", "kill:rank=2,step=6,phase=forward")
+    with Run(tmp_path / "faults", *QUICK, *large, *kill, world=3) as run:
+        source = run.wait_for_event("rank_formed", rank=0, generation=1)["pid"]
+        run.wait_for_event("form", generation=2)
+        receiver = run.rank_pid(2)
+        before = resident_bytes(receiver)
+        poll(
+            lambda: resident_bytes(receiver) > before + 8_000_000,
+            what="the state's arrival",
+            every_s=0.001,
+        )
+        run.signal(signal.SIGKILL, source)
+        assert run.wait() == 0, run.console
+    assert run.digest == digest
+    faults = run.summary()["faults"]
+    assert [(fault["rank"], fault["steps_lost"]) for fault in faults] == [(2, 0), (0, 0)]
+    replaced = [record["replaced"] for record in run.events("plan")]
+    assert replaced in ([[2], [0]], [[2], [0, 2]]), replaced
+
+
+def resident_bytes(pid):
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:  # noqa: PTH123 - read often
+        return int(file.read().split()[1]) * 4096
+
+
+def test_slow_is_not_hung(tmp_path):
+    """A rank 5 times slower, a first step and an evaluation that take long: nothing is repaired."""
+    settings = (
+        *("--max-steps", 140, "evaluate_every_steps=70", "task.validation_s=1.5"),
+        *("--inject", "slow:rank=1,step=0,seconds=2"),
+        *("--inject", "slow:rank=1,step=10,times=100,seconds=0.05"),
+    )
+    with Run(tmp_path, *QUICK, *settings, world=3) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["faults"] == []
+    assert list(summary["stragglers"]) == ["1"]
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_twenty_seconds_is_not_a_hang(tmp_path):
+    """With the default deadlines, which are ten times shorter than that for a step."""
+    settings = ("-b", 8, "--max-steps", 20, "evaluate_interval=0", "task.validation_s=10")
+    with Run(tmp_path, *settings, world=2) as run:
+        assert run.wait(90.0) == 0, run.console
+    summary = run.summary()
+    assert summary["faults"] == []
+    assert summary["time_s"]["evaluation"] > 19.0
+
+
+def test_a_crash_loop_ends_with_its_first_cause(tmp_path):
+    """Three generations without a step: exit 3, and what is told is what began it."""
+    loop = ("--inject", "exit:rank=1,step=20", "--inject", "kill:rank=1,step=20,times=50")
+    with Run(tmp_path, *QUICK, "--max-steps", 60, *loop, world=3) as run:
+        assert run.wait(30.0) == 3, run.console
+    summary = run.summary()
+    assert summary["status"] == "gave_up"
+    assert [fault["kind"] for fault in summary["faults"]] == ["rank_exited", *["rank_killed"] * 2]
+    ending = run.console.splitlines()
+    assert any(
+        "rank 1 exited with code 0" in line and "no step committed in 3 generations" in line
+        for line in ending
+    ), run.console
+
+
+def test_an_exception_that_comes_again_at_the_same_step_is_the_users(tmp_path):
+    """Tried once more from the committed state, then exit 1."""
+    raises = ("--inject", "raise:rank=1,step=20,times=50")
+    with Run(tmp_path, *QUICK, "--max-steps", 60, *raises, world=3) as run:
+        assert run.wait(30.0) == 1, run.console
+    summary = run.summary()
+    assert summary["status"] == "failed"
+    assert [fault["kind"] for fault in summary["faults"]] == ["rank_raised"] * 2
+    assert "the same error at the same step again" in run.console

@@ -1,0 +1,127 @@
+"""Faults that the rank mends itself: memory that does not suffice, parameters that are not used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.harness import Run
+
+pytestmark = pytest.mark.whole_run
+
+HUNGRY = f"{Path(__file__).with_name('hungry.py')}:HungryTask"
+BRANCHING = f"{Path(__file__).with_name('hungry.py')}:BranchingTask"
+PLAIN = f"{Path(__file__).with_name('workload.py')}:PacedTask"
+SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain")
+
+
+def finish(folder, *arguments, task, world=2, code=0):
+    with Run(folder, *SETTINGS, *arguments, task=task, world=world) as run:
+        assert run.wait() == code, run.console
+        return run
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("rank", [1, -1], ids=["one rank", "every rank"])
+def test_out_of_memory_halves_the_micro_batch_and_redoes_the_step(tmp_path, rank, where):
+    """Under a real address-space limit the same step works in two halves; nothing is skipped."""
+    run = finish(tmp_path, f"task.rank={rank}", f"task.where={where}", task=HUNGRY)
+    summary = run.summary()
+    assert {fault["kind"] for fault in summary["faults"]} == {"out_of_memory"}
+    assert all(fault["steps_lost"] == 0 for fault in summary["faults"])
+    assert summary["exact"] is False
+    assert summary["inexact_reasons"] == ["micro-batches of 4 samples from step 20"]
+    for rank_audit in run.audit(2):
+        assert sorted(rank_audit) == list(range(1, summary["steps"] + 1))
+        assert all(len(record["indices"]) == 8 for record in rank_audit.values())
+
+
+def test_an_evaluation_out_of_memory_shrinks_the_evaluation_only(tmp_path):
+    """Training keeps its micro-batches, and so every bit."""
+    calm = finish(tmp_path / "calm", "task.rank=7", task=HUNGRY)
+    run = finish(tmp_path / "run", "task.where=evaluate", task=HUNGRY)
+    summary = run.summary()
+    assert {fault["kind"] for fault in summary["faults"]} == {"out_of_memory"}
+    assert summary["exact"] is True
+    assert summary["weights_sha256"] == calm.summary()["weights_sha256"]
+
+
+def test_a_sample_that_does_not_fit_alone_ends_the_run_with_its_size(tmp_path):
+    """Halving ends at one sample; then it is an error, with what was asked for."""
+    run = finish(tmp_path, "task.sample_mb=4000", "task.norm=layer", task=HUNGRY, code=1)
+    assert "out of memory" in run.console
+    assert "4194304000 bytes" in run.console
+    assert "trying again would not help" in run.console
+
+
+@pytest.mark.parametrize("ranks", ["any", "1"], ids=["every rank", "one rank"])
+def test_an_unused_parameter_is_named_and_the_same_step_redone(tmp_path, ranks):
+    """Found before any optimizer ran; DDP is rebuilt and the result is that of the safe setting."""
+    safe = finish(tmp_path / "safe", f"task.ranks={ranks}", task=BRANCHING)
+    run = finish(
+        tmp_path / "run", f"task.ranks={ranks}", "find_unused_parameters=false", task=BRANCHING
+    )
+    summary = run.summary()
+    (fault,) = summary["faults"]
+    assert fault["kind"] == "reduction_unfinished"
+    assert "side.weight" in fault["cause"]
+    assert fault["steps_lost"] == 0
+    # Two ranks: a sum of two numbers has one order, so no bit differs.
+    assert summary["weights_sha256"] == safe.summary()["weights_sha256"]
+
+
+def test_branches_are_no_fault_where_they_are_expected(tmp_path):
+    """Control: with the default the very same task runs in peace."""
+    summary = finish(tmp_path, task=BRANCHING).summary()
+    assert summary["faults"] == []
+    assert summary["exact"] is True
+
+
+def test_a_replica_that_silently_changed_is_healed_by_the_majority(tmp_path):
+    """Three ranks, one flipped bit: the odd one is found, named with its tensor, and healed."""
+    run = finish(
+        tmp_path, "replica_check_steps=10", "-e", 4, task=f"{HUNGRY.rpartition(':')[0]}:DriftingTask",
+        world=3,
+    )  # fmt: skip
+    summary = run.summary()
+    (fault,) = summary["faults"]
+    assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", 1, 30)
+    assert "4.weight" in fault["cause"]
+    assert fault["recovered_s"] is not None
+    assert summary["exact"] is False
+
+
+def test_without_a_majority_the_run_rolls_back(tmp_path):
+    """Of two replicas nobody can be believed: the newest verified checkpoint can."""
+    run = finish(
+        tmp_path, "replica_check_steps=10", "save_every_steps=10",
+        task=f"{HUNGRY.rpartition(':')[0]}:DriftingTask",
+    )  # fmt: skip
+    (fault,) = run.summary()["faults"]
+    assert fault["kind"] == "replica_diverged"
+    assert "no majority" in fault["cause"]
+    assert "rolled back to step" in run.console
+
+
+def test_equal_replicas_are_left_alone(tmp_path):
+    """Control: comparing at every step finds nothing in a run in peace."""
+    summary = finish(tmp_path, "replica_check_steps=1", "-e", 1, task=PLAIN).summary()
+    assert summary["faults"] == []
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["within the bound", "beyond it"])
+def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path, count):
+    """One bad batch is skipped on all ranks; too many lower the rate from a checkpoint on."""
+    run = finish(
+        tmp_path, "max_errors_per_epoch=2", "save_every_steps=10", f"task.count={count}",
+        task=f"{HUNGRY.rpartition(':')[0]}:BrokenBatchesTask",
+    )  # fmt: skip
+    summary = run.summary()
+    assert "first on rank 1: step skipped on all ranks" in run.console
+    assert summary["status"] == "completed"
+    if count == 1:
+        assert summary["exact"] is True
+    else:
+        assert "learning rate x 0.5" in run.console
+        assert summary["exact"] is False

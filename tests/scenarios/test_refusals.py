@@ -1,0 +1,107 @@
+"""Launches on a directory that another run holds, or that holds another run, and damaged files."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import signal
+
+import pytest
+
+from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.harness import Run
+
+
+def contents(folder):
+    """Name -> SHA-256 of every file below ``folder`` but the lock."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@pytest.fixture
+def finished(peace, tmp_path):
+    """A folder with the checkpoints of a finished run."""
+    folder = tmp_path / "finished"
+    shutil.copytree(peace(2).checkpoints, folder / "checkpoints")
+    return folder
+
+
+def test_a_second_live_run_on_the_same_checkpoints_is_refused(peace, tmp_path):
+    """One line and exit 2, at once; the first run does not notice."""
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.08") as first:
+        first.wait_for_step(5)
+        before = contents(first.logs).keys()
+        with Run(tmp_path / "other", *SETTINGS, "-c", first.checkpoints) as second:
+            assert second.wait(10.0) == 2, second.console
+        lines = second.console.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert f"pid {first.process.pid}" in lines[0]
+        assert not second.logs.exists()
+        assert first.wait() == 0, first.console
+        assert before <= contents(first.logs).keys()
+    assert first.digest == peace(2).digest
+    assert first.summary()["faults"] == []
+
+
+def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finished):
+    """Nothing is deleted: every old file is in one folder beside the new ones."""
+    before = contents(finished / "checkpoints")
+    with Run(finished, *SETTINGS, "--resume", "none") as run:
+        assert run.wait() == 0, run.console
+    aside = list(run.checkpoints.glob("set_aside_*"))
+    assert len(aside) == 1
+    assert contents(aside[0]) == before
+    assert run.digest == peace(2).digest
+    assert run.events("run_begins")[-1]["resumed_step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("--seed", 5), "run.seed: 1234 -> 5"),
+        (("-b", 4), "data.batch_size x ranks: 16 -> 8"),
+        (("task.width=64",), "task.width: (not set) -> 64"),
+    ],
+    ids=["seed", "batch", "model"],
+)
+def test_a_launch_that_means_another_run_is_refused_with_the_difference(finished, change, told):
+    """Exit 2, one line that names setting, old and new value; nothing is touched."""
+    before = contents(finished / "checkpoints")
+    with Run(finished, *SETTINGS, *change) as run:
+        assert run.wait(20.0) == 2, run.console
+    assert told in run.console
+    assert run.console.count("ddp_runner: error:") == 1
+    assert "Traceback" not in run.console
+    assert contents(finished / "checkpoints") == before
+    assert not run.logs.exists()
+
+
+def test_a_finished_run_may_be_launched_again_with_another_interval(peace, finished):
+    """What does not change the meaning is accepted; there is nothing to train, so nothing changes."""
+    with Run(finished, *SETTINGS, "log_interval=3") as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+    assert run.digest == peace(2).digest
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(peace, tmp_path):
+    """One flipped bit is found; the run falls back, says so, and ends with the weights of peace."""
+    with Run(tmp_path, *SETTINGS) as run:
+        run.wait_for_step(35)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    newest = max(run.checkpoints.glob("step_*.pt"))
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    with Run(tmp_path, *SETTINGS) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(2).digest
+    damaged_step = int(newest.stem.removeprefix("step_"))
+    assert 30 <= run.events("run_begins")[-1]["resumed_step"] < damaged_step
+    assert f"{newest.name} is unusable" in run.console
+    assert list(run.checkpoints.glob(f"{newest.name}.bad*"))

@@ -1,0 +1,183 @@
+"""Reaping and ending real processes, in a process of their own that adopts orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_runner import lifeline
+from ddp_runner.supervisor.children import (
+    OUTPUT_SHOWN_BYTES,
+    end_descendants,
+    kill,
+    make_output_file,
+    read_output,
+    reap_children,
+)
+from tests.processes import poll, run_ranks
+
+
+def fork_that(action):
+    pid = os.fork()
+    if pid == 0:
+        action()
+        os._exit(0)
+    return pid
+
+
+def reap_all(pids):
+    """Every end of ``pids``, by pid."""
+    ended = {}
+
+    def reaped():
+        ended.update({end.pid: end for end in reap_children()})
+        return set(pids) <= ended.keys()
+
+    poll(reaped, what="the ends")
+    return ended
+
+
+def _reap_different_ends(me):
+    before_ns = time.monotonic_ns()
+    zero = fork_that(lambda: None)
+    three = fork_that(lambda: os._exit(3))
+    killed = fork_that(signal.pause)
+    os.kill(killed, signal.SIGKILL)
+    ended = reap_all([zero, three, killed])
+    in_order = all(before_ns <= end.at_ns <= time.monotonic_ns() for end in ended.values())
+    facts = [(ended[pid].exit_code, ended[pid].signal_number) for pid in (zero, three, killed)]
+    return facts, in_order, list(reap_children())
+
+
+def test_how_a_child_ended_is_told_exactly():
+    """An exit code or a signal, never both, with the time it was noticed; each once."""
+    ((facts, in_order, more),) = run_ranks(_reap_different_ends, 1)
+    assert facts == [(0, None), (3, None), (None, signal.SIGKILL)]
+    assert in_order
+    assert more == []
+
+
+def _reap_while_some_live(me):
+    alive = fork_that(signal.pause)
+    gone = fork_that(lambda: None)
+    ended = reap_all([gone])
+    still = psutil.Process(alive).status() != psutil.STATUS_ZOMBIE
+    kill(alive)
+    return list(ended) == [gone], still, reap_all([alive])[alive].signal_number
+
+
+def test_reaping_never_waits_for_a_child_that_lives():
+    """Control: it is not counted, and its end comes when it comes."""
+    assert run_ranks(_reap_while_some_live, 1) == [(True, True, signal.SIGKILL)]
+
+
+def _kill_what_has_gone(me):
+    pid = fork_that(lambda: None)
+    reap_all([pid])
+    kill(pid)
+    return list(reap_children())
+
+
+def test_killing_what_has_been_reaped_is_no_error():
+    """Two reasons to kill may come together."""
+    assert run_ranks(_kill_what_has_gone, 1) == [[]]
+
+
+def _family(depth, width):
+    """Processes below this one that ignore polite signals; some stopped."""
+    pids = []
+    for number in range(width):
+        pid = os.fork()
+        if pid == 0:
+            for number_of_signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number_of_signal, signal.SIG_IGN)
+            if depth:
+                _family(depth - 1, width)
+            while True:
+                signal.pause()
+        pids.append(pid)
+        if number == 0 and depth == 0:
+            os.kill(pid, signal.SIGSTOP)
+    return pids
+
+
+def _end_a_family(me):
+    lifeline.adopt_orphans()
+    _family(1, 3)
+    poll(lambda: len(psutil.Process().children(recursive=True)) == 12, what="the family")
+    began_s = time.monotonic()
+    left = end_descendants(timeout_s=10.0)
+    took_s = time.monotonic() - began_s
+    try:
+        zombie = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        zombie = None
+    return left, took_s, zombie
+
+
+def test_everything_below_is_ended_and_reaped():
+    """Grandchildren, deaf and stopped ones too; nothing stays and no zombie is left."""
+    ((left, took_s, zombie),) = run_ranks(_end_a_family, 1)
+    assert left == []
+    assert took_s < 5.0
+    assert zombie is None
+
+
+def _fork_while_being_ended(me):
+    """A process that keeps forking is caught in the end."""
+    lifeline.adopt_orphans()
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            if os.fork() == 0:
+                signal.pause()
+            time.sleep(0.001)
+    poll(lambda: len(psutil.Process().children(recursive=True)) > 5, what="some forks")
+    left = end_descendants(timeout_s=10.0)
+    return left, psutil.Process().children(recursive=True)
+
+
+def test_a_process_that_forks_meanwhile_is_ended_with_its_forks():
+    """It is looked again until nothing is left."""
+    assert run_ranks(_fork_while_being_ended, 1) == [([], [])]
+
+
+def _end_nothing(me):
+    began_s = time.monotonic()
+    left = end_descendants(timeout_s=10.0)
+    return left, time.monotonic() - began_s < 0.5
+
+
+def test_ending_nothing_takes_no_time():
+    """Control: a run whose ranks have all exited."""
+    assert run_ranks(_end_nothing, 1) == [([], True)]
+
+
+def test_the_end_of_an_output_is_what_is_shown():
+    """The last words count; what came before is cut, and broken characters do no harm."""
+    descriptor = make_output_file("test")
+    assert read_output(descriptor) == ""
+    subprocess.run([sys.executable, "-c", "print('x' * 50)"], stdout=descriptor, check=True)
+    assert read_output(descriptor) == "x" * 50
+    os.write(descriptor, b"y" * (2 * OUTPUT_SHOWN_BYTES) + "é".encode()[:1] + b"the end\n")
+    shown = read_output(descriptor)
+    assert shown.endswith("the end")
+    assert "x" not in shown
+    assert len(shown) <= OUTPUT_SHOWN_BYTES
+    os.close(descriptor)
+
+
+def test_an_output_file_has_no_name_on_any_disk():
+    """It vanishes with its last descriptor."""
+    descriptor = make_output_file("test")
+    assert str(Path(f"/proc/self/fd/{descriptor}").readlink()).endswith("(deleted)")
+    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        read_output(descriptor)

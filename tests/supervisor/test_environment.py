@@ -1,0 +1,71 @@
+"""What the zygote's environment holds before torch is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ddp_runner
+from ddp_runner.core.launch import LaunchPlan
+from ddp_runner.core.settings import RunSettings, Settings
+from ddp_runner.supervisor.environment import zygote_environment
+
+PACKAGE_PARENT = str(Path(ddp_runner.__file__).resolve().parents[1])
+
+
+def environment(own, *, debug=False, threads=3):
+    plan = LaunchPlan(
+        settings=Settings(run=RunSettings(debug=debug)),
+        origins={},
+        devices=(),
+        world_size=1,
+        threads_per_rank=threads,
+        meaning={},
+        settings_digest="0",
+        command=(),
+        notes=(),
+    )
+    return zygote_environment(plan, own)
+
+
+def test_every_rank_gets_its_share_of_threads():
+    """Part of the run's settings, since summation order depends on it."""
+    made = environment({})
+    assert made["OMP_NUM_THREADS"] == made["MKL_NUM_THREADS"] == "3"
+
+
+def test_what_the_user_has_set_is_left_alone():
+    """A variable of one's own wins over a default of ours."""
+    made = environment({"OMP_NUM_THREADS": "7", "TORCH_CPP_LOG_LEVEL": "INFO", "MINE": "x"})
+    assert made["OMP_NUM_THREADS"] == "7"
+    assert made["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert made["MINE"] == "x"
+
+
+def test_a_watchdog_that_would_kill_survivors_is_off():
+    """A rank must outlive a failed NCCL collective."""
+    assert environment({})["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+def test_debug_turns_on_torch_s_own_checks():
+    """And leaves its messages on; without, neither."""
+    debug, quiet = environment({}, debug=True), environment({})
+    assert debug["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert debug["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert "TORCH_CPP_LOG_LEVEL" not in debug
+    assert "TORCH_DISTRIBUTED_DEBUG" not in quiet
+    assert quiet["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+
+
+def test_the_package_is_found_from_any_folder():
+    """Behind what the user has put on the path, and once."""
+    assert environment({})["PYTHONPATH"] == PACKAGE_PARENT
+    assert environment({"PYTHONPATH": "/a:/b"})["PYTHONPATH"] == f"/a:/b:{PACKAGE_PARENT}"
+    again = environment({"PYTHONPATH": f"/a:{PACKAGE_PARENT}"})
+    assert again["PYTHONPATH"] == f"/a:{PACKAGE_PARENT}"
+
+
+def test_the_given_environment_is_not_changed():
+    """Control: it is the supervisor's own."""
+    own = {"PYTHONPATH": "/a"}
+    environment(own)
+    assert own == {"PYTHONPATH": "/a"}

@@ -1,0 +1,265 @@
+"""The account of a run, as scripts: incidents and saves in, lost work and seconds out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+from ddp_runner.core.classify import attribute
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.messages import Finished
+from ddp_runner.core.recovery import Incident
+from ddp_runner.supervisor.facts import RunFacts
+from ddp_runner.supervisor.ledger import Ledger
+
+SECOND_NS = 1_000_000_000
+
+
+def incident(step, *, kind=FaultKind.RANK_KILLED, at_s=110.0, rank=1):
+    fault = Fault(kind=kind, rank=rank, step=step, cause=f"rank {rank} killed (SIGKILL)")
+    return Incident(
+        attribution=attribute([fault]), at_s=at_s, committed_step=step, ever_formed=True
+    )
+
+
+def reading(**cells):
+    """A slot with these cells; ``loss`` besides."""
+    slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
+    slot.set_loss(cells.pop("loss", 0.0))
+    for name, value in cells.items():
+        slot.set(Cell[name.upper()], value)
+    return slot.read()
+
+
+def summary(ledger, **changes):
+    """The summary of a run that completed, unless changed."""
+    arguments = {
+        "status": RunStatus.COMPLETED,
+        "exit_code": ExitCode.DONE,
+        "world_size": 2,
+        "reading": reading(committed_step=20, samples=160, loss=0.5),
+        "steps_per_epoch": 8,
+        "finished": [],
+        "facts": RunFacts(run_id="a run"),
+        "now_s": 200.0,
+        **changes,
+    }
+    return ledger.summary(**arguments)
+
+
+def finished(**report):
+    return Finished(rank=0, reason=StopReason.COMPLETED, step=20, report=report)
+
+
+def note(ledger, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
+    """An incident is closed."""
+    ledger.incident(
+        made,
+        began_s=began_s,
+        since_s=began_s if since_s is None else since_s,
+        detect_s=detect_s,
+        generation=generation,
+        event_id=5,
+    )
+
+
+def repair(ledger, *, now_s, committed_step, productive_s=0.0, parts=None):
+    """The world trains again."""
+    return ledger.repaired(
+        now_s=now_s,
+        committed_step=committed_step,
+        productive_ns=round(productive_s * SECOND_NS),
+        parts=parts or {},
+    )
+
+
+def test_a_run_in_peace_has_no_faults_and_nothing_lost():
+    """Control: every second is startup, productive or accounted for by the ranks."""
+    ledger = Ledger(began_s=100.0)
+    ledger.first_step_s = 104.0
+    made = summary(
+        ledger,
+        reading=reading(
+            productive_ns=80 * SECOND_NS,
+            data_wait_ns=2 * SECOND_NS,
+            checkpoint_ns=3 * SECOND_NS,
+            evaluation_ns=4 * SECOND_NS,
+        ),
+    )
+    assert made.faults == ()
+    shares = made.time_s
+    assert (shares.startup, shares.productive, shares.data_wait) == (4.0, 80.0, 2.0)
+    assert (shares.checkpoint, shares.evaluation) == (3.0, 4.0)
+    assert (shares.recovery, shares.lost) == (0.0, 0.0)
+    assert made.wall_s == 100.0
+    assert made.goodput == pytest.approx(80 / 96, rel=1e-5)
+
+
+def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
+    """Survivors keep what they committed: recovery time, and the time since the last commit."""
+    ledger = Ledger(began_s=100.0)
+    note(ledger, incident(7), began_s=110.0, since_s=109.5, generation=2)
+    repaired = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
+    assert (repaired.event_id, repaired.steps_lost) == (5, 0)
+    made = summary(ledger, reading=reading(productive_ns=9 * SECOND_NS))
+    (record,) = made.faults
+    assert (record.kind, record.rank, record.step) == ("rank_killed", 1, 7)
+    assert (record.detected_s, record.recovered_s, record.generation) == (10.0, 11.25, 2)
+    assert made.time_s.recovery == 1.25
+    assert made.time_s.lost == 0.5
+    assert made.time_s.productive == 9.0
+
+
+def test_work_since_the_checkpoint_is_lost_by_a_rollback():
+    """It moves from productive to lost."""
+    ledger = Ledger(began_s=100.0)
+    ledger.saved(10, "step_10.pt", 10 * SECOND_NS)
+    note(ledger, incident(15), began_s=120.0)
+    repaired = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
+    assert repaired.steps_lost == 5
+    made = summary(ledger, reading=reading(productive_ns=16 * SECOND_NS))
+    assert (made.time_s.lost, made.time_s.productive) == (6.0, 10.0)
+    assert made.faults[0].steps_lost == 5
+
+
+def test_each_rollback_counts_its_own_work_once():
+    """Twice to the same checkpoint, then to a later one: what was lost before is not lost again."""
+    ledger = Ledger(began_s=100.0)
+    ledger.saved(10, "step_10.pt", 10 * SECOND_NS)
+    for productive_s, lost_s in ((15, 5), (18, 8)):
+        note(ledger, incident(12), began_s=120.0)
+        repair(ledger, now_s=120.0, committed_step=10, productive_s=productive_s)
+        shares = summary(ledger, reading=reading(productive_ns=productive_s * SECOND_NS)).time_s
+        assert (shares.lost, shares.productive) == (lost_s, 10.0)
+    ledger.saved(15, "step_15.pt", 23 * SECOND_NS)
+    note(ledger, incident(17), began_s=140.0)
+    repair(ledger, now_s=140.0, committed_step=15, productive_s=26)
+    shares = summary(ledger, reading=reading(productive_ns=26 * SECOND_NS)).time_s
+    assert (shares.lost, shares.productive) == (11.0, 15.0)
+
+
+def test_a_rollback_to_the_very_start_loses_everything():
+    """No checkpoint was made yet."""
+    ledger = Ledger(began_s=100.0)
+    note(ledger, incident(4), began_s=110.0)
+    assert repair(ledger, now_s=111.0, committed_step=0, productive_s=1).steps_lost == 4
+    assert summary(ledger, reading=reading(productive_ns=SECOND_NS)).time_s.productive == 0.0
+
+
+def test_incidents_of_one_outage_are_one_recovery():
+    """A second fault while repairing: time counts from the first, and both end together."""
+    ledger = Ledger(began_s=100.0)
+    note(ledger, incident(3), began_s=110.0, since_s=109.0)
+    note(ledger, incident(3, rank=0), began_s=112.0, since_s=109.0)
+    repair(ledger, now_s=115.0, committed_step=3)
+    made = summary(ledger)
+    assert [record.recovered_s for record in made.faults] == [15.0, 15.0]
+    assert made.time_s.recovery == 5.0
+    assert made.time_s.lost == 1.0
+    assert len(ledger.history) == 2
+
+
+def test_a_generation_that_forms_without_a_fault_repairs_nothing():
+    """Control: the first one of a run."""
+    ledger = Ledger(began_s=100.0)
+    assert repair(ledger, now_s=103.0, committed_step=0) is None
+    assert summary(ledger).time_s.recovery == 0.0
+
+
+def test_a_fault_that_ended_the_run_was_never_recovered():
+    """Its record says so by None."""
+    ledger = Ledger(began_s=100.0)
+    note(ledger, incident(3), began_s=110.0)
+    made = summary(ledger, status=RunStatus.FAILED, exit_code=ExitCode.FAILED)
+    assert made.faults[0].recovered_s is None
+    assert (made.status, made.exit_code) == (RunStatus.FAILED, 1)
+
+
+def test_what_the_ranks_reported_wins_over_the_board():
+    """A complete run is described by its own words, peaks by the highest of all ranks."""
+    ledger = Ledger(began_s=100.0)
+    ledger.saved(16, "step_16.pt", 0)
+    reports = [
+        finished(
+            epochs=2,
+            samples=160,
+            loss=0.25,
+            figures={"validation_loss": 0.3},
+            weights_sha256="ab",
+            checkpoint="step_20.pt",
+            peaks={"peak_rss_bytes": 5, "peak_device_bytes": 0},
+        ),
+        finished(peaks={"peak_rss_bytes": 9, "peak_device_bytes": 0}),
+    ]
+    made = summary(ledger, finished=reports)
+    assert (made.steps, made.epochs, made.samples, made.final_loss) == (20, 2, 160, 0.25)
+    assert (made.weights_sha256, made.checkpoint) == ("ab", "step_20.pt")
+    assert made.figures == {"validation_loss": 0.3}
+    assert (made.peak_rss_bytes, made.peak_device_bytes) == (9, None)
+
+
+def test_a_repair_is_told_by_its_parts():
+    """Noticing, aborting, forking and each part of the re-forming, in seconds, and the sum."""
+    ledger = Ledger(began_s=100.0)
+    note(ledger, incident(7, at_s=110.25), began_s=110.0, detect_s=2.0)
+    ledger.forming(110.75)
+    parts = {"group": 0.1, "transfer": 0.2, "rebuild": 0.3}
+    repair(ledger, now_s=111.5, committed_step=7, parts=parts)
+    (record,) = summary(ledger).faults
+    assert record.seconds == {"detect": 2.0, "abort": 0.25, "fork": 0.5, **parts, "total": 1.5}
+
+
+def test_a_later_forming_does_not_touch_a_repair_that_is_done():
+    """Control: its figures are final."""
+    ledger = Ledger(began_s=100.0)
+    note(ledger, incident(7, at_s=110.25), began_s=110.0)
+    ledger.forming(110.75)
+    repair(ledger, now_s=111.5, committed_step=7)
+    ledger.forming(190.0)
+    assert summary(ledger).faults[0].seconds["fork"] == 0.5
+
+
+def test_a_run_that_broke_off_is_described_by_the_board():
+    """Steps, samples and loss of the last commit, and the last checkpoint that was published."""
+    ledger = Ledger(began_s=100.0)
+    ledger.saved(16, "step_16.pt", 0)
+    made = summary(ledger, status=RunStatus.GAVE_UP, exit_code=ExitCode.GAVE_UP)
+    assert (made.steps, made.epochs, made.samples, made.final_loss) == (20, 2, 160, 0.5)
+    assert (made.weights_sha256, made.checkpoint, made.peak_rss_bytes) == (None, "step_16.pt", None)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_not_reported_as_one(loss):
+    """summary.json must stay readable by everybody."""
+    assert summary(Ledger(began_s=0.0), finished=[finished(loss=loss)]).final_loss is None
+
+
+def test_a_run_that_never_made_a_step_was_startup_only():
+    """And has no loss."""
+    made = summary(Ledger(began_s=100.0), reading=reading(), now_s=130.0)
+    assert made.time_s.startup == 30.0
+    assert made.final_loss is None
+    assert made.goodput == 0.0
+
+
+def test_reasons_for_inexact_weights_are_passed_on():
+    """Exact means that no reason is known."""
+    ledger = Ledger(began_s=0.0)
+    assert summary(ledger).exact
+    made = summary(ledger, facts=RunFacts(inexact_reasons=["fewer ranks"]))
+    assert (made.exact, made.inexact_reasons) == (False, ("fewer ranks",))
+
+
+def test_very_many_checkpoints_do_not_pile_up():
+    """A run of months saves thousands; the newest are what a rollback can reach."""
+    ledger = Ledger(began_s=0.0)
+    for step in range(5000):
+        ledger.saved(step, f"step_{step}.pt", step * SECOND_NS)
+    assert len(ledger._productive_at_save) <= 64
+    note(ledger, replace(incident(5000)), began_s=10.0)
+    repair(ledger, now_s=10.0, committed_step=4999, productive_s=5003)
+    assert summary(ledger, reading=reading(productive_ns=5003 * SECOND_NS)).time_s.lost == 4.0

@@ -1,0 +1,197 @@
+"""What status.json and the display are told: put together from the board and the newest reports."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import pytest
+
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.lifecycle import RankEvent, RunState
+from ddp_runner.core.messages import Ready
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import DataSettings, RunSettings, Settings
+from ddp_runner.observe.view import status_record
+from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.views import measure_memory, run_view
+
+WORLD = 2
+BATCH = 4
+
+
+@pytest.fixture
+def handles():
+    board = Board(memoryview(bytearray(WORLD * SLOT_BYTES)), WORLD)
+    made = [RankHandle(rank, device=device(rank), slot=board.slot(rank)) for rank in range(WORLD)]
+    yield made
+    for handle in made:
+        handle.close_lines()
+
+
+def device(rank):
+    return DevicePlan(device=f"cuda:{rank}", name="a GPU", visible_index=rank)
+
+
+def plan():
+    settings = Settings(
+        run=RunSettings(task="synthetic", epochs=3, log_dir="the/logs"),
+        data=DataSettings(batch_size=BATCH),
+    )
+    return LaunchPlan(
+        settings=settings,
+        origins={},
+        devices=tuple(device(rank) for rank in range(WORLD)),
+        world_size=WORLD,
+        threads_per_rank=1,
+        meaning={},
+        settings_digest="0",
+        command=("test",),
+        notes=(),
+    )
+
+
+def look(handles, **changes):
+    arguments = {
+        "run_id": "a run",
+        "state": RunState.RUNNING,
+        "generation": 2,
+        "began_s": time.monotonic() - 5.0,
+        "faults_total": 1,
+        "restarts": 1,
+        **changes,
+    }
+    return run_view(plan(), handles, **arguments)
+
+
+def ready(rank, steps_per_epoch=10):
+    return Ready(
+        rank=rank,
+        committed_step=0,
+        run_id="",
+        total_steps=25,
+        steps_per_epoch=steps_per_epoch,
+        train_samples=80,
+        parameters=7,
+        device="cpu",
+    )
+
+
+def train(handle, *, step, loss=0.5, total=25):
+    """The board and reports of a rank that trains."""
+    handle.ready = ready(handle.rank)
+    handle.slot.set(Cell.COMMITTED_STEP, step)
+    handle.slot.set(Cell.TOTAL_STEPS, total)
+    handle.slot.set(Cell.EPOCH, step // 10)
+    handle.slot.set(Cell.STEP_NS, 200_000_000)
+    handle.slot.set(Cell.LAST_COMMIT_NS, time.monotonic_ns())
+    handle.slot.set_loss(loss)
+    handle.slot.stamp(Phase.FORWARD, time.monotonic_ns() - 3_000_000_000)
+
+
+def test_a_run_that_has_just_begun_knows_nothing_yet(handles):
+    """None stands for "not known", never a zero that looks like a measurement."""
+    view = look(handles, state=RunState.STARTING, generation=0)
+    assert (view.step, view.max_steps, view.epochs) == (0, 0, 3)
+    assert (view.loss, view.samples_per_s, view.eta_s, view.logged_step) == (None,) * 4
+    assert [rank.loss for rank in view.ranks] == [None, None]
+    assert [rank.pid for rank in view.ranks] == [0, 0]
+    assert [rank.phase_age_s for rank in view.ranks] == [0.0, 0.0]
+    assert [rank.state for rank in view.ranks] == ["dead", "dead"]
+
+
+def test_a_run_that_trains_is_told_from_the_board(handles):
+    """Step of the furthest rank, loss and epoch of the first, phase and age of each."""
+    train(handles[0], step=12)
+    train(handles[1], step=13)
+    view = look(handles)
+    assert (view.step, view.max_steps, view.epoch, view.epochs) == (13, 25, 1, 3)
+    assert (view.generation, view.faults_total, view.restarts) == (2, 1, 1)
+    assert view.loss == 0.5
+    assert view.elapsed_s == pytest.approx(5.0, abs=1.0)
+    assert [rank.step for rank in view.ranks] == [12, 13]
+    assert all(rank.phase == "forward" for rank in view.ranks)
+    assert all(rank.phase_age_s == pytest.approx(3.0, abs=1.0) for rank in view.ranks)
+    assert [rank.device for rank in view.ranks] == ["cuda:0", "cuda:1"]
+
+
+def test_the_remaining_time_is_told_from_the_step_s_duration_until_a_rate_is_known(handles):
+    """Then from the samples per second that the ranks report."""
+    for handle in handles:
+        train(handle, step=15)
+    assert look(handles).eta_s == pytest.approx(10 * 0.2)
+    handles[0].metrics = {"samples_per_s": 40.0, "step": 10, "learning_rate": 0.1}
+    view = look(handles)
+    assert view.eta_s == pytest.approx(10 * BATCH * WORLD / 40.0)
+    assert (view.logged_step, view.learning_rate) == (10, 0.1)
+
+
+def test_a_complete_run_has_no_time_remaining(handles):
+    """Not even where the last rank is a step ahead of the total."""
+    for handle in handles:
+        train(handle, step=25)
+    assert look(handles).eta_s == 0.0
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_not_shown(handles, loss):
+    """status.json stays readable by everybody."""
+    train(handles[0], step=3, loss=loss)
+    assert look(handles).loss is None
+
+
+def test_the_record_has_what_scripts_rely_on(handles):
+    """The names of DESIGN section 10."""
+    train(handles[0], step=3)
+    record = status_record(look(handles))
+    assert {
+        "run_id",
+        "pid",
+        "state",
+        "generation",
+        "world_size",
+        "step",
+        "max_steps",
+        "faults_total",
+        "ranks",
+    } <= record.keys()
+    assert {
+        "rank",
+        "pid",
+        "state",
+        "step",
+        "phase",
+        "phase_age_s",
+        "rss_bytes",
+        "device",
+        "loader_pids",
+    } <= record["ranks"][0].keys()
+    assert (record["pid"], record["state"]) == (os.getpid(), "running")
+
+
+def test_memory_is_measured_of_ranks_that_live(handles):
+    """One that has just ended keeps its last figure and is no error."""
+    handles[0].pid = os.getpid()
+    handles[1].pid, handles[1].rss_bytes = 2**22 + 1, 5  # beyond the highest pid there can be
+    measure_memory(handles)
+    assert handles[0].rss_bytes > 1_000_000
+    assert handles[1].rss_bytes == 5
+
+
+def test_a_rank_without_a_process_is_dead_until_one_is_asked_for(handles):
+    """New lines forget what the process before had reported."""
+    handle = handles[0]
+    handle.metrics = {"samples_per_s": 1.0}
+    assert not handle.is_alive
+    theirs, output = handle.open_lines(token=7, now_s=3.0)
+    assert handle.is_alive
+    assert (handle.pid, handle.token, handle.ready, handle.metrics) == (None, 7, None, {})
+    os.write(output, b"last words\n")
+    assert handle.last_words() == "last words"
+    handle.machine.advance(RankEvent.EXITED)
+    assert not handle.is_alive
+    os.close(theirs)
+    handle.close_lines()
+    assert handle.last_words() == ""

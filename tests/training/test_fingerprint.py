@@ -1,0 +1,44 @@
+"""The weights' hash: every single change shows, nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_runner.training.fingerprint import combined, state_hashes, tensor_hash
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("size", [1, 7, 8, 1001, 300_000])
+def test_equal_bytes_have_equal_hashes_and_one_flipped_bit_shows(size, dtype):
+    """Also at the very end, where the last word is padded."""
+    tensor = torch.randint(0, 2, (size,)).to(dtype)
+    assert tensor_hash(tensor) == tensor_hash(tensor.clone())
+    for index in {0, size // 2, size - 1}:
+        other = tensor.clone()
+        other.view(torch.uint8)[index * tensor.element_size()] ^= 1
+        assert tensor_hash(other) != tensor_hash(tensor)
+
+
+def test_two_values_that_changed_places_show():
+    """A plain sum would not notice."""
+    tensor = torch.arange(64.0)
+    other = tensor.clone()
+    other[[3, 40]] = tensor[[40, 3]]
+    assert tensor_hash(other) != tensor_hash(tensor)
+
+
+def test_layout_does_not_matter():
+    """A transposed copy and an unaligned slice hash as their values do."""
+    tensor = torch.randn(13, 17)
+    assert tensor_hash(tensor.t().contiguous().t()) == tensor_hash(tensor)
+    whole = torch.randint(0, 255, (1000,), dtype=torch.uint8)
+    assert tensor_hash(whole[3:]) == tensor_hash(whole[3:].clone())
+
+
+def test_a_state_is_hashed_by_name_in_its_order():
+    """Empty tensors have no bytes and no hash."""
+    state = {"a": torch.ones(3), "empty": torch.empty(0), "b": torch.zeros(3)}
+    hashes = state_hashes(state)
+    assert list(hashes) == ["a", "b"]
+    assert combined(list(hashes.values())) != combined(list(hashes.values())[::-1])

@@ -1,0 +1,291 @@
+"""What a generation does between its steps: logs, evaluates, saves, makes up for what was cut."""
+
+from __future__ import annotations
+
+import errno
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ddp_runner import DDPTrainer
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config import from_flat
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Finished, Formed, Metrics, Saved
+from ddp_runner.core.phases import Phase
+from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.task import Datasets
+from tests.processes import run_ranks
+
+SAMPLES, BATCH = 24, 4  # six steps an epoch
+STEPS = 12
+
+
+class Samples(Dataset):
+    """Constant inputs, so that nothing depends on the order."""
+
+    deterministic = True
+
+    def __init__(self, size):
+        self._size = size
+
+    def __len__(self):
+        return self._size
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index % 5)), torch.tensor([1.0])
+
+
+class Task:
+    """``nan_at`` lists the training steps, from 0, whose loss is not a number."""
+
+    def __init__(self, nan_at="", validation=8):
+        self._nan_at = {int(step) for step in str(nan_at).split("+") if step}
+        self._validation = validation
+        self._calls = 0
+
+    def build_model(self):
+        return nn.Linear(3, 1)
+
+    def build_datasets(self):
+        validation = Samples(self._validation) if self._validation else None
+        return Datasets(train=Samples(SAMPLES), validation=validation, fingerprint="constant")
+
+    def loss(self, model, batch):
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        if not model.training:
+            return loss
+        self._calls += 1
+        return loss * (math.nan if self._calls - 1 in self._nan_at else 1.0)
+
+
+def settings(folder, **changes):
+    """Short epochs, a line and a checkpoint by steps."""
+    return {
+        "task": f"{__file__}:Task",
+        "log_dir": str(folder / "logs"),
+        "checkpoint_dir": str(folder / "checkpoints"),
+        "device": "cpu",
+        "batch_size": BATCH,
+        "epochs": 2,
+        "num_workers": 0,
+        "use_amp": False,
+        "log_interval": 5,
+        **changes,
+    }
+
+
+class RecordingRuntime(LocalRuntime):
+    """Keeps what the trainer tells, with the step and phase on the board at that moment."""
+
+    def __init__(self, config, *, stop_in_evaluation=-1, save_at=-1):
+        made = from_flat(config)
+        place = Place(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
+        )
+        super().__init__(place=place, log_dir=Path(made.run.log_dir), debug=False)
+        self.told = []
+        self._stop_in_evaluation = stop_in_evaluation
+        self._save_at = save_at
+
+    def tell(self, message):
+        reading = self.slot.read()
+        self.told.append((message, reading.committed_step, reading.phase))
+
+    def stop_asked(self):
+        reading = self.slot.read()
+        stop = (
+            reading.phase is Phase.EVALUATE and reading.committed_step == self._stop_in_evaluation
+        )
+        return StopReason.PREEMPTED if stop else None
+
+    def save_asked(self):
+        return self.slot.get(Cell.COMMITTED_STEP) == self._save_at
+
+    def of(self, kind):
+        """The messages of one kind."""
+        return [message for message, _, _ in self.told if isinstance(message, kind)]
+
+
+def _train(me, config, options, breaks_saving):
+    runtime = RecordingRuntime(config, **options)
+    if breaks_saving:
+        _break_saving(breaks_saving)
+    try:
+        report = DDPTrainer(config=config, runtime=runtime).train()
+    except FaultError as error:
+        report = error.fault
+    return report, runtime.told, runtime.slot.read()
+
+
+def _break_saving(steps):
+    """Have the store fail as a full disk makes it fail, at these steps."""
+    real = CheckpointStore.save
+
+    def save(self, state, *, step, **rest):
+        if step not in steps:
+            return real(self, state, step=step, **rest)
+        raise FaultError(
+            Fault(
+                kind=FaultKind.STORAGE_FAILED,
+                rank=0,
+                step=step,
+                cause=f"cannot write: {errno.errorcode[errno.ENOSPC]}",
+            )
+        )
+
+    CheckpointStore.save = save
+
+
+def train(config, *, breaks_saving=(), **options):
+    """A run in a process of its own: its report or fault, what it told, its last board."""
+    return run_ranks(_train, 1, config, options, breaks_saving)[0]
+
+
+def told(messages, kind):
+    return [message for message, _, _ in messages if isinstance(message, kind)]
+
+
+def test_a_line_of_metrics_comes_at_the_first_step_at_the_interval_and_at_the_end(tmp_path):
+    """Each with loss, rate, norm and speed, all finite."""
+    _, messages, _ = train(settings(tmp_path))
+    lines = [message for message in told(messages, Metrics) if "loss" in message.values]
+    assert [line.step for line in lines] == [1, 5, 10, 12]
+    for line in lines:
+        assert {"loss", "learning_rate", "grad_norm", "samples_per_s", "step_s"} <= set(line.values)
+        assert all(math.isfinite(value) for value in line.values.values())
+        assert 0 <= line.values["data_wait_share"] <= 1
+
+
+def test_evaluation_and_checkpoint_come_at_each_epoch_s_end(tmp_path):
+    """In this order, once per epoch, the last one with the end of the run."""
+    report, messages, _ = train(settings(tmp_path))
+    evaluated = [m.step for m in told(messages, Metrics) if "validation_loss" in m.values]
+    assert evaluated == [6, 12]
+    assert [saved.step for saved in told(messages, Saved)] == [6, 12]
+    assert isinstance(messages[0][0], Formed)
+    assert isinstance(messages[-1][0], Finished)
+    assert report.figures["validation_loss"] > 0
+
+
+def test_checkpoints_by_steps_come_besides_those_by_epochs(tmp_path):
+    """Both intervals hold; a step that both name is saved once."""
+    _, messages, _ = train(settings(tmp_path, save_every_steps=4, keep_last=9))
+    assert [saved.step for saved in told(messages, Saved)] == [4, 6, 8, 12]
+
+
+def test_a_checkpoint_that_was_asked_for_is_made_after_the_step(tmp_path):
+    """Between the intervals, without stopping."""
+    report, messages, _ = train(settings(tmp_path), save_at=2)
+    assert [saved.step for saved in told(messages, Saved)] == [3, 6, 12]
+    assert report.steps == STEPS
+
+
+def test_without_validation_data_nothing_is_evaluated(tmp_path):
+    """Control: no figure is invented."""
+    report, messages, _ = train(settings(tmp_path, **{"task.validation": 0}))
+    assert report.figures == {}
+    assert not [m for m in told(messages, Metrics) if "validation_loss" in m.values]
+
+
+def test_a_run_of_several_epochs_can_evaluate_at_its_end_only(tmp_path):
+    """Interval 0."""
+    _, messages, _ = train(settings(tmp_path, evaluate_interval=0, save_interval=0))
+    assert [m.step for m in told(messages, Metrics) if "validation_loss" in m.values] == [12]
+    assert [saved.step for saved in told(messages, Saved)] == [12]
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tmp_path):
+    """Stopped inside it, the run saves; resumed, it evaluates first and saves what was due."""
+    stopped, messages, _ = train(settings(tmp_path), stop_in_evaluation=6)
+    assert (stopped.reason, stopped.steps) == (StopReason.PREEMPTED, 6)
+    assert not [m for m in told(messages, Metrics) if "validation_loss" in m.values]
+    assert [saved.step for saved in told(messages, Saved)] == [6]
+    resumed, messages, _ = train(settings(tmp_path))
+    evaluated = [m.step for m in told(messages, Metrics) if "validation_loss" in m.values]
+    assert evaluated == [6, 12]
+    assert resumed.steps == STEPS
+
+
+def test_a_complete_run_saves_nothing_again(tmp_path):
+    """Control: started again, it has nothing to make up for."""
+    train(settings(tmp_path, max_steps=6))
+    _, messages, _ = train(settings(tmp_path, max_steps=6))
+    assert not told(messages, Saved)
+
+
+def test_a_save_that_fails_leaves_training_going_on(tmp_path):
+    """A full disk in the middle of a run costs a warning, not the run."""
+    report, messages, _ = train(settings(tmp_path), breaks_saving=(6,))
+    assert report.steps == STEPS
+    assert [saved.step for saved in told(messages, Saved)] == [12]
+    assert "training goes on" in (tmp_path / "logs" / "rank_0.log").read_text()
+
+
+def test_a_final_save_that_fails_is_a_fault(tmp_path):
+    """Work that cannot be kept is no success."""
+    fault, messages, _ = train(settings(tmp_path), breaks_saving=(12,))
+    assert fault.kind is FaultKind.STORAGE_FAILED
+    assert not told(messages, Finished)
+
+
+def test_skipped_steps_within_the_budget_are_warned_of(tmp_path):
+    """One warning each; the run completes and counts them as steps."""
+    config = settings(tmp_path, max_errors_per_epoch=2, **{"task.nan_at": "1+3"})
+    report, _, _ = train(config)
+    assert report.steps == STEPS
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("step skipped on all ranks") == 2
+    assert math.isfinite(report.loss)
+
+
+def test_more_skipped_steps_than_allowed_in_an_epoch_end_the_run(tmp_path):
+    """The fault says how many and names the samples of the last one."""
+    config = settings(tmp_path, max_errors_per_epoch=2, **{"task.nan_at": "1+3+4"})
+    fault, _, reading = train(config)
+    assert fault.kind is FaultKind.NON_FINITE
+    assert "max_errors_per_epoch=2" in fault.cause
+    assert fault.detail.count(",") == BATCH - 1
+    assert reading.committed_step == 5
+
+
+def test_the_budget_of_skipped_steps_is_per_epoch(tmp_path):
+    """Control: as many in all, in two epochs, do not end the run."""
+    config = settings(tmp_path, max_errors_per_epoch=2, **{"task.nan_at": "1+3+7+8"})
+    report, _, _ = train(config)
+    assert report.steps == STEPS
+
+
+@pytest.mark.parametrize("find_unused_parameters", [True, False])
+def test_the_board_adds_up(tmp_path, find_unused_parameters):
+    """Counters, times and phases at the end of a run are those of its committed steps."""
+    config = settings(tmp_path, find_unused_parameters=find_unused_parameters)
+    report, messages, reading = train(config)
+    assert (reading.committed_step, reading.samples) == (STEPS, STEPS * BATCH)
+    assert (reading.total_steps, reading.generation) == (STEPS, 1)
+    assert reading.phase is Phase.FINISHED
+    assert not reading.dirty
+    assert reading.productive_ns > 0
+    assert reading.evaluation_ns > 0
+    assert reading.checkpoint_ns > 0
+    assert 0 < reading.first_step_ns < reading.last_commit_ns
+    assert reading.loss == report.loss
+    (formed,) = told(messages, Formed)
+    assert (formed.committed_step, formed.source) == (0, 0)
+
+
+def test_a_run_that_reached_its_target_trains_no_further(tmp_path):
+    """Started again it reports what there is, as any complete run does."""
+    config = settings(tmp_path, target_loss=100.0, epochs=50, learning_rate=0.01, warmup_steps=0)
+    first, _, _ = train(config)
+    assert first.reason is StopReason.COMPLETED
+    assert first.steps < 300
+    again, _, _ = train(config)
+    assert again.steps == first.steps
+    assert again.weights_sha256 == first.weights_sha256

@@ -1,0 +1,342 @@
+"""The step and its commit, on real gloo ranks: agreed, exact, and nothing half done."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.phases import Phase
+from ddp_runner.training.step import Votes, to_device
+from tests.collective.joining import join
+from tests.processes import hosted_store, run_ranks
+
+from .building import (
+    CPU,
+    MICRO_BATCH,
+    TOTAL_STEPS,
+    bits_of,
+    build_replica,
+    build_state,
+    build_stepper,
+    make_slot,
+    micro_batches,
+    optim_settings,
+)
+
+NO_VOTES = Votes()
+
+
+def train(me, group, state, steps, *, micro_steps=1, settle=False, **ddp):
+    """Steps ``steps`` on a fresh replica; their results."""
+    replica = build_replica(state, group, **ddp)
+    stepper = build_stepper(
+        state, replica, rank=me.rank, world_size=me.world_size, micro_steps=micro_steps
+    )
+    if settle:
+        stepper.settle(micro_batches(state.committed_step, me.rank, micro_steps=micro_steps))
+    return [
+        stepper.run(micro_batches(step, me.rank, micro_steps=micro_steps), votes=NO_VOTES)
+        for step in steps
+    ]
+
+
+def _train_in_peace(me, port, world_size, micro_steps):
+    state = build_state()
+    with join(me, port) as group:
+        results = train(me, group, state, range(4), micro_steps=micro_steps)
+    return results, bits_of(state)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_step_has_the_same_result_and_weights_on_every_rank(world_size, micro_steps):
+    """Loss, gradient norm, rate and all state are the same bits everywhere, and the loss falls."""
+    with hosted_store() as port:
+        answers = run_ranks(_train_in_peace, world_size, port, world_size, micro_steps)
+    results, bits = answers[0]
+    assert all(other == (results, bits) for other in answers[1:])
+    assert [result.step for result in results] == [1, 2, 3, 4]
+    assert all(result.applied and result.stop is None and not result.save for result in results)
+    assert all(result.grad_norm > 0 and math.isfinite(result.loss) for result in results)
+    assert bits["counters"]["samples"] == 4 * MICRO_BATCH * micro_steps * world_size
+
+
+def _mean_loss_of_one_step(me, port):
+    state = build_state()
+    with torch.no_grad():
+        state.model.eval()
+        model = state.model
+        expected = sum(
+            float(torch.nn.functional.mse_loss(model(batch.batch[0]), batch.batch[1]))
+            for batch in micro_batches(0, me.rank, micro_steps=2)
+        )
+
+    def loss_in_eval_mode(module, batch):
+        module.eval()
+        return torch.nn.functional.mse_loss(module(batch[0]), batch[1])
+
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=loss_in_eval_mode)
+        stepper = build_stepper(
+            state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
+        )
+        result = stepper.run(micro_batches(0, me.rank, micro_steps=2), votes=NO_VOTES)
+    return expected, result.loss
+
+
+def test_the_loss_is_the_mean_over_the_global_batch():
+    """However many ranks and micro-batches share it."""
+    with hosted_store() as port:
+        answers = run_ranks(_mean_loss_of_one_step, 3, port)
+    mean = sum(own for own, _ in answers) / 6
+    assert all(loss == pytest.approx(mean, rel=1e-5) for _, loss in answers)
+
+
+def _one_rank_is_poisoned(me, port, poison):
+    state = build_state()
+    with join(me, port) as group:
+        replica = build_replica(state, group)
+        stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
+        stepper.run(micro_batches(0, me.rank), votes=NO_VOTES)
+        before = bits_of(state)
+        mine = poison if me.rank == 1 else 0.0
+        skipped = stepper.run(micro_batches(1, me.rank, poison=mine), votes=NO_VOTES)
+        after = bits_of(state)
+        resumed = stepper.run(micro_batches(2, me.rank), votes=NO_VOTES)
+    return before, skipped, after, resumed
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(poison):
+    """No weight, optimizer state or average changes; the step counts, and the next one works."""
+    with hosted_store() as port:
+        answers = run_ranks(_one_rank_is_poisoned, 3, port, poison)
+    for before, skipped, after, resumed in answers:
+        assert not skipped.applied
+        assert skipped.step == 2
+        for untouched in ("optimizer", "ema"):
+            assert after[untouched] == before[untouched]
+        for name, weight in before["model"].items():
+            if "running" not in name and "tracked" not in name:
+                assert after["model"][name] == weight
+        assert after["counters"]["committed_step"] == 2
+        assert resumed.applied
+        assert resumed.step == 3
+    assert len({repr(answer[2]) for answer in answers}) == 1
+
+
+def _gradient_explodes(me, port):
+    """The loss stays finite, the gradient does not."""
+    state = build_state()
+
+    def loss(model, batch):
+        value = model(batch[0]).square().mean()
+        return torch.where(value > -1.0, value, value) + torch.sqrt(value * 0.0)
+
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=loss)
+        stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
+        before = bits_of(state)["optimizer"]
+        result = stepper.run(micro_batches(0, me.rank), votes=NO_VOTES)
+        return result.applied, math.isfinite(result.loss), bits_of(state)["optimizer"] == before
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too():
+    """The loss alone would not tell."""
+    with hosted_store() as port:
+        assert run_ranks(_gradient_explodes, 2, port) == [(False, True, True)] * 2
+
+
+def _vote(me, port, votes):
+    state = build_state()
+    with join(me, port) as group:
+        replica = build_replica(state, group)
+        stepper = build_stepper(
+            state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
+        )
+        batches = micro_batches(0, me.rank, micro_steps=2)
+        result = stepper.run(batches, votes=votes[me.rank])
+        quiet = stepper.run(batches, votes=NO_VOTES)
+    return (result.stop, result.save), (quiet.stop, quiet.save)
+
+
+PREEMPT = Votes(stop=StopReason.PREEMPTED)
+INTERRUPT = Votes(stop=StopReason.INTERRUPTED)
+
+
+@pytest.mark.parametrize(
+    ("votes", "agreed"),
+    [
+        ((NO_VOTES, NO_VOTES), (None, False)),
+        ((NO_VOTES, Votes(save=True)), (None, True)),
+        ((PREEMPT, NO_VOTES), (StopReason.PREEMPTED, False)),
+        ((PREEMPT, INTERRUPT), (StopReason.INTERRUPTED, False)),
+        ((INTERRUPT, Votes(save=True)), (StopReason.INTERRUPTED, True)),
+    ],
+)
+def test_one_rank_s_wish_is_every_rank_s_decision(votes, agreed):
+    """All learn it in the same step; an interrupt weighs most; the next step has no votes."""
+    with hosted_store() as port:
+        for decided, afterwards in run_ranks(_vote, 2, port, votes):
+            assert decided == agreed
+            assert afterwards == (None, False)
+
+
+def _train_with_breaks(me, port, breaks, ddp):
+    """Six steps, with a new generation and replica before each step in ``breaks``."""
+    state = build_state()
+    results = []
+    bounds = [0, *breaks, 6]
+    for generation, (first, last) in enumerate(itertools.pairwise(bounds), start=1):
+        with join(me, port, generation=generation) as group:
+            settle = not ddp["find_unused_parameters"]
+            results += train(me, group, state, range(first, last), settle=settle, **ddp)
+    return results, bits_of(state)
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
+@pytest.mark.parametrize("find_unused_parameters", [True, False])
+def test_rebuilding_the_replica_changes_no_bit(find_unused_parameters, gradient_as_bucket_view):
+    """Three ranks, where the order of a sum shows: broken twice or never, the same weights."""
+    ddp = {
+        "find_unused_parameters": find_unused_parameters,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+    }
+    with hosted_store() as port:
+        in_peace = run_ranks(_train_with_breaks, 3, port, (), ddp)
+    with hosted_store() as port:
+        broken = run_ranks(_train_with_breaks, 3, port, (1, 4), ddp)
+    assert in_peace == broken
+
+
+def _settle_only(me, port):
+    state = build_state()
+    with join(me, port) as group:
+        replica = build_replica(state, group, find_unused_parameters=False)
+        stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
+        before = bits_of(state)
+        stepper.settle(micro_batches(0, me.rank))
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        return bits_of(state) == before, len(gradients)
+
+
+def test_settling_leaves_no_trace_in_the_state():
+    """Weights, batch statistics and counters are as before; the gradients are gone."""
+    with hosted_store() as port:
+        assert run_ranks(_settle_only, 2, port) == [(True, 0)] * 2
+
+
+def _fail_on_one_rank_then_redo(me, port, fails):
+    """Step 1 is begun twice: the first time rank 1's forward raises after it changed statistics."""
+    state = build_state()
+    trouble = [fails and me.rank == 1]
+
+    def loss(model, batch):
+        value = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        if trouble[0] and state.committed_step == 1:
+            trouble[0] = False
+            raise RuntimeError("user code")
+        return value
+
+    def train_to_the_end(generation):
+        with join(me, port, generation=generation) as group:
+            replica = build_replica(state, group, loss=loss)
+            stepper = build_stepper(
+                state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
+            )
+            while state.committed_step < 3:
+                batches = micro_batches(state.committed_step, me.rank, micro_steps=2)
+                results.append(stepper.run(batches, votes=NO_VOTES))
+
+    generation, results = 1, []
+    if fails:
+        with pytest.raises(RuntimeError):
+            train_to_the_end(generation)
+        state.drop_unfinished_step()
+        generation = 2
+    train_to_the_end(generation)
+    return generation, results, bits_of(state)
+
+
+def test_a_step_that_broke_is_redone_to_the_same_bits():
+    """Gradients and batch statistics of the broken try, and its random numbers, leave no trace."""
+    with hosted_store() as port:
+        in_peace = run_ranks(_fail_on_one_rank_then_redo, 2, port, False)
+    with hosted_store() as port:
+        broken = run_ranks(_fail_on_one_rank_then_redo, 2, port, True)
+    assert [answer[0] for answer in in_peace] == [1, 1]
+    assert [answer[0] for answer in broken] == [2, 2]
+    assert [answer[1:] for answer in in_peace] == [answer[1:] for answer in broken]
+
+
+class _WatchedSlot:
+    """Passes stores on to a real slot, and notes what the weights were at each."""
+
+    def __init__(self, slot, state):
+        self._slot = slot
+        self._state = state
+        self.seen = []
+
+    def set(self, cell, value):
+        first = next(self._state.model.parameters())
+        self.seen.append((cell, value, float(first.detach().sum())))
+        self._slot.set(cell, value)
+
+    def stamp(self, phase, now_ns):
+        self.seen.append((Cell.PHASE, phase, None))
+        self._slot.stamp(phase, now_ns)
+
+
+def _commit_under_watch(me):
+    state = build_state()
+    slot = _WatchedSlot(make_slot(), state)
+    with join(me, 0) as group:
+        replica = build_replica(state, group, slot=slot)
+        stepper = build_stepper(state, replica, rank=0, world_size=1, slot=slot)
+        before = float(next(state.model.parameters()).detach().sum())
+        stepper.run(micro_batches(0, 0), votes=NO_VOTES)
+    return before, slot.seen
+
+
+def test_the_board_says_dirty_while_the_weights_change():
+    """Dirty is stored before the first weight changes, clean only after the step is counted."""
+    ((before, seen),) = run_ranks(_commit_under_watch, 1)
+    phases = [value for cell, value, _ in seen if cell is Cell.PHASE]
+    assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER]
+    stores = [(cell, value) for cell, value, _ in seen if cell is not Cell.PHASE]
+    assert stores == [(Cell.DIRTY, 1), (Cell.COMMITTED_STEP, 1), (Cell.DIRTY, 0)]
+    weights = [weight for cell, _, weight in seen if cell is not Cell.PHASE]
+    assert weights[0] == before
+    assert weights[1] != before
+
+
+def _rates(me):
+    optim = optim_settings(max_grad_norm=None)
+    state = build_state(optim=optim)
+    with join(me, 0) as group:
+        replica = build_replica(state, group)
+        stepper = build_stepper(state, replica, rank=0, world_size=1, optim=optim)
+        return [
+            stepper.run(micro_batches(step, 0), votes=NO_VOTES).learning_rate
+            for step in range(TOTAL_STEPS)
+        ]
+
+
+def test_the_rate_follows_the_schedule_over_the_whole_run():
+    """It warms up, peaks at the setting and falls; the optimizer was given what is reported."""
+    (rates,) = run_ranks(_rates, 1)
+    assert max(rates) == pytest.approx(0.01)
+    assert rates.index(max(rates)) <= 2
+    assert rates[-1] < 0.001
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_a_batch_on_the_cpu_is_handed_on_as_it_is():
+    """Control: no copy where there is nothing to move, whatever the batch's type."""
+    batch = {"inputs": torch.ones(2), "names": ["a"], "pair": (torch.zeros(1), 3)}
+    assert to_device(batch, CPU) is batch
