@@ -46,6 +46,13 @@ def test_a_watchdog_that_would_kill_survivors_is_off():
     assert environment({})["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
+def test_gpus_are_counted_as_nvidia_smi_counts_them():
+    """What --gpus names, and what is printed, is the GPU that the rank gets."""
+    assert environment({})["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    own = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    assert environment(own)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
 def test_debug_turns_on_torch_s_own_checks():
     """And leaves its messages on; without, neither."""
     debug, quiet = environment({}, debug=True), environment({})
