@@ -27,7 +27,6 @@ STEPS_FOR_EVER = 1_000_000
 WARM_UP_LINES = 4
 SETTLE_S = 0.3
 # A supervisor that is held and let go finds its ranks silent for the whole pause.
-NO_HANGS = "recovery.hang_min_s=1000000"
 
 
 @dataclass(slots=True)
@@ -77,7 +76,7 @@ def measure(size: Size, *, rounds: int, slice_s: float, settings: tuple[str, ...
         contenders = []
         for name in NAMES:
             contender = stack.enter_context(
-                Contender(name, size, steps=STEPS_FOR_EVER, settings=(*settings, NO_HANGS))
+                Contender(name, size, steps=STEPS_FOR_EVER, settings=settings)
             )
             contender.wait_for_lines(WARM_UP_LINES)
             contender.pause()
