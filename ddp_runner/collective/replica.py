@@ -51,12 +51,19 @@ class _LossModule(nn.Module):
         self._loss_mask[Signal.LOSS] = 1.0
         self._trouble = torch.zeros(len(Signal), device=device)
         self._trouble[Signal.NON_FINITE] = 2.0 ** min(rank, 20)
+        self._untold = torch.ones((), device=device)
+
+    def begin_step(self) -> None:
+        """No micro-batch of this step has been in trouble yet."""
+        self._untold.fill_(1.0)
 
     def forward(self, batch: Any, weight: float, votes: Tensor) -> Tensor:
         weighted = self._loss(self.model, batch).float() * weight
         # d(result)/d(signal) = carried, whatever the signal's own value (zero).
         own = weighted.detach()
-        broken = own.isfinite().logical_not().float()
+        # Once a step, however many micro-batches are broken: the numbers are summed over those too.
+        broken = own.isfinite().logical_not().float() * self._untold
+        self._untold.sub_(broken)
         carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
         return weighted + torch.dot(self.signal, carried)
 
@@ -103,7 +110,8 @@ class Replica:
         return context
 
     def zero_gradients(self) -> None:
-        """Drop every gradient, the signals' too."""
+        """Drop every gradient, the signals' too: a step begins."""
+        self._module.begin_step()
         self._module.zero_grad(set_to_none=True)
 
     def check_reduced(self) -> None:

@@ -1,6 +1,6 @@
 """Faults on request: reads ``--inject`` specs and draws random plans. Never harms anything itself.
 
-``KIND:key=value,...`` with ``rank``, ``step``, ``phase``, ``times``, ``seconds``; or
+``KIND:key=value,...`` with ``rank`` (or ``all``), ``step``, ``phase``, ``times``, ``seconds``; or
 ``random:mtbf_s=5,seed=7,kinds=kill+stop``, a plan that the same seed draws again.
 """
 
@@ -17,6 +17,7 @@ from ddp_runner.core.phases import Phase
 
 OPTION = "--inject"
 COMMIT = "commit"  # a moment inside the optimizer, while the board says dirty
+EVERY_RANK = -1  # written ``rank=all``
 PHASES = (*(phase.label for phase in Phase if phase not in (Phase.IDLE, Phase.FINISHED)), COMMIT)
 
 
@@ -33,11 +34,23 @@ class InjectKind(Enum):
     SLOW = "slow"  # sleeps ``seconds`` at that phase
     LOADER_KILL = "loader_kill"  # SIGKILL to one of the rank's loader workers
     LOADER_STOP = "loader_stop"  # SIGSTOP to one of them
+    OOM = "oom"  # an allocation that the system refuses; what is asked for next fits again
+    UNUSED = "unused"  # the step's loss leaves the last module's parameters out
+    NAN = "nan"  # the step's loss is not a number
+    SPIKE = "spike"  # the step's loss is 10,000 times what it was
+    DIVERGE = "diverge"  # one bit of one weight flips
+
+
+# These change what a step computes, so they happen where its loss is computed.
+KINDS_IN_LOSS = frozenset({InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
-    """One fault at one place. ``step`` is the index of the step in progress, from 0."""
+    """One fault at one place. ``step`` is the index of the step in progress, from 0.
+
+    ``times`` is for each rank; ``rank`` may be :data:`EVERY_RANK`.
+    """
 
     kind: InjectKind
     rank: int
@@ -75,17 +88,17 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
     kind = _kind(text, name)
     injection = Injection(
         kind=kind,
-        rank=_integer(text, values, "rank", world_size - 1),
+        rank=_rank(text, values, world_size),
         step=_integer(text, values, "step", 10),
         phase=values.pop("phase", Phase.FORWARD.label),
         times=_integer(text, values, "times", 1),
         seconds=_number(text, values, "seconds", 1.0),
     )
     _refuse_unknown(text, values, "rank, step, phase, times, seconds")
-    if injection.rank >= world_size:
-        raise BadInputError(OPTION, text, f"rank is 0 to {world_size - 1} here")
     if injection.phase not in PHASES:
         raise BadInputError(OPTION, text, f"phase is one of {', '.join(PHASES)}")
+    if kind in KINDS_IN_LOSS and injection.phase != Phase.FORWARD.label:
+        raise BadInputError(OPTION, text, f"{name} happens in phase forward only")
     return injection
 
 
@@ -137,6 +150,16 @@ def _key_values(text: str, rest: str) -> dict[str, str]:
             raise BadInputError(OPTION, text, "write KIND:key=value,key=value")
         values[key.strip()] = value.strip()
     return values
+
+
+def _rank(text: str, values: dict[str, str], world_size: int) -> int:
+    if values.get("rank") == "all":
+        del values["rank"]
+        return EVERY_RANK
+    rank = _integer(text, values, "rank", world_size - 1)
+    if rank >= world_size:
+        raise BadInputError(OPTION, text, f"rank is 0 to {world_size - 1} here, or all")
+    return rank
 
 
 def _integer(text: str, values: dict[str, str], key: str, default: int) -> int:

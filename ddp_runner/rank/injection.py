@@ -8,12 +8,19 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.collective.replica import Loss
 from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.injection import COMMIT, Injection, InjectKind
+from ddp_runner.core.injection import COMMIT, KINDS_IN_LOSS, Injection, InjectKind
 from ddp_runner.core.phases import Phase
 
 FOREVER_S = 1e6
+SPIKE_FACTOR = 1e4
+UNHEARD_OF_BYTES = 1 << 62  # more than any address space: the system refuses it at once
 
 
 class InjectedError(RuntimeError):
@@ -23,7 +30,7 @@ class InjectedError(RuntimeError):
 class InjectingSlot(Slot):
     """A board slot that looks, at each stamp, whether a fault is due. Used only with ``--inject``."""
 
-    __slots__ = ("_announce", "_left", "_loader_pids", "_pending")
+    __slots__ = ("_announce", "_left", "_loader_pids", "_pending", "_ruined")
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class InjectingSlot(Slot):
         self._announce = announce
         self._loader_pids = loader_pids
         self._pending: list[InjectKind] = []
+        self._ruined: set[InjectKind] = set()  # what happens to the step in progress
 
     def strike_soon(self, kind: InjectKind) -> None:
         """Have ``kind`` happen at the next stamp. Called from the control thread."""
@@ -52,18 +60,49 @@ class InjectingSlot(Slot):
     def set(self, cell: Cell, value: int) -> None:
         """Store; the moment at which the board turns dirty is the place called ``commit``."""
         super().set(cell, value)
+        if cell is Cell.COMMITTED_STEP:
+            self._ruined.clear()
         if cell is Cell.DIRTY and value:
             self._look(COMMIT)
+
+    def ruinous(self, loss: Loss) -> Loss:
+        """``loss`` with what is injected into it; a step that is redone is ruined again."""
+
+        def ruined_loss(model: nn.Module, batch: Any) -> Tensor:
+            if InjectKind.DIVERGE in self._ruined:
+                self._ruined.discard(InjectKind.DIVERGE)
+                flip_a_bit(model)
+            value = (
+                _without_last_module(loss, model, batch)
+                if InjectKind.UNUSED in self._ruined
+                else loss(model, batch)
+            )
+            if InjectKind.NAN in self._ruined:
+                value = value * float("nan")
+            return value * SPIKE_FACTOR if InjectKind.SPIKE in self._ruined else value
+
+        return ruined_loss
 
     def _look(self, place: str) -> None:
         step = self.get(Cell.STEP)
         for number, injection in list(self._left.items()):
+            # A step has several micro-batches and may be redone: it is ruined once for all of them.
+            if injection.kind in self._ruined:
+                continue
             if injection.phase == place and step >= injection.step:
                 self._count_down(number, injection)
                 self._announce(number, injection.kind)
                 self._strike(injection.kind, injection.seconds)
-        while self._pending and place not in (Phase.STARTUP.label, Phase.FORMING.label):
-            self._strike(self._pending.pop(), 1.0)
+        for kind in list(self._pending):
+            if self._can_strike(kind, place):
+                self._pending.remove(kind)
+                self._strike(kind, 1.0)
+
+    @staticmethod
+    def _can_strike(kind: InjectKind, place: str) -> bool:
+        if kind in KINDS_IN_LOSS:
+            return place == Phase.FORWARD.label
+        return place not in (Phase.STARTUP.label, Phase.FORMING.label)
 
     def _count_down(self, number: int, injection: Injection) -> None:
         if injection.times > 1:
@@ -71,7 +110,7 @@ class InjectingSlot(Slot):
         else:
             del self._left[number]
 
-    def _strike(self, kind: InjectKind, seconds: float) -> None:  # noqa: C901 - a row a kind
+    def _strike(self, kind: InjectKind, seconds: float) -> None:  # noqa: C901, PLR0912 - a row a kind
         match kind:
             case InjectKind.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -94,3 +133,29 @@ class InjectingSlot(Slot):
                 number = signal.SIGKILL if kind is InjectKind.LOADER_KILL else signal.SIGSTOP
                 for pid in self._loader_pids()[:1]:
                     os.kill(pid, number)
+            case InjectKind.OOM:
+                torch.empty(UNHEARD_OF_BYTES, dtype=torch.uint8)
+            case InjectKind.UNUSED | InjectKind.NAN | InjectKind.SPIKE | InjectKind.DIVERGE:
+                self._ruined.add(kind)
+
+
+def flip_a_bit(model: nn.Module) -> None:
+    """As bad memory would: one bit in the fraction of the model's first weight."""
+    weight = next(model.parameters()).data
+    itemsize = weight.element_size()
+    # Little-endian: this bit belongs to the fraction of every floating-point type of 2 to 8 bytes.
+    weight[(0,) * weight.dim()].unsqueeze(0).view(torch.uint8)[max(0, itemsize - 2)] ^= 1 << 3
+
+
+def _without_last_module(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
+    """The loss, its graph leaving out the parameters of the last module that has some."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    module = named[-1][0].rpartition(".")[0]
+    left_out = [p for name, p in named if name.rpartition(".")[0] == module]
+    for parameter in left_out:
+        parameter.requires_grad = False
+    try:
+        return loss(model, batch)
+    finally:
+        for parameter in left_out:
+            parameter.requires_grad = True

@@ -14,6 +14,7 @@ from types import FrameType
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership
+from ddp_runner.collective.replica import Loss
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
@@ -130,6 +131,10 @@ class SupervisedRuntime:
         """A victim goes on, and who has mended its own fault; one inside its optimizer is replaced."""
         stays = fault.kind in VICTIM_KINDS or (fault.kind in MENDED_BY_RANK and fault.may_retry)
         return stays and not self.slot.get(Cell.DIRTY)
+
+    def training_loss(self, loss: Loss) -> Loss:
+        """``loss``, with what ``--inject`` does to it."""
+        return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
 
     def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
         return InjectingSlot(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from ddp_runner.core.injection import (
+    EVERY_RANK,
     Injection,
     InjectKind,
     RandomPlan,
@@ -31,11 +32,12 @@ class Striker:
         specs = [
             parse_injection(text, world_size=plan.world_size) for text in plan.settings.run.inject
         ]
-        self._injections = dict(enumerate(specs))
         self._left = {
-            number: spec.times
-            for number, spec in self._injections.items()
+            (number, rank): spec.times
+            for number, spec in enumerate(specs)
             if isinstance(spec, Injection)
+            for rank in range(plan.world_size)
+            if spec.rank in (rank, EVERY_RANK)
         }
         self._random = [spec for spec in specs if isinstance(spec, RandomPlan)]
         self._drawn = [0] * len(self._random)
@@ -45,13 +47,14 @@ class Striker:
         """Number -> times, of what is still to happen to ``rank``."""
         return {
             str(number): times
-            for number, times in self._left.items()
-            if times and self._rank_of(number) == rank
+            for (number, its_rank), times in self._left.items()
+            if times and its_rank == rank
         }
 
     def happened(self, message: Injected) -> None:
         """An injection happens now: it must not happen again to the process that comes after."""
-        self._left[message.number] = max(0, self._left[message.number] - 1)
+        place = (message.number, message.rank)
+        self._left[place] = max(0, self._left[place] - 1)
         self._records.event("injected", kind=message.kind, rank=message.rank, number=message.number)
 
     def strike_if_due(self, now_s: float) -> None:
@@ -76,7 +79,3 @@ class Striker:
             kill(handle.pid, number)
         else:
             self._world.send(handle, Inject(kind=strike.kind.value))
-
-    def _rank_of(self, number: int) -> int:
-        spec = self._injections[number]
-        return spec.rank if isinstance(spec, Injection) else -1

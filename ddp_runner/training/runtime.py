@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership
+from ddp_runner.collective.replica import Loss
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.exits import StopReason
@@ -71,6 +72,10 @@ class Runtime(Protocol):
 
     def survives(self, fault: Fault) -> bool:
         """Whether this process goes on after ``fault``; else the trainer raises it."""
+        ...
+
+    def training_loss(self, loss: Loss) -> Loss:
+        """What training computes: ``loss``, with what is injected into it where that was asked for."""
         ...
 
 
@@ -132,3 +137,7 @@ class LocalRuntime:
     def survives(self, fault: Fault) -> bool:
         """Never: there is nobody to form the next generation."""
         raise FaultError(fault)
+
+    def training_loss(self, loss: Loss) -> Loss:
+        """Nothing is injected."""
+        return loss

@@ -62,7 +62,7 @@ class Session:
         tuning, workload = self._state.tuning, self._workload
         self._replica = Replica(
             self._state.model,
-            workload.task.loss,
+            self._runtime.training_loss(workload.task.loss),
             group=self._group,
             settings=replace(
                 self._settings.ddp, find_unused_parameters=tuning.find_unused_parameters

@@ -125,3 +125,31 @@ def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path, count)
     else:
         assert "learning rate x 0.5" in run.console
         assert summary["exact"] is False
+
+
+def test_the_faults_of_a_step_can_be_injected(tmp_path):
+    """Each on another rank of one run: noticed, named, mended; no step and no sample is lost."""
+    specs = (
+        "oom:rank=2,step=12,phase=backward",
+        "nan:rank=1,step=16",
+        "unused:rank=0,step=21",
+        "diverge:rank=1,step=26",
+    )
+    run = finish(
+        tmp_path, *(word for spec in specs for word in ("--inject", spec)), "--max-steps", 40,
+        "replica_check_steps=10", "find_unused_parameters=false", task=PLAIN, world=3,
+    )  # fmt: skip
+    summary = run.summary()
+    assert [event["kind"] for event in run.events("injected")] == [
+        "oom",
+        "nan",
+        "unused",
+        "diverge",
+    ]
+    assert [(fault["kind"], fault["rank"], fault["step"]) for fault in summary["faults"]] == [
+        ("out_of_memory", 2, 12), ("reduction_unfinished", 0, 21), ("replica_diverged", 1, 30)
+    ]  # fmt: skip
+    assert "first on rank 1: step skipped on all ranks" in run.console
+    for rank_audit in run.audit(3):
+        assert sorted(rank_audit) == list(range(1, 41))
+        assert all(len(record["indices"]) == 8 for record in rank_audit.values())

@@ -130,6 +130,26 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(poison):
     assert len({repr(answer[2]) for answer in answers}) == 1
 
 
+def _every_micro_batch_of_one_rank_is_poisoned(me, port):
+    state = build_state()
+    with join(me, port) as group:
+        replica = build_replica(state, group)
+        stepper = build_stepper(
+            state, replica, rank=me.rank, world_size=me.world_size, micro_steps=3
+        )
+        mine = math.nan if me.rank == 1 else 0.0
+        bad = stepper.run(micro_batches(0, me.rank, micro_steps=3, poison=mine), votes=NO_VOTES)
+        again = stepper.run(micro_batches(1, me.rank, micro_steps=3, poison=mine), votes=NO_VOTES)
+    return bad.broken_ranks, again.broken_ranks
+
+
+def test_the_broken_rank_is_named_however_many_micro_batches_it_has():
+    """Micro-batches add their signals up; a rank counts once a step, and again in the next."""
+    with hosted_store() as port:
+        answers = run_ranks(_every_micro_batch_of_one_rank_is_poisoned, 3, port)
+    assert answers == [((1,), (1,))] * 3
+
+
 def _gradient_explodes(me, port):
     """The loss stays finite, the gradient does not."""
     state = build_state()
