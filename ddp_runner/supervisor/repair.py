@@ -67,6 +67,7 @@ class Repair:
         self._loader: int | None = 0
         self._remedies: list[str] = []
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
+        self._regroup_by_s = 0.0
         self._respawn_at_s = 0.0
 
     @property
@@ -79,8 +80,9 @@ class Repair:
         return handle.rank in self._doomed or handle.given_up_at_s is not None
 
     def owe(self, handle: RankHandle) -> None:
-        """Fork this rank again; its fork was asked of a zygote that died."""
-        self._doomed.add(handle.rank)
+        """Fork this rank again, if it is wanted; its fork was asked of a zygote that died."""
+        if handle.given_up_at_s is None or handle.is_returning:
+            self._doomed.add(handle.rank)
 
     def report(self, fault: Fault) -> bool:
         """Add a fault to the open incident, or open one and abort the generation; True if opened."""
@@ -137,8 +139,15 @@ class Repair:
                 # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
                 self._world.kill_store()
                 return [self._stuck(f"not formed within {self._settings.form_timeout_s:g} s")]
+            if self._stays_too_long(handle, now_s):
+                return [self._hung(handle, f"did not make room within {PARK_TIMEOUT_S:g} s")]
         verdict = self._watcher.look(self._world.present)
         return [] if verdict is None else self._faults_of(verdict)
+
+    def _stays_too_long(self, handle: RankHandle, now_s: float) -> bool:
+        """Whether the rank ought to have left its generation for a rank that came back."""
+        leaving = self.is_regrouping and handle.state is RankState.ABORTING
+        return leaving and now_s > self._regroup_by_s and self._watcher.is_overdue(handle)
 
     def _faults_of(self, verdict: HangVerdict) -> list[Fault]:
         if verdict.ranks:
@@ -290,6 +299,7 @@ class Repair:
     def _give_up(self, handle: RankHandle, now_s: float) -> None:
         """Go on without this rank, until it is tried again."""
         handle.given_up_at_s, handle.is_returning = now_s, False
+        self._doomed.discard(handle.rank)
         if handle.is_alive:
             self._world.kill_rank(handle)
         present = len(self._world.present)
@@ -305,7 +315,13 @@ class Repair:
             return
         for handle in self._world.ranks:
             since_s = handle.given_up_at_s
-            if since_s is None or handle.is_alive or now_s < since_s + after_s:
+            if since_s is None:
+                continue
+            if handle.is_alive:
+                if now_s > handle.spawned_at_s + self._settings.startup_timeout_s:
+                    self._world.kill_rank(handle)
+                continue
+            if now_s < since_s + after_s:
                 continue
             handle.is_returning = True
             self._records.say(f"trying rank {handle.rank} again")
@@ -328,6 +344,7 @@ class Repair:
             f"rank {handle.rank} is back: {len(self._world.present)} ranks from here on"
         )
         self.is_regrouping = True
+        self._regroup_by_s = time.monotonic() + PARK_TIMEOUT_S
         self._world.abort(self._facts.generation)
 
     def respawn(self, now_s: float) -> None:

@@ -132,6 +132,10 @@ class Supervisor:
                 if handle.formed_step < 0:
                     handle.formed_step = message.committed_step
                 self._on_formed(message)
+            case Faulted() if handle.given_up_at_s is not None:
+                self.records.event(
+                    "fault_of_given_up_rank", rank=handle.rank, text=message.fault.cause
+                )
             case Faulted():
                 self._report(message.fault)
             case Metrics():

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import IO
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.replica import Replica
@@ -18,8 +15,8 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.messages import Metrics, Saved
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.build import versions
 from ddp_runner.training.evaluation import EvaluationRules, evaluate
 from ddp_runner.training.guard import Guard
@@ -46,7 +43,7 @@ class Session:
         self._guard = Guard(parts, group)
         self._wrap()
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
-        self._audit = _open_audit(settings, self._rank)
+        self._audit = open_audit(settings, self._rank)
         self._logged_at_ns = time.monotonic_ns()
         self._logged_samples = state.samples
         self._waited_ns = 0
@@ -307,19 +304,12 @@ class Session:
     def _write_audit(self, result: StepResult, epoch: int, micro_batches: list[MicroBatch]) -> None:
         if self._audit is None:
             return
-        indices = [index for micro_batch in micro_batches for index in micro_batch.indices]
-        record = {
-            "generation": self._group.membership.generation,
-            "step": result.step,
-            "epoch": epoch,
-            "indices": indices,
-            "loss_hex": float(result.loss).hex(),
-        }
-        self._audit.write(json.dumps(record) + "\n")
+        line = audit_line(
+            generation=self._group.membership.generation,
+            step=result.step,
+            epoch=epoch,
+            indices=[index for micro_batch in micro_batches for index in micro_batch.indices],
+            loss=result.loss,
+        )
+        self._audit.write(line)
         self._audit.flush()
-
-
-def _open_audit(settings: Settings, rank: int) -> IO[str] | None:
-    if not settings.run.audit:
-        return None
-    return (Path(settings.run.log_dir) / f"audit_rank_{rank}.jsonl").open("a", encoding="utf-8")

@@ -39,6 +39,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.audit import Crew, complete_audits
 from ddp_runner.training.build import Workload, build_workload, load_start
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.parts import Progress, RankParts
@@ -89,6 +90,7 @@ class DDPTrainer:
         self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
         self._place = self._runtime.place
         self._began = False
+        self._crew: Crew | None = None  # of the newest generation that this process trained in
 
     def train(self) -> TrainReport:
         """Train until the end of the run or an agreed stop.
@@ -270,10 +272,20 @@ class DDPTrainer:
     def _agree_on_state(self, group: Group, parts: RankParts) -> int:
         """Bring every rank to the newest committed step; returns the rank it came from."""
         state, slot = parts.state, self._runtime.slot
-        steps = group.exchange("committed_step", str(state.committed_step))
+        standing = json.dumps([state.committed_step, self._place.rank])
+        answers = [json.loads(answer) for answer in group.exchange("committed_step", standing)]
         election = elect_source(
-            [Standing(rank=rank, committed_step=int(step)) for rank, step in enumerate(steps)]
+            [Standing(rank=rank, committed_step=step) for rank, (step, _) in enumerate(answers)]
         )
+        if group.rank == election.source:
+            # Before anybody gets the newest step.
+            complete_audits(
+                self.settings,
+                self._crew,
+                step=state.committed_step,
+                order=parts.workload.order,
+                loss=parts.progress.loss,
+            )
         if election.receivers and group.rank == election.source:
             send_state(group, state.capture(), to=election.receivers)
         elif group.rank in election.receivers:
@@ -281,6 +293,11 @@ class DDPTrainer:
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
         slot.set(Cell.DIRTY, 0)
+        self._crew = Crew(
+            generation=group.membership.generation,
+            slots=tuple(place for _, place in answers),
+            first_step=state.committed_step,
+        )
         return election.source
 
     def _conclude(self, group: Group, parts: RankParts, reason: StopReason) -> TrainReport:

@@ -75,6 +75,27 @@ class Outputs:
         return ranks
 
 
+def assert_every_sample_once(outputs, world, *, samples):
+    """Every committed step has all its samples, each once an epoch, whoever took them."""
+    steps = {}
+    for audit in outputs.audit(world):
+        for step, line in audit.items():
+            steps.setdefault(step, []).append(line)
+    assert sorted(steps) == list(range(1, outputs.summary()["steps"] + 1))
+    batch = outputs.summary()["samples"] // len(steps)
+    seen = {}
+    for step, lines in steps.items():
+        # A step that was rolled back is done again by a later generation, perhaps a smaller one.
+        newest = max(line["generation"] for line in lines)
+        counted = [line for line in lines if line["generation"] == newest]
+        indices = [index for line in counted for index in line["indices"]]
+        assert len(indices) == batch, f"step {step}: {counted}"
+        seen.setdefault(counted[0]["epoch"], []).extend(indices)
+    for epoch, indices in seen.items():
+        assert len(indices) == len(set(indices)), f"epoch {epoch}"
+        assert set(indices) <= set(range(samples))
+
+
 class Run(Outputs):
     """One launch of ``python -m ddp_runner train`` in a folder of its own.
 
@@ -219,9 +240,10 @@ class Run(Outputs):
 
     def assert_machine_clean(self):
         """As above, but for a save that a SIGKILL cut off: the next launch removes its file."""
-        # torch makes the folder of its compile cache when it is imported, whoever imports it.
-        made = [path.name for path in self.temporary.rglob("*")]
-        leftovers = [name for name in made if not name.startswith("torchinductor_")]
+        # torch makes the folder of its compile cache when it is imported, torchrun one for its logs.
+        made = [path.relative_to(self.temporary).parts for path in self.temporary.rglob("*")]
+        not_ours = ("torchinductor_", "torchelastic_")
+        leftovers = [parts for parts in made if not parts[0].startswith(not_ours)]
         assert not leftovers, leftovers
         # A killed process shows no environment while the kernel still closes its files.
         poll(

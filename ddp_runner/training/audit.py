@@ -1,0 +1,98 @@
+"""The audit: which samples each rank gave to each committed step. Never decides anything.
+
+A rank may die after it has given its gradient and before it has written its line, while the others
+commit that step. The source of the next generation then writes the line in its place, so that the
+audits of all ranks together name every sample of every committed step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.order import SampleOrder, share
+
+_LINE_BYTES = 1 << 20  # more than the longest line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """Who trains a generation: ``slots`` by rank, from ``first_step`` committed steps on."""
+
+    generation: int
+    slots: tuple[int, ...]
+    first_step: int
+
+
+def open_audit(settings: Settings, slot: int) -> IO[str] | None:
+    """The audit file of a slot, to append to; None where none was asked for."""
+    if not settings.run.audit:
+        return None
+    return audit_path(settings, slot).open("a", encoding="utf-8")
+
+
+def audit_path(settings: Settings, slot: int) -> Path:
+    """Where the audit of a slot stands."""
+    return Path(settings.run.log_dir) / f"audit_rank_{slot}.jsonl"
+
+
+def audit_line(
+    *, generation: int, step: int, epoch: int, indices: Sequence[int], loss: float
+) -> str:
+    """One line; ``step`` counts from 1."""
+    record = {
+        "generation": generation,
+        "step": step,
+        "epoch": epoch,
+        "indices": list(indices),
+        "loss_hex": float(loss).hex(),
+    }
+    return json.dumps(record) + "\n"
+
+
+def complete_audits(
+    settings: Settings, crew: Crew | None, *, step: int, order: SampleOrder, loss: float
+) -> None:
+    """Write the lines of ``step``, the newest committed one, that members of ``crew`` still owe.
+
+    ``crew``: of the newest generation that this process trained in. Called by one rank, while no
+    other one trains.
+    """
+    if not settings.run.audit or crew is None or step <= crew.first_step:
+        return
+    epoch, _ = order.position(step - 1)
+    for rank, slot in enumerate(crew.slots):
+        path = audit_path(settings, slot)
+        if _last_step(path) >= step:
+            continue
+        mine = share(order.indices(step - 1), rank=rank, world_size=len(crew.slots))
+        line = audit_line(
+            generation=crew.generation,
+            step=step,
+            epoch=epoch,
+            indices=[int(index) for index in mine],
+            loss=loss,
+        )
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _last_step(path: Path) -> int:
+    """The step of the last line; a torn one, of a rank that died while writing, is cut off."""
+    try:
+        with path.open("rb+") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES)
+            file.seek(start)
+            tail = file.read()
+            whole, _, torn = tail.rpartition(b"\n")
+            if torn:
+                file.truncate(start + len(tail) - len(torn))
+    except FileNotFoundError:
+        return 0
+    last = whole.rpartition(b"\n")[2]
+    return int(json.loads(last)["step"]) if last else 0

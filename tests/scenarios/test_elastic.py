@@ -1,0 +1,77 @@
+"""A slot that keeps dying is given up and the run goes on with fewer ranks; later it grows again."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.scenarios.harness import Run, assert_every_sample_once, poll
+
+STEPS = 48
+SETTINGS = (
+    *("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit"),
+    *("evaluate_interval=0", "log.display=plain", "recovery.slot_failures_max=2"),
+)
+# The second one dies in a step that the others commit.
+DIES_TWICE = ("--inject", "kill:rank=1,step=8", "--inject", "kill:rank=1,step=12,phase=commit")
+
+
+def sizes(run, world):
+    """How many samples each step took from each slot, by the newest generation that did it."""
+    audits = run.audit(world)
+    found = {}
+    for step in range(1, STEPS + 1):
+        lines = {slot: audit[step] for slot, audit in enumerate(audits) if step in audit}
+        newest = max(line["generation"] for line in lines.values())
+        found[step] = {
+            slot: len(line["indices"])
+            for slot, line in lines.items()
+            if line["generation"] == newest
+        }
+    return found
+
+
+def test_a_slot_that_keeps_dying_is_given_up_and_grows_back(tmp_path):
+    """The global batch stays; every sample is taken once an epoch; the summary says what differs."""
+    options = ("--min-ranks", 2, "--regrow-after", 0.3, "task.pace_s=0.03")
+    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    assert [(fault["rank"], fault["steps_lost"]) for fault in summary["faults"]] == [(1, 0)] * 2
+    assert all(fault["recovered_s"] is not None for fault in summary["faults"])
+    by_step = sizes(run, 3)
+    fewer = [step for step, taken in by_step.items() if taken == {0: 12, 2: 12}]
+    # Whether the others got as far as to commit step 13 is chance.
+    assert summary["inexact_reasons"] == [f"2 of 3 ranks from step {fewer[0] - 1}"]
+    assert fewer[0] in (13, 14)
+    assert fewer == list(range(fewer[0], fewer[0] + len(fewer)))
+    assert fewer[-1] < STEPS, "it grew again"
+    assert all(by_step[step] == {0: 8, 1: 8, 2: 8} for step in by_step if step not in fewer)
+    assert_every_sample_once(run, 3, samples=192)
+    assert (summary["steps"], summary["samples"]) == (STEPS, STEPS * 24)
+
+
+def test_without_leave_to_shrink_the_slot_is_tried_again(tmp_path):
+    """Control: by default nothing is given up and no bit differs."""
+    with Run(tmp_path / "peace", *SETTINGS, "task.pace_s=0", world=3) as peace:
+        assert peace.wait() == 0, peace.console
+    with Run(tmp_path / "faults", *SETTINGS, *DIES_TWICE, "task.pace_s=0", world=3) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact"] is True
+    assert run.digest == peace.digest
+    assert_every_sample_once(run, 3, samples=192)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_fault_while_growing_again_is_repaired(tmp_path, number):
+    """The ranks have left a healthy generation on purpose: one of them may die or stop just then."""
+    options = ("--min-ranks", 2, "--regrow-after", 0.2, "task.pace_s=0.03", "hang_min_s=0.7")
+    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
+        poll(lambda: "is back" in run.console, what="its return", every_s=0.002)
+        run.signal(number, run.rank_pid(2))
+        assert run.wait() == 0, run.console
+    assert run.summary()["steps"] == STEPS
+    assert run.summary()["faults"][-1]["rank"] == 2
+    assert_every_sample_once(run, 3, samples=192)

@@ -1,0 +1,65 @@
+"""Lines that a rank owes because it died of a step that the others committed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ddp_runner.config import from_flat
+from ddp_runner.data.order import SampleOrder, share
+from ddp_runner.training.audit import Crew, audit_line, audit_path, complete_audits, open_audit
+
+ORDER = SampleOrder(seed=3, dataset_size=24, global_batch_size=6)
+CREW = Crew(generation=4, slots=(0, 2), first_step=5)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return from_flat({"log_dir": str(tmp_path), "audit": True})
+
+
+def write(settings, slot, *steps, torn=""):
+    with open_audit(settings, slot) as file:
+        for step in steps:
+            file.write(audit_line(generation=4, step=step, epoch=0, indices=[step], loss=1.0))
+        file.write(torn)
+
+
+def records(settings, slot):
+    return [json.loads(line) for line in audit_path(settings, slot).read_text().splitlines()]
+
+
+def complete(settings, *, step, crew=CREW):
+    complete_audits(settings, crew, step=step, order=ORDER, loss=0.5)
+
+
+@pytest.mark.parametrize("torn", ["", '{"generation": 4, "st'], ids=["whole", "torn"])
+def test_a_missing_line_of_the_newest_step_is_written_with_that_rank_s_share(settings, torn):
+    """The dead rank's samples are in the weights, so they are in its audit; a torn line makes room."""
+    write(settings, 0, 6, 7)
+    write(settings, 2, 6, torn=torn)
+    complete(settings, step=7)
+    (_, added) = records(settings, 2)
+    assert (added["step"], added["generation"], added["epoch"]) == (7, 4, 1)
+    assert added["indices"] == share(ORDER.indices(6), rank=1, world_size=2).tolist()
+    assert float.fromhex(added["loss_hex"]) == 0.5
+    assert len(records(settings, 0)) == 2
+
+
+def test_a_rank_that_died_before_its_first_line_gets_its_file(settings):
+    """The first step of a run may be the one."""
+    write(settings, 0, 6)
+    complete(settings, step=6)
+    assert [record["step"] for record in records(settings, 2)] == [6]
+
+
+@pytest.mark.parametrize(
+    ("crew", "step"), [(None, 7), (CREW, 5), (CREW, 0)], ids=["new process", "no step yet", "empty"]
+)
+def test_nothing_is_written_for_steps_of_other_generations(settings, crew, step):
+    """Control: who joined since was no part of the step."""
+    write(settings, 0, 4)
+    complete(settings, step=step, crew=crew)
+    assert [record["step"] for record in records(settings, 0)] == [4]
+    assert not audit_path(settings, 2).exists()
