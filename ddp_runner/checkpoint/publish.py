@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import queue
 import re
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,47 @@ class Written:
     sha256: str
 
 
+class _Hasher:
+    """SHA-256 of a stream; large pieces are hashed by a thread of its own while they are written.
+
+    No executor of the standard library: those take no work once the interpreter is ending, when a
+    plain script's last save may still be under way.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, view: memoryview) -> None:
+        """Take the next piece, which must stay as it is until :meth:`wait` returns."""
+        if view.nbytes < _PIECE_BYTES_MIN:
+            self._hash.update(view)
+            self._done.put(None)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="checkpoint-hash")
+            self._thread.start()
+        self._pieces.put(view)
+
+    def wait(self) -> None:
+        """Return once the piece is hashed."""
+        self._done.get()
+
+    def _run(self) -> None:
+        while (view := self._pieces.get()) is not None:
+            self._hash.update(view)
+            self._done.put(None)
+
+    def close(self) -> str:
+        """End the thread; the digest as hexadecimal digits."""
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+        return self._hash.hexdigest()
+
+
 class DurableWriter:
     """A file object for torch.save: appends to a handle and hashes the same bytes beside it.
 
@@ -42,11 +84,10 @@ class DurableWriter:
     cannot end its archive after a failed write and would hide the cause behind its own error.
     """
 
-    def __init__(self, disk: Disk, handle: int, hasher: ThreadPoolExecutor) -> None:
+    def __init__(self, disk: Disk, handle: int, hasher: _Hasher) -> None:
         self._disk = disk
         self._handle = handle
         self._hasher = hasher
-        self._hash = hashlib.sha256()
         self._gathered = bytearray()
         self.size_bytes = 0
         self.failure: BaseException | None = None
@@ -85,16 +126,12 @@ class DurableWriter:
             self._gathered = bytearray()
 
     def _append(self, view: memoryview) -> None:
-        hashing = self._hasher.submit(self._hash.update, view)
+        self._hasher.begin(view)
         try:
             self._disk.write(self._handle, view)
         finally:
-            hashing.result()
+            self._hasher.wait()
         self.size_bytes += view.nbytes
-
-    def hexdigest(self) -> str:
-        """SHA-256 of everything written, once finished."""
-        return self._hash.hexdigest()
 
 
 def temporary_path(path: Path) -> Path:
@@ -144,10 +181,13 @@ def _write_synced(
     """Write and sync ``path``; size and digest. Raises OSError if the disk holds another size."""
     handle = disk.open_temporary(path)
     try:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-hash") as hasher:
+        hasher = _Hasher()
+        try:
             writer = DurableWriter(disk, handle, hasher)
             produce(writer)
             writer.finish()
+        finally:
+            sha256 = hasher.close()
         disk.sync_file(handle)
     finally:
         disk.close(handle)
@@ -155,7 +195,7 @@ def _write_synced(
     if size_bytes != writer.size_bytes:
         wrong = f"holds {size_bytes} bytes after a write of {writer.size_bytes}"
         raise OSError(errno.EIO, wrong, str(path))
-    return size_bytes, writer.hexdigest()
+    return size_bytes, sha256
 
 
 def _remove_if_there(disk: Disk, path: Path) -> None:

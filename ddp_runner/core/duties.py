@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
 
+SAVE_BACKOFF_MAX = 16  # intervals
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
@@ -72,6 +74,15 @@ def duties_after(
         evaluate=evaluate and not at_end,
         save=save and not at_end,
     )
+
+
+def saves_to_skip(failures: int) -> int:
+    """After so many failed saves in a row: how many that come due are not tried.
+
+    The interval doubles with each failure, up to 16 times: a disk that is full or broken seldom mends
+    within one interval, and each try costs a copy of the state and a warning.
+    """
+    return int(min(2**failures, SAVE_BACKOFF_MAX)) - 1
 
 
 def _divides(interval: int, count: int) -> bool:

@@ -102,6 +102,15 @@ class MemoryManager:
         self._measure()
         return dict(self._peaks)
 
+    def room_bytes(self) -> int:
+        """Host memory that may still be taken, below every limit that is known."""
+        reading = self._measure()
+        room_bytes = reading.available_bytes
+        if self._settings.max_memory_gb is not None:
+            limit_bytes = int(self._settings.max_memory_gb * GB)
+            room_bytes = min(room_bytes, limit_bytes - reading.rss_bytes - reading.loader_bytes)
+        return max(0, room_bytes)
+
     def _look(self, step: int) -> None:
         """Measure, follow the level, react, enforce the hard limit."""
         reading = self._measure()

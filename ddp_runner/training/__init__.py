@@ -6,5 +6,6 @@ guard       skipped steps, diverged replicas, roll-back     tuning        sizes 
 state       model, optimizer, counters as one value       runtime       what surrounds a trainer
 evaluation  validation loss over all ranks                failure       exception -> Fault
 audit       who gave which samples to a step
+saving      when a rank saves, beside training            progress      what else a rank knows
 schedule, ema, precision, optimizer, loss_monitor, rng    rules and small parts of the step
 """

@@ -121,6 +121,10 @@ class Ema:
                 if kept[name].device != tensor.device:
                     kept[name] = kept[name].to(tensor.device)
 
+    def averages(self) -> list[Tensor]:
+        """The tensors of the average, which only :meth:`update` and a load write."""
+        return [*self._parameters.values(), *self._buffers.values()]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors (not copies); ``parameters`` is empty before the first update."""
         return {

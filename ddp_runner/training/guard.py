@@ -30,6 +30,7 @@ class Guard:
         self._settings = parts.settings
         self._state = parts.state
         self._store = parts.store
+        self._saving = parts.saving
         self._runtime = parts.runtime
         self._rank = parts.runtime.place.rank
         self._group = group
@@ -114,6 +115,8 @@ class Guard:
 
     def _can_roll_back(self) -> bool:
         """Whether rank 0 has a checkpoint; every rank must ask."""
+        if self._group.rank == 0:
+            self._saving.settle()  # what is being written is the newest there will be
         has = self._group.rank == 0 and bool(self._store.catalog.entries())
         step = self._state.committed_step
         return self._group.exchange(f"has_checkpoint/{step}", str(int(has)))[0] == "1"

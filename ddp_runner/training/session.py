@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import replace
 
@@ -12,12 +11,10 @@ from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import Duties, duties_after
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.core.messages import Metrics, Saved
+from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import audit_line, open_audit
-from ddp_runner.training.build import versions
 from ddp_runner.training.evaluation import EvaluationRules, evaluate
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.loss_monitor import Verdict
@@ -36,9 +33,9 @@ class Session:
         self._state = state
         self._loader = parts.loader
         self._memory = parts.memory
-        self._store = parts.store
         self._runtime = parts.runtime
         self._progress = parts.progress
+        self._saving = parts.saving
         self._group = group
         self._guard = Guard(parts, group)
         self._wrap()
@@ -47,6 +44,8 @@ class Session:
         self._logged_at_ns = time.monotonic_ns()
         self._logged_samples = state.samples
         self._waited_ns = 0
+        if group.rank != 0:
+            self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything
 
     def close(self) -> None:
         """Unwrap the model and close the audit file."""
@@ -98,8 +97,10 @@ class Session:
             micro_batches = self._take()
             waited_ns = int(self._loader.waited_s * 1e9)
             votes = Votes(stop=self._runtime.stop_asked(), save=self._runtime.save_asked())
+            saving_ns = slot.get(Cell.CHECKPOINT_NS)
             result = self._stepper.run(micro_batches, votes=votes)
-            self._account(began_ns, waited_ns, result)
+            saving_ns = slot.get(Cell.CHECKPOINT_NS) - saving_ns
+            self._account(began_ns, result, waited_ns=waited_ns, saving_ns=saving_ns)
             stop = self._after(result, micro_batches)
         return stop or StopReason.COMPLETED
 
@@ -108,8 +109,8 @@ class Session:
         if reason is StopReason.COMPLETED:
             self._evaluate()
             self._state.attended_step = self._state.committed_step
-        if self._progress.checkpoint_step != self._state.committed_step:
-            self._save(reason.value, final=True)
+        if self._group.rank == 0:
+            self._saving.finish(reason.value)
 
     def _at_end(self) -> bool:
         return self._state.committed_step >= self._workload.length.total_steps
@@ -123,12 +124,14 @@ class Session:
         self._runtime.logger.step = step
         return self._loader.take(step)
 
-    def _account(self, began_ns: int, waited_ns: int, result: StepResult) -> None:
+    def _account(
+        self, began_ns: int, result: StepResult, *, waited_ns: int, saving_ns: int
+    ) -> None:
         now_ns = time.monotonic_ns()
         slot = self._runtime.slot
-        slot.add(Cell.OWN_NS, now_ns - began_ns - result.waited_ns)
+        slot.add(Cell.OWN_NS, now_ns - began_ns - result.waited_ns - saving_ns)
         slot.add(Cell.OWN_STEPS, 1)
-        slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns)
+        slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns - saving_ns)
         slot.add(Cell.DATA_WAIT_NS, waited_ns)
         slot.set(Cell.STEP_NS, now_ns - began_ns)
         slot.set(Cell.LAST_COMMIT_NS, now_ns)
@@ -158,6 +161,8 @@ class Session:
             return result.stop
         if result.stop is not None:
             return result.stop
+        if result.save:
+            self._saving.forget_failures()
         return self._attend(evaluate_now=due.evaluate, save_now=due.save or result.save)
 
     def _due(self, step: int) -> Duties:
@@ -184,8 +189,10 @@ class Session:
             if stop is not None:
                 return stop
         self._state.attended_step = self._state.committed_step
-        if save_now:
-            self._save("interval", final=False)
+        if self._group.rank == 0:
+            self._saving.at_boundary()
+            if save_now:
+                self._saving.due("interval")
         return None
 
     def _evaluate(self) -> StopReason | None:
@@ -233,52 +240,6 @@ class Session:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in self._progress.figures.items())
         self._runtime.logger.info(f"evaluated: {shown}  ({took_ns / 1e9:.1f} s)", step=step)
         self._runtime.tell(Metrics(rank=self._rank, step=step, values=dict(self._progress.figures)))
-
-    def _save(self, reason: str, *, final: bool) -> None:
-        if self._group.rank != 0:
-            return
-        slot, logger, step = self._runtime.slot, self._runtime.logger, self._state.committed_step
-        began_ns = time.monotonic_ns()
-        slot.stamp(Phase.CHECKPOINT, began_ns)
-        try:
-            saved = self._store.save(
-                {**self._state.capture(), "versions": versions()},
-                step=step,
-                epoch=self._workload.length.epoch_of(step),
-                samples=self._state.samples,
-                run_id=self._runtime.run_id,
-                meaning=dict(self._workload.meaning),
-                settings_digest=self._workload.settings_digest,
-                monitored=self._monitored(),
-                reason=reason,
-            )
-        except FaultError as error:
-            if final or error.fault.kind is not FaultKind.STORAGE_FAILED:
-                raise
-            logger.warning(f"{error.fault.cause}; training goes on", step=step)
-            return
-        finally:
-            slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)
-        self._progress.checkpoint = str(saved.path)
-        self._progress.checkpoint_step = step
-        logger.info(f"saved {saved.path} ({saved.blocked_s:.2f} s)", step=step)
-        self._runtime.tell(
-            Saved(
-                rank=self._rank,
-                step=step,
-                path=str(saved.path),
-                blocked_s=saved.blocked_s,
-                size_bytes=saved.manifest.size_bytes,
-            )
-        )
-
-    def _monitored(self) -> float | None:
-        wanted = self._settings.checkpoint.monitor
-        validation = self._progress.validation_loss
-        if wanted == "validation_loss" or (wanted == "auto" and validation is not None):
-            return validation
-        smoothed = self._state.monitor.smoothed
-        return smoothed if smoothed is not None and math.isfinite(smoothed) else None
 
     def _log(self, result: StepResult, epoch: int) -> None:
         now_ns = time.monotonic_ns()

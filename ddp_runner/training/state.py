@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.loss_monitor import LossMonitor
@@ -19,7 +20,8 @@ class TrainState:
     """Owns model, optimizer, scaler, EMA, loss monitor and counters of one rank.
 
     ``committed_step`` counts the optimizer steps applied; :data:`EMPTY_STEP` means that this process
-    has not loaded anything and must receive its state before it trains.
+    has not loaded anything and must receive its state before it trains. ``before_change`` returns
+    once nobody reads the steady tensors in the background; whoever changes them calls it first.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class TrainState:
         self.committed_step = EMPTY_STEP
         self.samples = 0
         self.attended_step = 0  # up to where evaluations and saves that were due have been made
+        self.before_change: Callable[[], None] = _nobody_reads
         self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self._committed_buffers = [buffer.detach().clone() for buffer in self._buffers]
 
@@ -62,8 +65,22 @@ class TrainState:
             state["ema"] = self.ema.state_dict()
         return state
 
+    def steady_tensors(self) -> list[Tensor]:
+        """What of a captured state only a commit or a restore changes, never forward or backward.
+
+        A tensor that shares its memory with a buffer is none of them: forward may write buffers.
+        """
+        tensors = [parameter.detach() for parameter in self.model.parameters()]
+        for entry in self.optimizer.state.values():
+            tensors += [value for value in entry.values() if isinstance(value, Tensor)]
+        if self.ema is not None:
+            tensors += self.ema.averages()
+        written = {storage_key(buffer) for buffer in self._buffers}
+        return [tensor for tensor in tensors if storage_key(tensor) not in written]
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a captured state of the same run. Raises KeyError or RuntimeError if it is none."""
+        self.before_change()
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
@@ -91,3 +108,7 @@ class TrainState:
     def trainable(self) -> list[Tensor]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _nobody_reads() -> None:
+    """What ``before_change`` is until somebody does."""

@@ -100,6 +100,11 @@ class Stepper:
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         signals = self._replica.signals(scale=scale)
         self._replica.share_buffers()
+        # INVARIANT copied-before-change: a checkpoint is of exactly one committed step: weights,
+        # optimizer and average wait for the copy that a save may still be making of them.
+        # Broken if: something that changes them runs without before_change().
+        # Guarded by: test_a_save_beside_the_next_step_holds_the_step_it_was_begun_at.
+        self._state.before_change()
         self._slot.stamp(Phase.OPTIMIZER, time.monotonic_ns())
         if scaler.is_enabled():
             scaler.unscale_(self._state.optimizer)

@@ -42,8 +42,10 @@ from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.audit import Crew, complete_audits
 from ddp_runner.training.build import Workload, build_workload, load_start
 from ddp_runner.training.failure import fault_of
-from ddp_runner.training.parts import Progress, RankParts
+from ddp_runner.training.parts import RankParts
+from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
+from ddp_runner.training.saving import Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import ReportsSample
@@ -107,6 +109,7 @@ class DDPTrainer:
                     return outcome
                 # Out here no frame of the failed step is alive: its tensors are free.
                 parts.state.drop_unfinished_step()
+                parts.saving.report_ended()
                 outcome = self._mended(outcome, parts)
                 self._log_fault(outcome)
                 self._runtime.tell(
@@ -186,6 +189,15 @@ class DDPTrainer:
             store=store,
             runtime=self._runtime,
             progress=progress,
+            saving=Saving(
+                settings=settings,
+                workload=workload,
+                state=state,
+                store=store,
+                memory=memory,
+                runtime=self._runtime,
+                progress=progress,
+            ),
         )
         return parts, run_id
 

@@ -1,0 +1,148 @@
+"""A copy of a state in host memory, most of it made while training reads on. Never touches a disk.
+
+The copy is by storage, as torch.save writes: tensors that share memory share it in the copy too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_Storage = torch.UntypedStorage
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of the memory behind a tensor, as torch.save tells storages apart."""
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+
+class HostMemory:
+    """Room for one copy of a state, kept from copy to copy. Only one copy may be alive."""
+
+    def __init__(self) -> None:
+        self._pieces: list[_Storage] = []
+
+    def snapshot(self, state: Mapping[str, Any], *, steady: Iterable[Tensor]) -> Snapshot:
+        """Copy ``state``, but leave what ``steady`` tensors hold to :meth:`Snapshot.copy_steady`.
+
+        What it does not know is left in place, for the store to refuse. Raises RuntimeError (of torch's allocator) when there is no memory for it; then nothing is held.
+        """
+        walk = _Walk(self._pieces, {storage_key(tensor) for tensor in steady})
+        self._pieces = []
+        content = {key: walk.tree(value) for key, value in state.items()}
+        self._pieces = walk.pieces
+        return Snapshot(content, walk.waiting)
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held."""
+        return sum(piece.nbytes() for piece in self._pieces)
+
+
+class Snapshot:
+    """A state's copy: whole once :meth:`copy_steady` has returned."""
+
+    def __init__(self, content: dict[str, Any], waiting: list[tuple[_Storage, _Storage]]) -> None:
+        self.content = content
+        self._waiting = waiting
+        self._device = next((s.device for _, s in waiting if s.device.type == "cuda"), None)
+        self._ready: Any = None
+        if self._device is not None:
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+
+    def copy_steady(self) -> None:
+        """Copy what was left; any one thread, with one core, while others run Python.
+
+        The source must stay as it is until this returns.
+        """
+        waiting, self._waiting = self._waiting, []
+        on_host = [(to, of) for to, of in waiting if of.device.type == "cpu"]
+        on_device = [(to, of) for to, of in waiting if of.device.type != "cpu"]
+        if on_device:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_event(self._ready)
+            with torch.cuda.stream(stream):
+                for target, source in on_device:
+                    _bytes_of(target).copy_(_bytes_of(source), non_blocking=True)
+        for target, source in on_host:
+            # numpy and not torch: torch would start a second set of compute threads for this one.
+            np.copyto(_bytes_of(target).numpy(), _bytes_of(source).numpy())
+        if on_device:
+            stream.synchronize()
+
+
+class _Walk:
+    """One pass over a state: rebuilds its containers around tensors in host memory."""
+
+    def __init__(self, spare: list[_Storage], steady: set[int]) -> None:
+        self.pieces: list[_Storage] = []
+        self.waiting: list[tuple[_Storage, _Storage]] = []
+        self._spare = spare
+        self._steady = steady
+        self._copies: dict[int, _Storage] = {}
+
+    def tree(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in (Tensor, torch.nn.Parameter):
+            return self._tensor(value.detach())
+        if kind in (dict, OrderedDict):
+            copied = copy.copy(value)  # with the metadata that torch hangs on a state dict
+            for key, item in value.items():
+                copied[key] = self.tree(item)
+            return copied
+        if kind in (list, tuple):
+            return kind(self.tree(item) for item in value)
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor.cpu().clone()
+        storage = self._copy_of(tensor.untyped_storage(), storage_key(tensor))
+        view = torch.empty(0, dtype=tensor.dtype)
+        return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _copy_of(self, source: _Storage, key: int) -> _Storage:
+        if key not in self._copies:
+            target = self._piece(source.nbytes(), pinned=source.device.type == "cuda")
+            self.pieces.append(target)
+            self._copies[key] = target
+            if key in self._steady:
+                self.waiting.append((target, source))
+            else:
+                _bytes_of(target).copy_(_bytes_of(source))
+        return self._copies[key]
+
+    def _piece(self, size_bytes: int, *, pinned: bool) -> _Storage:
+        """The piece that had this place in the copy before, if its size still fits."""
+        place = len(self.pieces)
+        if place < len(self._spare) and self._spare[place].nbytes() == size_bytes:
+            return self._spare[place]
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+
+
+def _bytes_of(storage: _Storage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def size_in_memory(state: Mapping[str, Any]) -> int:
+    """The bytes of all memory that the tensors of ``state`` refer to."""
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors_in(state)}
+    return sum(sizes.values())
+
+
+def _tensors_in(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)

@@ -1,0 +1,235 @@
+"""One rank's saves: begins them beside training, reports them, and makes the last one at once.
+
+Lives as long as the rank's process: a save goes on while its rank leaves one generation and joins
+the next, and nobody waits for it. Only the group's rank 0 is asked to save.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from ddp_runner.checkpoint.background import BackgroundSaver
+from ddp_runner.checkpoint.snapshot import size_in_memory
+from ddp_runner.checkpoint.store import CheckpointStore, Saved
+from ddp_runner.core import messages
+from ddp_runner.core.board import Cell
+from ddp_runner.core.duties import saves_to_skip
+from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.build import Workload, versions
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
+
+PATIENCE_S = 0.5  # for the save before, when the next one comes due
+ROOM_SHARE_MAX = 0.5  # of the memory that is left, for the copy of the state
+
+
+class Saving:
+    """What of a rank's state goes to its store, and when. All calls come from the training thread."""
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        workload: Workload,
+        state: TrainState,
+        store: CheckpointStore,
+        memory: MemoryManager,
+        runtime: Runtime,
+        progress: Progress,
+    ) -> None:
+        self._settings = settings
+        self._workload = workload
+        self._state = state
+        self._store = store
+        self._memory = memory
+        self._runtime = runtime
+        self._progress = progress
+        self._saver = BackgroundSaver()
+        self._put_off = ""  # why a save came due while another one was under way
+        self._failures = 0  # in a row
+        self._skips = 0  # saves that come due and are not tried
+        self._said_waiting = False
+        state.before_change = self._release_state
+
+    def due(self, reason: str) -> None:
+        """Save the state as it is at this boundary, beside the next step.
+
+        While another save is under way this one is put off: made of a later step, once that ended.
+        """
+        if self._skips:
+            self._skips -= 1
+            return
+        if not self._put_off and self._saver.is_busy:
+            self._collect(timeout_s=PATIENCE_S)
+        if not self._saver.is_busy:
+            self._begin(reason)
+        elif not self._put_off:
+            self._runtime.logger.info(
+                "the checkpoint before is still being written: this one waits for it",
+                step=self._state.committed_step,
+            )
+            self._put_off = reason
+
+    def at_boundary(self) -> None:
+        """Between two steps: report the save that has ended, begin the one that was put off."""
+        self._collect(timeout_s=0.0)
+        if self._put_off and not self._saver.is_busy:
+            self._begin(self._put_off)
+
+    def forget_failures(self) -> None:
+        """Try the next save at once: a person asked for it."""
+        self._skips = 0
+
+    def settle(self) -> None:
+        """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
+        self._collect(timeout_s=None)
+
+    def finish(self, reason: str) -> None:
+        """Have the state as it is now on disk. Raises FaultError if it cannot be saved."""
+        self.settle()
+        if self._progress.checkpoint_step != self._state.committed_step:
+            self._report(self._save_at_once(reason))
+
+    def report_ended(self) -> None:
+        """Report the save that has ended, if one has; for a rank that leaves its generation."""
+        self._collect(timeout_s=0.0)
+
+    def _begin(self, reason: str) -> None:
+        self._put_off = ""
+        began_ns = self._enter()
+        try:
+            state = self._captured()
+            if self._has_room_for(state):
+                try:
+                    write = self._writer(reason)
+                    self._saver.begin(state, steady=self._state.steady_tensors(), write=write)
+                except (RuntimeError, MemoryError) as error:  # no memory, or no thread, for it
+                    self._say_waiting(f"no copy of the state can be made ({error})")
+                else:
+                    return
+        finally:
+            self._leave(began_ns)
+        self._conclude(partial(self._save_at_once, reason))
+
+    def _has_room_for(self, state: Mapping[str, Any]) -> bool:
+        """Whether a copy of the state fits beside it."""
+        if self._saver.memory.size_bytes:
+            return True
+        needed_bytes = size_in_memory(state)
+        if needed_bytes <= ROOM_SHARE_MAX * self._memory.room_bytes():
+            return True
+        self._say_waiting(
+            f"no room in memory for a copy of the state ({needed_bytes / 1e9:.2f} GB)"
+        )
+        return False
+
+    def _say_waiting(self, why: str) -> None:
+        if not self._said_waiting:
+            self._runtime.logger.warning(
+                f"{why}: training waits for each checkpoint", step=self._state.committed_step
+            )
+        self._said_waiting = True
+
+    def _captured(self) -> dict[str, Any]:
+        return {**self._state.capture(), "versions": versions()}
+
+    def _writer(self, reason: str) -> Callable[[Mapping[str, Any]], Saved]:
+        """The store's save of this very step, for any thread."""
+        step = self._state.committed_step
+        return partial(
+            self._store.save,
+            step=step,
+            epoch=self._workload.length.epoch_of(step),
+            samples=self._state.samples,
+            run_id=self._runtime.run_id,
+            meaning=dict(self._workload.meaning),
+            settings_digest=self._workload.settings_digest,
+            monitored=self._monitored(),
+            reason=reason,
+        )
+
+    def _save_at_once(self, reason: str) -> Saved:
+        began_ns = self._enter()
+        try:
+            return self._writer(reason)(self._captured())
+        finally:
+            self._leave(began_ns)
+
+    def _collect(self, *, timeout_s: float | None) -> None:
+        """Report the save under way if it ends within the time."""
+        if not self._saver.is_busy:
+            return
+        began_ns = self._enter() if timeout_s != 0.0 else None
+        try:
+            ended = self._saver.take_ended(timeout_s)
+        finally:
+            if began_ns is not None:
+                self._leave(began_ns)
+        if ended is not None:
+            self._conclude(ended.result, blocked_s=ended.blocked_s)
+
+    def _conclude(self, result: Callable[[], Saved], *, blocked_s: float | None = None) -> None:
+        """Report a save between others: one that the disk refused costs a warning, and a pause."""
+        try:
+            saved = result()
+        except FaultError as error:
+            if error.fault.kind is not FaultKind.STORAGE_FAILED:
+                raise
+            self._failures += 1
+            self._skips = saves_to_skip(self._failures)
+            pause = f", without the next {self._skips} checkpoints" if self._skips else ""
+            self._runtime.logger.warning(
+                f"{error.fault.cause}; training goes on{pause}", step=error.fault.step
+            )
+            return
+        self._report(saved, blocked_s=blocked_s)
+
+    def _report(self, saved: Saved, *, blocked_s: float | None = None) -> None:
+        self._failures = 0
+        step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
+        self._progress.checkpoint = str(saved.path)
+        self._progress.checkpoint_step = step
+        self._runtime.logger.info(
+            f"saved {saved.path} ({saved.blocked_s:.2f} s, training waited {blocked_s:.2f} s)",
+            step=step,
+        )
+        self._runtime.tell(
+            messages.Saved(
+                rank=self._runtime.place.rank,
+                step=step,
+                path=str(saved.path),
+                blocked_s=blocked_s,
+                size_bytes=saved.manifest.size_bytes,
+            )
+        )
+
+    def _monitored(self) -> float | None:
+        wanted = self._settings.checkpoint.monitor
+        validation = self._progress.validation_loss
+        if wanted == "validation_loss" or (wanted == "auto" and validation is not None):
+            return validation
+        smoothed = self._state.monitor.smoothed
+        return smoothed if smoothed is not None and math.isfinite(smoothed) else None
+
+    def _release_state(self) -> None:
+        """Called before anything changes what a copy may still be reading."""
+        if self._saver.reads_state:
+            began_ns = self._enter()
+            self._saver.release_state()
+            self._leave(began_ns)
+
+    def _enter(self) -> int:
+        now_ns = time.monotonic_ns()
+        self._runtime.slot.stamp(Phase.CHECKPOINT, now_ns)
+        return now_ns
+
+    def _leave(self, began_ns: int) -> None:
+        self._runtime.slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)

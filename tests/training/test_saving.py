@@ -1,0 +1,289 @@
+"""Saves beside training: of exactly one step, one at a time, and never at training's expense."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+
+import pytest
+
+from ddp_runner.checkpoint.snapshot import Snapshot
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config import from_flat
+from ddp_runner.core.board import Cell
+from ddp_runner.core.duties import RunLength, saves_to_skip
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Saved
+from ddp_runner.training.build import Workload
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.saving import Saving
+from ddp_runner.training.step import Votes
+from tests.collective.joining import join
+from tests.processes import hosted_store, poll, run_ranks
+
+from .building import CPU, as_plain, bits_of, build_replica, build_state, build_stepper
+from .building import micro_batches as batches
+
+GIVE_UP_S = 30.0
+
+
+class Room:
+    """What saving asks of the memory manager."""
+
+    def __init__(self, room_bytes=2**40):
+        self._room_bytes = room_bytes
+
+    def room_bytes(self):
+        return self._room_bytes
+
+
+class RecordingRuntime(LocalRuntime):
+    """Keeps the messages."""
+
+    def __init__(self, folder):
+        place = Place(
+            rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
+        )
+        super().__init__(place=place, log_dir=folder / "logs", debug=False)
+        self.saved_steps = []
+        self._log = folder / "logs" / "rank_0.log"
+
+    def tell(self, message):
+        if isinstance(message, Saved):
+            self.saved_steps.append(message.step)
+
+    def log(self):
+        return self._log.read_text()
+
+
+def make_saving(folder, state, *, room_bytes=2**40):
+    """A rank's saving around ``state``; also its runtime and store."""
+    store = CheckpointStore(folder / "checkpoints", keep_last=9)
+    runtime = RecordingRuntime(folder)
+    workload = Workload(
+        task=None, datasets=None, order=None, global_batch=4, device=CPU, backend="gloo",
+        length=RunLength(steps_per_epoch=10, total_steps=20),
+        meaning={}, settings_digest="", parameters=0,
+    )  # fmt: skip
+    saving = Saving(
+        settings=from_flat({"log_dir": str(folder / "logs")}), workload=workload, state=state,
+        store=store, memory=Room(room_bytes), runtime=runtime, progress=Progress(),
+    )  # fmt: skip
+    return saving, runtime, store
+
+
+class Gate:
+    """Holds a thread until it is opened; a closed one is a failure, never a hang."""
+
+    def __init__(self):
+        self._event = threading.Event()
+        self.open = self._event.set
+
+    def __call__(self):
+        assert self._event.wait(GIVE_UP_S), "nobody opened the gate"
+
+
+def hold(owner, name, gate):
+    """Have calls of a method wait at the gate first."""
+    real = getattr(owner, name)
+
+    def held(self, *arguments, **options):
+        gate()
+        return real(self, *arguments, **options)
+
+    setattr(owner, name, held)
+
+
+def _loaded(store):
+    state = dict(store.load().state)
+    del state["versions"]
+    return as_plain(state)
+
+
+def _step(stepper, state):
+    stepper.run(batches(state.committed_step, 0), votes=Votes())
+
+
+def _save_beside_a_step(me, port, folder, waits):
+    """A save whose copy begins only when the next step has run forward and backward."""
+    gate, state = Gate(), build_state()
+    saving, runtime, store = make_saving(folder, state)
+    with join(me, port) as group:
+        stepper = build_stepper(state, build_replica(state, group), rank=0, world_size=1)
+        for _ in range(2):
+            _step(stepper, state)
+        begun_at = bits_of(state)
+        store.save({**state.capture(), "versions": {}}, **_facts(step=1))
+        at_once = _loaded(store)
+        hold(Snapshot, "copy_steady", gate)
+        saving.due("interval")
+        waiting = state.before_change
+
+        def before_change():
+            if waits:
+                gate.open()
+                waiting()
+
+        state.before_change = before_change
+        _step(stepper, state)
+        gate.open()
+        saving.settle()
+        written = _loaded(store)
+        # Resumed from the file and trained on, the run is the one that was never saved.
+        resumed = build_state()
+        resumed.restore(store.load().state)
+        other = build_stepper(resumed, build_replica(resumed, group), rank=0, world_size=1)
+        _step(other, resumed)
+        return begun_at, at_once, written, bits_of(state), bits_of(resumed), runtime.saved_steps
+
+
+def _facts(*, step):
+    return {
+        "step": step, "epoch": 0, "samples": 0, "run_id": "", "meaning": {},
+        "settings_digest": "", "monitored": None, "reason": "test",
+    }  # fmt: skip
+
+
+def _in_rank(function, *arguments):
+    with hosted_store() as port:
+        return run_ranks(function, 1, port, *arguments)[0]
+
+
+def test_a_save_beside_the_next_step_holds_the_step_it_was_begun_at(tmp_path):
+    """Bit for bit what a save at once holds, though forward changed buffers; it resumes exactly."""
+    begun_at, at_once, written, after, resumed, saved = _in_rank(
+        _save_beside_a_step, tmp_path, True
+    )
+    assert written == begun_at == at_once
+    assert saved == [2]
+    assert after != begun_at
+    assert resumed == after
+
+
+def test_without_the_wait_before_the_optimizer_a_save_is_of_two_steps(tmp_path):
+    """Control: what the wait protects is really in danger, and the test above would see it."""
+    begun_at, _, written, after, _, _ = _in_rank(_save_beside_a_step, tmp_path, False)
+    assert written != begun_at
+    assert written["optimizer"]["state"] == after["optimizer"]["state"]
+    assert written["counters"] == begun_at["counters"]
+
+
+def _restore_during_a_copy(me, folder):
+    del me
+    gate, state = Gate(), build_state()
+    saving, runtime, store = make_saving(folder, state)
+    begun_at = bits_of(state)
+    other = build_state()
+    other.committed_step = 7
+    hold(Snapshot, "copy_steady", gate)
+    saving.due("interval")
+    threading.Timer(0.05, gate.open).start()
+    for parameter in other.model.parameters():
+        parameter.data.fill_(5.0)
+    state.restore(other.capture())
+    saving.settle()
+    return begun_at == _loaded(store), bits_of(state) == bits_of(other), runtime.saved_steps
+
+
+def test_a_state_that_is_received_waits_for_the_copy(tmp_path):
+    """A rank that is brought up to date while its last save is copied harms neither."""
+    assert run_ranks(_restore_during_a_copy, 1, tmp_path)[0] == (True, True, [0])
+
+
+def _saves_that_take_long(me, folder):
+    del me
+    gate, state = Gate(), build_state()
+    saving, runtime, _ = make_saving(folder, state)
+    hold(CheckpointStore, "save", gate)
+    waited_s, began_s = [], time.monotonic()
+    for step in range(1, 5):
+        state.committed_step = step
+        saving.at_boundary()
+        saving.due("interval")
+        waited_s.append(time.monotonic() - began_s)
+    before = list(runtime.saved_steps)
+    gate.open()
+
+    def reported():
+        saving.at_boundary()
+        return runtime.saved_steps
+
+    poll(reported, what="the first save")
+    saving.settle()
+    threads = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name]
+    return before, runtime.saved_steps, waited_s, runtime.log(), threads
+
+
+def test_a_save_that_comes_due_during_another_is_made_once_that_has_ended(tmp_path):
+    """One at a time, one wait and one line; what is saved in the end is the newest state."""
+    before, saved, waited_s, log, threads = run_ranks(_saves_that_take_long, 1, tmp_path)[0]
+    assert before == []
+    assert saved == [1, 4]
+    assert waited_s[-1] < 2.0
+    assert log.count("still being written") == 1
+    assert threads == []
+
+
+def _failing_saves(me, folder, failures):
+    del me
+    state = build_state()
+    saving, runtime, _ = make_saving(folder, state)
+    real, tried = CheckpointStore.save, []
+
+    def save(self, content, *, step, **rest):
+        tried.append(step)
+        if len(tried) > failures:
+            return real(self, content, step=step, **rest)
+        cause = f"cannot write: {errno.errorcode[errno.ENOSPC]}"
+        raise FaultError(
+            Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=step, cause=cause, at_ns=1)
+        )
+
+    CheckpointStore.save = save
+    for step in range(1, 13):
+        state.committed_step = step
+        saving.due("interval")
+        saving.settle()
+    return tried, runtime.saved_steps, runtime.log().count("training goes on")
+
+
+def test_after_a_failed_save_the_interval_doubles_until_one_succeeds(tmp_path):
+    """One, then three are left out; a success brings the interval back."""
+    tried, saved, warnings = run_ranks(_failing_saves, 1, tmp_path, 2)[0]
+    assert tried == [1, 3, 7, 8, 9, 10, 11, 12]
+    assert saved == tried[2:]
+    assert warnings == 2
+
+
+def test_saves_that_succeed_leave_none_out(tmp_path):
+    """Control."""
+    tried, saved, warnings = run_ranks(_failing_saves, 1, tmp_path, 0)[0]
+    assert tried == saved == list(range(1, 13))
+    assert warnings == 0
+
+
+def _saves_without_room(me, folder):
+    del me
+    state = build_state()
+    saving, runtime, store = make_saving(folder, state, room_bytes=1_000_000)
+    for step in (1, 2):
+        state.committed_step = step
+        saving.due("interval")
+        assert runtime.saved_steps[-1] == step, "it was not saved at once"
+    return runtime.log(), _loaded(store) == bits_of(state), runtime.slot.get(Cell.CHECKPOINT_NS)
+
+
+def test_without_room_for_a_copy_training_waits_for_each_save(tmp_path):
+    """The copy never costs the run its memory; it is said once."""
+    log, equal, waited_ns = run_ranks(_saves_without_room, 1, tmp_path)[0]
+    assert log.count("training waits for each checkpoint") == 1
+    assert equal
+    assert waited_ns > 0
+
+
+@pytest.mark.parametrize(("failures", "skips"), [(0, 0), (1, 1), (2, 3), (3, 7), (4, 15), (50, 15)])
+def test_the_pause_after_failed_saves_is_bounded(failures, skips):
+    """Sixteen intervals at most."""
+    assert saves_to_skip(failures) == skips
