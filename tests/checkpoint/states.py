@@ -21,6 +21,20 @@ def state_of(step: int, *, mark: str = "") -> dict[str, object]:
     }
 
 
+def facts_of(step: int, *, monitored: float | None = None) -> dict[str, object]:
+    """What a store is told of a checkpoint beside its state."""
+    return {
+        "step": step,
+        "epoch": step // 100,
+        "samples": step * 8,
+        "run_id": "run-1",
+        "meaning": {"model": {"hidden_size": 64}, "seed": 7},
+        "settings_digest": "d" * 64,
+        "monitored": monitored,
+        "reason": "test",
+    }
+
+
 def save(
     directory: Path,
     step: int,
@@ -34,14 +48,7 @@ def save(
     store = CheckpointStore(directory, keep_last=keep_last, disk=disk)
     return store.save(
         state_of(step, mark=mark) if state is None else state,
-        step=step,
-        epoch=step // 100,
-        samples=step * 8,
-        run_id="run-1",
-        meaning={"model": {"hidden_size": 64}, "seed": 7},
-        settings_digest="d" * 64,
-        monitored=monitored,
-        reason="test",
+        **facts_of(step, monitored=monitored),
     )
 
 

@@ -23,7 +23,6 @@ from ddp_runner.core.faults import FaultError, FaultKind
 from .states import save, steps_in
 
 ROOT = Path(__file__).parents[2]
-KILLS = 20
 SAVE_ABOUT_S = 0.03
 
 
@@ -70,13 +69,15 @@ def _until_ended(saver, mode: str, directory: Path, *, kill: Kill | None) -> lis
     return lines
 
 
-def test_sigkill_at_any_moment_loses_no_announced_checkpoint(saver, tmp_path):
+@pytest.mark.parametrize("kills", [12, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["loop", "beside"])
+def test_sigkill_at_any_moment_loses_no_announced_checkpoint(saver, tmp_path, mode, kills):
     """After each of many kills the newest loads whole and is at least the newest announced."""
     moments = random.Random(20)
     announced = 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         kill = Kill(moments.randrange(3), moments.uniform(0, SAVE_ABOUT_S))
-        lines = _until_ended(saver, "loop", tmp_path, kill=kill)
+        lines = _until_ended(saver, mode, tmp_path, kill=kill)
         assert lines[-1] == f"ended {-signal.SIGKILL}"
         announced = max([announced, *(int(line[6:]) for line in lines if line.startswith("saved"))])
         loaded = CheckpointStore(tmp_path, keep_last=2).load()
@@ -86,7 +87,7 @@ def test_sigkill_at_any_moment_loses_no_announced_checkpoint(saver, tmp_path):
             assert loaded.rejected == ()
             assert loaded.state["step"] == loaded.manifest.step
             assert loaded.state["weight"].unique().tolist() == [float(loaded.manifest.step)]
-    assert announced >= KILLS // 2
+    assert announced >= kills // 2
     Catalog(tmp_path).clean_leftovers()
     assert list(tmp_path.glob(".*")) == []
 
