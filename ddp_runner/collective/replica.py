@@ -36,7 +36,9 @@ class Signal(IntEnum):
     PREEMPT = 1
     INTERRUPT = 2
     SAVE = 3
-    NON_FINITE = 4  # 2**rank of each rank whose own loss was not finite, the first 20 ranks
+    TROUBLE = (
+        4  # 2**rank of each rank whose own loss was not finite or too high, the first 20 ranks
+    )
 
 
 class _LossModule(nn.Module):
@@ -50,19 +52,20 @@ class _LossModule(nn.Module):
         self._loss_mask = torch.zeros(len(Signal), device=device)
         self._loss_mask[Signal.LOSS] = 1.0
         self._trouble = torch.zeros(len(Signal), device=device)
-        self._trouble[Signal.NON_FINITE] = 2.0 ** min(rank, 20)
+        self._trouble[Signal.TROUBLE] = 2.0 ** min(rank, 20)
         self._untold = torch.ones((), device=device)
 
     def begin_step(self) -> None:
         """No micro-batch of this step has been in trouble yet."""
         self._untold.fill_(1.0)
 
-    def forward(self, batch: Any, weight: float, votes: Tensor) -> Tensor:
+    def forward(self, batch: Any, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
         weighted = self._loss(self.model, batch).float() * weight
         # d(result)/d(signal) = carried, whatever the signal's own value (zero).
         own = weighted.detach()
         # Once a step, however many micro-batches are broken: the numbers are summed over those too.
-        broken = own.isfinite().logical_not().float() * self._untold
+        fine = own.isfinite().logical_and(own <= loss_limit * weight)
+        broken = fine.logical_not().float() * self._untold
         self._untold.sub_(broken)
         carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
         return weighted + torch.dot(self.signal, carried)
@@ -99,9 +102,12 @@ class Replica:
         self._check_finalized = None
         del self._ddp
 
-    def forward(self, batch: Any, *, weight: float, votes: Tensor) -> Tensor:
-        """``weight`` x the loss of ``batch``, ready for backward; the sum over ranks is the step's."""
-        loss: Tensor = self._ddp(batch, weight, votes)
+    def forward(self, batch: Any, *, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
+        """``weight`` x the loss of ``batch``, ready for backward; the sum over ranks is the step's.
+
+        A loss above ``loss_limit`` puts this rank among those that are in trouble.
+        """
+        loss: Tensor = self._ddp(batch, weight, votes, loss_limit)
         return loss
 
     def without_sync(self) -> AbstractContextManager[None]:

@@ -165,8 +165,13 @@ class RecoverySettings:
     evaluation_timeout_s: Seconds = 1800.0
     checkpoint_timeout_s: Seconds = 600.0
     stop_timeout_s: Seconds = 300.0  # to finish the step and save, once asked to stop
-    max_errors_per_epoch: NonNegative = 10  # skipped (non-finite) steps before a roll-back
+    max_errors_per_epoch: NonNegative = 10  # skipped steps before a roll-back
     rollbacks_max: NonNegative = 2  # each halves the learning rate; then the run fails
+    explosion_window: NonNegative = (
+        100  # steps after warm-up that a new one is held against; 0: never
+    )
+    explosion_loss_factor: Annotated[float, Field(gt=1)] = 10.0  # times their median loss
+    explosion_grad_factor: Annotated[float, Field(gt=1)] = 100.0  # times their median gradient norm
     replica_check_steps: NonNegative = 500  # between comparisons of the replicas' weights; 0: never
 
 

@@ -19,6 +19,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.training.ema import Ema
+from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loading import load_task
 from ddp_runner.training.loss_monitor import LossMonitor
 from ddp_runner.training.optimizer import build_optimizer
@@ -121,6 +122,7 @@ def _empty_state(settings: Settings, model: nn.Module, device: torch.device) -> 
             target_loss=settings.run.target_loss,
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
+        explosions=Explosions.watched_as(settings),
         tuning=Tuning(
             micro_batch_size=settings.data.micro_batch_size or settings.data.batch_size,
             evaluation_batch_size=settings.data.batch_size,

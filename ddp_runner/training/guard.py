@@ -22,6 +22,8 @@ from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.step import StepResult
 
+INDICES_SHOWN = 16
+
 
 class Guard:
     """One generation's guard on this rank. Every rank calls its methods at the same steps."""
@@ -40,29 +42,40 @@ class Guard:
     ) -> bool:
         """A step without effect, on all ranks: bounded, then a roll-back at half the rate, then the end.
 
-        Returns whether the state is now another one. Raises FaultError (NON_FINITE) at the end.
+        Returns whether the state is now another one. Raises FaultError (NON_FINITE, LOSS_EXPLODED)
+        at the end.
         """
-        logger = self._runtime.logger
         who = f", first on {rank_list(result.broken_ranks)}" if result.broken_ranks else ""
-        logger.warning(f"gradient norm is {result.grad_norm}{who}: step skipped on all ranks")
+        what = result.explosion or f"gradient norm is {result.grad_norm}"
+        self._runtime.logger.warning(f"{what}{who}: step skipped on all ranks")
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
         factor = self._state.tuning.rate_factor / 2
         if factor >= 0.5**self._settings.recovery.rollbacks_max and self._can_roll_back():
-            self._roll_back(f"more than {limit} steps were not finite", rate_factor=factor)
+            kind = FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE
+            reason = f"more than {limit} steps were skipped, the last because {what}"
+            self._roll_back(reason, kind=kind, rate_factor=factor)
             return True
-        indices = [index for micro_batch in micro_batches for index in micro_batch.indices]
-        raise FaultError(
-            Fault(
-                kind=FaultKind.NON_FINITE,
-                rank=self._group.rank,
-                step=result.step - 1,
-                cause=f"more than max_errors_per_epoch={limit} steps had a non-finite gradient"
-                + (f"{who}: suspect its device" if len(result.broken_ranks) == 1 else ""),
-                detail=f"sample indices of the last one on this rank: {indices}",
-                at_ns=time.monotonic_ns(),
-            )
+        raise FaultError(self._hopeless(result, f"{what}{who}", micro_batches))
+
+    def _hopeless(self, result: StepResult, what: str, micro_batches: list[MicroBatch]) -> Fault:
+        """Neither skipping nor a lower rate has helped. Every rank must ask."""
+        limit = self._settings.recovery.max_errors_per_epoch
+        mine = [index for micro_batch in micro_batches for index in micro_batch.indices]
+        everybody = self._group.exchange(f"indices/{result.step}", json.dumps(mine))
+        blamed = result.broken_ranks or tuple(range(self._group.world_size))
+        indices = [index for rank in blamed for index in json.loads(everybody[rank])]
+        alone = len(blamed) == 1 < self._group.world_size
+        return Fault(
+            kind=FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE,
+            rank=self._group.rank,
+            step=result.step - 1,
+            cause=f"more than max_errors_per_epoch={limit} steps were skipped, the last because "
+            f"{what}: suspect {'its device' if alone else 'the data or the learning rate'}; "
+            f"samples {_shortened(indices)}",
+            detail=f"sample indices of the last one: {indices}",
+            at_ns=time.monotonic_ns(),
         )
 
     def compare_replicas(self) -> bool:
@@ -100,7 +113,11 @@ class Guard:
     def _settle_without_majority(self, step: int) -> None:
         if self._can_roll_back():
             factor = self._state.tuning.rate_factor
-            self._roll_back("the replicas differ and no majority agrees", rate_factor=factor)
+            self._roll_back(
+                "the replicas differ and no majority agrees",
+                kind=FaultKind.REPLICA_DIVERGED,
+                rate_factor=factor,
+            )
             return
         raise FaultError(
             Fault(
@@ -121,7 +138,7 @@ class Guard:
         step = self._state.committed_step
         return self._group.exchange(f"has_checkpoint/{step}", str(int(has)))[0] == "1"
 
-    def _roll_back(self, reason: str, *, rate_factor: float) -> None:
+    def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
         """Go back to the newest checkpoint that verifies, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
         others = [rank for rank in range(self._group.world_size) if rank != 0]
@@ -140,13 +157,13 @@ class Guard:
             remedy += f", learning rate x {rate_factor:g}"
         if self._group.rank == 0:
             self._runtime.logger.warning(f"{reason}: {remedy}", step=step)
-            self._report_roll_back(reason, remedy, step, lowered=lowered, began_s=began_s)
+            fault = Fault(kind=kind, rank=-1, step=step, cause=reason, at_ns=time.monotonic_ns())
+            self._report_roll_back(fault, remedy, lowered=lowered, began_s=began_s)
 
     def _report_roll_back(
-        self, reason: str, remedy: str, step: int, *, lowered: bool, began_s: float
+        self, fault: Fault, remedy: str, *, lowered: bool, began_s: float
     ) -> None:
-        kind = FaultKind.NON_FINITE if lowered else FaultKind.REPLICA_DIVERGED
-        fault = Fault(kind=kind, rank=-1, step=step, cause=reason, at_ns=time.monotonic_ns())
+        step = fault.step
         took_s = time.monotonic() - began_s
         self._runtime.tell(
             MendedInPlace(
@@ -163,3 +180,9 @@ class Guard:
         self._runtime.tell(
             Adjusted(rank=self._rank, step=step, remedy=remedy, inexact_reason=inexact)
         )
+
+
+def _shortened(indices: list[int]) -> str:
+    """A line's worth of sample indices; the log has them all."""
+    shown = ", ".join(str(index) for index in indices[:INDICES_SHOWN])
+    return shown + (", ..." if len(indices) > INDICES_SHOWN else "")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.training.ema import Ema
+from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
 from ddp_runner.training.precision import Precision
 from ddp_runner.training.tuning import Tuning
@@ -32,6 +33,7 @@ class TrainState:
         precision: Precision,
         ema: Ema | None,
         monitor: LossMonitor,
+        explosions: Explosions,
         tuning: Tuning,
     ) -> None:
         self.model = model
@@ -39,6 +41,7 @@ class TrainState:
         self.precision = precision
         self.ema = ema
         self.monitor = monitor
+        self.explosions = explosions
         self.tuning = tuning
         self.committed_step = EMPTY_STEP
         self.samples = 0
@@ -54,6 +57,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
             "monitor": self.monitor.state_dict(),
+            "explosions": self.explosions.state_dict(),
             "tuning": self.tuning.to_record(),
             "counters": {
                 "committed_step": self.committed_step,
@@ -85,6 +89,8 @@ class TrainState:
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])
+        if "explosions" in state:
+            self.explosions.load_state_dict(state["explosions"])
         if self.ema is not None and "ema" in state:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
@@ -101,6 +107,10 @@ class TrainState:
     def drop_unfinished_step(self) -> None:
         """Forget what an unfinished step changed: gradients, and buffers that forward updated."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.drop_buffers()
+
+    def drop_buffers(self) -> None:
+        """Take the buffers back to the last commit: what forward made of a bad batch is forgotten."""
         if self._buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, self._committed_buffers)

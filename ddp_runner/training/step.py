@@ -18,6 +18,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.explosion import Limits
 from ddp_runner.training.rng import seed_step
 from ddp_runner.training.schedule import apply_learning_rate, learning_rate
 from ddp_runner.training.state import TrainState
@@ -47,7 +48,8 @@ class Votes:
 class StepResult:
     """A committed step, but for ``waited_ns`` the same on every rank.
 
-    ``applied`` is False for a step that was skipped because it was not finite.
+    ``applied`` is False for a step that was skipped, because it was not finite or, as ``explosion``
+    then says, far above the steps before it.
     """
 
     step: int
@@ -55,7 +57,8 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     applied: bool
-    broken_ranks: tuple[int, ...]  # whose own loss was not finite
+    explosion: str
+    broken_ranks: tuple[int, ...]  # whose own loss was not finite or far too high
     waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
     stop: StopReason | None
     save: bool
@@ -80,7 +83,7 @@ class Stepper:
         without this, the summation order after a repair would differ from that of a run in peace.
         Every rank must call it, right after the replica was built.
         """
-        self._accumulate(micro_batches, Votes())
+        self._accumulate(micro_batches, Votes(), Limits())
         self._replica.check_reduced()
         self._state.drop_unfinished_step()
 
@@ -90,7 +93,8 @@ class Stepper:
         Nothing that survives has been changed when it raises before the commit; a rank that fails
         inside the commit stands as dirty on the board.
         """
-        self._accumulate(micro_batches, votes)
+        limits = self._state.explosions.limits()
+        self._accumulate(micro_batches, votes, limits)
         # INVARIANT check-before-step: no optimizer runs before every rank's gradients are known to
         # be reduced. Broken if: commit() moves above check_reduced().
         # Guarded by: test_an_unfinished_reduction_is_found_before_the_optimizer.
@@ -115,21 +119,30 @@ class Stepper:
             settings=self._rules.optim,
         )
         rate = scheduled * self._state.tuning.rate_factor
-        applied = math.isfinite(norm) and math.isfinite(signals[Signal.LOSS])
+        loss = signals[Signal.LOSS]
+        explosion = limits.exceeded_by(loss=loss, grad_norm=norm)
+        applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
+        if applied:
+            self._state.explosions.observe(
+                step=self._state.committed_step, loss=loss, grad_norm=norm
+            )
         self._commit(rate, applied=applied)
         return StepResult(
             step=self._state.committed_step,
-            loss=signals[Signal.LOSS],
+            loss=loss,
             grad_norm=norm,
             learning_rate=rate,
             applied=applied,
-            broken_ranks=_ranks_in(int(signals[Signal.NON_FINITE])),
+            explosion=explosion,
+            broken_ranks=_ranks_in(int(signals[Signal.TROUBLE])),
             waited_ns=waited_ns,
             stop=_agreed_stop(signals),
             save=signals[Signal.SAVE] > 0,
         )
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], votes: Votes) -> None:
+    def _accumulate(
+        self, micro_batches: Sequence[MicroBatch], votes: Votes, limits: Limits
+    ) -> None:
         state, slot, rules = self._state, self._slot, self._rules
         state.model.train()
         self._replica.zero_gradients()
@@ -145,7 +158,10 @@ class Stepper:
                 slot.stamp(Phase.FORWARD, time.monotonic_ns())
                 with state.precision.autocast():
                     loss = self._replica.forward(
-                        batch, weight=weight, votes=wishes if number == last else wishes * 0
+                        batch,
+                        weight=weight,
+                        votes=wishes if number == last else wishes * 0,
+                        loss_limit=limits.loss,
                     )
                 slot.stamp(Phase.BACKWARD, time.monotonic_ns())
                 state.precision.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -174,7 +190,10 @@ class Stepper:
                 state.ema.update(state.model)
         if state.precision.scaler.is_enabled():
             state.precision.scaler.update()
-        state.keep_buffers()
+        if applied:
+            state.keep_buffers()
+        else:
+            state.drop_buffers()
         state.committed_step += 1
         state.samples += self._rules.global_batch
         slot.set(Cell.COMMITTED_STEP, state.committed_step)

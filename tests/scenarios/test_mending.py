@@ -153,3 +153,33 @@ def test_the_faults_of_a_step_can_be_injected(tmp_path):
     for rank_audit in run.audit(3):
         assert sorted(rank_audit) == list(range(1, 41))
         assert all(len(record["indices"]) == 8 for record in rank_audit.values())
+
+
+def test_explosions_are_skipped_then_rolled_back_then_end_the_run(tmp_path):
+    """The end names the samples, and what they came from: every rank, so not a device."""
+    run = finish(
+        tmp_path, "max_errors_per_epoch=2", "save_every_steps=10", "rollbacks_max=1",
+        "explosion_window=10", "warmup_steps=5", "--max-steps", 100,
+        "--inject", "spike:rank=all,step=31,times=50", task=PLAIN, code=1,
+    )  # fmt: skip
+    rolled_back, fault = run.summary()["faults"]
+    assert (rolled_back["kind"], rolled_back["step"]) == ("loss_exploded", 34)
+    assert "rolled back to step 30, learning rate x 0.5" in run.console
+    assert "first on ranks 0-1: step skipped on all ranks" in run.console
+    assert (fault["kind"], fault["step"]) == ("loss_exploded", 34)
+    samples = [index for audit in run.audit(2) for index in audit[34]["indices"]]
+    assert f"suspect the data or the learning rate; samples {', '.join(map(str, samples))}" in (
+        run.console
+    )
+
+
+def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):
+    """Skipped by all; with the rank named that it came from."""
+    spike = ("--inject", "spike:rank=1,step=24")
+    run = finish(
+        tmp_path, *spike, "explosion_window=10", "warmup_steps=5", "--max-steps", 40, task=PLAIN
+    )
+    assert "first on rank 1: step skipped on all ranks" in run.console
+    assert run.console.count("step skipped") == 1
+    assert run.summary()["faults"] == []
+    assert run.summary()["final_loss"] < 10

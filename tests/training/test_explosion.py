@@ -1,0 +1,100 @@
+"""What counts as an explosion, and what must not: warm-up, noise, and jumps near zero."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from ddp_runner.core.explosion import explosion_limit
+from ddp_runner.training.explosion import Explosions
+
+
+def watch(**changes):
+    given = {"window": 20, "loss_factor": 10.0, "grad_factor": 100.0, "warmup_steps": 10}
+    return Explosions(**{**given, **changes})
+
+
+def observe_all(explosions, losses, *, start=0):
+    """Each loss with a gradient norm of 1; the steps that would have exploded."""
+    found = []
+    for step, loss in enumerate(losses, start=start):
+        if explosions.limits().exceeded_by(loss=loss, grad_norm=1.0):
+            found.append(step)
+        else:
+            explosions.observe(step=step, loss=loss, grad_norm=1.0)
+    return found
+
+
+def test_a_limit_is_far_above_the_usual_whatever_the_outliers():
+    """A factor of the median, or many times the spread where that is wider."""
+    assert explosion_limit([2.0] * 9 + [500.0], factor=10.0) == 20.0
+    assert explosion_limit([1.0, 2.0, 3.0] * 5, factor=2.0) == 22.0
+    assert explosion_limit([-5.0, -4.0, -3.0], factor=10.0) == 16.0
+    assert explosion_limit([], factor=10.0) == math.inf
+    assert explosion_limit([0.0, 0.0], factor=10.0) == math.inf
+
+
+@pytest.mark.parametrize("level", [1e-3, 1.0, 1e5])
+def test_a_loss_far_above_the_last_steps_is_an_explosion_at_any_scale(level):
+    """One, and a row of them: what exploded does not become the usual."""
+    losses = [3 * level, *[level] * 40]
+    losses[35] = losses[37] = losses[38] = 50 * level
+    assert observe_all(watch(), losses) == [35, 37, 38]
+
+
+def test_a_gradient_far_above_the_last_steps_is_an_explosion_too():
+    """The loss may not show it yet."""
+    explosions = watch()
+    assert observe_all(explosions, [1.0] * 40) == []
+    limits = explosions.limits()
+    assert "gradient norm 500" in limits.exceeded_by(loss=1.0, grad_norm=500.0)
+    assert limits.exceeded_by(loss=1.0, grad_norm=99.0) == ""
+
+
+def test_a_high_loss_in_warm_up_is_none():
+    """Control: before the window is full, and while the rate still rises, anything may happen."""
+    wild = [5.0, 900.0, 3.0, 1e6, 2.0, 4e4, *[2.0] * 22, 1e9]
+    assert observe_all(watch(), wild) == []
+
+
+def test_a_noisy_run_is_none():
+    """Control: ten thousand losses and norms that vary by a factor of ten have no explosion."""
+    chance = random.Random(7)
+    explosions = watch(window=100)
+    for step in range(10_000):
+        loss, grad_norm = (chance.lognormvariate(0.0, 0.4) for _ in range(2))
+        assert not explosions.limits().exceeded_by(loss=loss, grad_norm=grad_norm)
+        explosions.observe(step=step, loss=loss, grad_norm=grad_norm)
+
+
+def test_a_jump_near_zero_is_none():
+    """Control: a run that fits its data jumps and recovers; it is no worse than where it began."""
+    assert observe_all(watch(), [2.0, *[1e-6] * 60, 1e-2, 1e-6, 2.0, 1e-6]) == []
+
+
+def test_a_loss_that_is_not_finite_is_no_explosion():
+    """It is another fault, with its own words."""
+    explosions = watch()
+    observe_all(explosions, [1.0] * 40)
+    assert explosions.limits().exceeded_by(loss=math.nan, grad_norm=math.inf) == ""
+    assert explosions.limits().exceeded_by(loss=math.inf, grad_norm=math.inf) == ""
+
+
+def test_window_0_watches_nothing():
+    """The way to switch it off."""
+    assert observe_all(watch(window=0), [1.0] * 40 + [1e9]) == []
+
+
+def test_state_continues_exactly():
+    """A replacement, and a run that is resumed, set the same limits."""
+    losses = [3.0 + math.sin(step) for step in range(60)]
+    for cut in (0, 5, 25, 60):
+        whole, first, second = watch(), watch(), watch()
+        observe_all(whole, losses)
+        observe_all(first, losses[:cut])
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        observe_all(second, losses[cut:], start=cut)
+        assert second.limits() == whole.limits()
