@@ -54,9 +54,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inject:
-    """Supervisor -> rank: do this to yourself at your next phase change (a random plan's strike)."""
+    """Supervisor -> rank: do this to yourself at your next phase change (a random plan's strike ``number``)."""
 
     kind: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,12 +45,12 @@ class InjectingSlot(Slot):
         self._left = injections
         self._announce = announce
         self._loader_pids = loader_pids
-        self._pending: list[InjectKind] = []
+        self._pending: list[tuple[InjectKind, int]] = []
         self._ruined: set[InjectKind] = set()  # what happens to the step in progress
 
-    def strike_soon(self, kind: InjectKind) -> None:
-        """Have ``kind`` happen at the next stamp. Called from the control thread."""
-        self._pending.append(kind)
+    def strike_soon(self, kind: InjectKind, *, number: int) -> None:
+        """Have ``kind`` happen at the next stamp, as strike ``number``. For the control thread."""
+        self._pending.append((kind, number))
 
     def stamp(self, phase: Phase, now_ns: int) -> None:
         """Stamp, then do what is due."""
@@ -93,10 +93,12 @@ class InjectingSlot(Slot):
                 self._count_down(number, injection)
                 self._announce(number, injection.kind)
                 self._strike(injection.kind, injection.seconds)
-        for kind in list(self._pending):
+        for strike in list(self._pending):
+            kind, number = strike
             if self._can_strike(kind, place):
-                self._pending.remove(kind)
-                self._strike(kind, 1.0)
+                self._pending.remove(strike)
+                # Numbered: two strikes at one step are two errors, not one that repeats itself.
+                self._strike(kind, 1.0, said=f"an injected exception, strike {number}")
 
     @staticmethod
     def _can_strike(kind: InjectKind, place: str) -> bool:
@@ -110,7 +112,9 @@ class InjectingSlot(Slot):
         else:
             del self._left[number]
 
-    def _strike(self, kind: InjectKind, seconds: float) -> None:  # noqa: C901, PLR0912 - a row a kind
+    def _strike(  # noqa: C901, PLR0912 - a row a kind
+        self, kind: InjectKind, seconds: float, said: str = "an injected exception"
+    ) -> None:
         match kind:
             case InjectKind.KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +123,7 @@ class InjectingSlot(Slot):
             case InjectKind.EXIT:
                 os._exit(0)
             case InjectKind.RAISE:
-                raise InjectedError("an injected exception")
+                raise InjectedError(said)
             case InjectKind.HANG:
                 time.sleep(FOREVER_S)
             case InjectKind.SPIN:

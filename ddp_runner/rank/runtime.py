@@ -179,9 +179,9 @@ class SupervisedRuntime:
                 self._stop = reason
             case Checkpoint():
                 self._save.set()
-            case Inject(kind=kind):
+            case Inject(kind=kind, number=number):
                 if isinstance(self.slot, InjectingSlot):
-                    self.slot.strike_soon(InjectKind(kind))
+                    self.slot.strike_soon(InjectKind(kind), number=number)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 

@@ -67,9 +67,9 @@ class Striker:
             elif now_s >= due_s and not (plan.times and self._drawn[index] >= plan.times):
                 self._drawn[index] += 1
                 self._due_s[index] = None
-                self._strike(strike)
+                self._strike(strike, self._drawn[index])
 
-    def _strike(self, strike: Strike) -> None:
+    def _strike(self, strike: Strike, drawn: int) -> None:
         handle = self._world.ranks[strike.rank]
         if handle.state is not RankState.TRAINING or handle.pid is None:
             return
@@ -78,4 +78,4 @@ class Striker:
         if number is not None:
             kill(handle.pid, number)
         else:
-            self._world.send(handle, Inject(kind=strike.kind.value))
+            self._world.send(handle, Inject(kind=strike.kind.value, number=drawn))

@@ -25,7 +25,7 @@ SAMPLES = [
     messages.Abort(generation=4),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
-    messages.Inject(kind="kill"),
+    messages.Inject(kind="kill", number=3),
     messages.Injected(rank=0, number=1, kind="kill"),
     messages.Ready(rank=0, committed_step=-1, run_id="", total_steps=9, steps_per_epoch=3,
                    train_samples=12, parameters=7, device="cpu"),

@@ -13,7 +13,7 @@ from ddp_runner.core.classify import classify_error
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind, parse_injection
 from ddp_runner.core.phases import Phase
-from ddp_runner.rank.injection import InjectingSlot
+from ddp_runner.rank.injection import InjectedError, InjectingSlot
 
 
 class Bench:
@@ -126,7 +126,7 @@ def test_a_random_strike_at_the_loss_waits_for_the_next_forward():
     """At any other moment the step would not see it."""
     bench = Bench()
     bench.begin(5)
-    bench.slot.strike_soon(InjectKind.NAN)
+    bench.slot.strike_soon(InjectKind.NAN, number=1)
     bench.slot.stamp(Phase.REDUCE, 1)
     bench.commit()
     bench.begin(6)
@@ -134,3 +134,16 @@ def test_a_random_strike_at_the_loss_waits_for_the_next_forward():
     bench.commit()
     bench.begin(7)
     assert math.isfinite(bench.value())
+
+
+def test_two_random_exceptions_at_one_step_are_two_errors():
+    """The same error at the same step again would be the user's own, and end the run."""
+    bench = Bench()
+    bench.begin(5)
+    said = []
+    for number in (1, 2):
+        bench.slot.strike_soon(InjectKind.RAISE, number=number)
+        with pytest.raises(InjectedError) as raised:
+            bench.slot.stamp(Phase.FORWARD, 1)
+        said.append(str(raised.value))
+    assert len(set(said)) == 2
