@@ -177,10 +177,14 @@ def _same_error(fault: Fault, earlier: Fault) -> bool:
 
 
 def _row_without_progress(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
-    """The incidents up to and with this one between which no step was committed, oldest first."""
+    """The incidents up to and with this one between which no step was committed, oldest first.
+
+    A run that went back to a checkpoint stands at a lower step than before: that is no lack of progress
+    yet, but dying at the same step again is.
+    """
     row = [incident]
     for earlier in reversed(history):
-        if earlier.committed_step < incident.committed_step:
+        if earlier.committed_step != incident.committed_step:
             break
         row.append(earlier)
     return row[::-1]

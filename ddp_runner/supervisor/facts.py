@@ -9,7 +9,11 @@ from ddp_runner.core.faults import Fault
 
 @dataclass(slots=True, kw_only=True)
 class RunFacts:
-    """``committed_step`` is the highest that any rank ever had; it never goes back."""
+    """``committed_step`` is the highest of the ranks now.
+
+    It goes back with them to a checkpoint, so that steps that are lost are counted once. A dead
+    rank counts with what it had until its successor has a state.
+    """
 
     run_id: str = ""
     generation: int = 0

@@ -202,10 +202,8 @@ class Supervisor:
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
-        handle = self.world.rank_of(ended.pid)
-        if handle is not None:
-            for message in self.world.last_messages(handle):
-                self.on_message(message, handle)
+        for message, handle in self.world.last_messages(ended.pid):
+            self.on_message(message, handle)
         match self.world.departed(ended):
             case RankEnded(handle=rank):
                 self._on_rank_ended(rank, ended)
@@ -254,6 +252,7 @@ class Supervisor:
             return
         self.records.say("the zygote died; another one is being started", level="WARNING")
         # Forks that it still owed will never be answered.
+        self.world.forget_owed_store()
         for handle in self.world.ranks:
             if handle.is_alive and handle.pid is None:
                 handle.machine.advance(RankEvent.EXITED)
@@ -297,9 +296,9 @@ class Supervisor:
         now_s = time.monotonic()
         if self.ending is not None:
             return
-        for handle in self.world.ranks:
-            committed = handle.slot.get(Cell.COMMITTED_STEP)
-            self.facts.committed_step = max(self.facts.committed_step, committed)
+        self.facts.committed_step = max(
+            handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
+        )
         self._end_if_finished(now_s)
         if self._finished_at_s is not None:
             return

@@ -33,12 +33,13 @@ class Watcher:
         self._straggler_watch = StragglerWatch()
 
     def look(self, handles: list[RankHandle]) -> HangVerdict | None:
-        """The verdict on a world whose ranks all train, or None."""
+        """The verdict on a world whose ranks train, or have finished, or None."""
         self._notice_pauses()
         self._keep_pace(handles)
-        if any(handle.state is not RankState.TRAINING for handle in handles):
+        training = [handle for handle in handles if handle.finished is None]
+        if any(handle.state is not RankState.TRAINING for handle in training):
             return None
-        looks = [self._look_at(handle) for handle in handles]
+        looks = [self._look_at(handle) for handle in training]
         verdict = find_hung(looks, self._pace(), self._settings)
         if verdict is not None:
             self._verdicts_in_a_row += 1
@@ -99,6 +100,7 @@ class Watcher:
 
     def _keep_pace(self, handles: list[RankHandle]) -> None:
         step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in handles)
+        self._seen_step = min(self._seen_step, step)  # back to a checkpoint
         if step > self._seen_step:
             if self._seen_step >= 0:
                 self._verdicts_in_a_row = 0

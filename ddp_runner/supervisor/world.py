@@ -153,25 +153,38 @@ class World:
 
     def claim(self, forked: Forked) -> Ended | None:
         """Learn a fork's pid; returns its end if it has been reaped already."""
-        if forked.token == self._store_token:
+        if forked.token == self._store_token and self._store is not None:
             self._store_pid = forked.pid
         for handle in self.ranks:
             if handle.token == forked.token:
                 handle.pid = forked.pid
-        return self._unclaimed.pop(forked.pid, None)
+        ended = self._unclaimed.pop(forked.pid, None)
+        if not self._owes_answers:
+            self._unclaimed.clear()  # orphans; their numbers may be given out again
+        return ended
 
     def rank_of(self, pid: int) -> RankHandle | None:
         """The rank whose process has this pid."""
         return next((handle for handle in self.ranks if handle.pid == pid), None)
 
-    def last_messages(self, handle: RankHandle) -> Iterator[Message]:
-        """What a rank that has ended had sent and nobody has read yet."""
-        while handle.channel is not None:
+    def last_messages(self, pid: int) -> Iterator[tuple[Message, RankHandle | None]]:
+        """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
+        handle = self.rank_of(pid)
+        channel = handle.channel if handle is not None else None
+        if self._zygote is not None and self._zygote.pid == pid:
+            channel = self._zygote.channel
+        while channel is not None:
+            channel.set_blocking(blocking=False)
             try:
-                message, _ = handle.channel.receive()
+                message, _ = channel.receive()
             except (ChannelClosedError, BlockingIOError):
                 return
-            yield message
+            yield message, handle
+
+    def forget_owed_store(self) -> None:
+        """A store host that was asked of a zygote that died, without an answer, will never come."""
+        if self._store_pid is None:
+            self._close_store()
 
     def departed(self, ended: Ended) -> Departure | None:
         """Whose process ended; None for an orphan that we merely adopted."""
@@ -190,10 +203,15 @@ class World:
             if handle.pid == ended.pid:
                 handle.machine.advance(RankEvent.EXITED)
                 return RankEnded(ended=ended, handle=handle)
-        self._unclaimed[ended.pid] = ended
-        while len(self._unclaimed) > 1024:
-            del self._unclaimed[next(iter(self._unclaimed))]
+        if self._owes_answers:
+            self._unclaimed[ended.pid] = ended
         return None
+
+    @property
+    def _owes_answers(self) -> bool:
+        """Whether a fork was asked for whose process is not known yet."""
+        store = self._store is not None and self._store_pid is None
+        return store or any(handle.is_alive and handle.pid is None for handle in self.ranks)
 
     def bury(self, handle: RankHandle) -> None:
         """Close the lines of a rank whose process was reaped."""

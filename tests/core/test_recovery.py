@@ -114,6 +114,18 @@ def test_progress_between_failures_resets_the_count():
     assert isinstance(plan(incident(), history), ReplaceRanks)
 
 
+def test_faults_before_lost_steps_are_redone_are_no_lack_of_progress():
+    """All died at step 19 and went back: a fault on the way there is the first of its own row."""
+    history = [incident(at_s=900.0 + step, committed=19) for step in range(2)]
+    assert isinstance(plan(incident(committed=12), history), ReplaceRanks)
+
+
+def test_going_back_and_dying_at_the_same_step_again_is_no_progress():
+    """A step that kills whoever does it ends the run, however many steps are redone in between."""
+    history = [incident(at_s=900.0 + step, committed=19) for step in range(2)]
+    assert isinstance(plan(incident(committed=19), history), GiveUp)
+
+
 def test_the_restart_budget_counts_the_window_only():
     """Old faults are forgotten; as many new ones as the budget end the run."""
     recent = [incident(at_s=950.0 + step, committed=step) for step in range(4)]

@@ -84,7 +84,7 @@ def test_random_faults_cost_no_weight_and_nothing_grows(tmp_path):
     assert run.summary()["exact"] is True
     check_repairs(run, injected_least=FAULTS)
     # Two strikes may meet in one incident; a loader's death may be noticed by nobody.
-    assert len(run.summary()["faults"]) >= 0.8 * FAULTS
+    assert len(run.summary()["faults"]) >= 0.7 * FAULTS
     for name in ("ddp:supervisor", "ddp:zygote", "ddp:store"):
         assert_no_growth(name, seen.long_lived(name))
     quarter = len(seen.segments) // 4

@@ -1,0 +1,536 @@
+"""A supervisor whose processes and clock are simulated; its decisions, sockets and board are real.
+
+Ranks follow the protocol of ``rank/runtime.py`` and ``training/trainer.py``: they answer over their
+control channels and stamp the board. Time passes from event to event, so an hour costs a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import random
+import selectors
+import signal
+from dataclasses import dataclass, field
+
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.messages import (
+    Abort,
+    Faulted,
+    Finished,
+    Forked,
+    Form,
+    Formed,
+    Ready,
+    Saved,
+    Stop,
+    StoreReady,
+    ZygoteReady,
+)
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
+from ddp_runner.supervisor import repair, run, supervisor, watcher, world
+from ddp_runner.supervisor.children import Ended, make_output_file
+from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.supervisor.world import World
+
+TICK_S = 0.1
+STEP_S = 0.05
+SAVE_EVERY = 10
+IMPORT_S, FORK_S, STARTUP_S, FORM_S, EXIT_S = 1.0, 0.01, 0.05, 0.03, 0.005
+
+
+class Clock:
+    """Stands in for the ``time`` module of the supervisor."""
+
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def monotonic_ns(self):
+        return int(self.now_s * 1e9)
+
+
+class Records:
+    """Keeps what would be written and shown."""
+
+    def __init__(self):
+        self.written = []
+        self.said = []
+        self.may_write = False
+
+    def open(self):
+        self.may_write = True
+
+    def event(self, event, *, cause=None, **fields):
+        self.written.append({"event": event, "cause": cause, **fields})
+        return len(self.written)
+
+    def say(self, text, *, level="INFO"):
+        self.said.append((level, text))
+
+    def metrics(self, step, rank, values):
+        pass
+
+
+class InstantSelector(selectors.DefaultSelector):
+    """Says what can be read now."""
+
+    def select(self, timeout=None):
+        del timeout
+        return super().select(0)
+
+
+@dataclass
+class Process:
+    """A simulated process; ``rank`` -1 is the store host, -2 the zygote."""
+
+    pid: int
+    rank: int
+    channel: Channel
+    committed: int = -1
+    generation: int = 0  # in which it is; 0: in none
+    trains: bool = False
+    stopped: bool = False
+    dead: bool = False
+    stop: StopReason | None = None
+    seen: list = field(default_factory=list)  # generations that it was asked to form
+
+
+class Quiet(run._Loop):
+    """The real loop without its screens."""
+
+    def _show(self):
+        pass
+
+
+class Simulation:
+    """One run: ``run_until``, harm, ``run_to_end``."""
+
+    def __init__(self, monkeypatch, *, ranks=3, steps=100, seed=0, **recovery):
+        self.clock = Clock()
+        self.records = Records()
+        self.random = random.Random(seed)
+        self.steps = steps
+        self.checkpoint = 0
+        self.best = 0  # the newest step that any rank has ever committed
+        self.processes = {}
+        self.zygote = None
+        self.reaped = []
+        self.zygotes = 0
+        self._heap = []
+        self._numbers = itertools.count()
+        self._pids = itertools.count(100)
+        for module in (supervisor, repair, watcher, world):
+            monkeypatch.setattr(module, "time", self.clock)
+        monkeypatch.setattr(watcher, "_is_stopped", self._is_stopped)
+        monkeypatch.setattr(world, "kill", self.signal)
+        monkeypatch.setattr(world, "Zygote", lambda **_: Zygote(self))
+        monkeypatch.setattr(supervisor, "claim_directories", lambda *_: None)
+        monkeypatch.setattr(run, "reap_children", self._reap)
+        settings = Settings(
+            run=RunSettings(task="synthetic"), recovery=RecoverySettings(**recovery)
+        )
+        cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
+        plan = LaunchPlan(
+            settings=settings,
+            origins={},
+            devices=(cpu,) * ranks,
+            world_size=ranks,
+            threads_per_rank=1,
+            meaning={},
+            settings_digest="0",
+            command=("test",),
+            notes=(),
+        )
+        selector = InstantSelector()
+        self.world = World(plan, selector)
+        self.supervisor = Supervisor(plan, self.world, self.records, lock=None)
+        self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector)
+        self.world.start_zygote()
+
+    # What a test does.
+
+    def run_until(self, check, *, within_s=600.0):
+        """Let time pass until ``check`` holds."""
+        deadline_s = self.clock.now_s + within_s
+        while not check():
+            assert self.ending is None, f"ended: {self.ending}"
+            assert self.clock.now_s < deadline_s, self.where()
+            self._turn()
+
+    def run_to_end(self, *, within_s=600.0):
+        """Let time pass until the run has ended; returns its Ending."""
+        deadline_s = self.clock.now_s + within_s
+        while self.ending is None:
+            assert self.clock.now_s < deadline_s, f"not ended after {within_s:g} s: {self.where()}"
+            self._turn()
+        return self.ending
+
+    def pass_time(self, seconds):
+        """Let so much time pass."""
+        until_s = self.clock.now_s + seconds
+        while self.ending is None and self.clock.now_s < until_s:
+            self._turn()
+
+    def to_step(self, step):
+        self.run_until(lambda: self.best >= step)
+
+    def rank(self, number):
+        """The newest living process of a rank."""
+        alive = [p for p in self.processes.values() if p.rank == number and not p.dead]
+        return max(alive, key=lambda process: process.pid, default=None)
+
+    def kill(self, *ranks):
+        """SIGKILL ranks; -1 is the store host, -2 the zygote."""
+        for number in ranks:
+            process = self.zygote if number == -2 else self.rank(number)
+            if process is not None:
+                self.signal(process.pid)
+
+    def freeze(self, rank):
+        """SIGSTOP a rank, in the middle of its forward."""
+        process = self.rank(rank)
+        if process is not None:
+            process.stopped = True
+            if process.trains:
+                self.stamp(process, Phase.FORWARD)
+
+    def leave(self, rank, code=0):
+        """``os._exit`` in a rank."""
+        process = self.rank(rank)
+        if process is not None:
+            self._end(process, exit_code=code)
+
+    def fail(self, rank, cause="ValueError: no"):
+        """An exception in a rank's step: it says so and ends."""
+        process = self.rank(rank)
+        if process is None or process.stopped or not process.seen:
+            return
+        fault = self.fault(process, FaultKind.RANK_RAISED, cause)
+        self.send(process, Faulted(generation=process.seen[-1], fault=fault))
+        self._end(process, exit_code=1)
+
+    def signal(self, pid, number=signal.SIGKILL):
+        """``os.kill`` for simulated processes."""
+        process = self.processes.get(pid)
+        if process is None or process.dead:
+            return
+        if number == signal.SIGKILL:
+            self._end(process, signal_number=9)
+        elif number == signal.SIGCONT:
+            process.stopped = False
+
+    @property
+    def ending(self):
+        return self.supervisor.ending
+
+    def events(self, name):
+        return [record for record in self.records.written if record["event"] == name]
+
+    def where(self):
+        """For an assertion that fails."""
+        ranks = [(h.rank, h.state.name, h.pid, h.given_up_at_s) for h in self.world.ranks]
+        alive = [p for p in self.processes.values() if not p.dead]
+        facts = self.supervisor.facts
+        return f"{facts}\n{ranks}\nalive {alive}\n{self.records.written[-12:]}"
+
+    # How the processes behave.
+
+    def fork(self, request, descriptors):
+        """The zygote's answer to a request."""
+        channel = Channel.from_descriptor(os.dup(descriptors[0]))
+        zygote = self.zygote
+
+        def born():
+            if zygote.dead:
+                channel.close()
+                return
+            process = self._new(request.rank, channel)
+            with contextlib.suppress(ChannelClosedError):
+                zygote.channel.send(Forked(token=request.token, pid=process.pid))
+            if request.rank < 0:
+                message = StoreReady(port=1)
+                self.later(STARTUP_S, lambda: self.send(process, message))
+                return
+            self.stamp(process, Phase.STARTUP)
+            loads = bool(request.spec["loads"])
+            self.later(STARTUP_S * self.random.uniform(1, 3), lambda: self._built(process, loads))
+
+        self.later(FORK_S, born)
+
+    def start_zygote(self, channel):
+        self.zygotes += 1
+        self.zygote = zygote = self._new(-2, channel)
+        message = ZygoteReady(torch_version="0", import_s=IMPORT_S)
+        self.later(IMPORT_S, lambda: self.send(zygote, message))
+        return zygote.pid
+
+    def stamp(self, process, phase):
+        slot = self.world.ranks[process.rank].slot
+        slot.set(Cell.STEP, max(0, process.committed))
+        slot.stamp(phase, self.clock.monotonic_ns())
+
+    def send(self, process, message):
+        """A process says something, unless it cannot."""
+        if process.dead:
+            return
+        if process.stopped:
+            self.later(0.01, lambda: self.send(process, message))
+            return
+        try:
+            process.channel.send(message)
+        except ChannelClosedError:
+            self._end(process, exit_code=1)
+
+    def fault(self, process, kind, cause):
+        reading = self.world.ranks[process.rank].slot.read()
+        return Fault(
+            kind=kind,
+            rank=process.rank,
+            step=max(0, process.committed),
+            phase=reading.phase.label,
+            cause=cause,
+            at_ns=self.clock.monotonic_ns(),
+        )
+
+    def later(self, seconds, action):
+        heapq.heappush(self._heap, (self.clock.now_s + seconds, next(self._numbers), action))
+
+    def _built(self, process, loads):
+        if loads and process.committed < 0:
+            process.committed = self.checkpoint
+        self.send(process, self._ready(process))
+
+    def _ready(self, process):
+        return Ready(
+            rank=process.rank,
+            committed_step=process.committed,
+            run_id="",
+            total_steps=self.steps,
+            steps_per_epoch=10,
+            train_samples=80,
+            parameters=7,
+            device="cpu",
+        )
+
+    def _listen(self, process):
+        while not process.dead and not process.stopped:
+            try:
+                message, _ = process.channel.receive()
+            except BlockingIOError:
+                return
+            except ChannelClosedError:
+                self._end(process, exit_code=1)
+                return
+            match message:
+                case Form():
+                    assert not process.seen or message.generation > process.seen[-1]
+                    process.seen.append(message.generation)
+                    process.generation, process.trains = message.generation, False
+                    self.stamp(process, Phase.FORMING)
+                    self.later(FORM_S, lambda number=message: self._try_to_form(number))
+                case Abort():
+                    if 0 < process.generation <= message.generation:
+                        self._leave_generation(process, "aborted")
+                case Stop():
+                    process.stop = message.reason
+
+    def _members(self, generation):
+        return [p for p in self.processes.values() if p.generation == generation]
+
+    def _try_to_form(self, form):
+        members = self._members(form.generation)
+        if len(members) < form.world_size or any(p.trains for p in members):
+            return
+        if any(p.dead for p in members):
+            self._break(form.generation)
+            return
+        if self.rank(-1) is None or any(p.stopped for p in members):
+            self.later(FORM_S, lambda: self._try_to_form(form))
+            return
+        newest = max(process.committed for process in members)
+        alive = [p.committed for p in self.processes.values() if p.rank >= 0 and not p.dead]
+        assert newest >= max(alive), "a committed step is lost while a replica lives"
+        assert newest >= 0, "nobody has a state"
+        for process in members:
+            process.committed, process.trains = newest, True
+            self.world.ranks[process.rank].slot.set(Cell.COMMITTED_STEP, newest)
+            self.stamp(process, Phase.FORWARD)
+            formed = Formed(
+                rank=process.rank,
+                generation=form.generation,
+                committed_step=newest,
+                source=0,
+                group_s=0.0,
+                transfer_s=0.0,
+                rebuild_s=0.0,
+            )
+            self.send(process, formed)
+        self.later(STEP_S, lambda: self._step(form.generation))
+
+    def _step(self, generation):
+        members = self._members(generation)
+        if not members or any(p.dead for p in members):
+            self._break(generation)
+            return
+        if any(process.stopped for process in members):
+            for process in members:
+                if not process.stopped and self._phase(process) is not Phase.REDUCE:
+                    self.stamp(process, Phase.REDUCE)
+            self.later(STEP_S, lambda: self._step(generation))
+            return
+        reason = next((p.stop for p in members if p.stop), None)
+        if members[0].committed < self.steps:
+            for process in members:
+                self._commit(process)
+        if members[0].committed % SAVE_EVERY == 0:
+            self._save(members[0])
+        if members[0].committed < self.steps and reason is None:
+            self.later(STEP_S, lambda: self._step(generation))
+            return
+        self._save(members[0])
+        for process in members:
+            finish = self.random.uniform(0.0, 0.02)
+            self.later(finish, lambda each=process: self._finish(each, generation, reason))
+
+    def _save(self, process):
+        self.checkpoint = process.committed
+        saved = Saved(
+            rank=process.rank, step=process.committed, path="p", blocked_s=0, size_bytes=1
+        )
+        self.send(process, saved)
+
+    def _finish(self, process, generation, reason):
+        """Say so and end, unless the generation has been broken by then."""
+        if process.generation != generation or process.stopped:
+            return
+        process.generation = 0
+        message = Finished(
+            rank=process.rank, reason=reason or StopReason.COMPLETED, step=process.committed
+        )
+        self.send(process, message)
+        self.later(EXIT_S, lambda: self._end(process, exit_code=0))
+
+    def _phase(self, process):
+        return self.world.ranks[process.rank].slot.read().phase
+
+    def _commit(self, process):
+        slot = self.world.ranks[process.rank].slot
+        process.committed += 1
+        self.best = max(self.best, process.committed)
+        slot.set(Cell.COMMITTED_STEP, process.committed)
+        slot.set(Cell.LAST_COMMIT_NS, self.clock.monotonic_ns())
+        slot.set(Cell.STEP_NS, int(STEP_S * 1e9))
+        self.stamp(process, Phase.FORWARD)
+
+    def _break(self, generation):
+        """A peer is lost: the others notice, some of them just after they have committed."""
+        for process in self._members(generation):
+            if process.dead or process.stopped:
+                continue
+            if process.trains and process.committed < self.steps and self.random.random() < 0.3:
+                self._commit(process)
+            delay_s = self.random.uniform(0.001, 0.02)
+            self.later(delay_s, lambda each=process: self._notice(each, generation))
+
+    def _notice(self, process, generation):
+        if process.generation == generation and not process.dead and not process.stopped:
+            self._leave_generation(process, "connection closed by peer")
+
+    def _leave_generation(self, process, cause):
+        fault = self.fault(process, FaultKind.COLLECTIVE_FAILED, cause)
+        self.send(process, Faulted(generation=process.generation, fault=fault))
+        process.generation, process.trains = 0, False
+        self.later(0.001, lambda: self.send(process, self._ready(process)))
+
+    def _new(self, rank, channel):
+        process = Process(pid=next(self._pids), rank=rank, channel=channel)
+        channel.set_blocking(blocking=False)
+        self.processes[process.pid] = process
+        return process
+
+    def _end(self, process, *, exit_code=None, signal_number=None):
+        if process.dead:
+            return
+        process.dead = True
+        process.channel.close()
+        generation = process.generation
+        ended = Ended(
+            pid=process.pid,
+            exit_code=exit_code,
+            signal_number=signal_number,
+            at_ns=self.clock.monotonic_ns(),
+        )
+        self.later(self.random.uniform(0, EXIT_S), lambda: self.reaped.append(ended))
+        if generation and process.trains:
+            self.later(0.001, lambda: self._break(generation))
+
+    def _reap(self):
+        reaped, self.reaped = self.reaped, []
+        return iter(reaped)
+
+    def _is_stopped(self, pid):
+        process = self.processes.get(pid)
+        return process is not None and process.stopped
+
+    def _turn(self):
+        next_s = self._heap[0][0] if self._heap else self.clock.now_s + TICK_S
+        self.clock.now_s = max(self.clock.now_s, min(next_s, self.clock.now_s + TICK_S))
+        while self._heap and self._heap[0][0] <= self.clock.now_s:
+            heapq.heappop(self._heap)[2]()
+        self.loop._turn()
+        for process in list(self.processes.values()):
+            if process.rank >= 0:
+                self._listen(process)
+
+    def close(self):
+        for process in self.processes.values():
+            process.channel.close()
+        self.world.close()
+
+
+class Silence:
+    """A signal box in which nothing ever is."""
+
+    def __init__(self):
+        self._reader, self._writer = os.pipe()
+
+    def fileno(self):
+        return self._reader
+
+    def __del__(self):
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+class Zygote:
+    """What the supervisor holds of its zygote."""
+
+    def __init__(self, simulation):
+        self._simulation = simulation
+        self.channel, theirs = Channel.pair()
+        self.channel.set_blocking(blocking=False)
+        self.output = make_output_file("zygote")
+        self.ready = False
+        self.pid = simulation.start_zygote(Channel(theirs))
+
+    def fork(self, request, descriptors):
+        if self._simulation.processes[self.pid].dead:
+            raise ChannelClosedError
+        self._simulation.fork(request, descriptors)
+
+    def mark_reaped(self, exit_code):
+        pass
+
+    def close(self):
+        self.channel.close()
+        os.close(self.output)

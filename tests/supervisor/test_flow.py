@@ -1,0 +1,339 @@
+"""What the supervisor decides, as scripts on simulated processes: every pair of events that matters."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.lifecycle import RunState
+from tests.supervisor.simulated import Simulation
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    made = []
+
+    def simulation(**changes):
+        made.append(Simulation(monkeypatch, **changes))
+        return made[-1]
+
+    yield simulation
+    for one in made:
+        one.close()
+
+
+def plans(run):
+    return [(plan["culprit"], plan["kind"], tuple(plan["replaced"])) for plan in run.events("plan")]
+
+
+def assert_done(run):
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code) == (RunStatus.COMPLETED, ExitCode.DONE), ending
+    assert run.best == run.steps
+
+
+def lost(run):
+    return [fault.steps_lost for fault in run.supervisor.ledger.faults]
+
+
+def test_a_run_in_peace_forms_once(simulate):
+    """Control: no incident, one generation."""
+    run = simulate()
+    assert_done(run)
+    assert len(run.events("form")) == 1
+    assert plans(run) == []
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.001, 0.01, 0.03, 0.2])
+def test_two_deaths_in_a_row_are_repaired_in_one_or_two_incidents(simulate, apart_s):
+    """However the second one falls: both are replaced, and the survivor is the source."""
+    run = simulate()
+    run.to_step(15)
+    run.kill(1)
+    run.pass_time(apart_s)
+    run.kill(2)
+    assert_done(run)
+    replaced = [rank for _, _, ranks in plans(run) for rank in ranks]
+    assert sorted(replaced) == [1, 2]
+    assert sum(lost(run)) == 0
+
+
+def test_a_death_while_forming_starts_the_next_generation(simulate):
+    """Nothing waits for the old one, whichever rank it is."""
+    run = simulate()
+    run.to_step(15)
+    run.kill(1)
+    run.run_until(lambda: len(run.events("form")) == 2)
+    run.kill(0)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_killed", (1,)), (0, "rank_killed", (0,))]
+    assert [record["generation"] for record in run.events("form")] == [1, 2, 3]
+    assert lost(run) == [0, 0]
+
+
+def test_the_replacement_dies_while_it_starts(simulate):
+    """The joiner is forked again; the survivors are not touched."""
+    run = simulate()
+    run.to_step(15)
+    before = {rank: run.rank(rank).pid for rank in (0, 2)}
+    run.kill(1)
+    run.run_until(lambda: run.rank(1) is not None)
+    run.kill(1)
+    assert_done(run)
+    assert [ranks for _, _, ranks in plans(run)] == [(1,), (1,)]
+    assert {handle.rank for handle in run.world.ranks if handle.rank in before} == set(before)
+    assert all(p.pid in before.values() for p in run.processes.values() if p.rank in before)
+
+
+def test_exit_zero_before_the_end_is_a_fault(simulate):
+    """Its peers wait for it."""
+    run = simulate()
+    run.to_step(15)
+    run.leave(2, code=0)
+    assert_done(run)
+    assert plans(run) == [(2, "rank_exited", (2,))]
+
+
+@pytest.mark.parametrize("first", [-1, -2], ids=["store", "zygote"])
+@pytest.mark.parametrize("second", [-1, -2, 1], ids=["store", "zygote", "rank 1"])
+@pytest.mark.parametrize("apart_s", [0.0, 0.004, 0.008, 0.011, 0.02, 0.05, 0.09, 0.12])
+def test_store_and_zygote_may_die_during_a_repair(simulate, first, second, apart_s):
+    """What they owed is asked for again; the run ends as if nothing had happened."""
+    run = simulate(no_progress_generations=9)
+    run.to_step(15)
+    run.kill(0)
+    run.pass_time(apart_s)
+    run.kill(first)
+    run.pass_time(apart_s)
+    run.kill(second)
+    assert_done(run)
+    assert sum(lost(run)) == 0
+
+
+def test_a_rank_hangs_while_another_one_dies(simulate):
+    """The dead one does not hide the stopped one: both are replaced."""
+    run = simulate()
+    run.to_step(15)
+    run.freeze(2)
+    run.kill(1)
+    assert_done(run)
+    assert sorted(rank for _, _, ranks in plans(run) for rank in ranks) == [1, 2]
+    assert sum(lost(run)) == 0
+
+
+def test_a_stopped_rank_that_wakes_up_is_fenced_out(simulate):
+    """Declared dead, it is killed before its number is given out again."""
+    run = simulate()
+    run.to_step(15)
+    run.freeze(1)
+    zombie = run.rank(1)
+    run.run_until(lambda: run.events("fault"))
+    zombie.stopped = False
+    assert_done(run)
+    assert zombie.dead
+    assert zombie.seen == [1]
+    assert plans(run) == [(1, "rank_hung", (1,))]
+
+
+def test_the_budget_ends_the_run_with_its_first_cause(simulate):
+    """Exit 3; what is named is what began it."""
+    run = simulate(max_restarts=3)
+    for number, rank in enumerate((2, 1, 0, 1)):
+        run.to_step(10 + 10 * number)
+        run.kill(rank)
+        if number < 3:
+            run.run_until(lambda count=number: len(run.events("repaired")) > count)
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code) == (RunStatus.GAVE_UP, ExitCode.GAVE_UP)
+    assert "rank 2 killed" in ending.reason
+    assert "budget" in ending.reason
+
+
+def test_a_crash_loop_backs_off_and_ends_with_its_first_cause(simulate):
+    """No step is committed: three generations, each later than the one before, then exit 3."""
+    run = simulate(max_restarts=100, no_progress_generations=4)
+    run.to_step(15)
+    run.leave(1, code=7)
+    forks = []
+    while run.ending is None:
+        run.run_until(lambda: run.rank(1) is not None or run.ending)
+        if run.ending is None:
+            forks.append(run.clock.now_s)
+            run.kill(1)
+            run.pass_time(0.2)
+    assert run.ending.exit_code == ExitCode.GAVE_UP
+    assert "rank 1 exited with code 7" in run.ending.reason
+    waits = [later - earlier for earlier, later in itertools.pairwise(forks)]
+    assert len(forks) == 3
+    assert waits == sorted(waits)
+    assert waits[0] >= 0.5
+
+
+def test_the_same_error_at_the_same_step_is_the_users(simulate):
+    """Exit 1 with the text, at the second time; the first is retried."""
+    run = simulate()
+    run.to_step(15)
+    run.fail(1)
+    run.run_until(lambda: run.events("repaired"))
+    run.best = 0
+    step = run.supervisor.ledger.faults[0].incident.culprit.step
+    for process in run.processes.values():
+        process.committed = min(process.committed, step)
+    run.fail(1)
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code) == (RunStatus.FAILED, ExitCode.FAILED)
+    assert "ValueError: no" in ending.reason
+
+
+def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
+    """Steps that are lost are counted once: a second fault finds the run where it stands."""
+    run = simulate(steps=60)
+    run.to_step(17)
+    run.kill(0, 1, 2)
+    run.run_until(lambda: run.events("repaired"))
+    assert lost(run) == [7]
+    run.pass_time(0.12)
+    assert 10 < run.supervisor.facts.committed_step < 17
+    run.kill(1)
+    assert_done(run)
+    assert lost(run) == [7, 0]
+
+
+def test_the_pace_is_kept_after_going_back(simulate):
+    """A hang before the lost steps are redone is found as soon as any other."""
+    run = simulate(steps=60, hang_min_s=1.0)
+    run.to_step(19)
+    run.freeze(1)
+    run.run_until(lambda: run.events("repaired"))
+    run.kill(0, 1, 2)
+    run.run_until(lambda: len(run.events("repaired")) == 2)
+    run.pass_time(0.3)
+    frozen_s = run.clock.now_s
+    run.freeze(2)
+    run.run_until(lambda: len(run.events("plan")) == 3)
+    assert run.clock.now_s - frozen_s < 2.0
+    assert_done(run)
+
+
+def test_a_stop_during_a_repair_is_kept(simulate):
+    """The save is still owed: the world forms again, then stops after a step."""
+    run = simulate()
+    run.to_step(15)
+    run.kill(1)
+    run.pass_time(0.02)
+    run.supervisor.ask_stop(StopReason.PREEMPTED)
+    ending = run.run_to_end()
+    assert ending.exit_code == ExitCode.PREEMPTED
+    assert run.best < 25
+
+
+@pytest.mark.parametrize("harm", ["kill", "freeze", "leave"])
+@pytest.mark.parametrize("after_s", [0.0, 0.004, 0.008, 0.012, 0.016])
+def test_a_fault_while_the_ranks_finish_is_repaired(simulate, after_s, harm):
+    """Some have gone in peace by then: the rest end from the checkpoint that was just saved."""
+    run = simulate(hang_min_s=0.5)
+    run.to_step(run.steps)
+    run.pass_time(after_s)
+    if run.ending is None:
+        getattr(run, harm)(1)
+    assert_done(run)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_death_while_stopping_is_repaired(simulate, rank):
+    """As above, the other way round."""
+    run = simulate()
+    run.to_step(15)
+    run.supervisor.ask_stop(StopReason.PREEMPTED)
+    run.kill(rank)
+    assert run.run_to_end().exit_code == ExitCode.PREEMPTED
+
+
+def test_a_slot_is_given_up_and_comes_back(simulate):
+    """Elastic, as a script: fewer, then all again, with no incident of its own for the return."""
+    run = simulate(min_ranks=2, slot_failures_max=2, regrow_after=1.0)
+    for step in (12, 16):
+        run.to_step(step)
+        run.kill(1)
+    run.run_until(lambda: len(run.world.present) == 2)
+    run.run_until(lambda: len(run.world.present) == 3)
+    assert_done(run)
+    assert len(plans(run)) == 2
+    assert run.supervisor.facts.inexact_reasons
+
+
+@pytest.mark.parametrize("harm", ["kill", "freeze", "leave"])
+@pytest.mark.parametrize("rank", [1, 2], ids=["who returns", "who makes room"])
+def test_a_fault_while_growing_again_is_repaired(simulate, rank, harm):
+    """The ranks have left a healthy generation on purpose; whoever is lost just then is replaced."""
+    run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, form_timeout_s=5.0)
+    run.to_step(12)
+    run.kill(1)
+    run.run_until(lambda: run.supervisor._repair.is_regrouping)
+    getattr(run, harm)(rank)
+    assert_done(run)
+
+
+@pytest.mark.parametrize("harm", ["kill", "freeze", "leave", "fail"])
+def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
+    """It is tried again later, and the world that trains is left alone."""
+    run = simulate(
+        min_ranks=2, slot_failures_max=1, regrow_after=1.0, startup_timeout_s=3.0, steps=300
+    )
+    run.to_step(12)
+    run.kill(1)
+    run.run_until(lambda: run.world.ranks[1].is_returning and run.rank(1) is not None)
+    if harm == "fail":
+        run.rank(1).seen.append(0)
+    getattr(run, harm)(1)
+    run.run_until(lambda: len(run.world.present) == 3)
+    assert_done(run)
+    assert len(plans(run)) == 1
+
+
+CHAOS = {
+    "kill": lambda run, rank: run.kill(rank),
+    "freeze": lambda run, rank: run.freeze(rank),
+    "leave": lambda run, rank: run.leave(rank),
+    "fail": lambda run, rank: run.fail(rank, cause=f"ValueError: {run.random.random()}"),
+    "store": lambda run, rank: run.kill(-1),
+    "zygote": lambda run, rank: run.kill(-2),
+    "thaw": lambda run, rank: [setattr(p, "stopped", False) for p in run.processes.values()],
+}
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_of_faults_ends_with_the_run_complete(simulate, seed, elastic):
+    """Whatever happens whenever: no state is lost while a replica lives, and nothing waits for ever."""
+    draw = random.Random(seed)
+    options = {"min_ranks": 2, "slot_failures_max": 3, "regrow_after": 1.0} if elastic else {}
+    run = simulate(
+        ranks=draw.choice([2, 3, 4]),
+        seed=seed,
+        steps=150,
+        max_restarts=10_000,
+        no_progress_generations=1000,
+        backoff_max_s=1.0,
+        form_timeout_s=10.0,
+        startup_timeout_s=20.0,
+        hang_min_s=0.5,
+        first_step_timeout_s=2.0,
+        **options,
+    )
+    run.to_step(5)
+    for _ in range(draw.randrange(3, 15)):
+        run.pass_time(draw.choice([0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]) * draw.random())
+        if run.ending is not None or run.supervisor._finished_at_s is not None:
+            break
+        CHAOS[draw.choice(sorted(CHAOS))](run, draw.randrange(len(run.world.ranks)))
+    CHAOS["thaw"](run, 0)
+    if run.ending is None:
+        run.run_to_end(within_s=3000.0)
+    assert run.ending.status is RunStatus.COMPLETED, (run.ending, run.where())
+    assert run.supervisor.machine.state is RunState.DONE
+    generations = [record["generation"] for record in run.events("form")]
+    assert generations == list(range(1, len(generations) + 1))
