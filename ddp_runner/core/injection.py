@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,6 +39,7 @@ class InjectKind(Enum):
     NAN = "nan"  # the step's loss is not a number
     SPIKE = "spike"  # the step's loss is 10,000 times what it was
     DIVERGE = "diverge"  # one bit of one weight flips
+    BAD_SAMPLE = "bad_sample"  # a sample that the rank takes at that step raises, now and for ever
 
 
 # These change what a step computes, so they happen where its loss is computed.
@@ -102,6 +103,17 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
     return injection
 
 
+def bad_sample_places(specs: Sequence[str], *, world_size: int) -> tuple[tuple[int, int], ...]:
+    """``(rank, step)`` of each sample that is to be bad; every process of the run knows them all."""
+    parsed = (parse_injection(text, world_size=world_size) for text in specs)
+    return tuple(
+        (rank, one.step)
+        for one in parsed
+        if isinstance(one, Injection) and one.kind is InjectKind.BAD_SAMPLE
+        for rank in (range(world_size) if one.rank == EVERY_RANK else (one.rank,))
+    )
+
+
 def draw_strike(plan: RandomPlan, number: int, *, world_size: int) -> Strike:
     """Fault ``number`` of the plan, from 0: a pure function of the plan and the world size."""
     first, second, third = _uniform(plan.seed, number)
@@ -129,6 +141,8 @@ def _random_plan(text: str, values: dict[str, str]) -> RandomPlan:
         times=_integer(text, values, "times", 0),
     )
     _refuse_unknown(text, values, "mtbf_s, seed, kinds, times")
+    if InjectKind.BAD_SAMPLE in kinds:
+        raise BadInputError(OPTION, text, "bad_sample needs a step: it cannot be drawn at random")
     if plan.mtbf_s <= 0:
         raise BadInputError(OPTION, text, "mtbf_s is above 0")
     return plan

@@ -147,6 +147,7 @@ class StopAsked:
 class Adjusted:
     """Rank -> supervisor: what this rank changed so that the run can go on.
 
+    ``remedy`` belongs into the line that tells of the fault; empty where no fault follows.
     ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
     """
 
@@ -158,13 +159,17 @@ class Adjusted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MendedInPlace:
-    """Rank -> supervisor: a fault that was repaired within the generation, and how long it took."""
+    """Rank -> supervisor: a fault that was repaired within the generation, and how long it took.
+
+    ``inexact_reason``: as of :class:`Adjusted`.
+    """
 
     rank: int
     fault: Fault
     remedy: str
     seconds: float
     steps_lost: int = 0
+    inexact_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,8 @@ class DataSettings:
     prefetch_factor: Positive = 2  # batches per worker
     pin_memory: bool = True  # only where there is a GPU
     loader_timeout_s: Seconds = 60.0  # longest wait for one batch
+    on_bad_sample: Literal["stop", "substitute"] = "stop"  # one that cannot be loaded
+    max_bad_samples: Positive = 10  # to replace in a run, over all ranks
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
 
 

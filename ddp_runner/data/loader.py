@@ -1,28 +1,27 @@
-"""SafeDataLoader: this rank's micro-batches of any step, exactly; a broken worker is one clear fault.
+"""SafeDataLoader: this rank's micro-batches of any step, exactly, whatever happens to its workers.
 
-Owns the position in the sample order and the life of the workers. Never repairs: after a fault no
-worker is left, and the next ``take`` starts new ones at exactly the step that it names.
+Owns the position in the sample order, the life of the workers, and their repair: broken ones are
+replaced here, inside ``take``, from exactly the batch that is due.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
-import traceback
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
-import torch
 from torch.utils.data import default_collate
 
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.data import limits
+from ddp_runner.data.delivered import Delivered, MicroBatch
+from ddp_runner.data.mending import Mender, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batches, share, share_size
-from ddp_runner.data.pool import BatchLateError, PoolError, PoolSettings, WorkerPool
+from ddp_runner.data.pool import PoolSettings, WorkerPool
+from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.report import LoadingMended, fault_of_failure, fault_of_worker
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.waiting import PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,53 +29,27 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+__all__ = ["MicroBatch", "SafeDataLoader", "worker_count"]
+
 _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a file
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """What one forward takes: the dataset's samples at ``indices``, collated."""
+class _BatchFailedError(Exception):
+    """A batch came whose samples, or the collating of them, raised."""
 
-    indices: tuple[int, ...]
-    batch: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Delivered:
-    """The last step's batches, and torch's count of in-place changes to each of their tensors."""
-
-    step: int
-    batches: list[MicroBatch]
-    versions: tuple[int, ...] | None  # None: something in there cannot be told to be unchanged
-
-    @classmethod
-    def of(cls, step: int, batches: list[MicroBatch]) -> _Delivered:
-        return cls(step=step, batches=batches, versions=_versions(batches))
-
-    def is_intact(self, step: int) -> bool:
-        """Whether these are ``step``'s batches as they were delivered."""
-        # INVARIANT same-bytes: a step that is redone sees the very samples of its first try.
-        # Broken if: a task changes its batch in place and gets it again.
-        # Guarded by: test_a_batch_changed_in_place_is_loaded_anew.
-        known = step == self.step and self.versions is not None
-        return known and self.versions == _versions(self.batches)
+    def __init__(self, key: BatchKey, failed: SampleFailed) -> None:
+        super().__init__(failed.error)
+        self.key = key
+        self.failed = failed
 
 
-def _versions(batches: list[MicroBatch]) -> tuple[int, ...] | None:
-    found: list[int] = []
-    pending = [batch.batch for batch in batches]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, torch.Tensor):
-            found.append(value._version)  # noqa: SLF001 - what autograd itself goes by
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-        elif not isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
-            return None
-    return tuple(found)
+def _ignore(_what: object) -> None:
+    """Nobody asked."""
+
+
+def _ignore_wait() -> None:
+    """Nobody asked."""
 
 
 def worker_count(*, num_workers: int, local_world_size: int, cores: int) -> int:
@@ -116,7 +89,10 @@ class SafeDataLoader:
         timeout_s: float = 60.0,
         start_step: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        on_workers: Callable[[tuple[int, ...]], None] | None = None,
+        on_workers: Callable[[tuple[int, ...]], None] = _ignore,
+        on_mended: Callable[[LoadingMended], None] = _ignore,
+        on_wait: Callable[[], None] = _ignore_wait,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self._source = SampleSource(dataset, seed=seed, collate=collate_fn or default_collate)
         self._order = order
@@ -128,6 +104,14 @@ class SafeDataLoader:
         self._pin_memory = pin_memory and limits.can_pin()
         self._timeout_s = timeout_s
         self._on_workers = on_workers
+        self._on_mended = on_mended
+        self._on_wait = on_wait
+        if quarantine is None:
+            quarantine = Quarantine(seed=seed, dataset_size=order.dataset_size, bad_max=0)
+        self.quarantine = quarantine
+        self._mender = Mender(
+            self._source, quarantine=self.quarantine, timeout_s=timeout_s, on_wait=on_wait
+        )
         cores = _cores()
         self.workers = worker_count(
             num_workers=num_workers, local_world_size=local_world_size, cores=cores
@@ -138,7 +122,7 @@ class SafeDataLoader:
         self._closed = False
         self._measured = False
         self._step = 0
-        self._delivered: _Delivered | None = None
+        self._delivered: Delivered | None = None
         self.waited_s = 0.0
         self.notes = _notes(
             num_workers, workers=self.workers, cores=cores, local_world_size=local_world_size
@@ -150,8 +134,9 @@ class SafeDataLoader:
 
         Blocks until they are loaded, ``waited_s`` in all. The last step may be taken again at no
         cost, which is what a repair does; any other but the next restarts the workers there.
-        Raises :class:`FaultError` (LOADER_WORKER_DIED, LOADER_TIMEOUT, BAD_SAMPLE), with no worker
-        left; ValueError outside the run or once closed.
+        A worker that dies or hangs is replaced meanwhile, a bad sample as the quarantine allows;
+        ``on_mended`` hears of it. Raises :class:`FaultError` (BAD_SAMPLE) with no worker left;
+        ValueError outside the run or once closed.
         """
         started_s = time.monotonic()
         if self._closed:
@@ -165,16 +150,13 @@ class SafeDataLoader:
         if step != self._step:
             self.seek(step)
         try:
-            if self.workers > 0 and self._batches_per_step > 0:
-                batches = self._take_from_pool()
-            else:
-                batches = self._take_here()
+            batches = self._take_mending()
         except BaseException:
             # Whatever it was, a signal handler's exception included: a batch may be half read.
             self._end_pool(grace_s=0.0)
             raise
         self._step = step + 1
-        self._delivered = _Delivered.of(step, batches)
+        self._delivered = Delivered.of(step, batches)
         self.waited_s = time.monotonic() - started_s
         return batches
 
@@ -235,30 +217,62 @@ class SafeDataLoader:
 
     def _keys(self, first_step: int) -> Iterator[BatchKey]:
         """The micro-batches of this rank from ``first_step`` to the end of the run."""
+        last_epoch = -1
         for step in range(first_step, self._total_steps):
             epoch, _ = self._order.position(step)
+            if epoch != last_epoch:
+                self.quarantine.refresh()
+                last_epoch = epoch
             mine = share(self._order.indices(step), rank=self._rank, world_size=self._world_size)
             for piece in micro_batches(mine, self._micro_batch_size):
-                yield BatchKey(epoch=epoch, indices=tuple(piece.tolist()))
+                indices = tuple(self.quarantine.stand_in(index) for index in piece.tolist())
+                yield BatchKey(epoch=epoch, indices=indices)
 
-    def _take_here(self) -> list[MicroBatch]:
-        keys = self._keys(self._step)
-        return [
-            self._checked(key, self._source.load_here(key))
-            for key in (next(keys) for _ in range(self._batches_per_step))
+    def _take_mending(self) -> list[MicroBatch]:
+        """The step's batches; what breaks is mended until they are all there."""
+        while True:
+            try:
+                batches = self._take_once()
+            except PoolError as error:
+                trouble = self._trouble_of(error)
+            except _BatchFailedError as error:
+                trouble = self._trouble_of_batch(error.key, error.failed)
+            else:
+                for mended in self._mender.delivered(batches):
+                    self._on_mended(mended)
+                return batches
+            self._end_pool(grace_s=0.0)
+            self.workers = self._mender.mend(trouble, workers=self.workers)
+
+    def _trouble_of(self, error: PoolError) -> Trouble:
+        pool = self._pool
+        fault = fault_of_worker(error, pool, rank=self._rank, step=self._step)
+        suspect = pool.suspect(error.worker) if pool is not None and error.worker >= 0 else None
+        key, sample = suspect or (None, None)
+        why = f"no worker survives it: {fault.cause}"
+        return Trouble(fault=fault, why=why, key=key, suspect=sample)
+
+    def _trouble_of_batch(self, key: BatchKey, failed: SampleFailed) -> Trouble:
+        fault = fault_of_failure(failed, rank=self._rank, step=self._step, epoch=key.epoch)
+        suspect = failed.indices[0] if len(failed.indices) == 1 else None
+        return Trouble(fault=fault, why=failed.error, key=key, suspect=suspect, raised=True)
+
+    def _take_once(self) -> list[MicroBatch]:
+        if self.workers == 0 or self._batches_per_step == 0:
+            keys = self._keys(self._step)
+            due = [next(keys) for _ in range(self._batches_per_step)]
+            return [self._checked(key, self._load_here(key)) for key in due]
+        if self._pool is None:
+            self._start_pool()
+        assert self._pool is not None
+        received = [
+            self._pool.next(timeout_s=self._timeout_s, on_wait=self._on_wait)
+            for _ in range(self._batches_per_step)
         ]
+        return [self._checked(key, batch) for key, batch in received]
 
-    def _take_from_pool(self) -> list[MicroBatch]:
-        try:
-            if self._pool is None:
-                self._start_pool()
-            assert self._pool is not None
-            received = [
-                self._pool.next(timeout_s=self._timeout_s) for _ in range(self._batches_per_step)
-            ]
-            return [self._checked(key, batch) for key, batch in received]
-        except PoolError as error:
-            raise FaultError(self._fault_of(error)) from error
+    def _load_here(self, key: BatchKey) -> Any:
+        return self._source.load_here(key, on_sample=lambda _index: self._on_wait())
 
     def _start_pool(self) -> None:
         self._pool = WorkerPool(
@@ -271,20 +285,18 @@ class SafeDataLoader:
                 pin_memory=self._pin_memory,
             ),
         )
-        if self._on_workers is not None:
-            self._on_workers(self._pool.pids)
+        self._on_workers(self._pool.pids)
 
     def _end_pool(self, *, grace_s: float) -> None:
         pool, self._pool = self._pool, None
         if pool is None:
             return
         pool.end(grace_s=grace_s)
-        if self._on_workers is not None:
-            self._on_workers(())
+        self._on_workers(())
 
     def _checked(self, key: BatchKey, batch: Any) -> MicroBatch:
         if isinstance(batch, SampleFailed):
-            raise FaultError(self._fault_of_sample(key, batch))
+            raise _BatchFailedError(key, batch)
         if not self._measured:
             self._measured = True
             self._check_room(limits.batch_bytes(batch))
@@ -299,36 +311,6 @@ class SafeDataLoader:
         if warning is not None:
             self.notes = (*self.notes, warning)
             _log.warning(warning)
-
-    def _fault_of_sample(self, key: BatchKey, failed: SampleFailed) -> Fault:
-        which = ", ".join(str(index) for index in failed.indices)
-        noun = "sample" if len(failed.indices) == 1 else "one of the samples"
-        return Fault(
-            kind=FaultKind.BAD_SAMPLE,
-            rank=self._rank,
-            step=self._step,
-            phase="data",
-            cause=f"{noun} {which} (epoch {key.epoch}) could not be loaded: {failed.error}",
-            detail=failed.traceback,
-            at_ns=time.monotonic_ns(),
-        )
-
-    def _fault_of(self, error: PoolError) -> Fault:
-        late = isinstance(error, BatchLateError)
-        cause = str(error)
-        if self._pool is not None and error.worker >= 0:
-            cause = _report(self._pool, error.worker)
-            if late:
-                cause = f"no batch within {self._timeout_s:g} s: {cause}"
-        return Fault(
-            kind=FaultKind.LOADER_TIMEOUT if late else FaultKind.LOADER_WORKER_DIED,
-            rank=self._rank,
-            step=self._step,
-            phase="data",
-            cause=cause,
-            detail=traceback.format_exc(),
-            at_ns=time.monotonic_ns(),
-        )
 
 
 def _cores() -> int:
@@ -349,27 +331,3 @@ def _notes(num_workers: int, *, workers: int, cores: int, local_world_size: int)
     if after != before:
         notes.append(f"open-file limit raised from {before} to {after}")
     return tuple(notes)
-
-
-def _report(pool: WorkerPool, worker: int) -> str:
-    """One line about a worker: number, pid, state, memory, how it ended, what it was loading."""
-    process = pool.process(worker)
-    state = _state(process.pid, process.exitcode)
-    return f"loader worker {worker} (pid {process.pid}) {state}; {pool.activity(worker)}"
-
-
-def _state(pid: int | None, exitcode: int | None) -> str:
-    if exitcode is None:
-        try:
-            facts = psutil.Process(pid)
-            return f"is {facts.status()}, {limits.in_mb(facts.memory_info().rss)} resident"
-        except psutil.NoSuchProcess:
-            return "has ended, status unknown"
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    name = signal.Signals(-exitcode).name
-    hints = {
-        signal.SIGKILL: " (by somebody, or by the kernel for want of memory)",
-        signal.SIGBUS: f" ({limits.SHARED_MEMORY} full, or a mapped file was cut short)",
-    }
-    return f"was killed by {name}{hints.get(signal.Signals(-exitcode), '')}"

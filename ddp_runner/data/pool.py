@@ -31,33 +31,18 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from ddp_runner.data.limits import SHARED_MEMORY
 from ddp_runner.data.stamps import LoadStamps
 from ddp_runner.data.transport import Inboxes, PackedSource, TransportError, connect
+from ddp_runner.data.waiting import BatchLateError, Endless, PoolError, Wait, WorkerDiedError
 from ddp_runner.data.worker import WorkerStart, run_signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.process import BaseProcess
 
     from ddp_runner.data.source import BatchKey, SampleSource
+    from ddp_runner.data.waiting import Patience
 
-_LIVENESS_CHECK_S = 0.5  # a grandchild may hold a dead worker's sentinel open: then ask its status
 _REAP_S = 0.5
 _LONG_MESSAGE = -1
-
-
-class PoolError(Exception):
-    """The workers can deliver no more. ``worker`` is a number, or -1 if none is to blame."""
-
-    def __init__(self, message: str, *, worker: int) -> None:
-        super().__init__(message)
-        self.worker = worker
-
-
-class WorkerDiedError(PoolError):
-    """A worker ended, by a signal or by itself."""
-
-
-class BatchLateError(PoolError):
-    """The next batch did not come in time; ``worker`` is the one that owes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +68,14 @@ class _Receiver:
         for worker in workers:
             self._poll.register(worker.sentinel, select.POLLIN)
 
-    def receive(self, deadline_s: float) -> tuple[int, Any]:
-        """``(batch number, batch)``. Raises WorkerDiedError, or BatchLateError at ``deadline_s``."""
+    def receive(self, patience: Patience) -> tuple[int, Any]:
+        """``(batch number, batch)``. Raises WorkerDiedError, or BatchLateError without patience."""
         # The wire form of multiprocessing.connection.Connection; read here because its own
         # recv() blocks for ever on a worker that dies or stops in the middle of a message.
-        (size,) = struct.unpack("!i", self._read(4, deadline_s))
+        (size,) = struct.unpack("!i", self._read(4, patience))
         if size == _LONG_MESSAGE:
-            (size,) = struct.unpack("!Q", self._read(8, deadline_s))
-        message = self._read(size, deadline_s)
+            (size,) = struct.unpack("!Q", self._read(8, patience))
+        message = self._read(size, patience)
         self._results._sem.release()  # as Queue.get does
         number, packed = pickle.loads(message)  # noqa: S301 - from our own child
         if isinstance(packed, ExceptionWrapper):
@@ -102,25 +87,24 @@ class _Receiver:
             text = f"a batch could not be received: {type(error).__name__}: {error}"
             raise PoolError(text, worker=packed.worker) from error
 
-    def _read(self, size: int, deadline_s: float) -> bytearray:
+    def _read(self, size: int, patience: Patience) -> bytearray:
         buffer = bytearray(size)
         with memoryview(buffer) as view:
             done = 0
             while done < size:
-                self._wait_readable(deadline_s)
+                self._wait_readable(patience)
                 done += os.readv(self._pipe_fd, [view[done:]])
         return buffer
 
-    def _wait_readable(self, deadline_s: float) -> None:
+    def _wait_readable(self, patience: Patience) -> None:
         while True:
-            left_s = deadline_s - time.monotonic()
-            slice_s = min(max(left_s, 0.0), _LIVENESS_CHECK_S)
-            ready = [fd for fd, _ in self._poll.poll(slice_s * 1000)]
+            ready = [fd for fd, _ in self._poll.poll(patience.slice_s() * 1000)]
             if ready == [self._pipe_fd]:
                 return
+            # Also when nothing is ready: a grandchild may hold a dead worker's sentinel open.
             self._raise_if_one_died()
-            if left_s <= 0:
-                raise BatchLateError("no batch in time", worker=-1)
+            if not ready:
+                patience.look()
 
     def _raise_if_one_died(self) -> None:
         ended = wait([worker.sentinel for worker in self._workers], timeout=0)
@@ -151,17 +135,19 @@ class _PinAhead:
             torch.cuda.set_device(self._device)
         try:
             while True:
-                number, batch = self._receiver.receive(float("inf"))
+                number, batch = self._receiver.receive(Endless())
                 pinned = pin_memory(batch)  # type: ignore[no-untyped-call,unused-ignore]
                 self._ready.put((number, pinned))
         except Exception as error:  # noqa: BLE001 - top of a thread; raised again in receive()
             self._ready.put(error)
 
-    def receive(self, deadline_s: float) -> tuple[int, Any]:
-        try:
-            item = self._ready.get(timeout=max(deadline_s - time.monotonic(), 0.0))
-        except queue.Empty:
-            raise BatchLateError("no batch in time", worker=-1) from None
+    def receive(self, patience: Patience) -> tuple[int, Any]:
+        while True:
+            try:
+                item = self._ready.get(timeout=patience.slice_s())
+                break
+            except queue.Empty:
+                patience.look()
         if isinstance(item, Exception):
             raise item
         return item
@@ -182,7 +168,7 @@ class WorkerPool:
         self, source: SampleSource, keys: Iterator[BatchKey], *, settings: PoolSettings
     ) -> None:
         self._pending: deque[BatchKey] = deque()
-        self._deadline_s = 0.0
+        self._wait: Patience = Endless()
         outboxes, self._inboxes = connect(settings.workers)
         self._stamps = LoadStamps(settings.workers)
         packed = PackedSource(source, outboxes=outboxes, stamps=self._stamps)
@@ -237,26 +223,45 @@ class WorkerPool:
         """The process ids of the workers, by worker number."""
         return tuple(worker.pid for worker in self._workers if worker.pid is not None)
 
-    def next(self, *, timeout_s: float) -> tuple[BatchKey, Any]:
-        """The next batch in order, with its key. Raises PoolError; the pool must then be ended."""
-        self._deadline_s = time.monotonic() + timeout_s
+    def next(self, *, timeout_s: float, on_wait: Callable[[], None]) -> tuple[BatchKey, Any]:
+        """The next batch in order, with its key. Raises PoolError; the pool must then be ended.
+
+        ``on_wait`` is called about twice a second while there is none.
+        """
+        self._wait = Wait(timeout_s, pids=self.pids, on_wait=on_wait)
         batch = next(self._iterator)
         return self._pending.popleft(), batch
 
     def _receive_in_time(self) -> tuple[int, Any]:
         try:
-            return self._receive(self._deadline_s)
+            return self._receive(self._wait)
         except BatchLateError as late:
+            if late.worker >= 0:
+                raise
             owing = self._iterator._task_info[self._iterator._rcvd_idx][0]
             raise BatchLateError(str(late), worker=owing) from None
 
-    def activity(self, worker: int) -> str:
-        """What ``worker`` is loading, or was when it died, for people."""
+    def suspect(self, worker: int) -> tuple[BatchKey, int | None] | None:
+        """The batch that ``worker`` is loading or was when it died, and the sample, where known."""
         number, sample = self._stamps.read(worker)
         if number is None:
-            return f"idle, owing {self._owed(worker)}"
-        batch = _listed(self._pending[number - self._iterator._rcvd_idx].indices)
-        return f"loading {batch}" if sample is None else f"loading sample {sample} of {batch}"
+            return None
+        return self._pending[number - self._iterator._rcvd_idx], sample
+
+    def peak_bytes(self, worker: int) -> int:
+        """The most memory that ``worker`` had resident when it last began a batch."""
+        return self._stamps.peak_bytes(worker)
+
+    def activity(self, worker: int) -> str:
+        """What ``worker`` is loading, or was when it died, for people."""
+        suspect = self.suspect(worker)
+        _, last = self._stamps.read(worker)
+        if suspect is None:
+            return (
+                f"idle{'' if last is None else f' after sample {last}'}, owing {self._owed(worker)}"
+            )
+        batch = _listed(suspect[0].indices)
+        return f"loading {batch}" if last is None else f"loading sample {last} of {batch}"
 
     def _owed(self, worker: int) -> str:
         """The oldest batch that ``worker`` has not delivered."""

@@ -112,15 +112,14 @@ class SampleSource:
     ) -> list[Any] | SampleFailed:
         samples: list[Any] = []
         base = seeding_base(seed=self._seed, epoch=key.epoch)
-        index = -1
-        try:
-            for index in key.indices:
-                on_sample(index)
+        for index in key.indices:
+            on_sample(index)  # outside the boundary: what it raises is not the dataset's
+            try:
                 if not self._deterministic:
                     seed_generators(base, index=index)
                 samples.append(self._dataset[index])
-        except Exception as error:  # noqa: BLE001 - the loader-fetch boundary (STYLE 3)
-            return failed(error, indices=(index,))
+            except Exception as error:  # noqa: BLE001 - the loader-fetch boundary (STYLE 3)
+                return failed(error, indices=(index,))
         return samples
 
     def _all_at_once(
@@ -136,12 +135,12 @@ class SampleSource:
                 return alone
             return failed(error, indices=key.indices)
 
-    def load_here(self, key: BatchKey) -> Any:
+    def load_here(self, key: BatchKey, *, on_sample: Callable[[int], None] = unobserved) -> Any:
         """As :meth:`load`, in the rank's own process: the caller's generators stay untouched."""
         if self._deterministic:
-            return self.load(key, on_sample=unobserved)
+            return self.load(key, on_sample=on_sample)
         with generators_kept():
-            return self.load(key, on_sample=unobserved)
+            return self.load(key, on_sample=on_sample)
 
 
 def failed(error: Exception, *, indices: Sequence[int]) -> SampleFailed:

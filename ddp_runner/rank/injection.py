@@ -141,6 +141,8 @@ class InjectingSlot(Slot):
                 torch.empty(UNHEARD_OF_BYTES, dtype=torch.uint8)
             case InjectKind.UNUSED | InjectKind.NAN | InjectKind.SPIKE | InjectKind.DIVERGE:
                 self._ruined.add(kind)
+            case InjectKind.BAD_SAMPLE:
+                raise AssertionError("a bad sample is in the data, not in the rank")
 
 
 def flip_a_bit(model: nn.Module) -> None:

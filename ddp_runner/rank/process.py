@@ -20,7 +20,7 @@ from ddp_runner.channel import Channel
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.faults import ToldFaultError
-from ddp_runner.core.injection import Injection, parse_injection
+from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Faulted, Fork
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
@@ -85,6 +85,7 @@ def _injections(settings: Any, spec: dict[str, Any]) -> dict[int, Injection] | N
             injection := parse_injection(settings.run.inject[int(number)], world_size=world_size),
             Injection,
         )
+        and injection.kind is not InjectKind.BAD_SAMPLE  # the data holds it: training/feeding.py
     }
 
 

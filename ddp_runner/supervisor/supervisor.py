@@ -186,6 +186,7 @@ class Supervisor:
             steps_lost=message.steps_lost,
             generation=self.facts.generation,
         )
+        self._note_inexact(message.inexact_reason)
 
     def _on_adjusted(self, message: Adjusted) -> None:
         self.records.event(
@@ -195,10 +196,13 @@ class Supervisor:
             remedy=message.remedy,
             inexact_reason=message.inexact_reason,
         )
-        self._repair.note_remedy(message.remedy)
-        reasons = self.facts.inexact_reasons
-        if message.inexact_reason and message.inexact_reason not in reasons:
-            reasons.append(message.inexact_reason)
+        if message.remedy:
+            self._repair.note_remedy(message.remedy)
+        self._note_inexact(message.inexact_reason)
+
+    def _note_inexact(self, reason: str) -> None:
+        if reason and reason not in self.facts.inexact_reasons:
+            self.facts.inexact_reasons.append(reason)
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""

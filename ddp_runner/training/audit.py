@@ -16,6 +16,7 @@ from typing import IO
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder, share
+from ddp_runner.data.quarantine import Quarantine
 
 _LINE_BYTES = 1 << 20  # more than the longest line
 
@@ -56,7 +57,13 @@ def audit_line(
 
 
 def complete_audits(
-    settings: Settings, crew: Crew | None, *, step: int, order: SampleOrder, loss: float
+    settings: Settings,
+    crew: Crew | None,
+    *,
+    step: int,
+    order: SampleOrder,
+    quarantine: Quarantine,
+    loss: float,
 ) -> None:
     """Write the lines of ``step``, the newest committed one, that members of ``crew`` still owe.
 
@@ -65,6 +72,7 @@ def complete_audits(
     """
     if not settings.run.audit or crew is None or step <= crew.first_step:
         return
+    quarantine.refresh()
     epoch, _ = order.position(step - 1)
     for rank, slot in enumerate(crew.slots):
         path = audit_path(settings, slot)
@@ -75,7 +83,7 @@ def complete_audits(
             generation=crew.generation,
             step=step,
             epoch=epoch,
-            indices=[int(index) for index in mine],
+            indices=[quarantine.stand_in(int(index)) for index in mine],
             loss=loss,
         )
         with path.open("a", encoding="utf-8") as file:

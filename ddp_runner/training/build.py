@@ -18,6 +18,7 @@ from ddp_runner.core.duties import RunLength, run_length
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loading import load_task
@@ -78,7 +79,7 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-    return workload, _empty_state(settings, model, device)
+    return workload, _empty_state(settings, model, device, dataset_size=order.dataset_size)
 
 
 def _sample_order(
@@ -112,7 +113,10 @@ def backend_of(settings: Settings, device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _empty_state(settings: Settings, model: nn.Module, device: torch.device) -> TrainState:
+def _empty_state(
+    settings: Settings, model: nn.Module, device: torch.device, *, dataset_size: int
+) -> TrainState:
+    may_replace = settings.data.on_bad_sample == "substitute"
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
@@ -123,6 +127,11 @@ def _empty_state(settings: Settings, model: nn.Module, device: torch.device) -> 
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
         explosions=Explosions.watched_as(settings),
+        quarantine=Quarantine(
+            seed=settings.run.seed,
+            dataset_size=dataset_size,
+            bad_max=settings.data.max_bad_samples if may_replace else 0,
+        ),
         tuning=Tuning(
             micro_batch_size=settings.data.micro_batch_size or settings.data.batch_size,
             evaluation_batch_size=settings.data.batch_size,

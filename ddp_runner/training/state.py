@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
@@ -35,6 +36,7 @@ class TrainState:
         monitor: LossMonitor,
         explosions: Explosions,
         tuning: Tuning,
+        quarantine: Quarantine,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -43,6 +45,7 @@ class TrainState:
         self.monitor = monitor
         self.explosions = explosions
         self.tuning = tuning
+        self.quarantine = quarantine
         self.committed_step = EMPTY_STEP
         self.samples = 0
         self.attended_step = 0  # up to where evaluations and saves that were due have been made
@@ -59,6 +62,7 @@ class TrainState:
             "monitor": self.monitor.state_dict(),
             "explosions": self.explosions.state_dict(),
             "tuning": self.tuning.to_record(),
+            "quarantine": self.quarantine.to_record(),
             "counters": {
                 "committed_step": self.committed_step,
                 "samples": self.samples,
@@ -94,6 +98,7 @@ class TrainState:
         if self.ema is not None and "ema" in state:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
+        self.quarantine.merge(state.get("quarantine", {}))
         self.committed_step = int(state["counters"]["committed_step"])
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])

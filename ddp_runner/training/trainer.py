@@ -20,6 +20,7 @@ import torch
 from ddp_runner import config as configuration
 from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device import prove_device
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
@@ -34,20 +35,19 @@ from ddp_runner.core.faults import (
     FaultKind,
     ToldFaultError,
 )
-from ddp_runner.core.messages import Adjusted, Faulted, Finished, Formed, LoaderWorkers, Ready
+from ddp_runner.core.messages import Adjusted, Faulted, Finished, Formed, Ready
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.audit import Crew, complete_audits
-from ddp_runner.training.build import Workload, build_workload, load_start
+from ddp_runner.training.build import build_workload, load_start
 from ddp_runner.training.failure import fault_of
+from ddp_runner.training.feeding import collective_timeout_s, make_loader, open_quarantine
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.session import Session
-from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import ReportsSample
 from ddp_runner.training.tuning import Tuning, free_memory, mend
 
@@ -93,6 +93,7 @@ class DDPTrainer:
         self._place = self._runtime.place
         self._began = False
         self._crew: Crew | None = None  # of the newest generation that this process trained in
+        self._switch = AbortSwitch()  # of the generation that this rank is in
 
     def train(self) -> TrainReport:
         """Train until the end of the run or an agreed stop.
@@ -171,7 +172,9 @@ class DDPTrainer:
                 for path, why in loaded.rejected:
                     self._runtime.logger.warning(f"checkpoint {path} is unusable: {why}")
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
-        loader = self._make_loader(workload, state)
+        loader = make_loader(
+            settings, workload, state, self._runtime, is_leaving=lambda: self._switch.tripped
+        )
         memory = MemoryManager(
             settings.memory,
             rank=self._place.rank,
@@ -201,27 +204,6 @@ class DDPTrainer:
         )
         return parts, run_id
 
-    def _make_loader(self, workload: Workload, state: TrainState) -> SafeDataLoader:
-        data, place = self.settings.data, self._place
-        return SafeDataLoader(
-            workload.datasets.train,
-            order=workload.order,
-            rank=place.rank,
-            world_size=place.world_size,
-            total_steps=workload.length.total_steps,
-            micro_batch_size=data.micro_batch_size or data.batch_size,
-            seed=self.settings.run.seed,
-            num_workers=data.num_workers,
-            local_world_size=place.local_world_size,
-            prefetch_factor=data.prefetch_factor,
-            pin_memory=data.pin_memory and workload.device.type == "cuda",
-            timeout_s=data.loader_timeout_s,
-            start_step=max(0, state.committed_step),
-            on_workers=lambda pids: self._runtime.tell(
-                LoaderWorkers(rank=place.rank, pids=tuple(pids))
-            ),
-        )
-
     def _train_generation(self, generation: Generation, parts: RankParts) -> TrainReport | Fault:
         """One generation from forming to its end, as a report or as the fault that broke it."""
         try:
@@ -237,6 +219,7 @@ class DDPTrainer:
 
     def _join_and_train(self, generation: Generation, parts: RankParts) -> TrainReport:
         settings, slot = self.settings, self._runtime.slot
+        self._switch = generation.switch
         began_s = time.monotonic()
         slot.set(Cell.GENERATION, generation.membership.generation)
         slot.stamp(Phase.FORMING, time.monotonic_ns())
@@ -245,7 +228,7 @@ class DDPTrainer:
             link=generation.link,
             backend=parts.workload.backend,
             device=parts.workload.device,
-            timeout_s=settings.ddp.collective_timeout_s,
+            timeout_s=collective_timeout_s(settings),
             switch=generation.switch,
         ) as group:
             joined_s = time.monotonic()
@@ -253,6 +236,7 @@ class DDPTrainer:
             source = self._agree_on_state(group, parts)
             transferred_s = time.monotonic()
             _agree_on_tuning(group, parts)
+            open_quarantine(parts, is_first=not self._began)
             session = Session(parts, group=group)
             self._began = True
             with contextlib.closing(session):
@@ -296,6 +280,7 @@ class DDPTrainer:
                 self._crew,
                 step=state.committed_step,
                 order=parts.workload.order,
+                quarantine=parts.state.quarantine,
                 loss=parts.progress.loss,
             )
         if election.receivers and group.rank == election.source:

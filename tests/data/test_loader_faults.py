@@ -1,8 +1,9 @@
-"""SafeDataLoader: each way in which loading breaks is one clear fault that leaves no worker."""
+"""SafeDataLoader: each way in which a worker breaks is mended inside ``take``, and told clearly."""
 
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
+from ddp_runner.data.quarantine import Quarantine
 
 BAD = 17
 CONTROL_S = 0.4
@@ -41,10 +43,36 @@ class RaisesMany(Raises):
         return [self[index] for index in indices]
 
 
-class Exits(Plain):
+class Once(Plain):
+    """Does something to the first process that loads BAD, and to no other."""
+
+    def __init__(self):
+        self._first = mmap.mmap(-1, 1)
+
     def __getitem__(self, index):
-        if index == BAD:
-            os._exit(7)
+        if index == BAD and self._first[0] == 0:
+            self._first[0] = 1
+            self.happen()
+        return super().__getitem__(index)
+
+
+class OnceExits(Once):
+    def happen(self):
+        os._exit(7)
+
+
+class OnceStuck(Once):
+    def happen(self):
+        time.sleep(600)
+
+
+class DiesInAnyWorker(Plain):
+    def __init__(self, rank_pid):
+        self._rank_pid = rank_pid
+
+    def __getitem__(self, index):
+        if os.getpid() != self._rank_pid:
+            os.kill(os.getpid(), signal.SIGBUS)
         return super().__getitem__(index)
 
 
@@ -69,18 +97,23 @@ class Unpicklable(Plain):
 
 def make(dataset, *, num_workers=1, timeout_s=30.0, **changes):
     order = SampleOrder(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
+    settings = {"micro_batch_size": 4, **changes}
     return SafeDataLoader(
         dataset,
         order=order,
         rank=0,
         world_size=1,
         total_steps=10_000,
-        micro_batch_size=4,
         seed=1,
         num_workers=num_workers,
         timeout_s=timeout_s,
-        **changes,
+        **settings,
     )
+
+
+def indices_of(step):
+    """What the order gives to a step."""
+    return tuple(range(step * 4 % 64, step * 4 % 64 + 4))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "pinned"])
@@ -98,54 +131,83 @@ def left_over(pids):
     return [pid for pid in pids if psutil.pid_exists(pid)] + names
 
 
-def take_until_fault(loader, first_step=0):
-    """Take steps until one raises; the fault, and how long that last take took."""
+def take_until(told, loader, first_step=0, *, count=1):
+    """Take steps, each of them exact, until so much was told; the step and seconds of the last take."""
     for step in range(first_step, first_step + 200):
         pids = loader.worker_pids
         began_s = time.monotonic()
-        fault = take_fault(loader, step)
-        if fault is not None:
-            took_s = time.monotonic() - began_s
-            assert (left_over(pids), loader.worker_pids, fault.step) == ([], (), step)
-            return fault, took_s
-    pytest.fail("no fault in 200 steps")
+        (taken,) = loader.take(step)
+        took_s = time.monotonic() - began_s
+        assert taken.indices == indices_of(step)
+        assert torch.as_tensor(taken.batch).tolist() == list(taken.indices)
+        if len(told) >= count:
+            assert left_over(pids) == []
+            return step, took_s
+    pytest.fail("nothing was told in 200 steps")
 
 
-def take_fault(loader, step):
-    """The fault of taking ``step``, or None."""
-    try:
-        loader.take(step)
-    except FaultError as error:
-        return error.fault
-    return None
+def take_fault(loader):
+    """The fault that ends the taking of steps."""
+    step = pids = None
+
+    def take_on():
+        nonlocal step, pids
+        for step in range(200):
+            pids = loader.worker_pids
+            loader.take(step)
+
+    with pytest.raises(FaultError) as raised:
+        take_on()
+    fault = raised.value.fault
+    assert (left_over(pids), loader.worker_pids, fault.step) == ([], (), step)
+    return fault
 
 
-def test_killed_worker_is_one_fault_at_once(pin):
-    """A SIGKILL is told apart by worker, pid and signal, and the loader goes on exactly there."""
-    told = []
-    with make(Plain(), num_workers=2, pin_memory=pin, on_workers=told.append) as loader:
+def test_killed_worker_is_replaced_at_once(pin):
+    """A SIGKILL is told by worker, pid, signal and memory; no batch is lost, doubled or changed."""
+    told, pids = [], []
+    loader = make(
+        Plain(), num_workers=2, pin_memory=pin, on_workers=pids.append, on_mended=told.append
+    )
+    with loader:
         loader.take(0)
         victim = loader.worker_pids[0]
         os.kill(victim, signal.SIGKILL)
-        fault, took_s = take_until_fault(loader, 1)
-        assert fault.kind is FaultKind.LOADER_WORKER_DIED
+        step, took_s = take_until(told, loader, 1)
+        workers = loader.workers
+        (mended,) = told
+        fault = mended.fault
+        assert (fault.kind, fault.step) == (FaultKind.LOADER_WORKER_DIED, step)
         assert f"worker 0 (pid {victim}) was killed by SIGKILL" in fault.cause
+        assert "MB resident at most; " in fault.cause
         assert "\n" not in fault.cause
         assert "Traceback" in fault.detail
+        assert f"{workers} loader worker" in mended.remedy
+        assert mended.inexact_reason == ""
         assert took_s < 0.8
-        assert told[-1] == ()
-        assert loader.take(fault.step)[0].indices == tuple(
-            range(fault.step * 4, fault.step * 4 + 4)
-        )
+        assert 0 < mended.seconds <= took_s
+        assert len(loader.worker_pids) == workers
+        assert victim not in loader.worker_pids
+        assert pids[-1] == loader.worker_pids
+        take_on(loader, step + 1)
+        assert len(told) == 1
+
+
+def take_on(loader, first_step, steps=20):
+    """More steps, each exact."""
+    for step in range(first_step, first_step + steps):
+        assert loader.take(step)[0].indices == indices_of(step)
 
 
 def test_death_while_the_rank_waits_is_seen_at_once():
     """The rank blocked on a slow worker learns of its death within the second, not by timeout."""
-    with make(Stuck(), num_workers=1) as loader:
+    told = []
+    with make(OnceStuck(), num_workers=1, on_mended=told.append) as loader:
         loader.take(0)
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {loader.worker_pids[0]}"])
-        fault, took_s = take_until_fault(loader, 1)
+        _, took_s = take_until(told, loader, 1)
         killer.wait()
+    fault = told[0].fault
     assert fault.kind is FaultKind.LOADER_WORKER_DIED
     assert "loading sample 17 of samples 16, 17, 18, 19" in fault.cause
     assert took_s < 1.3
@@ -153,49 +215,99 @@ def test_death_while_the_rank_waits_is_seen_at_once():
 
 def test_exit_inside_a_sample_names_code_and_samples():
     """A worker that leaves by itself is reported with its exit code and what it was loading."""
-    with make(Exits()) as loader:
-        fault, _ = take_until_fault(loader)
-    assert fault.kind is FaultKind.LOADER_WORKER_DIED
-    assert "exited with code 7; loading sample 17 of samples 16, 17, 18, 19" in fault.cause
+    told = []
+    with make(OnceExits(), on_mended=told.append) as loader:
+        take_until(told, loader)
+    assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
+    assert "exited with code 7, " in told[0].fault.cause
+    assert "loading sample 17 of samples 16, 17, 18, 19" in told[0].fault.cause
+
+
+def test_a_row_of_faults_ends_in_the_rank_itself():
+    """Workers that die while they start: each fault in a row halves them, and no batch is lost."""
+    told = []
+    with make(DiesInAnyWorker(os.getpid()), num_workers=2, on_mended=told.append) as loader:
+        loader.workers = 2  # also where the machine has one core
+        step, _ = take_until(told, loader)
+        assert (step, loader.workers, loader.worker_pids) == (0, 0, ())
+        take_on(loader, 1)
+    assert [mended.remedy for mended in told] == [
+        "2 loader workers started anew",
+        "1 loader worker instead of 2 after 2 faults in a row",
+        "loading in the rank itself after 3 faults in a row",
+    ]
+    assert {mended.fault.kind for mended in told} == {FaultKind.LOADER_WORKER_DIED}
+
+
+def test_faults_with_progress_in_between_keep_the_workers():
+    """Control: what is killed now and then, by chance, does not cost the rank its workers."""
+    told = []
+    with make(Plain(), on_mended=told.append) as loader:
+        step = 0
+        for count in range(1, 5):
+            take_on(loader, step, 10)
+            os.kill(loader.worker_pids[0], signal.SIGKILL)
+            step = 1 + take_until(told, loader, step + 10, count=count)[0]
+        assert loader.workers == 1
+    assert {mended.remedy for mended in told} == {"1 loader worker started anew"}
 
 
 def test_no_death_interrupts_the_rank_elsewhere():
     """Between takes, a worker's death raises nothing in the rank's own code."""
-    with make(Plain(), num_workers=1) as loader:
+    told = []
+    with make(Plain(), num_workers=1, on_mended=told.append) as loader:
         loader.take(0)
         process = psutil.Process(loader.worker_pids[0])
         process.kill()
         deadline_s = time.monotonic() + 10
         while process.status() != psutil.STATUS_ZOMBIE:
             assert time.monotonic() < deadline_s
-        fault, _ = take_until_fault(loader, 1)
-    assert fault.kind is FaultKind.LOADER_WORKER_DIED
+        take_until(told, loader, 1)
+    assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
 
 
 def test_stopped_worker_is_a_timeout_that_names_it(pin):
-    """A worker that stops is reported with its state and memory after timeout_s, and ended."""
-    with make(Plain(), num_workers=2, timeout_s=0.4, pin_memory=pin) as loader:
+    """A worker that stops is reported with its state and memory after timeout_s, and replaced."""
+    told = []
+    loader = make(Plain(), num_workers=2, timeout_s=0.4, pin_memory=pin, on_mended=told.append)
+    with loader:
         loader.take(0)
         number = loader.workers - 1  # a machine may have one core only
         victim = loader.worker_pids[number]
         os.kill(victim, signal.SIGSTOP)
-        fault, took_s = take_until_fault(loader, 1)
-    assert fault.kind is FaultKind.LOADER_TIMEOUT
-    assert f"no batch within 0.4 s: loader worker {number} (pid {victim}) is stopped" in fault.cause
-    assert "MB resident; " in fault.cause
+        _, took_s = take_until(told, loader, 1)
+        cause = told[0].fault.cause
+    assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
+    assert f"no batch within 0.4 s: loader worker {number} (pid {victim}) is stopped" in cause
+    assert "MB resident; " in cause
     assert 0.4 <= took_s < 1.5
+
+
+def test_stopped_worker_is_not_waited_for_as_long_as_a_slow_one(pin):
+    """What the system says is stopped is replaced after two seconds, whatever timeout_s is."""
+    told = []
+    with make(Plain(), timeout_s=60.0, pin_memory=pin, on_mended=told.append) as loader:
+        loader.take(0)
+        victim = loader.worker_pids[0]
+        os.kill(victim, signal.SIGSTOP)
+        _, took_s = take_until(told, loader, 1)
+    assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
+    assert f"stopped for 2 s: loader worker 0 (pid {victim}) is stopped" in told[0].fault.cause
+    assert took_s < 4.0
 
 
 def test_batches_of_a_stopped_worker_that_are_ready_are_served():
     """What a worker has finished can be had without it: unpacking never waits for the sender."""
-    with make(Plain(), timeout_s=0.4, prefetch_factor=4) as loader:
+    told = []
+    with make(Plain(), timeout_s=0.4, prefetch_factor=4, on_mended=told.append) as loader:
         loader.take(0)
         _wait_until_idle(loader.worker_pids[0])
         os.kill(loader.worker_pids[0], signal.SIGSTOP)
         for step in range(1, 5):
-            assert loader.take(step)[0].batch.tolist() == list(range(step * 4, step * 4 + 4))
-        fault, _ = take_until_fault(loader, 5)
-    assert fault.kind is FaultKind.LOADER_TIMEOUT
+            assert loader.take(step)[0].batch.tolist() == list(indices_of(step))
+        assert told == []
+        take_until(told, loader, 5)
+    assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
 
 
 def _wait_until_idle(pid):
@@ -209,46 +321,133 @@ def _wait_until_idle(pid):
             seen, since_s = process.cpu_times(), time.monotonic()
 
 
-def test_stuck_sample_is_a_timeout_that_names_it():
-    """A sample that never returns is among those that the report names."""
-    with make(Stuck(), timeout_s=0.4) as loader:
-        fault, _ = take_until_fault(loader)
-    assert fault.kind is FaultKind.LOADER_TIMEOUT
-    assert fault.step == 4
-    assert "is sleeping" in fault.cause
-    assert "loading sample 17 of samples 16, 17, 18, 19" in fault.cause
-
-
 @pytest.mark.parametrize("dataset", [Raises(), RaisesMany()], ids=["one", "many"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_raising_sample_is_named(dataset, workers):
     """An exception of the dataset is a bad sample, with its index, first line and traceback."""
     with make(dataset, num_workers=workers) as loader:
-        fault, _ = take_until_fault(loader)
+        fault = take_fault(loader)
     assert (fault.kind, fault.step) == (FaultKind.BAD_SAMPLE, 4)
-    assert fault.cause == "sample 17 (epoch 0) could not be loaded: ValueError: broken image"
+    assert (
+        fault.cause
+        == "sample 17 (epoch 0) could not be loaded: ValueError: broken image (data.on_bad_sample=substitute would replace it)"
+    )
     assert "in __getitem__" in fault.detail
 
 
 def test_samples_that_do_not_fit_together_are_named_together():
-    """Where collating fails, each sample of the micro-batch is a suspect."""
+    """Where collating fails, the smallest part of the micro-batch that fails is named."""
 
     class Ragged(Plain):
         def __getitem__(self, index):
             return torch.zeros(index % 2)
 
     with make(Ragged()) as loader:
-        fault, _ = take_until_fault(loader)
+        fault = take_fault(loader)
     assert fault.kind is FaultKind.BAD_SAMPLE
-    assert "one of the samples 0, 1, 2, 3 " in fault.cause
+    assert "one of the samples 0, 1 " in fault.cause
 
 
 def test_sample_that_cannot_be_sent_is_a_bad_sample():
     """What cannot be pickled is reported at once, not lost in a queue until the timeout."""
     with make(Unpicklable(), collate_fn=list) as loader:
-        fault, _ = take_until_fault(loader)
+        fault = take_fault(loader)
     assert (fault.kind, fault.step) == (FaultKind.BAD_SAMPLE, 4)
     assert "could not be loaded" in fault.cause
+
+
+class RaisesOnce(Once):
+    def happen(self):
+        raise OSError("the network is down for a moment")
+
+
+class KillsMany(Plain):
+    """Its worker dies; which sample did it cannot be seen from outside."""
+
+    deterministic = True
+
+    def __getitems__(self, indices):
+        if BAD in indices:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return [self[index] for index in indices]
+
+
+class Kills(Plain):
+    def __getitem__(self, index):
+        if index == BAD:
+            os._exit(7)
+        return super().__getitem__(index)
+
+
+def quarantine(bad_max=3):
+    return Quarantine(seed=0, dataset_size=64, bad_max=bad_max)
+
+
+@pytest.mark.parametrize("dataset", [Kills(), KillsMany()], ids=["stamped", "bisected"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_sample_that_kills_every_worker_is_found(dataset, workers):
+    """Two deaths over one batch: its parts are tried alone, and the sample is named."""
+    with make(dataset, num_workers=workers) as loader:
+        fault = take_fault(loader)
+    assert fault.kind is FaultKind.BAD_SAMPLE
+    assert fault.cause.startswith("sample 17 (epoch 0) could not be loaded: no worker survives it")
+
+
+def test_a_sample_that_hangs_every_worker_is_found():
+    """The same for one that never returns; the rank waits three times for it."""
+    with make(Stuck(), timeout_s=0.4) as loader:
+        fault = take_fault(loader)
+    assert fault.kind is FaultKind.BAD_SAMPLE
+    assert "sample 17 " in fault.cause
+    assert "is sleeping" in fault.cause
+    assert "loading sample 17 of samples 16, 17, 18, 19" in fault.cause
+
+
+@pytest.mark.parametrize("dataset", [Raises(), Kills(), KillsMany()], ids=["raises", "one", "many"])
+def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
+    """The stand-in takes its place in every epoch; the workers stay; the rest is untouched."""
+    told, known = [], quarantine()
+    with make(dataset, on_mended=told.append, quarantine=known) as loader:
+        for step in range(40):
+            (taken,) = loader.take(step)
+            expected = tuple(known.stand_in(index) for index in indices_of(step))
+            assert taken.indices == expected
+            assert taken.batch.tolist() == list(expected)
+        assert loader.workers == 1
+    assert known.stand_in(BAD) != BAD
+    assert told[-1].fault.kind is FaultKind.BAD_SAMPLE
+    assert "not tried again" in told[-1].remedy
+    assert told[-1].inexact_reason
+    assert [mended.fault.kind for mended in told].count(FaultKind.BAD_SAMPLE) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_loads_when_it_is_tried_again_is_kept(workers):
+    """Control: a moment without its storage makes no bad sample, and no bit differs."""
+    told = []
+    with make(RaisesOnce(), num_workers=workers, on_mended=told.append) as loader:
+        take_until(told, loader)
+        take_on(loader, 5)
+    (mended,) = told
+    assert mended.remedy == "loaded when it was tried again"
+    assert mended.inexact_reason == ""
+
+
+def test_bad_samples_beyond_the_budget_end_the_run():
+    """The last one is named, and so is the budget."""
+
+    class OddRaises(Plain):
+        def __getitem__(self, index):
+            if index in (3, 9, 17):
+                raise ValueError("broken")
+            return torch.tensor(index)
+
+    known = quarantine(bad_max=2)
+    with make(OddRaises(), quarantine=known) as loader:
+        fault = take_fault(loader)
+    assert len(known) == 2
+    assert fault.cause.startswith("sample 17 ")
+    assert "data.max_bad_samples=2" in fault.cause
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -9,6 +9,7 @@ from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.settings import DdpSettings, OptimSettings
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
@@ -63,6 +64,7 @@ def build_state(*, optim=None, ema=True, model=None):
         monitor=LossMonitor(target_loss=None, window=3, max_errors_per_epoch=3),
         explosions=Explosions(window=5, loss_factor=10.0, grad_factor=100.0, warmup_steps=1),
         tuning=Tuning(micro_batch_size=8, evaluation_batch_size=8, find_unused_parameters=True),
+        quarantine=Quarantine(seed=0, dataset_size=64, bad_max=0),
     )
     state.committed_step = 0
     return state

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_runner.config import from_flat
 from ddp_runner.data.order import SampleOrder, share
+from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.training.audit import Crew, audit_line, audit_path, complete_audits, open_audit
 
 ORDER = SampleOrder(seed=3, dataset_size=24, global_batch_size=6)
@@ -30,8 +31,14 @@ def records(settings, slot):
     return [json.loads(line) for line in audit_path(settings, slot).read_text().splitlines()]
 
 
-def complete(settings, *, step, crew=CREW):
-    complete_audits(settings, crew, step=step, order=ORDER, loss=0.5)
+def complete(settings, *, step, crew=CREW, quarantine=None):
+    if quarantine is None:
+        quarantine = a_quarantine()
+    complete_audits(settings, crew, step=step, order=ORDER, quarantine=quarantine, loss=0.5)
+
+
+def a_quarantine():
+    return Quarantine(seed=0, dataset_size=ORDER.dataset_size, bad_max=1)
 
 
 @pytest.mark.parametrize("torn", ["", '{"generation": 4, "st'], ids=["whole", "torn"])
@@ -45,6 +52,16 @@ def test_a_missing_line_of_the_newest_step_is_written_with_that_rank_s_share(set
     assert added["indices"] == share(ORDER.indices(6), rank=1, world_size=2).tolist()
     assert float.fromhex(added["loss_hex"]) == 0.5
     assert len(records(settings, 0)) == 2
+
+
+def test_a_replaced_sample_stands_in_the_line(settings):
+    """What was trained on counts, not what the order names."""
+    quarantine = a_quarantine()
+    first, *others = share(ORDER.indices(6), rank=1, world_size=2).tolist()
+    instead = quarantine.add(first, reason="broken", step=6, rank=1)
+    write(settings, 2, 6)
+    complete(settings, step=7, quarantine=quarantine)
+    assert records(settings, 2)[-1]["indices"] == [instead, *others]
 
 
 def test_a_rank_that_died_before_its_first_line_gets_its_file(settings):

@@ -1,0 +1,56 @@
+"""Finds the samples that break loading, by loading parts of a batch on their own. Never replaces any."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddp_runner.data.pool import PoolSettings, WorkerPool
+from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.waiting import PoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Indices = tuple[int, ...]
+
+
+def isolate(indices: Indices, *, suspect: int | None, fails: Callable[[Indices], bool]) -> Indices:
+    """The smallest part of ``indices`` found that fails on its own; () if they all load now.
+
+    ``suspect`` is the sample that was being loaded, tried first. More than one is returned only
+    where no half fails without the other. At most 2 log2(len(indices)) + 2 tries.
+    """
+    if suspect is not None and fails((suspect,)):
+        return (suspect,)
+    if not fails(indices):
+        return ()
+    while len(indices) > 1:
+        middle = len(indices) // 2
+        halves = (indices[:middle], indices[middle:])
+        failing = next((half for half in halves if fails(half)), None)
+        if failing is None:
+            return indices
+        indices = failing
+    return indices
+
+
+def fails_in_worker(
+    source: SampleSource,
+    key: BatchKey,
+    *,
+    rank: int,
+    timeout_s: float,
+    on_wait: Callable[[], None],
+) -> bool:
+    """Whether a worker of its own raises, dies or hangs over ``key``. Raises PoolError without one."""
+    settings = PoolSettings(rank=rank, workers=1, prefetch_factor=1, pin_memory=False)
+    pool = WorkerPool(source, iter([key]), settings=settings)
+    try:
+        _, batch = pool.next(timeout_s=timeout_s, on_wait=on_wait)
+    except PoolError as error:
+        if error.worker < 0:
+            raise
+        return True
+    finally:
+        pool.end(grace_s=0.0)
+    return isinstance(batch, SampleFailed)

@@ -1,0 +1,155 @@
+"""Mends loading inside the rank: other workers after a fault, stand-ins for bad samples.
+
+Decides through ``core/loading.py`` and the quarantine; the loader performs. What cannot be mended
+leaves as a FaultError.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.faults import Fault, FaultError
+from ddp_runner.core.loading import PROGRESS_STEPS, LoaderHistory, plan_loader_repair
+from ddp_runner.data.isolate import Indices, fails_in_worker, isolate
+from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
+from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended, fault_of_samples
+from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.waiting import PoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddp_runner.data.delivered import MicroBatch
+
+_OTHERS_TRIED = 2
+_BATCH_TRIES_MAX = 3  # of a batch that raises and then loads when it is tried again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A fault of loading, and what was being loaded, where that is known.
+
+    ``why`` is what to say of a sample that turns out to be the cause.
+    """
+
+    fault: Fault
+    why: str
+    key: BatchKey | None = None
+    suspect: int | None = None
+    raised: bool = False  # the worker is well; its batch is not
+
+
+class Mender:
+    """One loader's; lives as long as it, because what it learns outlasts workers and generations."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        quarantine: Quarantine,
+        timeout_s: float,
+        on_wait: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._quarantine = quarantine
+        self._timeout_s = timeout_s
+        self._on_wait = on_wait
+        self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
+        self._suspect: BatchKey | None = None  # what the worker before was loading when it broke
+        self._good: list[int] = []  # a sample that was loaded
+        self._unreported: list[tuple[float, LoadingMended]] = []
+
+    def mend(self, trouble: Trouble, *, workers: int) -> int:
+        """With how many workers to load the same step again; none of the old ones is left.
+
+        Raises FaultError (BAD_SAMPLE) if only another sample would help, and none may be taken.
+        """
+        began_s = time.monotonic()
+        fault = trouble.fault
+        self._history = self._history.after_fault(fault.step)
+        known, self._suspect = self._suspect, trouble.key
+        if trouble.key is not None and (trouble.raised or trouble.key == known):
+            bad = self._find_bad(trouble, workers=workers)
+            if bad:
+                self._suspect = None
+                self._replace(bad, trouble, began_s=began_s)
+                return workers
+            if trouble.raised:
+                self._try_again(trouble, began_s=began_s)
+                return workers
+        plan = plan_loader_repair(self._history, workers=workers)
+        self._note(LoadingMended(fault=fault, remedy=plan.remedy, seconds=0.0), began_s)
+        return plan.workers
+
+    def delivered(self, batches: list[MicroBatch]) -> list[LoadingMended]:
+        """What was mended on the way to ``batches``, which have come now; each is told once."""
+        if batches:
+            self._good = list(batches[-1].indices[-1:])
+        now_s = time.monotonic()
+        told = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
+        self._unreported.clear()
+        return told
+
+    def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
+        """What cannot be loaded of a batch that broke a worker twice, or that raised."""
+        key = trouble.key
+        assert key is not None
+
+        def fails(indices: Indices) -> bool:
+            part = BatchKey(epoch=key.epoch, indices=indices)
+            if workers == 0:
+                return isinstance(self._source.load_here(part), SampleFailed)
+            return fails_in_worker(
+                self._source,
+                part,
+                rank=trouble.fault.rank,
+                timeout_s=self._timeout_s,
+                on_wait=self._on_wait,
+            )
+
+        try:
+            bad = isolate(key.indices, suspect=trouble.suspect, fails=fails)
+            if not bad or trouble.raised:
+                return bad
+            # Where no sample can be loaded, it is not the sample.
+            others = [index for index in key.indices if index not in bad] or self._good
+            return bad if any(not fails((index,)) for index in others[:_OTHERS_TRIED]) else ()
+        except PoolError:  # no worker can be started: nothing is known about any sample
+            return ()
+
+    def _replace(self, bad: Indices, trouble: Trouble, *, began_s: float) -> None:
+        fault, key = trouble.fault, trouble.key
+        assert key is not None
+        named = fault_of_samples(
+            bad, trouble.why, detail=fault.detail, rank=fault.rank, step=fault.step, epoch=key.epoch
+        )
+        if len(bad) > 1:
+            raise FaultError(named)
+        (index,) = bad
+        try:
+            instead = self._quarantine.add(
+                index, reason=trouble.why, step=fault.step, rank=fault.rank
+            )
+        except QuarantineFullError as full:
+            raise FaultError(replace(named, cause=f"{named.cause} ({full})")) from full
+        self._note(
+            LoadingMended(
+                fault=named,
+                remedy=f"sample {instead} takes the place of {index}, which is not tried again",
+                seconds=0.0,
+                inexact_reason=SAMPLES_REPLACED,
+            ),
+            began_s,
+        )
+
+    def _try_again(self, trouble: Trouble, *, began_s: float) -> None:
+        """It raised, and then it loaded: perhaps its storage was out of reach for a moment."""
+        if self._history.in_a_row > _BATCH_TRIES_MAX:
+            raise FaultError(trouble.fault)
+        remedy = "loaded when it was tried again"
+        self._note(LoadingMended(fault=trouble.fault, remedy=remedy, seconds=0.0), began_s)
+
+    def _note(self, mended: LoadingMended, began_s: float) -> None:
+        self._unreported.append((began_s, mended))

@@ -1,0 +1,133 @@
+"""Bad samples of a run and what stands in for them. Never loads, never finds them.
+
+A sample that cannot be loaded never can, so every rank that meets it comes to the same stand-in
+without asking anybody. The file only spares them the try, and tells people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ddp_runner.data.order import mix64
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE_NAME = "quarantine.jsonl"
+_SALT = 0xBAD5A3B1E0DDBA11
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+class QuarantineFullError(Exception):
+    """No further sample may be replaced; the text says why."""
+
+
+class Quarantine:
+    """The known bad samples. ``bad_max`` bounds them over all ranks; 0: none may be replaced."""
+
+    def __init__(self, *, seed: int, dataset_size: int, bad_max: int) -> None:
+        self._seed = seed
+        self._size = dataset_size
+        self._bad_max = bad_max
+        self._bad: dict[int, str] = {}
+        self._path: Path | None = None
+        self._run_id = ""
+        self._read_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._bad)
+
+    def attach(self, path: Path, *, run_id: str) -> None:
+        """Share with the other ranks of this run through ``path``, from now on."""
+        self._path, self._run_id = path, run_id
+        self._read_bytes = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over what other ranks have written since the last time."""
+        if self._path is None or not self._path.exists():
+            return
+        if self._path.stat().st_size == self._read_bytes:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.splitlines():
+            self._take_over(line)
+
+    def _take_over(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            if record["run_id"] == self._run_id:
+                self._bad.setdefault(int(record["index"]), str(record["reason"]))
+        except (ValueError, KeyError, TypeError):
+            return  # cut off by a death while it was written; found again if need be
+
+    def add(self, index: int, *, reason: str, step: int, rank: int) -> int:
+        """Never load ``index`` again; returns what stands in for it.
+
+        Raises :class:`QuarantineFullError` beyond ``bad_max``.
+        """
+        self.refresh()
+        if index in self._bad:
+            return self.stand_in(index)
+        if not self._bad_max:
+            raise QuarantineFullError("data.on_bad_sample=substitute would replace it")
+        if len(self._bad) >= self._bad_max or len(self._bad) + 1 >= self._size:
+            raise QuarantineFullError(f"data.max_bad_samples={self._bad_max} are replaced already")
+        self._bad[index] = reason
+        replacement = self.stand_in(index)
+        self._write(
+            {
+                "run_id": self._run_id,
+                "index": index,
+                "reason": reason,
+                "step": step,
+                "rank": rank,
+                "replacement": replacement,
+            }
+        )
+        return replacement
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        if self._path is None:
+            return
+        # One write to a file opened for appending: lines of several ranks do not mix.
+        with contextlib.suppress(OSError):  # worth having, never worth a run: see same-stand-in
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                file.write((json.dumps(record) + "\n").encode())
+
+    def stand_in(self, index: int) -> int:
+        """What is loaded in place of ``index``: itself, unless it is bad."""
+        # INVARIANT same-stand-in: the first draw of (seed, index) that can be loaded, whoever asks
+        # and whatever else is known by then: a bad draw is passed over now or found bad later.
+        # Broken if: the draw depends on the rank, the step or the number of known bad samples.
+        # Guarded by: test_the_stand_in_does_not_depend_on_what_else_is_known.
+        if index not in self._bad:
+            return index
+        drawn, base = index, mix64(mix64((self._seed ^ _SALT) & _MASK) ^ (index * _GOLDEN & _MASK))
+        draw = 0
+        while drawn in self._bad:
+            drawn = mix64((base + draw) & _MASK) % self._size
+            draw += 1
+        return drawn
+
+    def to_record(self) -> dict[str, object]:
+        """Plain values, for checkpoint and wire, of all ranks as far as they have told."""
+        self.refresh()
+        return {"bad": sorted(self._bad.items())}
+
+    def merge(self, record: Mapping[str, object]) -> None:
+        """Take over what a checkpoint or another rank knew; nothing is ever forgotten."""
+        bad = record.get("bad", ())
+        assert isinstance(bad, Sequence)
+        for index, reason in bad:
+            self._bad.setdefault(int(index), str(reason))

@@ -1,0 +1,105 @@
+"""What people are told about broken loading: faults of workers and of samples. Never repairs."""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.data import limits
+from ddp_runner.data.waiting import BatchLateError, PoolError
+
+if TYPE_CHECKING:
+    from ddp_runner.data.pool import WorkerPool
+    from ddp_runner.data.source import SampleFailed
+
+SAMPLES_REPLACED = "bad samples were replaced: see quarantine.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingMended:
+    """A fault of loading that was repaired inside the rank, ``seconds`` after it was noticed.
+
+    ``inexact_reason`` is empty where every step gets the samples that it would have had.
+    """
+
+    fault: Fault
+    remedy: str
+    seconds: float
+    inexact_reason: str = ""
+
+
+def fault_of_worker(error: PoolError, pool: WorkerPool | None, *, rank: int, step: int) -> Fault:
+    """``error`` as a fault, with all that is known of the worker to blame; called while it is handled.
+
+    ``pool``: the one that raised it, not ended yet; None if it could not be started.
+    """
+    late = isinstance(error, BatchLateError)
+    cause = str(error)
+    if pool is not None and error.worker >= 0:
+        report = worker_report(pool, error.worker)
+        cause = f"{error}: {report}" if late or type(error) is PoolError else report
+    return Fault(
+        kind=FaultKind.LOADER_TIMEOUT if late else FaultKind.LOADER_WORKER_DIED,
+        rank=rank,
+        step=step,
+        phase="data",
+        cause=cause,
+        detail=traceback.format_exc(),
+        at_ns=time.monotonic_ns(),
+    )
+
+
+def fault_of_samples(
+    indices: tuple[int, ...], why: str, *, detail: str, rank: int, step: int, epoch: int
+) -> Fault:
+    """The samples at ``indices`` cannot be loaded (several: not together); ``why`` in one line."""
+    which = ", ".join(str(index) for index in indices)
+    noun = "sample" if len(indices) == 1 else "one of the samples"
+    return Fault(
+        kind=FaultKind.BAD_SAMPLE,
+        rank=rank,
+        step=step,
+        phase="data",
+        cause=f"{noun} {which} (epoch {epoch}) could not be loaded: {why}",
+        detail=detail,
+        at_ns=time.monotonic_ns(),
+    )
+
+
+def fault_of_failure(failed: SampleFailed, *, rank: int, step: int, epoch: int) -> Fault:
+    """An exception of the dataset or the collate function as a fault."""
+    return fault_of_samples(
+        failed.indices, failed.error, detail=failed.traceback, rank=rank, step=step, epoch=epoch
+    )
+
+
+def worker_report(pool: WorkerPool, worker: int) -> str:
+    """One line about a worker: number, pid, state, memory, how it ended, what it was loading."""
+    process = pool.process(worker)
+    peak = limits.in_mb(pool.peak_bytes(worker))
+    state = _state(process.pid, process.exitcode, peak)
+    return f"loader worker {worker} (pid {process.pid}) {state}; {pool.activity(worker)}"
+
+
+def _state(pid: int | None, exitcode: int | None, peak: str) -> str:
+    if exitcode is None:
+        try:
+            facts = psutil.Process(pid)
+            return f"is {facts.status()}, {limits.in_mb(facts.memory_info().rss)} resident"
+        except psutil.NoSuchProcess:
+            return "has ended, status unknown"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}, {peak} resident at most"
+    name = signal.Signals(-exitcode).name
+    hints = {
+        signal.SIGKILL: " (by somebody, or by the kernel for want of memory)",
+        signal.SIGBUS: f" ({limits.SHARED_MEMORY} full, or a mapped file was cut short)",
+    }
+    hint = hints.get(signal.Signals(-exitcode), "")
+    return f"was killed by {name}{hint}, {peak} resident at most"

@@ -1,0 +1,114 @@
+"""Ties a rank's loader to its surroundings: what it repairs is told, and waiting is seen as life."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.injection import bad_sample_places
+from ddp_runner.core.messages import Adjusted, LoaderWorkers, MendedInPlace
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.injected import with_bad_samples
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
+from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended
+from ddp_runner.training.build import Workload
+from ddp_runner.training.parts import RankParts
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
+
+
+def make_loader(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    runtime: Runtime,
+    *,
+    is_leaving: Callable[[], bool],
+) -> SafeDataLoader:
+    """The loader of this rank. ``is_leaving``: whether the rank was told to leave its generation."""
+    data, place = settings.data, runtime.place
+
+    def on_wait() -> None:
+        # The loader keeps deadlines of its own; beaten from the main thread, so not while it is stuck.
+        runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
+        if is_leaving():
+            raise FaultError(_left_waiting(runtime))
+
+    dataset = with_bad_samples(
+        workload.datasets.train,
+        bad_sample_places(settings.run.inject, world_size=place.world_size),
+        order=workload.order,
+        world_size=place.world_size,
+    )
+    return SafeDataLoader(
+        dataset,
+        order=workload.order,
+        rank=place.rank,
+        world_size=place.world_size,
+        total_steps=workload.length.total_steps,
+        micro_batch_size=data.micro_batch_size or data.batch_size,
+        seed=settings.run.seed,
+        num_workers=data.num_workers,
+        local_world_size=place.local_world_size,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=data.pin_memory and workload.device.type == "cuda",
+        timeout_s=data.loader_timeout_s,
+        start_step=max(0, state.committed_step),
+        on_workers=lambda pids: runtime.tell(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
+        on_mended=lambda mended: _tell(mended, runtime),
+        on_wait=on_wait,
+        quarantine=state.quarantine,
+    )
+
+
+def collective_timeout_s(settings: Settings) -> float:
+    """Long enough for a peer whose loader times out, is mended and finds a sample that hangs."""
+    patience_s = 4 * settings.data.loader_timeout_s if settings.data.num_workers else 0.0
+    return max(settings.ddp.collective_timeout_s, patience_s)
+
+
+def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
+    """Share the bad samples of the run with its other ranks; what is known from before is told once."""
+    quarantine, runtime = parts.state.quarantine, parts.runtime
+    path = Path(parts.settings.run.log_dir) / QUARANTINE_FILE
+    quarantine.attach(path, run_id=runtime.run_id)
+    if len(quarantine) and is_first:
+        runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
+        runtime.tell(
+            Adjusted(
+                rank=runtime.place.rank,
+                step=parts.state.committed_step,
+                remedy="",
+                inexact_reason=SAMPLES_REPLACED,
+            )
+        )
+
+
+def _left_waiting(runtime: Runtime) -> Fault:
+    return Fault(
+        kind=FaultKind.COLLECTIVE_FAILED,
+        rank=runtime.place.rank,
+        step=runtime.slot.get(Cell.STEP),
+        phase=Phase.DATA.label,
+        cause="told to leave while it waited for data",
+        at_ns=time.monotonic_ns(),
+    )
+
+
+def _tell(mended: LoadingMended, runtime: Runtime) -> None:
+    fault, remedy, rank = mended.fault, mended.remedy, runtime.place.rank
+    runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
+    runtime.tell(
+        MendedInPlace(
+            rank=rank,
+            fault=fault,
+            remedy=remedy,
+            seconds=mended.seconds,
+            inexact_reason=mended.inexact_reason,
+        )
+    )

@@ -1,0 +1,100 @@
+"""Loading that breaks is mended inside its rank: the others wait, and nobody leaves the generation."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.harness import Run
+
+TROUBLE = "trouble"
+QUICK = ("-b", 8, "num_workers=1", "--audit", "save_every_steps=10", "log.display=plain")
+BAD = ("--inject", "bad_sample:rank=1,step=8", "on_bad_sample=substitute")
+
+
+def finish(folder, *arguments, code=0):
+    with Run(folder, *arguments, world=2) as run:
+        assert run.wait() == code, run.console
+        return run
+
+
+def quarantined(run):
+    path = run.logs / "quarantine.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path, peace):
+    """SIGKILL, SIGSTOP and os._exit: the weights of peace, one generation, the same processes."""
+    blows = (
+        "loader_kill:rank=1,step=20",
+        "loader_stop:rank=1,step=35",
+        "loader_kill:rank=0,step=50",
+    )
+    run = finish(tmp_path, *SETTINGS, *(f"--inject={blow}" for blow in blows))
+    summary = run.summary()
+    assert summary["weights_sha256"] == peace(2).digest
+    assert (summary["exact"], len(run.events("form"))) == (True, 1)
+    faults = summary["faults"]
+    assert [(fault["kind"], fault["rank"]) for fault in faults] == [
+        ("loader_worker_died", 1),
+        ("loader_timeout", 1),
+        ("loader_worker_died", 0),
+    ]
+    assert "was killed by SIGKILL" in faults[0]["cause"]
+    assert "stopped for 2 s: loader worker 0 (pid " in faults[1]["cause"]
+    for fault in faults:
+        assert (fault["steps_lost"], fault["generation"]) == (0, 1)
+        assert fault["recovered_s"] is not None
+        assert "sample" in fault["cause"]
+    assert "1 loader worker started anew" in run.console
+    assert len({record["pid"] for record in run.events("rank_formed")}) == 2
+
+
+def test_a_slow_sample_is_no_fault(tmp_path, peace):
+    """Control: beyond the hang deadline of a step, but below the loader's: it is waited for."""
+    with Run(tmp_path, *SETTINGS, world=2) as run:
+        run.wait_for_step(10)
+        (tmp_path / TROUBLE).write_text("data 1 sleep3", encoding="utf-8")
+        assert run.wait() == 0, run.console
+    assert not (tmp_path / TROUBLE).exists()
+    summary = run.summary()
+    assert summary["faults"] == []
+    assert summary["weights_sha256"] == peace(2).digest
+
+
+def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
+    """The same stand-in with or without faults and a resume, found once, told as not exact."""
+    steps = ("--max-steps", 60)
+    calm = finish(tmp_path / "calm", *QUICK, *steps, *BAD)
+    (record,) = quarantined(calm)
+    assert (record["rank"], record["step"]) == (1, 8)
+    summary = calm.summary()
+    (fault,) = summary["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("bad_sample", 1, 0)
+    assert f"sample {record['index']} (epoch " in fault["cause"]
+    assert summary["exact"] is False
+    assert summary["inexact_reasons"] == ["bad samples were replaced: see quarantine.jsonl"]
+    assert record["replacement"] in calm.audit(2)[1][9]["indices"]
+    taken = {i for rank in calm.audit(2) for one in rank.values() for i in one["indices"]}
+    assert record["index"] not in taken
+    folder = tmp_path / "storm"
+    kill = ("--inject", "kill:rank=1,step=20", "--inject", "kill:rank=0,step=25")
+    with Run(folder, *QUICK, *steps, *BAD, *kill, "task.pace_s=0.05", world=2) as run:
+        run.wait_for_step(30)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    (folder / "logs" / "quarantine.jsonl").rename(folder / "elsewhere.jsonl")
+    again = finish(folder, *QUICK, *steps, *BAD, "task.pace_s=0.05")
+    assert not (folder / "logs" / "quarantine.jsonl").exists(), "it was tried again"
+    assert again.digest == calm.digest
+    assert again.summary()["exact"] is False
+
+
+def test_a_bad_sample_stops_the_run_and_is_named(tmp_path):
+    """The default: exit 1, with the index and what would help."""
+    run = finish(tmp_path, *QUICK, *BAD[:2], code=1)
+    (fault,) = run.summary()["faults"]
+    assert fault["kind"] == "bad_sample"
+    assert "could not be loaded: InjectedSampleError" in run.console
+    assert "data.on_bad_sample=substitute would replace it" in run.console
