@@ -6,6 +6,7 @@ whatever the facts allow (plan, kill, fork, form, end). So the order of events m
 
 from __future__ import annotations
 
+import signal
 import time
 import uuid
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ from ddp_runner.supervisor.world import RankEnded, StoreEnded, World, ZygoteEnde
 
 EXIT_TIMEOUT_S = 15.0  # for a finished rank to exit
 ZYGOTES_MAX = 20
+ZYGOTES_AT_START_MAX = 3
+SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)  # what ends a process that did nothing wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +251,7 @@ class Supervisor:
             return
         self.records.event("zygote_ended", exit_code=ended.exit_code, signal=ended.signal_number)
         self._zygotes += 1
-        if self.facts.generation == 0 or self._zygotes > ZYGOTES_MAX:
+        if not self._may_replace_zygote(ended):
             last = output.splitlines()[-1] if output else "it said nothing"
             self._end(
                 RunStatus.FAILED, f"the process that imports torch died: {last}", detail=output
@@ -263,6 +266,12 @@ class Supervisor:
                 self.world.bury(handle)
                 self._repair.owe(handle)
         self.world.start_zygote()
+
+    def _may_replace_zygote(self, ended: Ended) -> bool:
+        """An import that fails by itself would fail again; one that was killed deserves another."""
+        if self.facts.generation:
+            return self._zygotes <= ZYGOTES_MAX
+        return self._zygotes <= ZYGOTES_AT_START_MAX and ended.signal_number in SENT_BY_OTHERS
 
     def ask_stop(self, reason: StopReason) -> None:
         """Finish the step, save, end; a second request ends at once."""

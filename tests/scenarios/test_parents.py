@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -69,6 +70,31 @@ def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(peace, tmp_p
         assert run.wait() == 0, run.console
     assert run.digest == peace(2).digest
     assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
+
+
+@pytest.mark.parametrize(("times", "code"), [(1, 0), (3, 1)], ids=["once", "every time"])
+def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
+    """Nothing has begun yet and nothing is lost: the run starts a little later, or says why not."""
+    with Run(tmp_path, *SETTINGS, "-e", 1) as run:
+        for _ in range(times):
+            zygote = poll(lambda: importing(run), what="the zygote")
+            run.signal(signal.SIGKILL, zygote.pid)
+            poll(lambda zygote=zygote: not zygote.is_running(), what="its end")
+        assert run.wait() == code, run.console
+    assert run.console.count("the zygote died; another one is being started") == min(times, 2)
+    if code:
+        assert "the process that imports torch died" in run.console
+    else:
+        assert run.summary()["faults"] == []
+
+
+def importing(run):
+    """The zygote before it is ready, that is, before it has the name for ``ps``."""
+    for process in psutil.Process(run.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ddp_runner.rank.zygote" in process.cmdline() and process.name() != "ddp:zygote":
+                return process
+    return None
 
 
 def test_a_killed_store_is_replaced(peace, tmp_path):
