@@ -40,6 +40,9 @@ class InjectKind(Enum):
     SPIKE = "spike"  # the step's loss is 10,000 times what it was
     DIVERGE = "diverge"  # one bit of one weight flips
     BAD_SAMPLE = "bad_sample"  # a sample that the rank takes at that step raises, now and for ever
+    DISK_FULL = "disk_full"  # for ``seconds`` the system refuses to write checkpoints
+    SLOW_DISK = "slow_disk"  # the next write of a checkpoint takes ``seconds`` longer
+    CORRUPT_CHECKPOINT = "corrupt_checkpoint"  # a byte of the newest checkpoint turns over
 
 
 # These change what a step computes, so they happen where its loss is computed.

@@ -17,6 +17,7 @@ from ddp_runner.collective.replica import Loss
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.injection import COMMIT, KINDS_IN_LOSS, Injection, InjectKind
 from ddp_runner.core.phases import Phase
+from ddp_runner.rank.faulty_disk import FaultyDisk
 
 FOREVER_S = 1e6
 SPIKE_FACTOR = 1e4
@@ -30,7 +31,7 @@ class InjectedError(RuntimeError):
 class InjectingSlot(Slot):
     """A board slot that looks, at each stamp, whether a fault is due. Used only with ``--inject``."""
 
-    __slots__ = ("_announce", "_left", "_loader_pids", "_pending", "_ruined")
+    __slots__ = ("_announce", "_disk", "_left", "_loader_pids", "_pending", "_ruined")
 
     def __init__(
         self,
@@ -39,12 +40,14 @@ class InjectingSlot(Slot):
         *,
         announce: Callable[[int, InjectKind], None],
         loader_pids: Callable[[], tuple[int, ...]],
+        disk: FaultyDisk,
     ) -> None:
         super().__init__(slot._ints, slot._floats, 0)  # noqa: SLF001 - another view of the same cells
         self._base = slot._base  # noqa: SLF001
         self._left = injections
         self._announce = announce
         self._loader_pids = loader_pids
+        self._disk = disk
         self._pending: list[tuple[InjectKind, int]] = []
         self._ruined: set[InjectKind] = set()  # what happens to the step in progress
 
@@ -89,22 +92,25 @@ class InjectingSlot(Slot):
             # A step has several micro-batches and may be redone: it is ruined once for all of them.
             if injection.kind in self._ruined:
                 continue
-            if injection.phase == place and step >= injection.step:
+            due = injection.phase == place and step >= injection.step
+            if due and self._can_strike(injection.kind, place):
                 self._count_down(number, injection)
                 self._announce(number, injection.kind)
                 self._strike(injection.kind, injection.seconds)
-        for strike in list(self._pending):
+        waits = place in (Phase.STARTUP.label, Phase.FORMING.label)
+        for strike in () if waits else tuple(self._pending):
             kind, number = strike
             if self._can_strike(kind, place):
                 self._pending.remove(strike)
                 # Numbered: two strikes at one step are two errors, not one that repeats itself.
                 self._strike(kind, 1.0, said=f"an injected exception, strike {number}")
 
-    @staticmethod
-    def _can_strike(kind: InjectKind, place: str) -> bool:
+    def _can_strike(self, kind: InjectKind, place: str) -> bool:
+        if kind is InjectKind.CORRUPT_CHECKPOINT and not self._disk.has_checkpoint:
+            return False
         if kind in KINDS_IN_LOSS:
             return place == Phase.FORWARD.label
-        return place not in (Phase.STARTUP.label, Phase.FORMING.label)
+        return True
 
     def _count_down(self, number: int, injection: Injection) -> None:
         if injection.times > 1:
@@ -139,6 +145,12 @@ class InjectingSlot(Slot):
                     os.kill(pid, number)
             case InjectKind.OOM:
                 torch.empty(UNHEARD_OF_BYTES, dtype=torch.uint8)
+            case InjectKind.DISK_FULL:
+                self._disk.fill(seconds=seconds)
+            case InjectKind.SLOW_DISK:
+                self._disk.slow_down(seconds=seconds)
+            case InjectKind.CORRUPT_CHECKPOINT:
+                self._disk.damage_newest()
             case InjectKind.UNUSED | InjectKind.NAN | InjectKind.SPIKE | InjectKind.DIVERGE:
                 self._ruined.add(kind)
             case InjectKind.BAD_SAMPLE:

@@ -22,6 +22,7 @@ from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.faults import ToldFaultError
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Faulted, Fork
+from ddp_runner.observe.files import lossy_text
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.training.failure import fault_of
@@ -96,10 +97,7 @@ def config_with_resume(settings: Any, resume: str) -> Any:
 
 def _prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership
 from ddp_runner.collective.replica import Loss
@@ -34,6 +36,7 @@ from ddp_runner.core.messages import (
     StopAsked,
 )
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.training.runtime import Generation, Place
 
@@ -56,11 +59,15 @@ class StartupOutput:
         sys.stdout.flush()
         sys.stderr.flush()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        log = os.open(self._path, flags, 0o644)
+        try:
+            log = os.open(self._path, flags, 0o644)
+        except OSError:
+            return  # what this rank says stays in memory: no log is worth a run
         # The memory file was written through a shared offset; a second opening reads from its start.
         said = Path(f"/proc/self/fd/{self._descriptor}").read_bytes()
         if said:
-            os.write(log, said)
+            with contextlib.suppress(OSError):  # a full disk: the file goes on as soon as it can
+                os.write(log, said)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -87,6 +94,7 @@ class SupervisedRuntime:
         self.place = place
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
+        self.disk: Disk = RealDisk()
         self.slot = slot if injections is None else self._injecting(slot, injections)
         self.logger = logger
         self._channel = channel
@@ -137,6 +145,7 @@ class SupervisedRuntime:
         return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
 
     def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
+        self.disk = disk = FaultyDisk()
         return InjectingSlot(
             slot,
             injections,
@@ -144,6 +153,7 @@ class SupervisedRuntime:
                 Injected(rank=self.place.rank, number=number, kind=kind.value)
             ),
             loader_pids=lambda: self._loader_pids,
+            disk=disk,
         )
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

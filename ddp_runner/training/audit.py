@@ -12,11 +12,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder, share
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.observe.files import LineFile, Warn
 
 _LINE_BYTES = 1 << 20  # more than the longest line
 
@@ -30,11 +30,14 @@ class Crew:
     first_step: int
 
 
-def open_audit(settings: Settings, slot: int) -> IO[str] | None:
-    """The audit file of a slot, to append to; None where none was asked for."""
+def open_audit(settings: Settings, slot: int, *, warn: Warn) -> LineFile | None:
+    """The audit file of a slot, to append to; None where none was asked for.
+
+    A disk that takes no line costs a warning, not the run.
+    """
     if not settings.run.audit:
         return None
-    return audit_path(settings, slot).open("a", encoding="utf-8")
+    return LineFile(audit_path(settings, slot), warn=warn)
 
 
 def audit_path(settings: Settings, slot: int) -> Path:
@@ -44,7 +47,7 @@ def audit_path(settings: Settings, slot: int) -> Path:
 
 def audit_line(
     *, generation: int, step: int, epoch: int, indices: Sequence[int], loss: float
-) -> str:
+) -> bytes:
     """One line; ``step`` counts from 1."""
     record = {
         "generation": generation,
@@ -53,7 +56,7 @@ def audit_line(
         "indices": list(indices),
         "loss_hex": float(loss).hex(),
     }
-    return json.dumps(record) + "\n"
+    return json.dumps(record).encode() + b"\n"
 
 
 def complete_audits(
@@ -64,6 +67,7 @@ def complete_audits(
     order: SampleOrder,
     quarantine: Quarantine,
     loss: float,
+    warn: Warn,
 ) -> None:
     """Write the lines of ``step``, the newest committed one, that members of ``crew`` still owe.
 
@@ -86,8 +90,9 @@ def complete_audits(
             indices=[quarantine.stand_in(int(index)) for index in mine],
             loss=loss,
         )
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line)
+        file = LineFile(path, warn=warn)
+        file.append(line)
+        file.close()
 
 
 def _last_step(path: Path) -> int:
@@ -100,7 +105,7 @@ def _last_step(path: Path) -> int:
             whole, _, torn = tail.rpartition(b"\n")
             if torn:
                 file.truncate(start + len(tail) - len(torn))
-    except FileNotFoundError:
-        return 0
+    except OSError:
+        return 0  # there is none, or it cannot be read: then the line is written, if need be twice
     last = whole.rpartition(b"\n")[2]
     return int(json.loads(last)["step"]) if last else 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership
 from ddp_runner.collective.replica import Loss
@@ -52,6 +53,7 @@ class Runtime(Protocol):
     place: Place
     run_id: str
     slot: Slot
+    disk: Disk
     logger: DDPLogger
 
     def next_generation(self, ready: Ready) -> Generation:
@@ -89,6 +91,7 @@ class LocalRuntime:
         self.run_id = uuid.uuid4().hex[:12]
         self._memory = bytearray(SLOT_BYTES)
         self.slot = Board(memoryview(self._memory), 1).slot(0)
+        self.disk: Disk = RealDisk()
         log_dir.mkdir(parents=True, exist_ok=True)
         self.logger = DDPLogger(
             rank=place.rank, path=log_dir / f"rank_{place.rank}.log", debug=debug

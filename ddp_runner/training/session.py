@@ -40,7 +40,7 @@ class Session:
         self._guard = Guard(parts, group)
         self._wrap()
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
-        self._audit = open_audit(settings, self._rank)
+        self._audit = open_audit(settings, self._rank, warn=parts.runtime.logger.warning)
         self._logged_at_ns = time.monotonic_ns()
         self._logged_samples = state.samples
         self._waited_ns = 0
@@ -272,5 +272,4 @@ class Session:
             indices=[index for micro_batch in micro_batches for index in micro_batch.indices],
             loss=result.loss,
         )
-        self._audit.write(line)
-        self._audit.flush()
+        self._audit.append(line)

@@ -160,7 +160,9 @@ class DDPTrainer:
         settings = self.settings
         workload, state = build_workload(settings, self._place)
         store = CheckpointStore(
-            Path(settings.run.checkpoint_dir), keep_last=settings.checkpoint.keep_last
+            Path(settings.run.checkpoint_dir),
+            keep_last=settings.checkpoint.keep_last,
+            disk=self._runtime.disk,
         )
         progress, run_id = Progress(), ""
         if self._place.loads:
@@ -282,6 +284,7 @@ class DDPTrainer:
                 order=parts.workload.order,
                 quarantine=parts.state.quarantine,
                 loss=parts.progress.loss,
+                warn=self._runtime.logger.warning,
             )
         if election.receivers and group.rank == election.source:
             send_state(group, state.capture(), to=election.receivers)

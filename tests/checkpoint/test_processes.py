@@ -121,7 +121,7 @@ class _Boastful(RealDisk):
 
 
 @contextmanager
-def _small_disk(directory: Path, *, size_kb: int):
+def small_disk(directory: Path, *, size_kb: int):
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(directory)]
     try:
@@ -142,7 +142,7 @@ def _small_disk(directory: Path, *, size_kb: int):
 def test_a_full_disk_is_a_storage_fault(tmp_path, disk):
     """No room, whether seen beforehand or met while writing, leaves the old checkpoint as it was."""
     directory = tmp_path / "small"
-    with _small_disk(directory, size_kb=2048):
+    with small_disk(directory, size_kb=2048):
         save(directory, 10)
         with pytest.raises(FaultError) as caught:
             save(directory, 20, state={"weight": torch.zeros(2_000_000)}, disk=disk)

@@ -13,6 +13,7 @@ from ddp_runner.core.classify import classify_error
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind, parse_injection
 from ddp_runner.core.phases import Phase
+from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.injection import InjectedError, InjectingSlot
 
 
@@ -28,6 +29,7 @@ class Bench:
             {number: parse_injection(spec, world_size=1) for number, spec in enumerate(specs)},
             announce=lambda number, kind: self.announced.append((number, kind)),
             loader_pids=tuple,
+            disk=FaultyDisk(),
         )
         self._loss = self.slot.ruinous(lambda model, batch: model(batch).square().mean())
 

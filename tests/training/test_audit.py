@@ -21,10 +21,11 @@ def settings(tmp_path):
 
 
 def write(settings, slot, *steps, torn=""):
-    with open_audit(settings, slot) as file:
-        for step in steps:
-            file.write(audit_line(generation=4, step=step, epoch=0, indices=[step], loss=1.0))
-        file.write(torn)
+    file = open_audit(settings, slot, warn=pytest.fail)
+    for step in steps:
+        file.append(audit_line(generation=4, step=step, epoch=0, indices=[step], loss=1.0))
+    file.append(torn.encode())
+    file.close()
 
 
 def records(settings, slot):
@@ -32,9 +33,15 @@ def records(settings, slot):
 
 
 def complete(settings, *, step, crew=CREW, quarantine=None):
-    if quarantine is None:
-        quarantine = a_quarantine()
-    complete_audits(settings, crew, step=step, order=ORDER, quarantine=quarantine, loss=0.5)
+    complete_audits(
+        settings,
+        crew,
+        step=step,
+        order=ORDER,
+        quarantine=a_quarantine() if quarantine is None else quarantine,
+        loss=0.5,
+        warn=pytest.fail,
+    )
 
 
 def a_quarantine():

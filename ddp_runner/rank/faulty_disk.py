@@ -1,0 +1,68 @@
+"""The disk of a rank whose run injects faults: fills up, slows down, damages what it keeps."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.manifest import manifest_name, step_of
+
+
+class FaultyDisk(RealDisk):
+    """The system's own disk until it is asked for trouble. Asked by the training thread, used by any."""
+
+    def __init__(self) -> None:
+        self._full_until_s = 0.0
+        self._delay_s = 0.0
+        self._newest: Path | None = None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether this process has published one that can be damaged."""
+        newest = self._newest
+        return newest is not None and _manifest_of(newest).exists()
+
+    def fill(self, *, seconds: float) -> None:
+        """Refuse every write for so long."""
+        self._full_until_s = time.monotonic() + seconds
+
+    def slow_down(self, *, seconds: float) -> None:
+        """Take so much longer for the next write."""
+        self._delay_s += seconds
+
+    def damage_newest(self) -> None:
+        """Turn over a byte in the middle of the newest checkpoint; nothing where there is none."""
+        if self._newest is None:
+            return
+        with self._newest.open("rb+") as file:
+            middle = file.seek(0, os.SEEK_END) // 2
+            byte = os.pread(file.fileno(), 1, middle)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 0xFF]), middle)
+
+    def write(self, handle: int, data: memoryview) -> None:
+        """Append all of ``data``, unless the system refuses it: by a limit on the size of files."""
+        delay_s, self._delay_s = self._delay_s, 0.0
+        if delay_s:
+            time.sleep(delay_s)
+        if time.monotonic() >= self._full_until_s:
+            super().write(handle, data)
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            super().write(handle, data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def replace(self, source: Path, target: Path) -> None:
+        """rename(2); remembers the checkpoint that is published by it."""
+        super().replace(source, target)
+        if target.suffix == ".pt" and step_of(target.name) is not None:
+            self._newest = target
+
+
+def _manifest_of(path: Path) -> Path:
+    return path.with_name(manifest_name(int(path.stem.removeprefix("step_"))))

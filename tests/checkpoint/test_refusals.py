@@ -1,0 +1,94 @@
+"""A disk that refuses any one operation of a save: a fault that is told, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+
+from .states import save
+from .test_processes import small_disk
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OPERATIONS_MAX = 100
+OPERATIONS = (
+    "open_temporary", "write", "sync_file", "replace", "sync_directory", "remove", "make_directory",
+)  # fmt: skip
+
+
+@dataclass
+class RefusingDisk(RealDisk):
+    """Refuses operation number ``at`` (from 1), once or from then on, with ``code``."""
+
+    at: int
+    code: int
+    for_good: bool
+    count: int = 0
+
+    def __getattribute__(self, name: str):
+        if name in OPERATIONS:
+            self.count += 1
+            if self.count == self.at or (self.for_good and self.count > self.at):
+                raise OSError(self.code, errno.errorcode[self.code])
+        return super().__getattribute__(name)
+
+
+def _fault_of_a_save(directory: Path, disk: RefusingDisk) -> Fault | None:
+    try:
+        save(directory, 40, monitored=1.0, disk=disk)
+    except FaultError as error:
+        return error.fault
+    return None
+
+
+@pytest.mark.parametrize(
+    ("code", "for_good"), [(errno.EIO, False), (errno.EROFS, True)], ids=["once", "for good"]
+)
+def test_any_refused_operation_is_told_and_keeps_what_was_announced(
+    tmp_path: Path, code: int, for_good: bool
+):
+    """Whichever operation of a save fails: old or new checkpoint loads whole, the next save works."""
+    for at in range(1, OPERATIONS_MAX):
+        directory = tmp_path / str(at)
+        for step in (10, 20, 30):
+            save(directory, step, monitored=float(step))
+        disk = RefusingDisk(at, code, for_good)
+        fault = _fault_of_a_save(directory, disk)
+        if fault is None:
+            assert disk.count < at
+            assert at > 12, "the save took fewer operations than it must"
+            return
+        assert fault.kind is FaultKind.STORAGE_FAILED
+        assert "step_00000040.pt" in fault.cause
+        loaded = CheckpointStore(directory, keep_last=2).load()
+        assert loaded.manifest.step in (30, 40)
+        assert loaded.rejected == ()
+        assert loaded.state["counters"]["step"] == loaded.manifest.step
+        save(directory, 50, monitored=9.0)
+        assert CheckpointStore(directory, keep_last=2).load().manifest.step == 50
+        assert list(directory.glob(".*")) == []
+    pytest.fail(f"no end of the save within {OPERATIONS_MAX} operations")
+
+
+def test_a_file_system_that_became_read_only_is_a_storage_fault(tmp_path: Path):
+    """As the kernel makes one after an error: what is there loads, and saves work once it is back."""
+    directory = tmp_path / "small"
+    with small_disk(directory, size_kb=2048):
+        save(directory, 10)
+        subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+        with pytest.raises(FaultError, match="Read-only file system") as caught:
+            save(directory, 20)
+        assert caught.value.fault.kind is FaultKind.STORAGE_FAILED
+        assert CheckpointStore(directory, keep_last=2).load().manifest.step == 10
+        subprocess.run(["mount", "-o", "remount,rw", str(directory)], check=True)
+        save(directory, 30)
+        assert CheckpointStore(directory, keep_last=2).load().manifest.step == 30

@@ -1,0 +1,56 @@
+"""What is injected into a disk really happens to files, and only then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.core.faults import FaultError
+from ddp_runner.rank.faulty_disk import FaultyDisk
+from tests.checkpoint.states import save, steps_in
+
+
+def test_a_full_disk_is_one_that_the_system_refuses_to_write(tmp_path):
+    """The refusal is the kernel's own; what was there stays, and afterwards all is as before."""
+    disk = FaultyDisk()
+    save(tmp_path, 10, disk=disk)
+    disk.fill(seconds=60.0)
+    with pytest.raises(FaultError, match="File too large"):
+        save(tmp_path, 20, disk=disk)
+    (tmp_path / "other").write_text("another file of this process")
+    disk.fill(seconds=0.0)
+    save(tmp_path, 30, disk=disk)
+    assert steps_in(tmp_path) == [10, 30]
+
+
+def test_a_slow_disk_takes_its_time_once(tmp_path):
+    """The next write only."""
+    disk = FaultyDisk()
+    disk.slow_down(seconds=0.3)
+    took_s = []
+    for step in (10, 20):
+        began_s = time.monotonic()
+        save(tmp_path, step, disk=disk)
+        took_s.append(time.monotonic() - began_s)
+    assert took_s[0] >= 0.3
+    assert took_s[1] < took_s[0]
+
+
+def test_a_damaged_checkpoint_is_the_newest_and_is_found(tmp_path):
+    """Before there is one there is nothing to damage; afterwards a load falls back."""
+    disk = FaultyDisk()
+    disk.damage_newest()
+    assert not disk.has_checkpoint
+    for step in (10, 20):
+        state = {"weight": torch.full((1000,), float(step))}
+        save(tmp_path, step, disk=disk, state=state)
+    assert disk.has_checkpoint
+    disk.damage_newest()
+    loaded = CheckpointStore(tmp_path, keep_last=2).load()
+    assert loaded.manifest.step == 10
+    [(path, reason)] = loaded.rejected
+    assert path.name == "step_00000020.pt"
+    assert "SHA-256" in reason

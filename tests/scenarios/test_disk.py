@@ -1,0 +1,122 @@
+"""Disks that are full, slow or damage what they keep: training goes on, and what counts survives."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+
+import pytest
+
+from ddp_runner.checkpoint.store import CheckpointStore
+
+from .conftest import SETTINGS, STEPS
+from .harness import Run
+
+pytestmark = pytest.mark.whole_run
+
+
+def injected(*specs):
+    return [word for spec in specs for word in ("--inject", spec)]
+
+
+def finish(folder, *arguments, code=0, world=2):
+    with Run(folder, *SETTINGS, *arguments, world=world) as run:
+        assert run.wait() == code, run.console
+        return run
+
+
+def saved(run):
+    return [event["step"] for event in run.events("checkpoint_saved")]
+
+
+def verified_steps(run):
+    """Every checkpoint in the folder, each read and checked."""
+    catalog = CheckpointStore(run.checkpoints, keep_last=1).catalog
+    entries = catalog.entries()
+    assert [catalog.verify(entry) for entry in entries] == [None] * len(entries)
+    return [entry.step for entry in entries]
+
+
+def test_a_rank_lost_during_a_save_is_repaired_while_the_save_goes_on(peace, tmp_path):
+    """Neither waits for the other: the save that began before the fault ends after the repair."""
+    run = finish(tmp_path, *injected("slow_disk:rank=0,step=9,seconds=4", "kill:rank=1,step=12"))
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_killed", 1, 0)
+    events = [(event["event"], event.get("step")) for event in run.events()]
+    assert events.index(("checkpoint_saved", 10)) > [name for name, _ in events].index("repaired")
+    assert saved(run)[-1] == STEPS
+    assert run.digest == peace(2).digest
+    assert STEPS in verified_steps(run)
+
+
+def test_a_rank_killed_inside_its_save_leaves_nothing_behind(peace, tmp_path):
+    """The next rank 0 goes on; what was half written is gone, every file that is left verifies."""
+    run = finish(tmp_path, *injected("slow_disk:rank=0,step=9,seconds=30", "kill:rank=0,step=12"))
+    assert 10 not in saved(run)
+    assert run.digest == peace(2).digest
+    assert STEPS in verified_steps(run)
+    assert list(run.checkpoints.glob(".*tmp*")) == []
+
+
+def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
+    """One warning that names the file; the save after the pause works, no weight differs."""
+    run = finish(tmp_path, *injected("disk_full:rank=0,step=9,phase=checkpoint,seconds=0.3"))
+    assert run.console.count("training goes on") >= 1
+    assert "step_00000010.pt" in run.console
+    assert 10 not in saved(run)
+    assert saved(run)[-1] == STEPS
+    assert run.digest == peace(2).digest
+
+
+def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
+    """Work that cannot be kept is no success; the checkpoint before is untouched."""
+    last = f"step={STEPS - 1},phase=optimizer,seconds=100"
+    run = finish(tmp_path, *injected(f"disk_full:rank=0,{last}"), code=1)
+    assert f"step_{STEPS:08d}.pt" in run.console
+    assert "File too large" in run.console
+    assert verified_steps(run)[0] == 70
+
+
+def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_path):
+    """The one before it is taken, the bad one is set aside with its reason."""
+    specs = injected("corrupt_checkpoint:rank=0,step=25", "kill:rank=0,step=27")
+    run = finish(tmp_path, *specs, world=1)
+    assert "step_00000024.pt is unusable: its SHA-256" in run.console
+    assert (run.checkpoints / "step_00000024.pt.bad.reason").exists()
+    assert run.digest == peace(1).digest
+
+
+@contextlib.contextmanager
+def small_disk(directory):
+    directory.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_logs_that_cannot_be_written_cost_lines_only(peace, tmp_path):
+    """Audit, log, journal and status on a full disk: said once on the console, never a fault."""
+    with small_disk(tmp_path / "logs"):
+        with Run(tmp_path, *SETTINGS, *injected("kill:rank=1,step=40")) as run:
+            run.wait_for_step(8)
+            with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb") as filler:
+                while True:
+                    filler.write(b"x" * 4096)
+                    filler.flush()
+            assert run.wait() == 0, run.console
+            assert "cannot be written (No space left on device)" in run.console
+        lines = (run.logs / "audit_rank_0.jsonl").read_text(encoding="utf-8").splitlines()
+        assert 8 <= len(lines) < STEPS
+        loaded = CheckpointStore(run.checkpoints, keep_last=1).load()
+        reference = CheckpointStore(peace(2).checkpoints, keep_last=1).load()
+        assert loaded.manifest.step == STEPS
+        for name, tensor in reference.state["model"].items():
+            assert loaded.state["model"][name].equal(tensor)
