@@ -8,6 +8,8 @@ every rank knows everybody's after backward, without a collective of its own.
 from __future__ import annotations
 
 import inspect
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -90,10 +92,14 @@ class Replica:
             state=self,
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
+        self._closed = False
         self._check_finalized = getattr(self._ddp, "_check_reducer_finalized", None)
 
     def close(self) -> None:
         """Let go of the model: no hook of this replica may hear of another one's backward."""
+        if self._closed:
+            return
+        self._closed = True
         # The reducer holds our hook's state, this very object, in C++: a cycle that Python's
         # collector cannot see. Left alone, its autograd hooks would stay on the parameters.
         remove = getattr(self._ddp, "_remove_autograd_hooks", None)
@@ -102,7 +108,9 @@ class Replica:
         self._check_finalized = None
         del self._ddp
 
-    def forward(self, batch: Any, *, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
+    def forward(
+        self, batch: Any, *, weight: float, votes: Tensor, loss_limit: float = math.inf
+    ) -> Tensor:
         """``weight`` x the loss of ``batch``, ready for backward; the sum over ranks is the step's.
 
         A loss above ``loss_limit`` puts this rank among those that are in trouble.
@@ -130,19 +138,37 @@ class Replica:
             try:
                 self._check_finalized()
             except RuntimeError as error:
-                names = ", ".join(self.unused_parameters()) or "unknown parameters"
+                names = ", ".join(self._named_in(str(error)) or self.unused_parameters())
                 raise RuntimeError(
-                    f"Expected to have finished reduction: no gradient came for {names}"
+                    f"Expected to have finished reduction: no gradient came for {names or 'some parameter'}"
                 ) from error
         if self._module.signal.grad is None:
             raise RuntimeError(
                 "Expected to have finished reduction: no gradient was reduced at all"
             )
 
+    def _named_in(self, error: str) -> list[str]:
+        """The parameters that DDP counts as without a gradient; it knows of the last micro-batch."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", error)
+        numbered = [name for name, p in self._module.named_parameters() if p.requires_grad]
+        if found is None:
+            return []
+        missing = [numbered[int(index)] for index in found[1].split()]
+        return [name.removeprefix("model.") for name in missing if name != "signal"]
+
     def unused_parameters(self) -> list[str]:
         """The module paths of trainable parameters without a gradient, after backward."""
         named = self._module.model.named_parameters()
         return [name for name, p in named if p.requires_grad and p.grad is None]
+
+    def every_parameter_was_used(self) -> bool:
+        """Whether, in this step, every rank had a gradient for every parameter, after backward.
+
+        All ranks get the same answer: with ``find_unused_parameters=True`` DDP sums its map of the
+        used parameters itself, and has waited for it. False where torch does not show the map.
+        """
+        used = getattr(self._ddp.reducer, "_get_local_used_map", None)
+        return used is not None and bool((used() == self.group.world_size).all())
 
     def signals(self, *, scale: float = 1.0) -> list[float]:
         """The signals summed over ranks, after backward. ``scale``: the gradient scaler's."""

@@ -149,12 +149,14 @@ class Adjusted:
 
     ``remedy`` belongs into the line that tells of the fault; empty where no fault follows.
     ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
+    ``in_peace``: no repair follows; else this is the remedy of the fault that is reported next.
     """
 
     rank: int
     step: int
     remedy: str
     inexact_reason: str
+    in_peace: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,7 @@ class DdpSettings:
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     find_unused_parameters: bool | Literal["auto"] = True  # auto: relaxed once it is not needed
+    relax_after_steps: Positive = 200  # auto: so many steps in a row that used every parameter
     gradient_as_bucket_view: bool = True
     bucket_cap_mb: Positive = 25
     collective_timeout_s: Seconds = 60.0
@@ -114,6 +115,9 @@ class MemorySettings:
     cleanup_interval: NonNegative = 500  # steps between periodic clean-ups; 0: never
     max_memory_gb: Annotated[float, Field(gt=0)] | None = (
         None  # hard limit per rank, loaders included
+    )
+    regrow_micro_batch: NonNegative = (
+        0  # steps after running out of memory until twice the micro-batch is tried; 0: never
     )
     warn_share: Fraction = 0.80
     react_share: Fraction = 0.90

@@ -199,7 +199,7 @@ class Supervisor:
             remedy=message.remedy,
             inexact_reason=message.inexact_reason,
         )
-        if message.remedy:
+        if message.remedy and not message.in_peace:
             self._repair.note_remedy(message.remedy)
         self._note_inexact(message.inexact_reason)
 

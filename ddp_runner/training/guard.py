@@ -178,7 +178,9 @@ class Guard:
         if lowered:
             inexact = f"learning rate lowered after step {step}"
         self._runtime.tell(
-            Adjusted(rank=self._rank, step=step, remedy=remedy, inexact_reason=inexact)
+            Adjusted(
+                rank=self._rank, step=step, remedy=remedy, inexact_reason=inexact, in_peace=True
+            )
         )
 
 

@@ -11,7 +11,7 @@ from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import Duties, duties_after
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.messages import Metrics
+from ddp_runner.core.messages import Adjusted, Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import audit_line, open_audit
@@ -21,6 +21,7 @@ from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes
 from ddp_runner.training.task import NamesLoss
+from ddp_runner.training.tuning import AdaptRules, adapt
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
         self._saving = parts.saving
         self._group = group
         self._guard = Guard(parts, group)
+        self._adapt_rules = AdaptRules.of(settings)
         self._wrap()
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
         self._audit = open_audit(settings, self._rank, warn=parts.runtime.logger.warning)
@@ -75,6 +77,7 @@ class Session:
                 total_steps=workload.length.total_steps,
                 optim=self._settings.optim,
                 device=workload.device,
+                watch_use=self._adapt_rules.watch_use(tuning),
             ),
             slot=self._runtime.slot,
         )
@@ -90,6 +93,7 @@ class Session:
             return StopReason.COMPLETED
         stop = self._attend_to_unattended()
         while stop is None and not self._at_end():
+            self._adapt()
             began_ns = time.monotonic_ns()
             slot = self._runtime.slot
             if slot.get(Cell.FIRST_STEP_NS) == 0:
@@ -103,6 +107,41 @@ class Session:
             self._account(began_ns, result, waited_ns=waited_ns, saving_ns=saving_ns)
             stop = self._after(result, micro_batches)
         return stop or StopReason.COMPLETED
+
+    def _adapt(self) -> None:
+        """Try what may be faster, on all ranks at the same step; a fault takes it back."""
+        state = self._state
+        change = adapt(
+            state.tuning,
+            self._adapt_rules,
+            committed_step=state.committed_step,
+            all_used_steps=state.all_used_steps,
+        )
+        if change is None:
+            return
+        rewraps = change.tuning.find_unused_parameters != state.tuning.find_unused_parameters
+        state.tuning = change.tuning
+        if self._group.rank == 0:
+            self._runtime.logger.info(change.remedy, step=state.committed_step)
+            self._runtime.tell(
+                Adjusted(
+                    rank=self._rank,
+                    step=state.committed_step,
+                    remedy=change.remedy,
+                    inexact_reason=change.inexact_reason,
+                    in_peace=True,
+                )
+            )
+        if rewraps:
+            self._replica.close()
+            self._wrap()
+            self.settle()
+        else:
+            self._loader.assign(
+                rank=self._group.rank,
+                world_size=self._group.world_size,
+                micro_batch_size=state.tuning.micro_batch_size,
+            )
 
     def finish(self, reason: StopReason) -> None:
         """Evaluate (at the end of the run only) and save. Raises FaultError if the save fails."""

@@ -48,6 +48,7 @@ class TrainState:
         self.quarantine = quarantine
         self.committed_step = EMPTY_STEP
         self.samples = 0
+        self.all_used_steps = 0  # in a row, in which every rank used every parameter
         self.attended_step = 0  # up to where evaluations and saves that were due have been made
         self.before_change: Callable[[], None] = _nobody_reads
         self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
@@ -67,6 +68,7 @@ class TrainState:
                 "committed_step": self.committed_step,
                 "samples": self.samples,
                 "attended_step": self.attended_step,
+                "all_used_steps": self.all_used_steps,
             },
         }
         if self.ema is not None:
@@ -102,6 +104,7 @@ class TrainState:
         self.committed_step = int(state["counters"]["committed_step"])
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])
+        self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.keep_buffers()
 
     def keep_buffers(self) -> None:

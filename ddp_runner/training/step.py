@@ -34,6 +34,7 @@ class StepRules:
     total_steps: int
     optim: OptimSettings
     device: torch.device
+    watch_use: bool = False  # count the steps in which every parameter was used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,7 @@ class Stepper:
         # Guarded by: test_an_unfinished_reduction_is_found_before_the_optimizer.
         self._replica.check_reduced()
         waited_ns = self._replica.waited_ns()
+        all_used = self._rules.watch_use and self._replica.every_parameter_was_used()
         scaler = self._state.precision.scaler
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         signals = self._replica.signals(scale=scale)
@@ -126,6 +128,7 @@ class Stepper:
             self._state.explosions.observe(
                 step=self._state.committed_step, loss=loss, grad_norm=norm
             )
+        self._state.all_used_steps = self._state.all_used_steps + 1 if all_used else 0
         self._commit(rate, applied=applied)
         return StepResult(
             step=self._state.committed_step,

@@ -10,6 +10,9 @@ import torch
 
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+
+WAIT_DOUBLINGS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,8 @@ class Tuning:
     """The same on every rank of a generation; part of the saved and the sent state.
 
     ``rate_factor`` scales the learning rate (below 1 after a roll-back for explosions);
-    ``found_unused`` says that relaxing ``find_unused_parameters`` was a mistake once.
+    ``found_unused`` says that relaxing ``find_unused_parameters`` was a mistake once. The micro-batch
+    was halved ``reductions`` times, and last changed at ``resized_at_step``.
     """
 
     micro_batch_size: int
@@ -25,6 +29,8 @@ class Tuning:
     find_unused_parameters: bool
     found_unused: bool = False
     rate_factor: float = 1.0
+    reductions: int = 0
+    resized_at_step: int = 0
 
     def to_record(self) -> dict[str, int | float | bool]:
         """Plain values, for checkpoint and wire."""
@@ -45,12 +51,17 @@ class Tuning:
             or any(other.find_unused_parameters for other in others),
             found_unused=found_unused,
             rate_factor=self.rate_factor,
+            reductions=max(other.reductions for other in others),
+            resized_at_step=max(other.resized_at_step for other in others),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mended:
-    """How a rank mends a fault of its own. ``inexact_reason`` is empty where no bit changes."""
+    """A change of the tuning: how a rank mends a fault of its own, or what a run in peace tries.
+
+    ``inexact_reason`` is empty where no bit changes.
+    """
 
     tuning: Tuning
     remedy: str
@@ -77,7 +88,12 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
             if size == 0:
                 return None
             return Mended(
-                tuning=replace(tuning, micro_batch_size=size),
+                tuning=replace(
+                    tuning,
+                    micro_batch_size=size,
+                    reductions=tuning.reductions + 1,
+                    resized_at_step=fault.step,
+                ),
                 remedy=f"micro-batches of {size} samples, same global batch",
                 inexact_reason=f"micro-batches of {size} samples from step {fault.step}",
             )
@@ -89,6 +105,57 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
             )
         case _:
             return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptRules:
+    """When a run in peace may become faster. 0 steps: never."""
+
+    relax_after_steps: int
+    regrow_after_steps: int
+    micro_batch_size_max: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> AdaptRules:
+        """As the settings have it."""
+        ddp, data = settings.ddp, settings.data
+        auto = ddp.find_unused_parameters == "auto"
+        return cls(
+            relax_after_steps=ddp.relax_after_steps if auto else 0,
+            regrow_after_steps=settings.memory.regrow_micro_batch,
+            micro_batch_size_max=data.micro_batch_size or data.batch_size,
+        )
+
+    def watch_use(self, tuning: Tuning) -> bool:
+        """Whether it still matters that every parameter is used."""
+        return bool(
+            self.relax_after_steps and tuning.find_unused_parameters and not tuning.found_unused
+        )
+
+
+def adapt(
+    tuning: Tuning, rules: AdaptRules, *, committed_step: int, all_used_steps: int
+) -> Mended | None:
+    """What to try between two steps; None for nothing. A function of what all ranks know alike.
+
+    Twice the micro-batch waits longer after each time that memory did not suffice.
+    """
+    if rules.watch_use(tuning) and all_used_steps >= rules.relax_after_steps:
+        return Mended(
+            tuning=replace(tuning, find_unused_parameters=False),
+            remedy=f"find_unused_parameters=False after {all_used_steps} steps in a row that used all",
+            inexact_reason="",
+        )
+    size = min(tuning.micro_batch_size * 2, rules.micro_batch_size_max)
+    wait_steps = rules.regrow_after_steps * 2 ** min(max(0, tuning.reductions - 1), WAIT_DOUBLINGS)
+    waited_steps = committed_step - tuning.resized_at_step
+    if wait_steps and size > tuning.micro_batch_size and waited_steps >= wait_steps:
+        return Mended(
+            tuning=replace(tuning, micro_batch_size=size, resized_at_step=committed_step),
+            remedy=f"trying micro-batches of {size} samples",
+            inexact_reason=f"micro-batches of {size} samples from step {committed_step}",
+        )
+    return None
 
 
 def free_memory() -> None:

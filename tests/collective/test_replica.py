@@ -241,6 +241,67 @@ def test_a_finished_reduction_is_no_error():
             assert (outcome, untouched) == ("stepped", False)
 
 
+def _leave_out_in_last_micro_batch(me, port, find_unused):
+    """Two micro-batches; on rank 1 the second one leaves a layer out."""
+    model = fresh_model()
+    with join(me, port) as group:
+        replica = make_replica(model, group, find_unused_parameters=find_unused)
+        if not find_unused:  # the trainer settles the layout of the buckets first
+            replica.forward(batch_of(me.rank), weight=1.0, votes=no_votes()).backward()
+        replica.zero_gradients()
+        with replica.without_sync():
+            replica.forward(batch_of(me.rank), weight=1.0, votes=no_votes()).backward()
+        last = batch_of(me.rank, use_second=me.rank == 0)
+        replica.forward(last, weight=1.0, votes=no_votes()).backward()
+        if find_unused or me.rank == 0:
+            replica.check_reduced()
+            return gradients(model)
+        with pytest.raises(RuntimeError, match="finished reduction") as raised:
+            replica.check_reduced()
+        return str(raised.value)
+
+
+def test_a_layer_left_out_of_the_last_micro_batch_only_still_gets_its_whole_gradient():
+    """With find_unused_parameters what earlier micro-batches gave is reduced, nothing is lost."""
+    model = fresh_model()
+    for rank, last in ((0, True), (1, False)):
+        loss_of(model, batch_of(rank)).backward()
+        loss_of(model, batch_of(rank, use_second=last)).backward()
+    with hosted_store() as port:
+        for reduced in run_ranks(_leave_out_in_last_micro_batch, 2, port, True):
+            for found, parameter in zip(reduced, model.parameters(), strict=True):
+                torch.testing.assert_close(found, parameter.grad)
+
+
+def test_a_layer_left_out_of_the_last_micro_batch_only_is_named():
+    """It has a gradient, of an earlier micro-batch: having none would not tell."""
+    with (
+        hosted_store() as port,
+        ranks(_leave_out_in_last_micro_batch, 2, port, False) as world,
+    ):
+        message = world[1].result()
+    assert message.endswith("no gradient came for second.weight, second.bias")
+
+
+def _count_use(me, port, ranks_that_use_second):
+    with join(me, port) as group:
+        replica = make_replica(fresh_model(), group, find_unused_parameters=True)
+        found = []
+        for users in (ranks_that_use_second, range(me.world_size)):
+            batch = batch_of(me.rank, use_second=me.rank in users)
+            replica.forward(batch, weight=1.0, votes=no_votes()).backward()
+            found.append(replica.every_parameter_was_used())
+        return found
+
+
+@pytest.mark.parametrize("users", [(), (1,), (0, 1, 2)])
+def test_all_ranks_know_alike_whether_every_parameter_was_used(users):
+    """One rank that left a layer out is enough, and it is told of this step alone."""
+    with hosted_store() as port:
+        answers = run_ranks(_count_use, 3, port, users)
+    assert answers == [[len(users) == 3, True]] * 3
+
+
 def _detached_loss(model, batch):
     return loss_of(model, batch).detach().requires_grad_()
 

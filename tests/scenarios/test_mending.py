@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.scenarios.harness import Run
 
@@ -76,6 +77,52 @@ def test_branches_are_no_fault_where_they_are_expected(tmp_path):
     summary = finish(tmp_path, task=BRANCHING).summary()
     assert summary["faults"] == []
     assert summary["exact"] is True
+
+
+def test_auto_stops_searching_for_unused_parameters_until_it_is_wrong(tmp_path):
+    """A branch that is rare: relaxed too early, found by the reduction, never relaxed again."""
+    safe = finish(tmp_path / "safe", task=BRANCHING)
+    run = finish(
+        tmp_path / "run", "find_unused_parameters=auto", "relax_after_steps=3", task=BRANCHING
+    )
+    (relaxed, returned) = run.events("adjusted")
+    assert "find_unused_parameters=False" in relaxed["remedy"]
+    assert "find_unused_parameters=True" in returned["remedy"]
+    (fault,) = run.summary()["faults"]
+    assert fault["kind"] == "reduction_unfinished"
+    assert "side.weight" in fault["cause"]
+    # Two ranks: a sum of two numbers has one order, so no bit differs.
+    assert run.digest == safe.digest
+
+
+def test_auto_relaxes_at_the_same_step_whatever_happens(tmp_path):
+    """Three ranks, one killed before and one after: the same bits as in peace."""
+    auto = ("find_unused_parameters=auto", "relax_after_steps=12", "--max-steps", 24)
+    calm = finish(tmp_path / "calm", *auto, task=PLAIN, world=3)
+    kills = ("--inject", "kill:rank=1,step=9,phase=reduce", "--inject", "kill:rank=2,step=17")
+    run = finish(tmp_path / "run", *auto, *kills, task=PLAIN, world=3)
+    assert [event["step"] for event in run.events("adjusted")] == [12]
+    assert len(run.summary()["faults"]) == 2
+    assert run.summary()["exact"] is True
+    assert run.digest == calm.digest
+
+
+def test_a_micro_batch_grows_back_and_the_checkpoint_knows_the_size(tmp_path):
+    """Out of memory once, tried again after six steps; again too much, and tried later."""
+    run = finish(
+        tmp_path, "regrow_micro_batch=6", "--max-steps", 30, "keep_last=9", "save_every_steps=14",
+        "--inject", "oom:rank=1,step=5,phase=forward", "--inject", "oom:rank=0,step=12,phase=backward",
+        task=PLAIN,
+    )  # fmt: skip
+    changes = [(event["step"], event["remedy"]) for event in run.events("adjusted")]
+    smaller = "micro-batches of 4 samples, same global batch"
+    larger = "trying micro-batches of 8 samples"
+    assert changes == [(5, smaller), (11, larger), (12, smaller), (24, larger)]
+    assert [fault["kind"] for fault in run.summary()["faults"]] == ["out_of_memory"] * 2
+    saved = torch.load(run.checkpoints / "step_00000014.pt", weights_only=True)
+    assert saved["tuning"]["micro_batch_size"] == 4
+    for audit in run.audit(2):
+        assert all(len(record["indices"]) == 8 for record in audit.values())
 
 
 def test_a_replica_that_silently_changed_is_healed_by_the_majority(tmp_path):

@@ -39,6 +39,7 @@ def test_a_fresh_state_is_empty():
         "committed_step": EMPTY_STEP,
         "samples": 0,
         "attended_step": 0,
+        "all_used_steps": 0,
     }
 
 
