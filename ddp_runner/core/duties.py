@@ -85,5 +85,12 @@ def saves_to_skip(failures: int) -> int:
     return int(min(2**failures, SAVE_BACKOFF_MAX)) - 1
 
 
+def last_save_due(committed_step: int, length: RunLength, checkpoint: CheckpointSettings) -> int:
+    """The newest step up to ``committed_step`` after which a save was due; 0 for none."""
+    epochs_apart = checkpoint.save_interval * length.steps_per_epoch
+    apart = [steps for steps in (epochs_apart, checkpoint.save_every_steps) if steps]
+    return max((committed_step // steps * steps for steps in apart), default=0)
+
+
 def _divides(interval: int, count: int) -> bool:
     return interval > 0 and count % interval == 0

@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
-from ddp_runner.core.duties import saves_to_skip
+from ddp_runner.core.duties import last_save_due, saves_to_skip
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
@@ -77,6 +77,16 @@ class Saving:
                 step=self._state.committed_step,
             )
             self._put_off = reason
+
+    def make_up(self) -> None:
+        """Begin the newest save that was due if it is on no disk: the rank that wrote it has died."""
+        due = last_save_due(
+            self._state.committed_step, self._workload.length, self._settings.checkpoint
+        )
+        if due <= max(0, self._progress.checkpoint_step) or self._saver.is_busy:
+            return
+        if all(entry.step < due for entry in self._store.catalog.entries()):
+            self.due("interval")
 
     def at_boundary(self) -> None:
         """Between two steps: report the save that has ended, begin the one that was put off."""

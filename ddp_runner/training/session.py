@@ -217,10 +217,16 @@ class Session:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
         attended = self._group.exchange("attended", str(self._state.attended_step))
-        if min(int(value) for value in attended) >= step or self._at_end():
+        if self._at_end():
             return None
-        due = self._due(step)
-        return self._attend(evaluate_now=due.evaluate, save_now=due.save)
+        if min(int(value) for value in attended) < step:
+            due = self._due(step)
+            stop = self._attend(evaluate_now=due.evaluate, save_now=due.save)
+            if stop is not None:
+                return stop
+        if self._group.rank == 0:
+            self._saving.make_up()
+        return None
 
     def _attend(self, *, evaluate_now: bool, save_now: bool) -> StopReason | None:
         if evaluate_now:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddp_runner.core import messages
 from ddp_runner.core.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
-from ddp_runner.core.duties import duties_after, run_length
+from ddp_runner.core.duties import RunLength, duties_after, last_save_due, run_length
 from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
@@ -150,3 +150,14 @@ def test_messages_are_frozen():
     for kind in messages.Message.__args__:
         assert kind.__dataclass_params__.frozen
         assert all(f.kw_only for f in fields(kind))
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "step", "due"),
+    [(1, 0, 25, 20), (2, 0, 25, 20), (2, 0, 19, 0), (0, 7, 25, 21), (1, 7, 25, 21), (0, 0, 25, 0)],
+)
+def test_the_newest_save_that_was_due_is_known(interval, every, step, due):
+    """By epochs of 10 steps, by steps, or by both; a save that nobody has is owed."""
+    settings = CheckpointSettings(save_interval=interval, save_every_steps=every)
+    length = RunLength(steps_per_epoch=10, total_steps=100)
+    assert last_save_due(step, length, settings) == due

@@ -67,12 +67,14 @@ class Outputs:
 
     def audit(self, world):
         """Per rank, the newest audit record of each step, over all launches."""
-        ranks = []
-        for rank in range(world):
-            lines = (self.logs / f"audit_rank_{rank}.jsonl").read_text(encoding="utf-8")
-            records = [json.loads(line) for line in lines.splitlines()]
-            ranks.append({record["step"]: record for record in records})
-        return ranks
+        return [
+            {record["step"]: record for record in self.audit_lines(rank)} for rank in range(world)
+        ]
+
+    def audit_lines(self, rank):
+        """A rank's audit records in the order in which they were written."""
+        lines = (self.logs / f"audit_rank_{rank}.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in lines.splitlines()]
 
 
 def assert_every_sample_once(outputs, world, *, samples):

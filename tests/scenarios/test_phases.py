@@ -1,0 +1,72 @@
+"""SIGKILL in every phase, from the first start on, and an error inside the optimizer: no bit differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scenarios.harness import Run, assert_every_sample_once
+
+SETTINGS = (
+    *("-b", 8, "num_workers=1", "log.display=plain", "--audit", "task.pace_s=0.01"),
+    *("evaluate_every_steps=10", "evaluate_interval=0", "save_every_steps=10", "save_interval=0"),
+    "recovery.max_restarts=100",
+)
+STEPS = 64
+# Kind, phase, rank (the last one as -1), step (of an evaluation or save: the one before it).
+HARMS = (
+    ("kill", "startup", -1, 0),
+    ("kill", "forming", 0, 0),
+    ("kill", "data", -1, 5),
+    ("kill", "forward", 0, 9),
+    ("kill", "evaluate", -1, 19),
+    ("kill", "checkpoint", 0, 29),
+    ("kill", "backward", -1, 35),
+    ("kill", "optimizer", 0, 39),
+    ("kill", "commit", 0, 43),
+    ("raise", "commit", -1, 47),
+    ("raise", "commit", 0, 51),
+    ("stop", "commit", -1, 55),
+    ("raise", "optimizer", 0, 59),
+)
+KIND = {"kill": "rank_killed", "raise": "rank_raised", "stop": "rank_hung"}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(tmp_path, world):
+    """What a rank was doing does not matter, saving, evaluating and half an update included."""
+    specs = [(kind, phase, rank % world, step) for kind, phase, rank, step in HARMS]
+    asked = []
+    for kind, phase, rank, step in specs:
+        asked += ["--inject", f"{kind}:rank={rank},step={step},phase={phase}"]
+    with Run(tmp_path / "peace", *SETTINGS, "--max-steps", STEPS, world=world) as peace:
+        assert peace.wait() == 0, peace.console
+    with Run(tmp_path / "faults", *SETTINGS, "--max-steps", STEPS, *asked, world=world) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == peace.digest
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, STEPS)
+    faults = summary["faults"]
+    assert [(f["kind"], f["rank"], f["step"]) for f in faults] == [
+        (KIND[kind], rank, step) for kind, _, rank, step in specs
+    ], faults
+    assert all(f["recovered_s"] is not None and f["steps_lost"] == 0 for f in faults)
+    assert_every_sample_once(run, world, samples=192)
+    check_fences(run, world)
+    check_saves(run)
+
+
+def check_saves(run):
+    """A save that died with rank 0 is made up for: each due one is there, or a later one before the next."""
+    saved = {event["step"] for event in run.events("checkpoint_saved")}
+    for due in range(10, STEPS, 10):
+        assert any(step in saved for step in range(due, due + 10)), (due, saved)
+
+
+def check_fences(run, world):
+    """Nobody writes for a generation that is over: each rank's lines are in the order of generations."""
+    for rank in range(world):
+        lines = run.audit_lines(rank)
+        generations = [line["generation"] for line in lines]
+        assert generations == sorted(generations), rank
+        steps = [line["step"] for line in lines]
+        assert steps == sorted(set(steps)), f"rank {rank} did a committed step again"
