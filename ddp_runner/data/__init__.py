@@ -8,6 +8,7 @@ waiting   how long a batch is waited for; workers that are stopped
 stamps    what each worker is loading right now, readable after its death
 pool      running workers: receive with a deadline, notice a death at once, report it, end them
 loader    SafeDataLoader: position, seeking, life of the workers
+stream    StreamLoader: the same for an iterable dataset, in the rank itself
 delivered what the last step was given, for when it is done again
 mending   what is done about a fault of loading; report: what people are told of it
 isolate   finds the samples that break loading; quarantine: what stands in for them

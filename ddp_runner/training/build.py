@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import check_state_dict, strip_prefixes
@@ -19,6 +20,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loading import load_task
@@ -66,7 +68,8 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
     seed_all(settings.run.seed)
     model = task.build_model().to(device)
     meaning = dict(config.meaning(settings, world_size=place.world_size))
-    meaning["data fingerprint"] = datasets.fingerprint or f"{order.dataset_size} samples"
+    named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
+    meaning["data fingerprint"] = datasets.fingerprint or named
     workload = Workload(
         task=task,
         datasets=datasets,
@@ -79,19 +82,23 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-    return workload, _empty_state(settings, model, device, dataset_size=order.dataset_size)
+    return workload, _empty_state(settings, model, device, order=order)
 
 
 def _sample_order(
     settings: Settings, datasets: Datasets, global_batch: int, world_size: int
 ) -> SampleOrder:
+    if _is_stream(datasets.validation):
+        raise BadInputError("--task", settings.run.task, "its validation data must be map-style")
+    if _is_stream(datasets.train):
+        return _stream_order(settings, datasets.train, global_batch)
     try:
         size = len(datasets.train)  # type: ignore[arg-type] # that is what is being checked
     except TypeError:
         raise BadInputError(
             "--task",
             settings.run.task,
-            "its training data must be a map-style dataset with a length",
+            "its training data must have a length, or be an IterableDataset",
         ) from None
     if size == 0:
         raise BadInputError("--task", settings.run.task, "its training data is empty")
@@ -105,6 +112,39 @@ def _sample_order(
     return SampleOrder(seed=settings.run.seed, dataset_size=size, global_batch_size=global_batch)
 
 
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or (
+        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+def _stream_order(settings: Settings, dataset: Any, global_batch: int) -> StreamOrder:
+    """The order of an iterable dataset, as long as it says it is, or as the run."""
+    data, run = settings.data, settings.run
+    if data.num_workers:
+        raise BadInputError(
+            "data.num_workers",
+            data.num_workers,
+            "must be 0 with an iterable dataset: its items are loaded in the rank itself",
+        )
+    size = run.max_steps * global_batch
+    if hasattr(dataset, "__len__"):
+        size = len(dataset)
+    elif not size:
+        raise BadInputError(
+            "--max-steps", 0, "must say how long to train: the training data has no length"
+        )
+    if size < global_batch:
+        raise BadInputError(
+            "--batch-size",
+            data.batch_size,
+            f"needs {global_batch} samples a step, the data has {size}",
+        )
+    return StreamOrder(
+        seed=run.seed, dataset_size=size, global_batch_size=global_batch, shuffle=False
+    )
+
+
 def backend_of(settings: Settings, device: torch.device) -> str:
     """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
     wanted = settings.ddp.backend
@@ -114,7 +154,7 @@ def backend_of(settings: Settings, device: torch.device) -> str:
 
 
 def _empty_state(
-    settings: Settings, model: nn.Module, device: torch.device, *, dataset_size: int
+    settings: Settings, model: nn.Module, device: torch.device, *, order: SampleOrder
 ) -> TrainState:
     may_replace = settings.data.on_bad_sample == "substitute"
     return TrainState(
@@ -129,9 +169,10 @@ def _empty_state(
         explosions=Explosions.watched_as(settings),
         quarantine=Quarantine(
             seed=settings.run.seed,
-            dataset_size=dataset_size,
+            dataset_size=order.dataset_size,
             bad_max=settings.data.max_bad_samples if may_replace else 0,
         ),
+        stream=StreamPosition() if isinstance(order, StreamOrder) else None,
         tuning=Tuning(
             micro_batch_size=settings.data.micro_batch_size or settings.data.batch_size,
             evaluation_batch_size=settings.data.batch_size,

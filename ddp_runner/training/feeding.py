@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_runner.core.board import Cell
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.messages import Adjusted, LoaderWorkers, MendedInPlace
 from ddp_runner.core.phases import Phase
@@ -16,6 +17,7 @@ from ddp_runner.data.injected import with_bad_samples
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended
+from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.training.build import Workload
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.runtime import Runtime
@@ -29,7 +31,7 @@ def make_loader(
     runtime: Runtime,
     *,
     is_leaving: Callable[[], bool],
-) -> SafeDataLoader:
+) -> SafeDataLoader | StreamLoader:
     """The loader of this rank. ``is_leaving``: whether the rank was told to leave its generation."""
     data, place = settings.data, runtime.place
 
@@ -39,15 +41,31 @@ def make_loader(
         if is_leaving():
             raise FaultError(_left_waiting(runtime))
 
+    order, bad = workload.order, bad_sample_places(settings.run.inject, world_size=place.world_size)
+    if isinstance(order, StreamOrder):
+        assert state.stream is not None, "made for the same order"
+        if bad:
+            expected = "bad_sample needs a dataset whose samples have indices"
+            raise BadInputError(INJECT_OPTION, settings.run.inject[0], expected)
+        return StreamLoader(
+            workload.datasets.train,
+            order=order,
+            position=state.stream,
+            rank=place.rank,
+            world_size=place.world_size,
+            micro_batch_size=data.micro_batch_size or data.batch_size,
+            on_wait=on_wait,
+            log=runtime.logger.info,
+        )
     dataset = with_bad_samples(
         workload.datasets.train,
-        bad_sample_places(settings.run.inject, world_size=place.world_size),
-        order=workload.order,
+        bad,
+        order=order,
         world_size=place.world_size,
     )
     return SafeDataLoader(
         dataset,
-        order=workload.order,
+        order=order,
         rank=place.rank,
         world_size=place.world_size,
         total_steps=workload.length.total_steps,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.stream import StreamLoader
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.build import Workload
 from ddp_runner.training.progress import Progress
@@ -22,7 +23,7 @@ class RankParts:
     settings: Settings
     workload: Workload
     state: TrainState
-    loader: SafeDataLoader
+    loader: SafeDataLoader | StreamLoader
     memory: MemoryManager
     store: CheckpointStore
     runtime: Runtime

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.stream import StreamPosition
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
@@ -37,6 +38,7 @@ class TrainState:
         explosions: Explosions,
         tuning: Tuning,
         quarantine: Quarantine,
+        stream: StreamPosition | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -46,6 +48,7 @@ class TrainState:
         self.explosions = explosions
         self.tuning = tuning
         self.quarantine = quarantine
+        self.stream = stream  # of an iterable dataset
         self.committed_step = EMPTY_STEP
         self.samples = 0
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
@@ -71,6 +74,8 @@ class TrainState:
                 "all_used_steps": self.all_used_steps,
             },
         }
+        if self.stream is not None:
+            state["stream"] = self.stream.to_record(self.committed_step)
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
         return state
@@ -101,6 +106,8 @@ class TrainState:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
         self.quarantine.merge(state.get("quarantine", {}))
+        if self.stream is not None:
+            self.stream.restore(state.get("stream", {}))
         self.committed_step = int(state["counters"]["committed_step"])
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])

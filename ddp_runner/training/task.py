@@ -18,6 +18,10 @@ Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or map
 class Datasets:
     """Map-style datasets. ``validation`` may be None; ``fingerprint`` names the data's content.
 
+    ``train`` may be an iterable dataset: the whole stream, the same on every rank, which keeps its
+    share of it. It needs a length or ``--max-steps``, and resumes exactly if it, or its iterator,
+    has ``state_dict`` and ``load_state_dict``.
+
     A dataset whose ``__getitem__`` draws no random numbers may set ``deterministic = True``; its
     samples are then fetched without seeding first.
     """

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
+
+import pytest
 
 from tests.scenarios.conftest import SETTINGS
 from tests.scenarios.harness import Run
 
 TROUBLE = "trouble"
+STREAM = f"{Path(__file__).with_name('streaming.py')}:StreamTask"
 QUICK = ("-b", 8, "num_workers=1", "--audit", "save_every_steps=10", "log.display=plain")
 BAD = ("--inject", "bad_sample:rank=1,step=8", "on_bad_sample=substitute")
 
@@ -98,3 +102,25 @@ def test_a_bad_sample_stops_the_run_and_is_named(tmp_path):
     assert fault["kind"] == "bad_sample"
     assert "could not be loaded: InjectedSampleError" in run.console
     assert "data.on_bad_sample=substitute would replace it" in run.console
+
+
+@pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])
+def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path, stateful):
+    """Same weights, and the same items in the same steps on all ranks, over uneven epochs."""
+    steps = ("--max-steps", 40, f"task.stateful={stateful}", "num_workers=0")
+    calm = Run(tmp_path / "calm", *QUICK, *steps, task=STREAM, world=2)
+    with calm:
+        assert calm.wait() == 0, calm.console
+    kill = ("--inject", "kill:rank=1,step=8", "--inject", "kill:rank=0,step=12")
+    with Run(tmp_path / "run", *QUICK, *steps, *kill, task=STREAM, world=2) as run:
+        run.wait_for_step(22)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    with Run(tmp_path / "run", *QUICK, *steps, task=STREAM, world=2) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == calm.digest
+    assert run.summary()["exact"] is True
+    for ours, theirs in zip(run.audit(2), calm.audit(2), strict=True):
+        assert [ours[step]["indices"] for step in range(1, 41)] == [
+            theirs[step]["indices"] for step in range(1, 41)
+        ]

@@ -1,0 +1,289 @@
+"""StreamLoader: this rank's micro-batches of an iterable dataset, resumed exactly or by skipping.
+
+Every rank reads the whole stream and keeps its share of each global batch. So the position is the
+same on all ranks: any of them can hand it on, and all end an epoch at the same step.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.data.delivered import Delivered, MicroBatch
+from ddp_runner.data.order import Indices, SampleOrder, micro_batches, share_size
+from ddp_runner.data.report import fault_of_failure
+from ddp_runner.data.source import failed, generators_kept, seed_generators, seeding_base
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+_PROGRESS_S = 5.0  # between lines while skipping
+_FIRST = -1  # seeds what a dataset draws when its iterator is made
+
+
+class StreamOrder(SampleOrder):
+    """Items by the number under which the run takes them: what an epoch's end drops has none."""
+
+    def indices(self, step: int) -> Indices:
+        """As :class:`SampleOrder`."""
+        first = step * self.global_batch_size
+        return np.arange(first, first + self.global_batch_size, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    """Where the stream stands before ``step``; ``state``: the dataset's own, None if it has none."""
+
+    step: int
+    epoch: int
+    items: int  # drawn in this epoch
+    state: Any
+
+    def to_record(self) -> dict[str, Any]:
+        return {"step": self.step, "epoch": self.epoch, "items": self.items, "state": self.state}
+
+
+class StreamPosition:
+    """Part of a run's state: the marks before the last step that was taken and after it."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, _Mark] = {}
+
+    def note(self, mark: _Mark) -> None:
+        """The stream stands there now."""
+        self._marks = {step: old for step, old in self._marks.items() if step == mark.step - 1}
+        self._marks[mark.step] = mark
+
+    def before(self, step: int) -> _Mark | None:
+        """Where it stood before ``step``, if that is known."""
+        return self._marks.get(step)
+
+    def to_record(self, step: int) -> dict[str, Any]:
+        """Plain values, and the dataset's own state, for checkpoint and wire; empty if unknown."""
+        mark = self._marks.get(step)
+        return {} if mark is None else mark.to_record()
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Take over a record; nothing else is known then."""
+        self._marks = {}
+        if record:
+            self.note(_Mark(**record))
+
+
+class StreamLoader:
+    """Serves ``take(step)`` for an iterable dataset, in the rank itself.
+
+    A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly;
+    of any other the items before are drawn again and dropped. Python's, numpy's and torch's CPU
+    generator are seeded for each item from ``(seed, epoch, its number)``. A partial global batch
+    at the end of an epoch is dropped; ``set_epoch`` is called if there is one.
+    """
+
+    workers = 0
+    worker_pids: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        order: StreamOrder,
+        position: StreamPosition,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        on_wait: Callable[[], None],
+        log: Callable[[str], None],
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._order = order
+        self._position = position
+        self._rank = rank
+        self._world_size = world_size
+        self._micro_batch_size = micro_batch_size
+        self._on_wait = on_wait
+        self._log = log
+        self._collate = collate_fn or default_collate
+        self._iterator: Iterator[Any] | None = None
+        self._mark = _Mark(step=0, epoch=0, items=0, state=None)
+        self._has_state = _has_state(dataset)
+        # Where an epoch begins; the dataset itself may go on where it was left.
+        self._initial = copy.deepcopy(dataset.state_dict()) if self._has_state else None
+        self._delivered: Delivered | None = None
+        self.waited_s = 0.0
+
+    def take(self, step: int) -> list[MicroBatch]:
+        """The rank's micro-batches of ``step``, in order; [] if its share is empty.
+
+        The last step may be taken again at no cost; any other but the next means a new iterator.
+        Raises :class:`FaultError` (BAD_SAMPLE) for what the dataset raises, BadInputError if an
+        epoch does not hold one global batch.
+        """
+        began_s = time.monotonic()
+        if self._delivered is None or not self._delivered.is_intact(step):
+            self._delivered = None
+            try:
+                with generators_kept():
+                    batches = self._take_new(step)
+            except BaseException:
+                self._iterator = None  # it may stand anywhere now
+                raise
+            self._delivered = Delivered.of(step, batches)
+        self.waited_s = time.monotonic() - began_s
+        return self._delivered.batches
+
+    def assign(self, *, rank: int, world_size: int, micro_batch_size: int) -> None:
+        """Take this share, cut so, from the next ``take`` on."""
+        asked = (rank, world_size, micro_batch_size)
+        if asked != (self._rank, self._world_size, self._micro_batch_size):
+            self._delivered = None
+        self._rank, self._world_size, self._micro_batch_size = asked
+
+    def shrink_prefetch(self) -> None:
+        """Nothing is loaded ahead."""
+
+    @property
+    def share_samples(self) -> int:
+        """How many samples of a global batch this rank keeps."""
+        total = self._order.global_batch_size
+        return share_size(total, rank=self._rank, world_size=self._world_size)
+
+    def close(self) -> None:
+        """Let go of the iterator."""
+        self._iterator = None
+        self._delivered = None
+
+    def _take_new(self, step: int) -> list[MicroBatch]:
+        if self._iterator is None or self._mark.step != step:
+            self._go_to(step)
+        items = self._draw_batch()
+        numbers = self._order.indices(step)
+        first = self._rank * (len(numbers) // self._world_size)
+        first += min(self._rank, len(numbers) % self._world_size)
+        pieces = micro_batches(numbers[first : first + len(items)], self._micro_batch_size)
+        batches = []
+        for piece in pieces:
+            mine = [items.pop(0) for _ in piece]
+            batches.append(MicroBatch(indices=tuple(piece.tolist()), batch=self._collated(mine)))
+        return batches
+
+    def _collated(self, items: list[Any]) -> Any:
+        try:
+            return self._collate(items)
+        except Exception as error:
+            raise self._fault(error) from error
+
+    def _go_to(self, step: int) -> None:
+        """Have the iterator stand before ``step``."""
+        mark = self._position.before(step)
+        if mark is None:
+            self._open(epoch=0, state=None)
+            self._mark = _Mark(step=0, epoch=0, items=0, state=None)
+            self._note(0)
+            told_s = time.monotonic()
+            while self._mark.step < step:
+                told_s = self._tell(self._mark.step, step, "steps", told_s)
+                self._draw_batch()
+            return
+        self._open(epoch=mark.epoch, state=mark.state)
+        self._mark = mark
+        if mark.state is None and mark.items:
+            self._skip(mark)
+
+    def _skip(self, mark: _Mark) -> None:
+        self._mark = replace(mark, items=0)
+        self._log(f"the stream has no state_dict: skipping {mark.items:,} items of its epoch")
+        told_s = time.monotonic()
+        while self._mark.items < mark.items:
+            told_s = self._tell(self._mark.items, mark.items, "items", told_s)
+            if self._draw() is None:
+                raise BadInputError("--task", "", f"its stream ends before item {mark.items} now")
+
+    def _tell(self, done: int, total: int, what: str, told_s: float) -> float:
+        now_s = time.monotonic()
+        if now_s - told_s < _PROGRESS_S:
+            return told_s
+        self._log(f"skipped {done:,} of {total:,} {what} of the stream")
+        return now_s
+
+    def _open(self, *, epoch: int, state: Any) -> None:
+        dataset = self._dataset
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        if self._has_state:
+            dataset.load_state_dict(copy.deepcopy(self._initial if state is None else state))
+        seed_generators(seeding_base(seed=self._order.seed, epoch=epoch), index=_FIRST)
+        try:
+            self._iterator = iter(dataset)
+        except Exception as error:
+            raise self._fault(error) from error
+        iterator: Any = self._iterator
+        if state is not None and not self._has_state:
+            iterator.load_state_dict(copy.deepcopy(state))
+
+    def _draw_batch(self) -> list[Any]:
+        """The rank's items of the next global batch; the stream stands behind it afterwards."""
+        total = self._order.global_batch_size
+        size = self.share_samples
+        first = self._rank * (total // self._world_size) + min(self._rank, total % self._world_size)
+        while True:
+            kept: list[Any] = []
+            drawn = 0
+            while drawn < total and (item := self._draw()) is not None:
+                if first <= drawn < first + size:
+                    kept.append(item[0])
+                drawn += 1
+            if drawn == total:
+                self._note(self._mark.step + 1)
+                return kept
+            if self._mark.items < total:
+                expected = f"its stream gave {self._mark.items} items in an epoch, fewer than one"
+                raise BadInputError("--task", "", f"{expected} global batch of {total}")
+            self._open(epoch=self._mark.epoch + 1, state=None)
+            self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0)
+
+    def _draw(self) -> tuple[Any] | None:
+        """The next item, in a tuple; None at the end of the epoch."""
+        assert self._iterator is not None
+        self._on_wait()  # outside the boundary: what it raises is not the dataset's
+        mark = self._mark
+        base = seeding_base(seed=self._order.seed, epoch=mark.epoch)
+        seed_generators(base, index=mark.items)
+        try:
+            item = next(self._iterator)
+        except StopIteration:
+            return None
+        except Exception as error:
+            raise self._fault(error) from error
+        self._mark = replace(mark, items=mark.items + 1)
+        return (item,)
+
+    def _note(self, step: int) -> None:
+        """Remember that the stream stands before ``step``."""
+        self._mark = replace(self._mark, step=step, state=self._state())
+        self._position.note(self._mark)
+
+    def _state(self) -> Any:
+        owner: Any = self._dataset if self._has_state else self._iterator
+        return copy.deepcopy(owner.state_dict()) if _has_state(owner) else None
+
+    def _fault(self, error: Exception) -> FaultError:
+        mark = self._mark
+        return FaultError(
+            fault_of_failure(
+                failed(error, indices=(mark.items,)),
+                rank=self._rank,
+                step=mark.step,
+                epoch=mark.epoch,
+            )
+        )
+
+
+def _has_state(owner: object) -> bool:
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")

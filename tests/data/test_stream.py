@@ -1,0 +1,229 @@
+"""StreamLoader: every step gets the same items, whatever the world size and wherever it resumes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.data.stream import StreamLoader, StreamOrder, StreamPosition
+
+BATCH = 6
+LENGTH = 20  # three global batches an epoch, and two items that are dropped
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Items with noise from python's and torch's generators; counts how many were drawn."""
+
+    def __init__(self, length=LENGTH):
+        self.length = length
+        self.drawn = 0
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in range(self.length):
+            self.drawn += 1
+            yield torch.tensor(
+                [1000.0 * self.epoch + number, random.random(), float(torch.rand(()))]
+            )
+
+
+class Stateful(Stream):
+    """Goes on where its own state says, also when a new iterator is made."""
+
+    def __init__(self, length=LENGTH):
+        super().__init__(length)
+        self._next = 0
+
+    def state_dict(self):
+        return {"next": self._next, "seen": torch.tensor([self._next])}
+
+    def load_state_dict(self, state):
+        self._next = state["next"]
+        assert int(state["seen"]) == self._next
+
+    def __iter__(self):
+        while self._next < self.length:
+            self._next += 1
+            self.drawn += 1
+            yield torch.tensor(
+                [1000.0 * self.epoch + self._next - 1, random.random(), float(torch.rand(()))]
+            )
+
+
+class _StatefulIterator:
+    def __init__(self, dataset):
+        self._dataset = dataset
+        self._next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._next == self._dataset.length:
+            raise StopIteration
+        self._next += 1
+        self._dataset.drawn += 1
+        number = 1000.0 * self._dataset.epoch + self._next - 1
+        return torch.tensor([number, random.random(), float(torch.rand(()))])
+
+    def state_dict(self):
+        return {"next": self._next}
+
+    def load_state_dict(self, state):
+        self._next = state["next"]
+
+
+class StatefulIterator(Stream):
+    """Its iterator has the state."""
+
+    def __iter__(self):
+        return _StatefulIterator(self)
+
+
+KINDS = pytest.mark.parametrize("kind", [Stream, Stateful, StatefulIterator])
+
+
+def make(dataset=None, *, position=None, rank=0, world_size=1, told=None, on_wait=lambda: None):
+    order = StreamOrder(seed=3, dataset_size=10 * BATCH, global_batch_size=BATCH, shuffle=False)
+    return StreamLoader(
+        Stream() if dataset is None else dataset,
+        order=order,
+        position=StreamPosition() if position is None else position,
+        rank=rank,
+        world_size=world_size,
+        micro_batch_size=4,
+        on_wait=on_wait,
+        log=(lambda _: None) if told is None else told.append,
+    )
+
+
+def rows(batches):
+    return torch.cat([one.batch for one in batches]) if batches else torch.zeros(0, 3)
+
+
+def all_steps(loader, steps):
+    return [rows(loader.take(step)) for step in steps]
+
+
+def test_an_epoch_ends_with_its_last_whole_batch():
+    """The rest is dropped, and the next epoch begins with its own numbers and noise."""
+    with_epochs = all_steps(make(), range(4))
+    numbers = [step[:, 0].tolist() for step in with_epochs]
+    assert numbers == [[*range(6)], [*range(6, 12)], [*range(12, 18)], [*range(1000, 1006)]]
+    assert not torch.equal(with_epochs[0][:, 1:], with_epochs[3][:, 1:])
+
+
+@KINDS
+def test_ranks_share_each_global_batch_and_agree_on_the_epochs(kind):
+    """No item is lost or doubled at any world size; shares may be unequal; numbers are unique."""
+    alone = all_steps(make(kind()), range(8))
+    for world_size in (2, 4, 8):
+        loaders = [make(kind(), rank=r, world_size=world_size) for r in range(world_size)]
+        for step, expected in enumerate(alone):
+            taken = [loader.take(step) for loader in loaders]
+            assert torch.equal(torch.cat([rows(batches) for batches in taken]), expected)
+            indices = [i for batches in taken for one in batches for i in one.indices]
+            assert indices == list(range(step * BATCH, (step + 1) * BATCH))
+            assert all(len(one.indices) == len(one.batch) for b in taken for one in b)
+
+
+@KINDS
+@pytest.mark.parametrize("step", [0, 2, 3, 5, 7])
+def test_another_process_goes_on_exactly_there(kind, step):
+    """From what a state holds: at once where the stream has a state, else by skipping its epoch."""
+    before = StreamPosition()
+    first = make(kind(), position=before)
+    expected = all_steps(first, range(8))[step:]
+    source = make(kind(), position=before)
+    all_steps(source, range(step + 1))  # a survivor has taken the step that is in progress
+    position, dataset, told = StreamPosition(), kind(), []
+    position.restore(before.to_record(step))
+    again = all_steps(make(dataset, position=position, told=told), range(step, 8))
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    skips = kind is Stream and step > 0
+    assert bool(told) == skips
+    if kind is not Stream and step == 5:
+        assert dataset.drawn == 20 - 12 + 12, "nothing before the mark was drawn"
+
+
+def test_the_last_step_is_taken_again_for_free_and_a_later_one_is_known():
+    """A survivor's repair: same batches; its state can be had before and after the step."""
+    dataset, position = Stateful(), StreamPosition()
+    loader = make(dataset, position=position)
+    all_steps(loader, range(3))
+    drawn = dataset.drawn
+    assert loader.take(2) is loader.take(2)
+    assert dataset.drawn == drawn
+    assert position.to_record(2)["state"]["next"] == 12
+    assert position.to_record(3)["state"]["next"] == 18
+
+
+def test_going_back_and_another_share_are_exact():
+    """After a roll-back and with fewer ranks: the same items, from the record of that step."""
+    expected = all_steps(make(), range(6))
+    position = StreamPosition()
+    loader = make(position=position, rank=1, world_size=2)
+    all_steps(loader, range(2))
+    record = position.to_record(2)
+    all_steps(loader, range(2, 6))
+    position.restore(record)
+    assert torch.equal(rows(loader.take(2)), expected[2][3:])
+    loader.assign(rank=0, world_size=1, micro_batch_size=4)
+    assert torch.equal(rows(loader.take(2)), expected[2])
+    assert torch.equal(rows(loader.take(3)), expected[3])
+
+
+def test_an_item_that_raises_is_named():
+    """The stream cannot go on behind it, so the run ends with its number."""
+
+    class Broken(Stream):
+        def __iter__(self):
+            yield from (torch.zeros(1) for _ in range(8))
+            raise ValueError("broken shard")
+
+    loader = make(Broken())
+    loader.take(0)
+    with pytest.raises(FaultError, match=r"sample 8 .*ValueError: broken shard") as raised:
+        loader.take(1)
+    assert (raised.value.fault.kind, raised.value.fault.step) == (FaultKind.BAD_SAMPLE, 1)
+
+
+def test_a_stream_without_one_batch_is_the_users_error():
+    """It would never end otherwise."""
+    with pytest.raises(BadInputError, match="gave 5 items in an epoch"):
+        make(Stream(length=5)).take(0)
+
+
+def test_the_ranks_own_generators_stay_and_a_wait_can_be_left():
+    """Control: drawing moves no generator; leaving in the middle of a batch loses no item."""
+
+    class LeaveError(Exception):
+        pass
+
+    calls = []
+
+    def leave_at_the_ninth():
+        calls.append(None)
+        if len(calls) == 9:
+            raise LeaveError
+
+    torch.manual_seed(5)
+    random.seed(5)
+    loader = make(on_wait=leave_at_the_ninth)
+    first = rows(loader.take(0))
+    with pytest.raises(LeaveError):
+        loader.take(1)
+    second = rows(loader.take(1))
+    expected = all_steps(make(), range(2))
+    assert torch.equal(first, expected[0])
+    assert torch.equal(second, expected[1])
+    after = (random.random(), float(torch.rand(())))
+    torch.manual_seed(5)
+    random.seed(5)
+    assert after == (random.random(), float(torch.rand(())))
