@@ -55,6 +55,7 @@ def duties_after(
 ) -> Duties:
     """What is due once ``committed_step`` steps are committed.
 
+    With ``save_every_steps=auto`` the rank that saves decides by itself, by time: see ``core.pacing``.
     The last step's evaluation and save belong to the end of the run, not here.
     """
     if committed_step <= 0:
@@ -65,8 +66,9 @@ def duties_after(
     evaluate = (epoch_ended and _divides(log.evaluate_interval, epoch)) or _divides(
         log.evaluate_every_steps, committed_step
     )
-    save = (epoch_ended and _divides(checkpoint.save_interval, epoch)) or _divides(
-        checkpoint.save_every_steps, committed_step
+    by_steps = checkpoint.save_every_steps
+    save = (epoch_ended and _divides(checkpoint.save_interval, epoch)) or (
+        by_steps != "auto" and _divides(by_steps, committed_step)
     )
     return Duties(
         compare=_divides(replica_check_steps, committed_step),
@@ -86,9 +88,13 @@ def saves_to_skip(failures: int) -> int:
 
 
 def last_save_due(committed_step: int, length: RunLength, checkpoint: CheckpointSettings) -> int:
-    """The newest step up to ``committed_step`` after which a save was due; 0 for none."""
+    """The newest step up to ``committed_step`` after which a save was due; 0 for none.
+
+    Saves that come by time (``auto``) are due at no step.
+    """
     epochs_apart = checkpoint.save_interval * length.steps_per_epoch
-    apart = [steps for steps in (epochs_apart, checkpoint.save_every_steps) if steps]
+    by_steps = checkpoint.save_every_steps
+    apart = [steps for steps in (epochs_apart, by_steps) if steps and steps != "auto"]
     return max((committed_step // steps * steps for steps in apart), default=0)
 
 

@@ -131,7 +131,9 @@ class CheckpointSettings:
     """When state is saved and which files are kept."""
 
     save_interval: NonNegative = 1  # epochs; 0: not by epoch
-    save_every_steps: NonNegative = 0  # steps; 0: not by steps
+    save_every_steps: Literal["auto"] | NonNegative = (
+        "auto"  # auto: by time, from what a save costs and how often one is needed; 0: not by steps
+    )
     keep_last: Positive = 3
     monitor: Literal["auto", "train_loss", "validation_loss"] = (
         "auto"  # auto: validation where there is some

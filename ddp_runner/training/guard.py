@@ -145,6 +145,7 @@ class Guard:
         if self._group.rank == 0:
             loaded = self._store.load("auto", set_bad_aside=True)
             assert loaded is not None, "can_roll_back() was asked"
+            self._saving.rolled_back()
             self._state.restore(loaded.state)
             send_state(self._group, self._state.capture(), to=others)
         else:

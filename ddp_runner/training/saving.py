@@ -14,11 +14,12 @@ from typing import Any
 
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory
-from ddp_runner.checkpoint.store import CheckpointStore, Saved
+from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import last_save_due, saves_to_skip
 from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.memory.manager import MemoryManager
@@ -27,6 +28,7 @@ from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
+INTERVAL = "interval"  # the reason of a save between others
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
 ROOM_SHARE_MAX = 0.5  # of the memory that is left, for the copy of the state
 
@@ -57,6 +59,8 @@ class Saving:
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
         self._said_waiting = False
+        self._pace = SavePace(now_s=time.monotonic())
+        self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
         state.before_change = self._release_state
 
     def due(self, reason: str) -> None:
@@ -80,23 +84,37 @@ class Saving:
 
     def make_up(self) -> None:
         """Begin the newest save that was due if it is on no disk: the rank that wrote it has died."""
+        if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
+            self._take_over_pace()
         due = last_save_due(
             self._state.committed_step, self._workload.length, self._settings.checkpoint
         )
         if due <= max(0, self._progress.checkpoint_step) or self._saver.is_busy:
             return
         if all(entry.step < due for entry in self._store.catalog.entries()):
-            self.due("interval")
+            self.due(INTERVAL)
 
     def at_boundary(self) -> None:
         """Between two steps: report the save that has ended, begin the one that was put off."""
         self._collect(timeout_s=0.0)
         if self._put_off and not self._saver.is_busy:
             self._begin(self._put_off)
+        elif self._saves_by_time:
+            self._keep_pace()
 
     def forget_failures(self) -> None:
         """Try the next save at once: a person asked for it."""
         self._skips = 0
+
+    def resumed(self, loaded: Loaded) -> None:
+        """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
+        self._pace.go_on_from(
+            loaded.state.get("pace", {}), after_fault=loaded.manifest.reason == INTERVAL
+        )
+
+    def rolled_back(self) -> None:
+        """A checkpoint was needed within this process."""
+        self._pace.faults += 1
 
     def settle(self) -> None:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
@@ -112,8 +130,30 @@ class Saving:
         """Report the save that has ended, if one has; for a rank that leaves its generation."""
         self._collect(timeout_s=0.0)
 
+    def _keep_pace(self) -> None:
+        now_s, step_s = time.monotonic(), self._runtime.slot.get(Cell.STEP_NS) / 1e9
+        if self._pace.is_due(now_s=now_s, step_s=step_s):
+            self._pace.began(now_s=now_s)
+            self.due(INTERVAL)
+        elif news := self._pace.news(now_s=now_s, step_s=step_s):
+            self._runtime.logger.info(news, step=self._state.committed_step)
+
+    def _take_over_pace(self) -> None:
+        """Count from the newest file: ranks 0 that die one after the other must not put saves off."""
+        written_s = max(
+            (
+                entry.path.stat().st_mtime
+                for entry in self._store.catalog.entries()
+                if entry.manifest
+            ),
+            default=0.0,
+        )
+        age_s = max(0.0, time.time() - written_s)
+        self._pace.began(now_s=time.monotonic() - age_s)
+
     def _begin(self, reason: str) -> None:
         self._put_off = ""
+        self._pace.began(now_s=time.monotonic())
         began_ns = self._enter()
         try:
             state = self._captured()
@@ -149,7 +189,8 @@ class Saving:
         self._said_waiting = True
 
     def _captured(self) -> dict[str, Any]:
-        return {**self._state.capture(), "versions": versions()}
+        pace = self._pace.to_record(now_s=time.monotonic())
+        return {**self._state.capture(), "versions": versions(), "pace": pace}
 
     def _writer(self, reason: str) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
@@ -205,6 +246,7 @@ class Saving:
     def _report(self, saved: Saved, *, blocked_s: float | None = None) -> None:
         self._failures = 0
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
+        self._pace.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)
         self._progress.checkpoint_step = step
         self._runtime.logger.info(

@@ -19,6 +19,7 @@ from ddp_runner.training.evaluation import EvaluationRules, evaluate
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
+from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes
 from ddp_runner.training.task import NamesLoss
 from ddp_runner.training.tuning import AdaptRules, adapt
@@ -237,7 +238,7 @@ class Session:
         if self._group.rank == 0:
             self._saving.at_boundary()
             if save_now:
-                self._saving.due("interval")
+                self._saving.due(INTERVAL)
         return None
 
     def _evaluate(self) -> StopReason | None:

@@ -164,7 +164,7 @@ class DDPTrainer:
             keep_last=settings.checkpoint.keep_last,
             disk=self._runtime.disk,
         )
-        progress, run_id = Progress(), ""
+        progress, run_id, loaded = Progress(), "", None
         if self._place.loads:
             loaded = load_start(settings, workload, state, store)
             if loaded is not None:
@@ -204,6 +204,8 @@ class DDPTrainer:
                 progress=progress,
             ),
         )
+        if loaded is not None:
+            parts.saving.resumed(loaded)
         return parts, run_id
 
     def _train_generation(self, generation: Generation, parts: RankParts) -> TrainReport | Fault:

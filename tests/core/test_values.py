@@ -154,7 +154,15 @@ def test_messages_are_frozen():
 
 @pytest.mark.parametrize(
     ("interval", "every", "step", "due"),
-    [(1, 0, 25, 20), (2, 0, 25, 20), (2, 0, 19, 0), (0, 7, 25, 21), (1, 7, 25, 21), (0, 0, 25, 0)],
+    [
+        (1, 0, 25, 20),
+        (2, 0, 25, 20),
+        (2, 0, 19, 0),
+        (0, 7, 25, 21),
+        (1, 7, 25, 21),
+        (0, 0, 25, 0),
+        (2, "auto", 25, 20),
+    ],
 )
 def test_the_newest_save_that_was_due_is_known(interval, every, step, due):
     """By epochs of 10 steps, by steps, or by both; a save that nobody has is owed."""

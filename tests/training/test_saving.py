@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +18,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import RunLength, saves_to_skip
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Saved
+from ddp_runner.training import saving as training_saving
 from ddp_runner.training.build import Workload
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import LocalRuntime, Place
@@ -58,7 +62,7 @@ class RecordingRuntime(LocalRuntime):
         return self._log.read_text()
 
 
-def make_saving(folder, state, *, room_bytes=2**40):
+def make_saving(folder, state, *, room_bytes=2**40, **settings):
     """A rank's saving around ``state``; also its runtime and store."""
     store = CheckpointStore(folder / "checkpoints", keep_last=9)
     runtime = RecordingRuntime(folder)
@@ -68,7 +72,7 @@ def make_saving(folder, state, *, room_bytes=2**40):
         meaning={}, settings_digest="", parameters=0,
     )  # fmt: skip
     saving = Saving(
-        settings=from_flat({"log_dir": str(folder / "logs")}), workload=workload, state=state,
+        settings=from_flat({"log_dir": str(folder / "logs"), "save_every_steps": 0, **settings}), workload=workload, state=state,
         store=store, memory=Room(room_bytes), runtime=runtime, progress=Progress(),
     )  # fmt: skip
     return saving, runtime, store
@@ -99,6 +103,7 @@ def hold(owner, name, gate):
 def _loaded(store):
     state = dict(store.load().state)
     del state["versions"]
+    state.pop("pace", None)
     return as_plain(state)
 
 
@@ -287,3 +292,64 @@ def test_without_room_for_a_copy_training_waits_for_each_save(tmp_path):
 def test_the_pause_after_failed_saves_is_bounded(failures, skips):
     """Sixteen intervals at most."""
     assert saves_to_skip(failures) == skips
+
+
+def _saves_by_time(me, folder, every, clock_s):
+    """A boundary a second, by a clock of our own, without any save that a step number asks for."""
+    del me
+    state = build_state()
+    now_s = [0.0]
+    training_saving.time = SimpleNamespace(
+        monotonic=lambda: now_s[0], monotonic_ns=time.monotonic_ns, time=time.time
+    )
+    saving, runtime, store = make_saving(folder, state, save_every_steps=every)
+    runtime.slot.set(Cell.STEP_NS, 10**9)
+    for step in range(1, clock_s):
+        state.committed_step, now_s[0] = step, float(step)
+        saving.at_boundary()
+        saving.settle()
+    newest = store.load()
+    return runtime.saved_steps, runtime.log(), newest and newest.state["pace"]
+
+
+def test_by_itself_the_saving_rank_chooses_its_interval(tmp_path):
+    """After a minute the first, then at the pace that its measured cost allows, said in the log."""
+    saved, log, pace = run_ranks(_saves_by_time, 1, tmp_path, "auto", 400)[0]
+    assert saved[0] == 60
+    assert len(saved) >= 3
+    assert all(later - earlier >= 10 for earlier, later in pairwise(saved))
+    assert "save_every_steps=auto" in log
+    assert pace == {"faults": 0, "observed_s": float(saved[-1])}
+
+
+def test_an_interval_of_zero_saves_nothing_by_time(tmp_path):
+    """Control."""
+    saved, log, _ = run_ranks(_saves_by_time, 1, tmp_path, 0, 400)[0]
+    assert saved == []
+    assert "saving every" not in log
+
+
+def _takes_over(me, folder, generation, age_s):
+    """A new rank 0 of a run whose newest checkpoint is ``age_s`` old; None: it has none."""
+    del me
+    state = build_state()
+    saving, runtime, store = make_saving(folder, state, save_every_steps="auto", save_interval=0)
+    if age_s is not None:
+        path = store.save({**state.capture()}, **_facts(step=3)).path
+        os.utime(path, (time.time() - age_s,) * 2)
+    state.committed_step = 5
+    runtime.slot.set(Cell.GENERATION, generation)
+    saving.make_up()
+    saving.at_boundary()
+    saving.settle()
+    return runtime.saved_steps
+
+
+@pytest.mark.parametrize(
+    ("generation", "age_s", "saved"),
+    [(2, 100.0, [5]), (2, None, [5]), (2, 1.0, []), (1, 100.0, []), (1, None, [])],
+    ids=["old file", "no file", "new file", "a resumed run", "a new run"],
+)
+def test_ranks_0_that_die_one_after_the_other_put_no_save_off(tmp_path, generation, age_s, saved):
+    """The interval counts from the newest file, whoever wrote it; a new launch begins it anew."""
+    assert run_ranks(_takes_over, 1, tmp_path, generation, age_s)[0] == saved

@@ -1,0 +1,132 @@
+"""The interval that is chosen by itself: Young's rule, its bounds, and when it makes a save due."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_runner.core.pacing import (
+    FIRST_INTERVAL_S,
+    INTERVAL_MAX_S,
+    INTERVAL_MIN_S,
+    PRIOR_FAULT_S,
+    STEPS_MIN,
+    SavePace,
+    mean_time_between_faults_s,
+    save_interval_s,
+)
+
+HOUR = 3600.0
+
+
+def test_the_interval_is_young_s():
+    """W = sqrt(2 C M): half a second each, a fault an hour -> once a minute."""
+    interval_s = save_interval_s(blocked_s=0.5, write_s=1.0, step_s=0.1, between_faults_s=HOUR)
+    assert interval_s == pytest.approx(60.0)
+
+
+@given(cost_s=st.floats(0.01, 10.0), between_s=st.floats(1000.0, 1e5), other=st.floats(0.3, 3.0))
+def test_no_other_interval_loses_less(cost_s, between_s, other):
+    """Time lost per second: the save, and half an interval per fault. Ours is its minimum."""
+
+    def lost(interval_s):
+        return cost_s / interval_s + interval_s / 2 / between_s
+
+    chosen = save_interval_s(blocked_s=cost_s, write_s=0.0, step_s=0.0, between_faults_s=between_s)
+    if chosen < INTERVAL_MAX_S:
+        assert lost(chosen) <= lost(chosen * other) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected_s"),
+    [
+        ({"blocked_s": 0.0}, INTERVAL_MIN_S),
+        ({"blocked_s": 1e6}, INTERVAL_MAX_S),
+        ({"step_s": 20.0}, STEPS_MIN * 20.0),
+        ({"step_s": 600.0}, STEPS_MIN * 600.0),
+        ({"write_s": 100.0}, 200.0),
+    ],
+    ids=["free", "dear", "slow steps", "steps of ten minutes", "slow disk"],
+)
+def test_the_interval_stays_within_bounds(figures, expected_s):
+    """A second to half an hour; never under ten steps, nor so short that the disk is always busy."""
+    usual = {"blocked_s": 0.01, "write_s": 0.1, "step_s": 0.1}
+    interval_s = save_interval_s(**{**usual, **figures}, between_faults_s=HOUR)
+    assert interval_s == pytest.approx(expected_s)
+
+
+def test_without_a_fault_one_is_assumed_and_each_one_seen_counts():
+    """No fault yet does not mean never; a bad day shortens the interval, a calm week lengthens it."""
+    assert mean_time_between_faults_s(faults=0, observed_s=0.0) == PRIOR_FAULT_S
+    assert mean_time_between_faults_s(faults=3, observed_s=4 * HOUR) == 2 * HOUR
+    calm = mean_time_between_faults_s(faults=0, observed_s=100 * HOUR)
+    assert calm > PRIOR_FAULT_S
+
+
+def due_times(pace, *, until_s, step_s=1.0, begins=True):
+    """When saves come due in a run of steps, each begun at once."""
+    found = []
+    for tick in range(int(until_s / step_s)):
+        now_s = tick * step_s
+        if pace.is_due(now_s=now_s, step_s=step_s):
+            found.append(now_s)
+            if begins:
+                pace.began(now_s=now_s)
+    return found
+
+
+def test_before_a_save_is_measured_one_comes_each_minute():
+    """The first is soon, so that its cost is known."""
+    pace = SavePace(now_s=0.0)
+    assert due_times(pace, until_s=200.0) == [FIRST_INTERVAL_S, 2 * FIRST_INTERVAL_S, 180.0]
+
+
+def test_the_measured_cost_sets_the_pace():
+    """Cheap saves come often, dear ones seldom; the newest cost counts half."""
+    cheap, dear = SavePace(now_s=0.0), SavePace(now_s=0.0)
+    cheap.measured(blocked_s=0.01, write_s=0.1)
+    dear.measured(blocked_s=4.0, write_s=8.0)
+    cheap_s = cheap.interval_s(now_s=0.0, step_s=1.0)
+    assert cheap_s == pytest.approx(math.sqrt(2 * 0.01 * PRIOR_FAULT_S))
+    assert dear.interval_s(now_s=0.0, step_s=1.0) == pytest.approx(20 * cheap_s)
+    dear.measured(blocked_s=0.0, write_s=0.0)
+    assert dear.interval_s(now_s=0.0, step_s=1.0) == pytest.approx(math.sqrt(200) * cheap_s)
+
+
+def test_another_save_starts_the_interval_anew():
+    """A save at an epoch's end makes the next one by time wait."""
+    pace = SavePace(now_s=0.0)
+    pace.began(now_s=59.0)
+    assert not pace.is_due(now_s=100.0, step_s=1.0)
+    assert pace.is_due(now_s=119.0, step_s=1.0)
+
+
+def test_faults_are_remembered_over_processes():
+    """A process that was lost between its saves needed a checkpoint; one that was stopped did not."""
+    pace = SavePace(now_s=0.0)
+    record = pace.to_record(now_s=2 * HOUR)
+    assert record == {"faults": 0, "observed_s": 2 * HOUR}
+    lost, stopped = SavePace(now_s=50.0), SavePace(now_s=50.0)
+    lost.go_on_from(record, after_fault=True)
+    stopped.go_on_from(record, after_fault=False)
+    assert lost.to_record(now_s=50.0 + HOUR) == {"faults": 1, "observed_s": 3 * HOUR}
+    assert stopped.to_record(now_s=50.0) == {"faults": 0, "observed_s": 2 * HOUR}
+    for each in (lost, stopped):
+        each.measured(blocked_s=1.0, write_s=1.0)
+    assert lost.interval_s(now_s=50.0, step_s=1.0) < stopped.interval_s(now_s=50.0, step_s=1.0)
+
+
+def test_the_choice_is_told_once_until_it_doubles_or_halves():
+    """With its reasons, in one line."""
+    pace = SavePace(now_s=0.0)
+    assert pace.news(now_s=1.0, step_s=0.1) == ""
+    pace.measured(blocked_s=0.5, write_s=2.0)
+    told = pace.news(now_s=1.0, step_s=0.1)
+    assert "saving every 120 s" in told
+    assert "0.500 s from training" in told
+    assert pace.news(now_s=2.0, step_s=0.1) == ""
+    pace.faults += 20
+    assert "20 faults" in pace.news(now_s=3.0, step_s=0.1)
