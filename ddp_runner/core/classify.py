@@ -31,12 +31,16 @@ class RankExit:
     at_ns: int
     exit_code: int | None
     signal_number: int | None
+    killed_for_memory: bool = False  # by the kernel
     last_words: str = ""
 
 
 def classify_exit(end: RankExit) -> Fault:
     """A rank that ended before it had finished. Exit 0 is a fault too: its peers wait for it."""
-    if end.signal_number is not None:
+    if end.killed_for_memory:
+        kind = FaultKind.OUT_OF_MEMORY
+        cause = f"rank {end.rank} killed by the kernel: out of memory"
+    elif end.signal_number is not None:
         kind = FaultKind.RANK_KILLED
         cause = f"rank {end.rank} killed ({signal_name(end.signal_number)})"
     elif end.exit_code == 0:

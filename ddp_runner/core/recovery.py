@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ddp_runner.core.classify import Attribution
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 
 # The cause does not go away by trying again.
@@ -24,7 +25,8 @@ NEVER_RETRIED = frozenset(
 
 
 # Each try changes something that can be changed only so often (a batch is halved, a flag is set), so
-# neither budget nor lack of progress counts; ``may_retry`` is False after the last.
+# neither budget nor lack of progress counts; ``may_retry`` is False after the last. A rank that does
+# not even start changes nothing.
 _BOUNDED_BY_THEMSELVES = frozenset({FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED})
 
 
@@ -94,20 +96,24 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     fault = incident.culprit
     if fault.kind in NEVER_RETRIED or not fault.may_retry:
         return GiveUp(fault=fault, reason="trying again would not help", status=RunStatus.FAILED)
-    if fault.kind is FaultKind.RANK_RAISED:
-        if not incident.ever_formed:
-            return GiveUp(fault=fault, reason="it failed while starting", status=RunStatus.FAILED)
-        if any(_same_error(fault, earlier.culprit) for earlier in history):
-            return GiveUp(
-                fault=fault, reason="the same error at the same step again", status=RunStatus.FAILED
-            )
+    starts = fault.phase == Phase.STARTUP.label
+    if not incident.ever_formed and (
+        fault.kind is FaultKind.RANK_RAISED or (fault.kind is FaultKind.OUT_OF_MEMORY and starts)
+    ):
+        return GiveUp(fault=fault, reason="it failed while starting", status=RunStatus.FAILED)
+    if fault.kind is FaultKind.RANK_RAISED and any(
+        _same_error(fault, earlier.culprit) for earlier in history
+    ):
+        return GiveUp(
+            fault=fault, reason="the same error at the same step again", status=RunStatus.FAILED
+        )
     dropped = ranks_to_drop(incident, world=world, history=history, settings=settings)
     if dropped:
         kept = tuple(rank for rank in world.lost if rank not in dropped)
         return ReplaceRanks(ranks=kept, loader=_loader(kept, world), delay_s=0.0, dropped=dropped)
-    if fault.kind in _BOUNDED_BY_THEMSELVES:
+    if _is_bounded_by_itself(fault):
         return ReplaceRanks(ranks=world.lost, loader=_loader(world.lost, world), delay_s=0.0)
-    counted = [earlier for earlier in history if earlier.culprit.kind not in _BOUNDED_BY_THEMSELVES]
+    counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier.culprit)]
     stuck = _row_without_progress(incident, counted)
     if len(stuck) >= settings.no_progress_generations:
         return GiveUp(
@@ -128,6 +134,10 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         loader=_loader(world.lost, world),
         delay_s=backoff_s(len(stuck) - 1, settings),
     )
+
+
+def _is_bounded_by_itself(fault: Fault) -> bool:
+    return fault.kind in _BOUNDED_BY_THEMSELVES and fault.phase != Phase.STARTUP.label
 
 
 def ranks_to_drop(

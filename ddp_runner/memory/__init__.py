@@ -1,6 +1,7 @@
 """WATCHES: how much memory a rank and its loader workers use, and what is done about it.
 
 limits    the container's memory limit, its use, and how often the kernel killed for memory
+kernel_kills  whether a process was just killed for memory
 readings  one look at everything that is measured: rank, loader workers, machine, device
 uses      which limit a reading is closest to
 reclaim   giving memory back: garbage, device cache, C heap

@@ -51,6 +51,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         local_world_size=int(spec["local_world_size"]),
         device=str(spec["device"]),
         loads=bool(spec["loads"]),
+        spares_memory=bool(spec["spares_memory"]),
     )
     slot = _map_slot(board, place)
     link = StoreLink(

@@ -66,6 +66,7 @@ class Repair:
         self._doomed = {handle.rank for handle in world.ranks}
         self._loader: int | None = 0
         self._remedies: list[str] = []
+        self._short_of_memory: set[int] = set()  # ranks that end of it, until they are forked anew
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
         self._regroup_by_s = 0.0
         self._respawn_at_s = 0.0
@@ -266,6 +267,11 @@ class Repair:
         )
         if isinstance(plan, GiveUp):
             return plan
+        self._short_of_memory |= {
+            fault.rank
+            for fault in incident.attribution.causes
+            if fault.kind is FaultKind.OUT_OF_MEMORY and fault.rank in plan.ranks
+        }
         self._replace(plan, incident.culprit, now_s)
         return None
 
@@ -363,7 +369,9 @@ class Repair:
                 loads=loads,
                 resume=self._resume_word(),
                 injections_left=self._striker.left_for(handle.rank),
+                spares_memory=handle.rank in self._short_of_memory,
             )
+            self._short_of_memory.discard(handle.rank)
         self._doomed.clear()
 
     def _resume_word(self) -> str:

@@ -42,6 +42,7 @@ from ddp_runner.core.messages import (
     ZygoteReady,
 )
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.claim import DirectoryLock, claim_directories
 from ddp_runner.supervisor.facts import RunFacts, told
@@ -92,6 +93,7 @@ class Supervisor:
             striker=self._striker,
         )
         self._lock = lock
+        self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._was_signalled = False  # this process, by a person or a scheduler
         self._stop_by_s = 0.0
@@ -241,6 +243,8 @@ class Supervisor:
                 at_ns=ended.at_ns,
                 exit_code=ended.exit_code,
                 signal_number=ended.signal_number,
+                killed_for_memory=ended.signal_number == signal.SIGKILL
+                and self._kernel_kills.claim(time.monotonic()),
                 last_words=handle.last_words() if not self.records.may_write else "",
             )
             self._report(classify_exit(exit_facts))
@@ -309,6 +313,7 @@ class Supervisor:
         now_s = time.monotonic()
         if self.ending is not None:
             return
+        self._kernel_kills.look_sometimes(now_s)
         self.facts.committed_step = max(
             handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
         )

@@ -124,9 +124,18 @@ class World:
         os.close(descriptors[0])
 
     def spawn_rank(
-        self, handle: RankHandle, *, loads: bool, resume: str, injections_left: dict[str, int]
+        self,
+        handle: RankHandle,
+        *,
+        loads: bool,
+        resume: str,
+        injections_left: dict[str, int],
+        spares_memory: bool = False,
     ) -> None:
-        """Fork a process for a rank that has none. ``resume``: what it loads, if it loads."""
+        """Fork a process for a rank that has none. ``resume``: what it loads, if it loads.
+
+        ``spares_memory``: its predecessor had too little, so that this one halves the micro-batch.
+        """
         plan = self._plan
         token = self._take_token()
         handle.loads = loads
@@ -144,6 +153,7 @@ class World:
             "store_port": self.store_port,
             "loads": loads,
             "resume": resume,
+            "spares_memory": spares_memory,
             "injections_left": injections_left,
             "detect_anomaly": plan.settings.run.detect_anomaly,
         }

@@ -28,7 +28,10 @@ STORE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty."""
+    """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
+
+    ``spares_memory``: whether its predecessor did not get by with the memory there is.
+    """
 
     rank: int
     local_rank: int
@@ -36,6 +39,7 @@ class Place:
     local_world_size: int
     device: str
     loads: bool
+    spares_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from ddp_runner.core.messages import Adjusted, Faulted, Finished, Formed, Ready
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.agreeing import agree_on_tuning
 from ddp_runner.training.audit import Crew, complete_audits
 from ddp_runner.training.build import build_workload, load_start
 from ddp_runner.training.failure import fault_of
@@ -49,7 +50,7 @@ from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.task import ReportsSample
-from ddp_runner.training.tuning import Tuning, free_memory, mend
+from ddp_runner.training.tuning import free_memory, mend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class DDPTrainer:
         self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
         self._place = self._runtime.place
         self._began = False
+        self._spares_memory = self._place.spares_memory
         self._crew: Crew | None = None  # of the newest generation that this process trained in
         self._switch = AbortSwitch()  # of the generation that this rank is in
 
@@ -130,6 +132,8 @@ class DDPTrainer:
             return fault
         if fault.kind not in MENDED_BY_RANK or not fault.may_retry:
             return fault
+        if self._runtime.slot.get(Cell.DIRTY):
+            return fault  # inside the optimizer: this process ends, and the next one asks for less
         free_memory()
         mended = mend(fault, state.tuning, samples=parts.loader.share_samples)
         if mended is None:
@@ -239,7 +243,8 @@ class DDPTrainer:
             self._set_old_files_aside(parts)
             source = self._agree_on_state(group, parts)
             transferred_s = time.monotonic()
-            _agree_on_tuning(group, parts)
+            agree_on_tuning(group, parts, spares_memory=self._spares_memory)
+            self._spares_memory = False
             open_quarantine(parts, is_first=not self._began)
             session = Session(parts, group=group)
             self._began = True
@@ -324,19 +329,6 @@ class DDPTrainer:
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.tell(_finished(report, self._place.rank))
         return report
-
-
-def _agree_on_tuning(group: Group, parts: RankParts) -> None:
-    """Take what suits every rank, and cut this rank's share accordingly."""
-    state = parts.state
-    records = group.exchange("tuning", json.dumps(state.tuning.to_record()))
-    all_tunings = [Tuning.from_record(json.loads(r), otherwise=state.tuning) for r in records]
-    state.tuning = state.tuning.agreed_with(all_tunings)
-    parts.loader.assign(
-        rank=group.rank,
-        world_size=group.world_size,
-        micro_batch_size=state.tuning.micro_batch_size,
-    )
 
 
 def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:

@@ -39,6 +39,13 @@ def test_a_signal_is_named():
     assert killed.cause == "rank 1 killed (SIGKILL)"
 
 
+def test_a_kill_by_the_kernel_for_memory_is_no_mystery():
+    """The repair is another one: half the micro-batch."""
+    killed = ended(signal_number=9, killed_for_memory=True)
+    assert killed.kind is FaultKind.OUT_OF_MEMORY
+    assert killed.cause == "rank 1 killed by the kernel: out of memory"
+
+
 def test_exit_zero_before_the_end_is_a_fault():
     """A rank that leaves politely still leaves its peers waiting."""
     assert ended(exit_code=0).kind is FaultKind.RANK_EXITED

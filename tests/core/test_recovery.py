@@ -22,9 +22,16 @@ SETTINGS = RecoverySettings(max_restarts=4, restart_window_s=100.0, no_progress_
 
 
 def incident(
-    kind=FaultKind.RANK_KILLED, *, step=10, at_s=1000.0, committed=10, cause="x", formed=True
+    kind=FaultKind.RANK_KILLED,
+    *,
+    step=10,
+    at_s=1000.0,
+    committed=10,
+    cause="x",
+    formed=True,
+    phase="",
 ):
-    fault = Fault(kind=kind, rank=1, step=step, cause=cause)
+    fault = Fault(kind=kind, rank=1, step=step, cause=cause, phase=phase)
     return Incident(
         attribution=Attribution(culprit=fault, causes=(fault,), victims=()),
         at_s=at_s,
@@ -174,3 +181,22 @@ def test_a_lost_device_is_given_up_at_once():
     answer = elastic_plan(incident(FaultKind.DEVICE_LOST), [])
     assert isinstance(answer, ReplaceRanks)
     assert answer.dropped == (1,)
+
+
+def test_running_out_of_memory_in_a_step_costs_no_budget():
+    """Each time the micro-batch is halved, which ends by itself."""
+    row = [incident(FaultKind.OUT_OF_MEMORY, phase="forward", at_s=990.0 + at) for at in range(8)]
+    now = incident(FaultKind.OUT_OF_MEMORY, phase="optimizer")
+    assert plan(now, row) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_running_out_of_memory_while_starting_is_not_tried_for_ever(formed):
+    """Halving a micro-batch helps nobody who has not got so far."""
+    row = [
+        incident(FaultKind.OUT_OF_MEMORY, phase="startup", formed=formed, at_s=990.0 + at)
+        for at in range(3)
+    ]
+    now = incident(FaultKind.OUT_OF_MEMORY, phase="startup", formed=formed)
+    assert isinstance(plan(now, row), GiveUp)
+    assert isinstance(plan(now), ReplaceRanks if formed else GiveUp)

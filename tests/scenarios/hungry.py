@@ -54,6 +54,23 @@ class HungryTask(PacedTask):
         return loss + 0.0 * scratch[:1].float().nan_to_num().sum()
 
 
+class GreedyTask(PacedTask):
+    """From call ``at`` of a process on, ``rank`` uses ``sample_mb`` of memory for each sample."""
+
+    def __init__(self, rank=1, at=8, sample_mb=60, **settings):
+        super().__init__(**settings)
+        self._is_greedy = os.environ.get("RANK") == str(rank)
+        self._at = at
+        self._sample_mb = sample_mb
+        self._calls = 0
+
+    def loss(self, model, batch):
+        self._calls += model.training
+        if model.training and self._is_greedy and self._calls > self._at:
+            torch.ones(len(batch[0]) * self._sample_mb * 2**20, dtype=torch.uint8)
+        return super().loss(model, batch)
+
+
 class _NeedsMemoryInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, size_mb):

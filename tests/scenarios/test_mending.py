@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.scenarios.cgroups import memory_cgroup
 from tests.scenarios.harness import Run
 
 pytestmark = pytest.mark.whole_run
 
 HUNGRY = f"{Path(__file__).with_name('hungry.py')}:HungryTask"
 BRANCHING = f"{Path(__file__).with_name('hungry.py')}:BranchingTask"
+GREEDY = f"{Path(__file__).with_name('hungry.py')}:GreedyTask"
 PLAIN = f"{Path(__file__).with_name('workload.py')}:PacedTask"
 SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain")
 
@@ -36,6 +39,44 @@ def test_out_of_memory_halves_the_micro_batch_and_redoes_the_step(tmp_path, rank
     for rank_audit in run.audit(2):
         assert sorted(rank_audit) == list(range(1, summary["steps"] + 1))
         assert all(len(record["indices"]) == 8 for record in rank_audit.values())
+
+
+def test_a_kernel_out_of_memory_kill_halves_the_micro_batch_of_its_successor(tmp_path):
+    """In a real container: eight samples at once are killed for, twice four are not."""
+    with memory_cgroup() as cgroup:
+        if cgroup is None:
+            pytest.skip("this machine lets us make no memory cgroup")
+        train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
+        # Before it kills, the kernel takes its time to look for pages that it can drop.
+        patience = ("hang_min_s=30", "--max-steps", 14)
+        with Run(tmp_path, *SETTINGS, *patience, task=GREEDY, command=train) as run:
+            run.wait_for_step(3)
+            cgroup.leave_room(360 * 2**20)  # eight samples take 480 MB
+            assert run.wait() == 0, run.console
+    summary = run.summary()
+    (fault,) = summary["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("out_of_memory", 1, 0)
+    assert "killed by the kernel: out of memory" in fault["cause"]
+    (reason,) = summary["inexact_reasons"]
+    assert reason.startswith("micro-batches of 4 samples from step")
+    for rank_audit in run.audit(2):
+        assert all(len(record["indices"]) == 8 for record in rank_audit.values())
+
+
+@pytest.mark.parametrize("rank", ["1", "all"])
+def test_out_of_memory_inside_the_optimizer_replaces_the_rank_with_one_that_needs_less(
+    tmp_path, rank
+):
+    """In the very first step, where its state is made: half-made state is never used."""
+    run = finish(
+        tmp_path, "--inject", f"oom:rank={rank},step=0,phase=commit", "--max-steps", 10, task=PLAIN
+    )
+    summary = run.summary()
+    assert {fault["kind"] for fault in summary["faults"]} == {"out_of_memory"}
+    (reason,) = summary["inexact_reasons"]
+    assert reason.startswith("micro-batches of 4 samples from step")
+    for rank_audit in run.audit(2):
+        assert sorted(rank_audit) == list(range(1, 11))
 
 
 def test_an_evaluation_out_of_memory_shrinks_the_evaluation_only(tmp_path):

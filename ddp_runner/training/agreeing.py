@@ -1,0 +1,57 @@
+"""What the ranks of a generation agree on before they train: the tuning that suits every one."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from ddp_runner.collective.group import Group
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Adjusted
+from ddp_runner.training.parts import RankParts
+from ddp_runner.training.tuning import Tuning, mend
+
+
+def agree_on_tuning(group: Group, parts: RankParts, *, spares_memory: bool) -> None:
+    """Take what suits every rank, and cut this rank's share accordingly. Every rank must call it.
+
+    ``spares_memory``: this rank's predecessor ended for lack of memory, so that it asks for half.
+    Raises FaultError (OUT_OF_MEMORY) where that cannot be halved.
+    """
+    state = parts.state
+    mine = _halved(parts) if spares_memory else state.tuning
+    records = group.exchange("tuning", json.dumps(mine.to_record()))
+    all_tunings = [Tuning.from_record(json.loads(r), otherwise=mine) for r in records]
+    state.tuning = mine.agreed_with(all_tunings)
+    parts.loader.assign(
+        rank=group.rank,
+        world_size=group.world_size,
+        micro_batch_size=state.tuning.micro_batch_size,
+    )
+
+
+def _halved(parts: RankParts) -> Tuning:
+    """What a rank does about its own lack of memory, done for its predecessor."""
+    state, runtime = parts.state, parts.runtime
+    fault = Fault(
+        kind=FaultKind.OUT_OF_MEMORY,
+        rank=runtime.place.rank,
+        step=state.committed_step,
+        cause="this rank ended for lack of memory, with micro-batches of one sample",
+        at_ns=time.monotonic_ns(),
+        may_retry=False,
+    )
+    mended = mend(fault, state.tuning, samples=parts.loader.share_samples)
+    if mended is None:
+        raise FaultError(fault)
+    runtime.logger.warning(f"the process before this one ran out of memory: {mended.remedy}")
+    runtime.tell(
+        Adjusted(
+            rank=fault.rank,
+            step=fault.step,
+            remedy=mended.remedy,
+            inexact_reason=mended.inexact_reason,
+            in_peace=True,
+        )
+    )
+    return mended.tuning
