@@ -2,11 +2,17 @@
 
 Run by hand: ``python benchmarks/loader.py [--rounds 25] [--seconds 0.25]``. Both load the same samples in the
 same order; rounds alternate, so that a slow moment of the machine meets both. Prints medians.
+
+``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares SafeDataLoader in peace with itself while a
+worker gets SIGKILL every 2 seconds; the goal is a ratio of 0.9.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import random
+import signal
 import statistics
 import time
 from itertools import count
@@ -128,11 +134,56 @@ def compare(
     return pairs
 
 
+def storm_rate(dataset: Any, *, workers: int, seconds: float, kill_every_s: float) -> float:
+    """Samples per second of ``seconds``, a worker being killed each ``kill_every_s``; 0: none is."""
+    order = SampleOrder(seed=SEED, dataset_size=len(dataset), global_batch_size=BATCH)
+    settings: dict[str, Any] = {"rank": 0, "world_size": 1, "total_steps": STEPS, "seed": SEED}
+    with SafeDataLoader(
+        dataset, order=order, micro_batch_size=BATCH, num_workers=workers, **settings
+    ) as loader:
+        for step in range(2 * PREFETCH * workers):
+            loader.take(step)
+        began_s = time.perf_counter()
+        kill_at_s = began_s + (kill_every_s or seconds + 1)
+        for taken in count():
+            now_s = time.perf_counter()
+            if now_s - began_s >= seconds:
+                break
+            if now_s >= kill_at_s:
+                kill_at_s += kill_every_s
+                os.kill(random.choice(loader.worker_pids), signal.SIGKILL)
+            loader.take(2 * PREFETCH * workers + taken)
+        if loader.workers != workers:
+            raise RuntimeError(f"{loader.workers} workers are left of {workers}")
+    return taken * BATCH / (now_s - began_s)
+
+
+def storm(datasets: dict[str, Any], *, rounds: int, seconds: float) -> None:
+    """Print rates with and without a worker killed every 2 seconds."""
+    print(
+        f"torch {torch.__version__}, batch {BATCH}, medians of {rounds} x {seconds:g} s; samples/s"
+    )
+    print(f"{'dataset':<14} {'workers':>7} {'peace':>9} {'storm':>9} {'ratio':>6}")
+    for name, dataset in datasets.items():
+        for workers in (1, 2):
+            rates = [
+                [
+                    storm_rate(dataset, workers=workers, seconds=seconds, kill_every_s=every_s)
+                    for every_s in (0.0, 2.0)
+                ]
+                for _ in range(rounds)
+            ]
+            peace, struck = (statistics.median(side) for side in zip(*rates, strict=True))
+            ratio = statistics.median(pair[1] / pair[0] for pair in rates)
+            print(f"{name:<14} {workers:>7} {peace:>9.0f} {struck:>9.0f} {ratio:>6.3f}")
+
+
 def main() -> None:
     """Measure every dataset and worker count; print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=0.25, help="per loader and round")
+    parser.add_argument("--rounds", type=int, default=None, help="25; 3 in a storm")
+    parser.add_argument("--seconds", type=float, default=None, help="0.25 per turn; 10 in a storm")
+    parser.add_argument("--storm", action="store_true", help="a worker is killed every 2 seconds")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     datasets = {
@@ -140,6 +191,10 @@ def main() -> None:
         "decode 1 ms": decoded(1000),
         "byte windows": ByteWindows(scan_standard_library(), seq_len=128),
     }
+    if asked.storm:
+        storm(datasets, rounds=asked.rounds or 3, seconds=asked.seconds or 10.0)
+        return
+    asked.rounds, asked.seconds = asked.rounds or 25, asked.seconds or 0.25
     print(f"torch {torch.__version__}, batch {BATCH}, medians of {asked.rounds}; samples/s")
     print(
         f"{'dataset':<14} {'workers':>7} {'plain':>9} {'safe':>9} {'ratio':>6}  {'middle half':>13}"

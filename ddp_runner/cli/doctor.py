@@ -36,7 +36,7 @@ Checks everything that training needs; exit 1 if something is missing.
       --json                one JSON object a line, for programs"""
 _SHARED_MEMORY_NAME = "/dev/shm"  # noqa: S108 - the mount that loader workers use
 _SHARED_MEMORY = Path(_SHARED_MEMORY_NAME)
-_SHARED_MEMORY_BYTES_MIN = 256 * 1024**2
+_SHARED_MEMORY_BYTES_MIN = 1024**2  # for locks; batches are elsewhere
 _MEMORY_BYTES_MIN = 2 * 1024**3
 _DISK_BYTES_MIN = 1024**3
 _OPEN_FILES_MIN = 1024
@@ -170,7 +170,7 @@ def check_memory() -> Check:
 
 
 def check_shared_memory() -> Check:
-    """Room for the batches that loader workers hand over."""
+    """Room for the locks of loader workers; their batches are in memory files without a name."""
     if not _SHARED_MEMORY.is_dir():
         cure = "data is loaded in the rank itself: num_workers=0"
         return Check(name=_SHARED_MEMORY_NAME, verdict=Verdict.WARN, found="missing", cure=cure)

@@ -3,7 +3,8 @@
 order     seed and step -> the sample indices of that step; shares of ranks; micro-batches
 source    one index batch -> loaded samples, seeded per sample; a failing sample becomes a value
 worker    what a loader worker does first: die with its rank, ignore the run's signals
-transport from a worker to its rank: tensors in shared memory, descriptors sent ahead
+transport from a worker to its rank: tensors in memory files, descriptors sent ahead
+files     those files: no name, no room in /dev/shm
 waiting   how long a batch is waited for; workers that are stopped
 stamps    what each worker is loading right now, readable after its death
 pool      running workers: receive with a deadline, notice a death at once, report it, end them

@@ -6,22 +6,20 @@ replaced here, inside ``take``, from exactly the batch that is due.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import default_collate
-
 from ddp_runner.data import limits
 from ddp_runner.data.delivered import Delivered, MicroBatch
+from ddp_runner.data.files import collate_batch
 from ddp_runner.data.mending import Mender, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batches, share, share_size
 from ddp_runner.data.pool import PoolSettings, WorkerPool
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.report import LoadingMended, fault_of_failure, fault_of_worker
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
-from ddp_runner.data.waiting import PoolError
+from ddp_runner.data.waiting import FilesUsedUpError, PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatch", "SafeDataLoader", "worker_count"]
 
 _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a file
-_log = logging.getLogger(__name__)
 
 
 class _BatchFailedError(Exception):
@@ -94,7 +91,7 @@ class SafeDataLoader:
         on_wait: Callable[[], None] = _ignore_wait,
         quarantine: Quarantine | None = None,
     ) -> None:
-        self._source = SampleSource(dataset, seed=seed, collate=collate_fn or default_collate)
+        self._source = SampleSource(dataset, seed=seed, collate=collate_fn or collate_batch)
         self._order = order
         self._rank = rank
         self._world_size = world_size
@@ -120,7 +117,6 @@ class SafeDataLoader:
         self._batches_per_step = -(-share_now // micro_batch_size)
         self._pool: WorkerPool | None = None
         self._closed = False
-        self._measured = False
         self._step = 0
         self._delivered: Delivered | None = None
         self.waited_s = 0.0
@@ -250,7 +246,8 @@ class SafeDataLoader:
         suspect = pool.suspect(error.worker) if pool is not None and error.worker >= 0 else None
         key, sample = suspect or (None, None)
         why = f"no worker survives it: {fault.cause}"
-        return Trouble(fault=fault, why=why, key=key, suspect=sample)
+        used_up = isinstance(error, FilesUsedUpError)
+        return Trouble(fault=fault, why=why, key=key, suspect=sample, files_used_up=used_up)
 
     def _trouble_of_batch(self, key: BatchKey, failed: SampleFailed) -> Trouble:
         fault = fault_of_failure(failed, rank=self._rank, step=self._step, epoch=key.epoch)
@@ -283,6 +280,7 @@ class SafeDataLoader:
                 workers=self.workers,
                 prefetch_factor=self.prefetch_factor,
                 pin_memory=self._pin_memory,
+                by_value=self._mender.by_value,
             ),
         )
         self._on_workers(self._pool.pids)
@@ -297,20 +295,7 @@ class SafeDataLoader:
     def _checked(self, key: BatchKey, batch: Any) -> MicroBatch:
         if isinstance(batch, SampleFailed):
             raise _BatchFailedError(key, batch)
-        if not self._measured:
-            self._measured = True
-            self._check_room(limits.batch_bytes(batch))
         return MicroBatch(indices=key.indices, batch=batch)
-
-    def _check_room(self, batch_bytes: int) -> None:
-        # Measured on the first batch that arrives: loading one in the rank beforehand would open
-        # the dataset's files there, and forked workers would share their offsets.
-        warning = limits.check_shared_memory(
-            workers=self.workers, prefetch_factor=self.prefetch_factor, batch_bytes=batch_bytes
-        )
-        if warning is not None:
-            self.notes = (*self.notes, warning)
-            _log.warning(warning)
 
 
 def _cores() -> int:

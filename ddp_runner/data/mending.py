@@ -39,6 +39,7 @@ class Trouble:
     key: BatchKey | None = None
     suspect: int | None = None
     raised: bool = False  # the worker is well; its batch is not
+    files_used_up: bool = False
 
 
 class Mender:
@@ -58,6 +59,7 @@ class Mender:
         self._on_wait = on_wait
         self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
         self._suspect: BatchKey | None = None  # what the worker before was loading when it broke
+        self.by_value = False  # how workers hand their batches over
         self._good: list[int] = []  # a sample that was loaded
         self._unreported: list[tuple[float, LoadingMended]] = []
 
@@ -69,6 +71,11 @@ class Mender:
         began_s = time.monotonic()
         fault = trouble.fault
         self._history = self._history.after_fault(fault.step)
+        if trouble.files_used_up and not self.by_value:
+            self.by_value = True
+            remedy = "from here on batches are copied through a pipe, which needs no open files"
+            self._note(LoadingMended(fault=fault, remedy=remedy, seconds=0.0), began_s)
+            return workers
         known, self._suspect = self._suspect, trouble.key
         if trouble.key is not None and (trouble.raised or trouble.key == known):
             bad = self._find_bad(trouble, workers=workers)

@@ -8,6 +8,7 @@ one waits for ever, for 5 seconds, or raises from inside a signal handler.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import queue
@@ -28,10 +29,24 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from ddp_runner.data import limits
 from ddp_runner.data.limits import SHARED_MEMORY
 from ddp_runner.data.stamps import LoadStamps
-from ddp_runner.data.transport import Inboxes, PackedSource, TransportError, connect
-from ddp_runner.data.waiting import BatchLateError, Endless, PoolError, Wait, WorkerDiedError
+from ddp_runner.data.transport import (
+    Inboxes,
+    OutOfFilesError,
+    PackedSource,
+    TransportError,
+    connect,
+)
+from ddp_runner.data.waiting import (
+    BatchLateError,
+    Endless,
+    FilesUsedUpError,
+    PoolError,
+    Wait,
+    WorkerDiedError,
+)
 from ddp_runner.data.worker import WorkerStart, run_signals_held
 
 if TYPE_CHECKING:
@@ -47,12 +62,16 @@ _LONG_MESSAGE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """How to run the workers. ``prefetch_factor`` is in micro-batches per worker."""
+    """How to run the workers. ``prefetch_factor`` is in micro-batches per worker.
+
+    ``by_value``: batches are copied through a pipe, which needs no open file for each tensor.
+    """
 
     rank: int
     workers: int
     prefetch_factor: int
     pin_memory: bool
+    by_value: bool = False
 
 
 class _Receiver:
@@ -83,6 +102,8 @@ class _Receiver:
             raise PoolError(f"a batch could not be sent: {text}", worker=-1)
         try:
             return number, self._inboxes.unpack(packed)
+        except OutOfFilesError as error:
+            raise FilesUsedUpError(f"{limits.open_file_limit()}: {error}", worker=-1) from error
         except (TransportError, OSError) as error:
             text = f"a batch could not be received: {type(error).__name__}: {error}"
             raise PoolError(text, worker=packed.worker) from error
@@ -171,7 +192,9 @@ class WorkerPool:
         self._wait: Patience = Endless()
         outboxes, self._inboxes = connect(settings.workers)
         self._stamps = LoadStamps(settings.workers)
-        packed = PackedSource(source, outboxes=outboxes, stamps=self._stamps)
+        packed = PackedSource(
+            source, outboxes=outboxes, stamps=self._stamps, by_value=settings.by_value
+        )
         try:
             self._iterator = self._start(packed, keys, settings)
         except BaseException:
@@ -211,6 +234,8 @@ class WorkerPool:
         except (OSError, RuntimeError) as error:
             _end([child for child in active_children() if child not in others], grace_s=0.0)
             message = f"workers could not be started: {type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                message += f" ({limits.shared_memory_room()}; their locks need a few KB of it)"
             raise PoolError(message, worker=-1) from error
         # Torch's handler for SIGCHLD raises RuntimeError at whatever line the rank is; a death is
         # seen on the sentinels instead, where it can be told from everything else.

@@ -1,13 +1,15 @@
-"""Carries batches from a loader worker to its rank: tensors as shared memory, never by appointment.
+"""Carries batches from a loader worker to its rank: tensors as memory files, never by appointment.
 
 Torch's own way makes the rank *ask* the sending worker for each tensor's descriptor, over a socket
 in the temporary folder: the rank blocks for ever if that worker is stopped, fails if it is dead,
 and the socket's file stays behind if it is killed. Here the worker sends the descriptors first,
-over a socket pair made before the fork, so that whatever is announced can be had without it.
+over a socket pair made before the fork, so that whatever is announced can be had without it. The
+files have no name: they take no room in ``/dev/shm``, and end with the last process that has them.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -20,6 +22,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_storage
 from torch.utils.data import get_worker_info
 
+from ddp_runner.data.files import BATCH, as_bytes
 from ddp_runner.data.source import BatchKey, SampleSource, failed
 
 if TYPE_CHECKING:
@@ -30,12 +33,23 @@ if TYPE_CHECKING:
 _DESCRIPTORS_PER_MESSAGE = 250  # the kernel takes 253: SCM_MAX_FD, unix(7)
 
 
+OUT_OF_FILES = -1  # in place of a count of descriptors
+_NO_FILES_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
+
+
 class TransportError(Exception):
     """A batch that was announced cannot be taken out of the transport."""
 
 
+class OutOfFilesError(TransportError):
+    """The limit of open files is reached, here or in the worker; copying by value needs none."""
+
+
 class PackedBatch(NamedTuple):
-    """A batch on its way: the pickled rest, and how many descriptors ``worker`` sent for it."""
+    """A batch on its way: the pickled rest, and how many descriptors ``worker`` sent for it.
+
+    Instead of them :data:`OUT_OF_FILES`, if the worker could not open so many; there is no batch then.
+    """
 
     worker: int
     body: bytes
@@ -43,11 +57,12 @@ class PackedBatch(NamedTuple):
 
 
 class _Packer(ForkingPickler):
-    """Pickles a batch, its CPU storages as numbered descriptors in ``descriptors``."""
+    """Pickles a batch, its CPU storages as numbered descriptors in ``descriptors``, or by value."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, *, by_value: bool) -> None:
         super().__init__(file)
         self.descriptors: list[int] = []
+        self._by_value = by_value
         self.dispatch_table = {
             **self.dispatch_table,
             torch.UntypedStorage: self._reduce_storage,
@@ -56,9 +71,16 @@ class _Packer(ForkingPickler):
     def _reduce_storage(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         if storage.device.type != "cpu" or storage.nbytes() == 0:
             return reduce_storage(storage)  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
-        descriptor, size_bytes = storage._share_fd_cpu_()
-        self.descriptors.append(descriptor)
-        return _received_storage, (len(self.descriptors) - 1, size_bytes)
+        if self._by_value:
+            return _copied_storage, (bytes(as_bytes(storage)),)
+        descriptor = BATCH.descriptor_of(storage)
+        if descriptor not in self.descriptors:  # views share a storage
+            self.descriptors.append(descriptor)
+        return _received_storage, (self.descriptors.index(descriptor), storage.nbytes())
+
+
+def _copied_storage(content: bytes) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
 
 
 def _received_storage(number: int, size_bytes: int) -> torch.UntypedStorage:
@@ -93,40 +115,57 @@ class PackedSource:
     """What the torch DataLoader sees as its dataset: ``(number, key)`` -> :class:`PackedBatch`."""
 
     def __init__(
-        self, source: SampleSource, *, outboxes: Sequence[socket.socket], stamps: LoadStamps
+        self,
+        source: SampleSource,
+        *,
+        outboxes: Sequence[socket.socket],
+        stamps: LoadStamps,
+        by_value: bool,
     ) -> None:
         self._source = source
+        self._by_value = by_value
         self._outboxes = outboxes
         self._stamps = stamps
 
     def __getitem__(self, numbered: tuple[int, BatchKey]) -> PackedBatch:
-        """Load and send. Raises OSError or RuntimeError if there is no shared memory for it."""
+        """Load and send. Raises OSError if there is no memory for it."""
         info = get_worker_info()
         assert info is not None, "packed batches are for workers"
         send_descriptors = self._outboxes[info.id]
         number, key = numbered
+        BATCH.may_open = not self._by_value
         self._stamps.begin(info.id, number)
         batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
         try:
-            body, packer = _pack(batch)
+            packed = self._sent(batch, worker=info.id, outbox=send_descriptors)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            body, packer = _pack(failed(error, indices=key.indices))
+            trouble = failed(error, indices=key.indices)
+            packed = self._sent(trouble, worker=info.id, outbox=send_descriptors)
+        self._stamps.end(info.id)
+        return packed
+
+    def _sent(self, batch: Any, *, worker: int, outbox: socket.socket) -> PackedBatch:
+        file = io.BytesIO()
+        packer = _Packer(file, by_value=self._by_value)
+        try:
+            packer.dump(batch)
+            self._send(packer.descriptors, outbox)
+        except OSError as error:
+            if error.errno not in _NO_FILES_LEFT:
+                raise
+            return PackedBatch(worker=worker, body=b"", descriptors=OUT_OF_FILES)
+        finally:
+            BATCH.close()
+        return PackedBatch(worker=worker, body=file.getvalue(), descriptors=len(packer.descriptors))
+
+    def _send(self, descriptors: Sequence[int], outbox: socket.socket) -> None:
         # INVARIANT descriptors-first: a batch is announced only after all its descriptors are in
         # the socket, so that the rank never waits for a worker while it unpacks.
         # Broken if: the descriptors are sent after this function has returned.
         # Guarded by: test_batches_of_a_stopped_worker_that_are_ready_are_served.
-        for first in range(0, len(packer.descriptors), _DESCRIPTORS_PER_MESSAGE):
-            some = packer.descriptors[first : first + _DESCRIPTORS_PER_MESSAGE]
-            socket.send_fds(send_descriptors, [b"\0"], some)
-        self._stamps.end(info.id)
-        return PackedBatch(worker=info.id, body=body, descriptors=len(packer.descriptors))
-
-
-def _pack(batch: Any) -> tuple[bytes, _Packer]:
-    file = io.BytesIO()
-    packer = _Packer(file)
-    packer.dump(batch)
-    return file.getvalue(), packer
+        for first in range(0, len(descriptors), _DESCRIPTORS_PER_MESSAGE):
+            some = descriptors[first : first + _DESCRIPTORS_PER_MESSAGE]
+            socket.send_fds(outbox, [b"\0"], some)
 
 
 class Inboxes:
@@ -139,6 +178,8 @@ class Inboxes:
 
     def unpack(self, packed: PackedBatch) -> Any:
         """The batch. Never blocks. Raises TransportError if it did not come whole."""
+        if packed.descriptors == OUT_OF_FILES:
+            raise OutOfFilesError("its worker cannot open so many files")
         descriptors: list[int] = []
         try:
             while len(descriptors) < packed.descriptors:
@@ -146,6 +187,10 @@ class Inboxes:
                     packed.worker, missing=packed.descriptors - len(descriptors)
                 )
             return _Unpacker(io.BytesIO(packed.body), descriptors).load()
+        except (OSError, RuntimeError) as error:  # torch's own duplicate of a descriptor
+            if isinstance(error, OSError) and error.errno not in _NO_FILES_LEFT:
+                raise
+            raise OutOfFilesError(f"{type(error).__name__}: {error}") from error
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)  # a storage keeps its own duplicate
@@ -156,10 +201,7 @@ class Inboxes:
         if len(received) < expected:
             for descriptor in received:
                 os.close(descriptor)
-            raise TransportError(
-                f"only {len(received)} of {expected} tensors of a batch could be opened: "
-                "the limit of open files is reached (ulimit -n)"
-            )
+            raise OutOfFilesError(f"only {len(received)} of {expected} tensors could be opened")
         return received
 
     def close(self) -> None:

@@ -27,6 +27,10 @@ class WorkerDiedError(PoolError):
     """A worker ended, by a signal or by itself."""
 
 
+class FilesUsedUpError(PoolError):
+    """No batch could be handed over: each of its tensors needs an open file, and none is left."""
+
+
 class BatchLateError(PoolError):
     """The next batch did not come in time; ``worker`` is the one that owes it."""
 

@@ -1,48 +1,11 @@
-"""The limits preflight: what it measures and when it warns."""
+"""What runs out: open files and /dev/shm. Each in a process of its own, with real limits."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from ddp_runner.data.limits import batch_bytes, check_shared_memory
-
-
-@dataclass
-class Pair:
-    left: torch.Tensor
-    right: object
-
-
-def test_batch_bytes_counts_tensors_and_arrays_wherever_they_are():
-    """Containers of any depth are counted, other values are not."""
-    tensor = torch.zeros(10, dtype=torch.int64)
-    assert batch_bytes(tensor) == 80
-    assert batch_bytes({"a": [tensor, np.zeros(3)], "b": (b"four", "text", 7)}) == 80 + 24 + 4
-    assert batch_bytes(Pair(left=tensor, right=None)) == 80
-
-
-def test_shared_memory_too_small_is_told_with_both_sizes(tmp_path):
-    """The warning names the place, what is free and what is needed."""
-    text = check_shared_memory(workers=2, prefetch_factor=4, batch_bytes=2**50, path=tmp_path)
-    assert text is not None
-    assert str(tmp_path) in text
-    assert "free" in text
-    assert f"{2**33}.0 MB" in text
-
-
-def test_enough_shared_memory_is_no_warning(tmp_path):
-    """Controls: a small batch, no workers, a system without such a folder."""
-    assert check_shared_memory(workers=2, prefetch_factor=2, batch_bytes=1, path=tmp_path) is None
-    assert check_shared_memory(workers=0, prefetch_factor=2, batch_bytes=2**50) is None
-    nowhere = tmp_path / "none"
-    assert (
-        check_shared_memory(workers=2, prefetch_factor=2, batch_bytes=2**50, path=nowhere) is None
-    )
+import pytest
 
 
 def test_open_file_limit_is_raised_to_the_hard_one():
@@ -55,3 +18,84 @@ def test_open_file_limit_is_raised_to_the_hard_one():
         "assert up() == (200, 200)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+MANY_TENSORS = """
+import os, resource as r, sys
+import tests.data.test_loader_faults as t
+class Many(t.Plain):
+    def __getitem__(self, index):
+        return [t.torch.full((3,), index) for _ in range({tensors})]
+r.setrlimit(r.RLIMIT_NOFILE, (80, 80))
+told = []
+with t.make(Many(), num_workers=1, on_mended=told.append) as loader:
+    for step in range(6):
+        (taken,) = loader.take(step)
+        assert len(taken.batch) == {tensors}
+        for tensor in taken.batch:
+            assert [row[0].item() for row in tensor] == list(t.indices_of(step)), tensor
+    assert loader.workers == 1
+for mended in told:
+    print(mended.fault.kind.value, mended.fault.cause, mended.remedy, sep="; ")
+"""
+
+
+@pytest.mark.parametrize("tensors", [2, 100], ids=["enough", "too few"])
+def test_without_open_files_batches_come_through_a_pipe(tensors):
+    """One clear line, the same batches; the control has files enough and hears nothing."""
+    code = MANY_TENSORS.format(tensors=tensors)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    if tensors == 2:
+        assert done.stdout == ""
+        return
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("loader_worker_died; too many open files (ulimit -n is 80): ")
+    assert line.endswith("batches are copied through a pipe, which needs no open files")
+
+
+SMALL_SHARED_MEMORY = """
+import os
+import tests.data.test_loader_faults as t
+class Large(t.Plain):
+    def __getitem__(self, index):
+        return t.torch.full((500_000,), index)
+assert os.statvfs("/dev/shm").f_blocks * 4096 <= 256 * 1024
+told = []
+with t.make(Large(), num_workers=1, on_mended=told.append) as loader:
+    for step in range(6):
+        assert loader.take(step)[0].batch[:, 7].tolist() == list(t.indices_of(step))
+assert told == [], told
+{fill}
+with t.make(Large(), num_workers=1, on_mended=told.append) as loader:
+    assert loader.take(0)[0].batch[:, 7].tolist() == list(t.indices_of(0))
+print(told[0].fault.cause, told[-1].remedy, sep="; ")
+"""
+FILL = """
+with open("/dev/shm/full", "wb", buffering=0) as file:
+    while True:
+        try:
+            file.write(bytes(4096))
+        except OSError:
+            break
+"""
+
+
+def test_batches_take_no_room_in_shared_memory():
+    """16 MB of batches pass a /dev/shm of 256 KB; a full one is named, and loading goes on without."""
+    mount = "mount -t tmpfs -o size=256k none /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+        pytest.skip("needs the right to mount")
+    code = SMALL_SHARED_MEMORY.format(fill=FILL)
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -c "$1"', sys.executable, code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/dev/shm has 0.0 MB free of 0.2 MB" in done.stdout
+    assert "loading in the rank itself" in done.stdout

@@ -10,7 +10,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+from ddp_runner.data.files import collate_batch
 from ddp_runner.data.loader import SafeDataLoader, worker_count
 from ddp_runner.data.order import SampleOrder, share
 
@@ -247,11 +249,39 @@ def test_workers_are_cut_to_the_ranks_part_of_the_cores():
         assert f"{cores} loader workers per rank instead of 1000" in loader.notes[0]
 
 
-def test_shared_memory_too_small_is_noted_after_the_first_batch(caplog, monkeypatch):
-    """The preflight measures a real batch and warns before the prefetch fills the memory."""
+class Nested:
+    """Samples of every shape that collating knows, and two views of one tensor."""
 
-    monkeypatch.setattr("ddp_runner.data.limits.batch_bytes", lambda batch: 2**50)
-    with make(num_workers=1) as loader:
-        loader.take(0)
-        assert any("/dev/shm" in note for note in loader.notes)
-    assert "/dev/shm" in caplog.text
+    deterministic = True
+
+    def __getitem__(self, index):
+        base = torch.arange(4.0) + index
+        return {
+            "views": (base[:2], base[2:]),
+            "array": np.full((2, 2), index, dtype=np.int32),
+            "number": index,
+            "text": f"sample {index}",
+            "empty": torch.zeros(0),
+        }
+
+
+def _keep_views(samples):
+    """Drops what it collated first, and sends views of one storage."""
+    for _ in range(3):
+        collate_batch(samples)
+    whole = torch.stack([torch.cat(sample["views"]) for sample in samples])
+    return {"all": collate_batch(samples), "left": whole[:, :2], "whole": whole}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_those_of_default_collate(num_workers):
+    """Through memory files as in the rank itself: same structure, types, values; views stay views."""
+    with make(Nested(), num_workers=num_workers, collate_fn=_keep_views) as loader:
+        for step in range(3):
+            for taken in loader.take(step):
+                expected = default_collate([Nested()[index] for index in taken.indices])
+                assert repr(taken.batch["all"]) == repr(expected)
+                left, whole = taken.batch["left"], taken.batch["whole"]
+                assert torch.equal(whole, torch.cat(expected["views"], 1))
+                left[:] = -1.0
+                assert torch.equal(whole[:, :2], left)
