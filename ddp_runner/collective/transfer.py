@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,9 @@ from torch import Tensor
 from ddp_runner.collective.group import Group
 
 PIECE_BYTES = 64 * 1024 * 1024
+PACKED_SHARE = 16  # of a piece: so much is packed together at most
+SMALL_SHARE = 1024  # of a piece: tensors below are packed, others are sent as they lie
+PIECES_AHEAD = 4  # under way at once, so that neither side waits for the other's next call
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,35 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _pieces(total_bytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total_bytes, PIECE_BYTES):
-        yield start, min(start + PIECE_BYTES, total_bytes)
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some bytes of one tensor."""
+
+    tensor: int
+    start: int
+    end: int
+
+
+def _pieces(sizes_bytes: Sequence[int]) -> Iterator[tuple[_Part, ...]]:
+    """What each message holds: a part of one large tensor, or many small tensors in a row.
+
+    Both sides come to the same answer from the sizes alone.
+    """
+    small: list[_Part] = []
+    small_bytes = 0
+    for number, size in enumerate(sizes_bytes):
+        is_small = size * SMALL_SHARE < PIECE_BYTES
+        if small and (not is_small or (small_bytes + size) * PACKED_SHARE > PIECE_BYTES):
+            yield tuple(small)
+            small, small_bytes = [], 0
+        if is_small:
+            small += [_Part(number, 0, size)] if size else []
+            small_bytes += size
+            continue
+        for start in range(0, size, PIECE_BYTES):
+            yield (_Part(number, start, min(start + PIECE_BYTES, size)),)
+    if small:
+        yield tuple(small)
 
 
 def _wire_device(group: Group) -> torch.device:
@@ -81,41 +112,34 @@ def send_state(group: Group, state: dict[str, Any], *, to: Sequence[int]) -> int
     ]
     header = pickle.dumps((skeleton, described))
     device = _wire_device(group)
-    total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    sizes = torch.tensor([len(header), total_bytes], dtype=torch.int64, device=device)
-    _send(sizes, to)
-    _send(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device), to)
-    flat = _Packer(tensors, device)
-    for start, end in _pieces(total_bytes):
-        _send(flat.take(end - start), to)
-    return total_bytes
+    sizes_bytes = [_size_bytes(one) for one in described]
+    size = torch.tensor([len(header)], dtype=torch.int64, device=device)
+    _wait(_send(size, to))
+    _wait(_send(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device), to))
+    under_way: deque[list[dist.Work]] = deque()
+    for parts in _pieces(sizes_bytes):
+        views = [_as_bytes(tensors[part.tensor])[part.start : part.end] for part in parts]
+        if len(views) > 1 or views[0].device.type != device.type:
+            views = [torch.cat([view.to(device) for view in views])]
+        if len(under_way) == PIECES_AHEAD:
+            _wait(under_way.popleft())
+        under_way.append(_send(views[0], to))
+    for works in under_way:
+        _wait(works)
+    return sum(sizes_bytes)
 
 
-class _Packer:
-    """Hands out the concatenated bytes of many tensors, a piece at a time, with one piece of memory."""
-
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self._device = device
-        self._views = (_as_bytes(tensor) for tensor in tensors if tensor.numel())
-        self._rest = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size_bytes: int) -> Tensor:
-        piece = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-        filled = 0
-        while filled < size_bytes:
-            if self._rest.numel() == 0:
-                self._rest = next(self._views)
-            count = min(size_bytes - filled, self._rest.numel())
-            piece[filled : filled + count].copy_(self._rest[:count])
-            self._rest = self._rest[count:]
-            filled += count
-        return piece
+def _size_bytes(described: _Description) -> int:
+    return math.prod(described.shape) * described.dtype.itemsize
 
 
-def _send(tensor: Tensor, to: Sequence[int]) -> None:
-    for work in [dist.isend(tensor, rank) for rank in to]:
-        if work is not None:
-            work.wait()
+def _send(tensor: Tensor, to: Sequence[int]) -> list[dist.Work]:
+    return [work for rank in to if (work := dist.isend(tensor, rank)) is not None]
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 class _OwnTypes(pickle.Unpickler):
@@ -132,9 +156,9 @@ class _OwnTypes(pickle.Unpickler):
 def receive_state(group: Group, *, source: int) -> dict[str, Any]:
     """The state that ``source`` sends, on the CPU or on this rank's device as it was at the source."""
     device = _wire_device(group)
-    sizes = torch.empty(2, dtype=torch.int64, device=device)
-    dist.recv(sizes, source)
-    header_bytes, total_bytes = (int(size) for size in sizes.tolist())
+    size = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(size, source)
+    header_bytes = int(size)
     header = torch.empty(header_bytes, dtype=torch.uint8, device=device)
     dist.recv(header, source)
     skeleton, described = _OwnTypes(io.BytesIO(header.cpu().numpy().tobytes())).load()
@@ -142,22 +166,34 @@ def receive_state(group: Group, *, source: int) -> dict[str, Any]:
         torch.empty(d.shape, dtype=d.dtype, device=group.device if d.on_device else "cpu")
         for d in described
     ]
-    _fill(tensors, total_bytes, source, device)
+    _fill(tensors, described, source, device)
     state = _put_back(skeleton, tensors)
     if not isinstance(state, dict):
         raise TypeError(f"received a {type(state).__name__} where a state dict was due")
     return state
 
 
-def _fill(tensors: Sequence[Tensor], total_bytes: int, source: int, device: torch.device) -> None:
-    views = (_as_bytes(tensor) for tensor in tensors if tensor.numel())
-    rest = torch.empty(0, dtype=torch.uint8)
-    for start, end in _pieces(total_bytes):
-        piece = torch.empty(end - start, dtype=torch.uint8, device=device)
-        dist.recv(piece, source)
-        while piece.numel():
-            if rest.numel() == 0:
-                rest = next(views)
-            count = min(piece.numel(), rest.numel())
-            rest[:count].copy_(piece[:count])
-            rest, piece = rest[count:], piece[count:]
+def _fill(
+    tensors: Sequence[Tensor], described: Sequence[_Description], source: int, device: torch.device
+) -> None:
+    """Receive into ``tensors``, in place where they lie on the wire's device."""
+    under_way: deque[tuple[dist.Work | None, Tensor, list[Tensor]]] = deque()
+    for parts in _pieces([_size_bytes(one) for one in described]):
+        views = [_as_bytes(tensors[part.tensor])[part.start : part.end] for part in parts]
+        is_direct = len(views) == 1 and views[0].device.type == device.type
+        size_bytes = sum(view.numel() for view in views)
+        piece = views[0] if is_direct else torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        if len(under_way) == PIECES_AHEAD:
+            _unpack(*under_way.popleft())
+        under_way.append((dist.irecv(piece, source), piece, [] if is_direct else views))
+    while under_way:
+        _unpack(*under_way.popleft())
+
+
+def _unpack(work: dist.Work | None, piece: Tensor, views: Sequence[Tensor]) -> None:
+    if work is not None:
+        work.wait()
+    start = 0
+    for view in views:
+        view.copy_(piece[start : start + view.numel()])
+        start += view.numel()
