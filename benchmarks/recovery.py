@@ -1,13 +1,17 @@
 """Seconds from a fault to the next committed step: ``ddp_runner`` beside ``torchrun --max-restarts``.
 
-Run by hand: ``python benchmarks/recovery.py [--worlds 2 3 4] [--state-mb 2 100] [--rounds 3]``. The two
-take turns within a round; each round starts them anew and harms them ``--faults`` times. For torchrun,
-"to new ground" adds the steps since its checkpoint, which are done again; ours does none again.
+Run by hand, from the repository's root:
+``python benchmarks/recovery.py --worlds 3 --rounds 3 --json recovery.json`` (2 MB, all kinds, 3 minutes)
+``python benchmarks/recovery.py --matrix --json matrix.json`` (2, 3, 4, 8 ranks; 2 MB, 100 MB, 1 GB; 15 minutes)
+The two take turns within a round; each round starts them anew and harms each ``--faults`` times in every way.
+For torchrun, "to new ground" adds the steps since its checkpoint, which are done again; ours does none again.
+What has not come back once within ``--within-s`` is not tried again in larger jobs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import asdict, dataclass, field
@@ -19,7 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from contenders import machine, show_machine
 from faulted import START_TIMEOUT_S, Comeback, Faulted, Harm, Job, NoComebackError, Ours, Torchrun
 
-SETTLED_STEPS = 12  # between two faults, at the least: a new process has its pace then
+MATRIX = {
+    "worlds": [2, 3, 4, 8],
+    "state_mb": [2.0, 100.0, 1000.0],
+    "harms": ["kill1", "raise", "stop"],
+}
 HARMS = {
     "kill1": (Harm.KILL, 1),
     "kill0": (Harm.KILL, 0),
@@ -57,23 +65,55 @@ class Cell:
         return ", ".join(f"{name} {value * 1e3:.0f}" for name, value in values.items())
 
 
-def harm_often(kind: type[Faulted], job: Job, cell: Cell, *, faults: int, within_s: float) -> None:
-    harm, rank = HARMS[cell.harm]
+def settled_steps(state_mb: float) -> int:
+    """Steps between two faults, at the least: a new process is watched by its pace from the third on."""
+    return 12 if state_mb <= 10 else 6 if state_mb <= 200 else 4
+
+
+def faults_for(state_mb: float, asked: argparse.Namespace) -> int:
+    """How often each harm is done in a round; large states take long, and vary less."""
+    return max(1, asked.faults if state_mb <= 200 else asked.faults - 2)
+
+
+def harm_all(
+    kind: type[Faulted], job: Job, cells: list[Cell], *, faults: int, within_s: float
+) -> None:
+    """One run of a contender that meets every harm in turn; what it does not come back from ends it."""
+    settled = settled_steps(job.state_mb)
+    done: list[Cell] = []
     with kind(job) as run:
-        run.wait_past(SETTLED_STEPS, timeout_s=START_TIMEOUT_S)
-        for _ in range(faults):
-            try:
-                cell.comebacks.append(run.comeback(harm, rank, timeout_s=within_s))
-            except NoComebackError:
-                cell.never += 1
-                break
-            run.wait_past(run.mark().step + SETTLED_STEPS, timeout_s=START_TIMEOUT_S)
+        run.wait_past(settled, timeout_s=START_TIMEOUT_S)
+        # A stop comes last: it may be the end of a contender.
+        for cell in sorted(cells, key=lambda cell: HARMS[cell.harm][0] is Harm.STOP):
+            harm, rank = HARMS[cell.harm]
+            for number in range(faults):
+                show(
+                    f"{cell.contender}, {job.world} ranks, {job.state_mb:g} MB: {cell.harm} {number + 1}"
+                )
+                try:
+                    cell.comebacks.append(run.comeback(harm, rank, timeout_s=within_s))
+                except NoComebackError:
+                    cell.never += 1
+                    return
+                done.append(cell)
+                run.wait_past(run.mark().step + settled, timeout_s=START_TIMEOUT_S)
         if isinstance(run, Ours):
-            cell.seconds += [fault["seconds"] for fault in run.finish()["faults"]]
+            told = run.finish()["faults"]
+            if len(told) == len(done):
+                for cell, fault in zip(done, told, strict=True):
+                    cell.seconds.append(fault["seconds"])
+
+
+def show(text: str) -> None:
+    sys.stderr.write(f"\r\033[K{text}")
+    sys.stderr.flush()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--matrix", action="store_true", help="every size, with few repeats")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--state-mb", type=float, nargs="+", default=[2.0])
     parser.add_argument("--harms", nargs="+", choices=HARMS, default=list(HARMS))
@@ -84,33 +124,44 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=0.0, help="the plain script's, for gloo")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
+    if asked.matrix:
+        asked = argparse.Namespace(**{**vars(asked), **MATRIX, "rounds": 1})
     facts = machine()
     show_machine(facts)
     kinds = [kind for kind in (Ours, Torchrun) if kind.name in asked.contenders]
-    cells = []
+    cells: list[Cell] = []
     print(
         "| contender | ranks | state MB | fault | s to a step (middle half) | to new ground | redone |"
     )
     print("|---|---|---|---|---|---|---|")
-    for state_mb in asked.state_mb:
-        for world in asked.worlds:
-            for name in asked.harms:
-                row = [
-                    Cell(contender=kind.name, world=world, state_mb=state_mb, harm=name)
-                    for kind in kinds
-                ]
-                job = Job(world=world, state_mb=state_mb, timeout_s=asked.timeout_s)
-                for _ in range(asked.rounds):
-                    for kind, cell in zip(kinds, row, strict=True):
-                        if not cell.never:
-                            harm_often(
-                                kind, job, cell, faults=asked.faults, within_s=asked.within_s
-                            )
-                for cell in row:
-                    print(cell.line(), flush=True)
-                    if parts := cell.parts():
-                        print(f"  ms of ours: {parts}", flush=True)
-                cells += row
+    given_up: set[tuple[str, str]] = set()
+    for state_mb, world in itertools.product(asked.state_mb, asked.worlds):
+        job = Job(world=world, state_mb=state_mb, timeout_s=asked.timeout_s)
+        rows = [
+            [
+                Cell(contender=kind.name, world=world, state_mb=state_mb, harm=name)
+                for name in asked.harms
+                if (kind.name, name) not in given_up
+            ]
+            for kind in kinds
+        ]
+        for _ in range(asked.rounds):
+            for kind, row in zip(kinds, rows, strict=True):
+                tried = [cell for cell in row if not cell.never]
+                harm_all(
+                    kind,
+                    job,
+                    tried,
+                    faults=faults_for(state_mb, asked),
+                    within_s=asked.within_s,
+                )
+        show("")
+        for cell in itertools.chain(*rows):
+            given_up |= {(cell.contender, cell.harm)} if cell.never else set()
+            print(cell.line(), flush=True)
+            if parts := cell.parts():
+                print(f"  ms of ours: {parts}", flush=True)
+            cells.append(cell)
     if asked.json:
         rows = [asdict(cell) for cell in cells]
         asked.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
