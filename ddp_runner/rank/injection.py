@@ -63,7 +63,8 @@ class InjectingSlot(Slot):
     def set(self, cell: Cell, value: int) -> None:
         """Store; the moment at which the board turns dirty is the place called ``commit``."""
         super().set(cell, value)
-        if cell is Cell.COMMITTED_STEP:
+        # A new generation stores it too, before the step is done again.
+        if cell is Cell.COMMITTED_STEP and value > self.get(Cell.STEP):
             self._ruined.clear()
         if cell is Cell.DIRTY and value:
             self._look(COMMIT)

@@ -302,6 +302,48 @@ def test_all_ranks_know_alike_whether_every_parameter_was_used(users):
     assert answers == [[len(users) == 3, True]] * 3
 
 
+def _touch_nothing_on_rank_1(me, port, find_unused):
+    def loss(model, batch):
+        return loss_of(model, batch) if me.rank == 0 else torch.tensor(2.5)
+
+    model = fresh_model()
+    with join(me, port) as group:
+        replica = Replica(
+            model,
+            loss,
+            group=group,
+            settings=DdpSettings(find_unused_parameters=find_unused),
+            slot=make_slot(),
+        )
+        replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
+        if find_unused:
+            replica.check_reduced()
+            return gradients(model), replica.signals()[Signal.LOSS]
+        with pytest.raises(RuntimeError, match="finished reduction") as raised:
+            replica.check_reduced()
+        return str(raised.value)
+
+
+def test_a_rank_whose_backward_touches_no_parameter_adds_its_loss_and_no_gradient():
+    """With find_unused_parameters; the signals still ride, so that all agree on the step."""
+    with hosted_store() as port:
+        answers = run_ranks(_touch_nothing_on_rank_1, 2, port, True)
+    model = fresh_model()
+    own = loss_of(model, batch_of(0)) * 0.5
+    own.backward()
+    for reduced, loss in answers:
+        assert loss == pytest.approx(float(own.detach()) + 1.25)
+        for found, parameter in zip(reduced, model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad)
+
+
+def test_a_rank_whose_backward_touches_no_parameter_names_them_all():
+    """Without it the reduction cannot finish anywhere, and that rank alone knows why."""
+    names = [name for name, _ in fresh_model().named_parameters()]
+    with hosted_store() as port, ranks(_touch_nothing_on_rank_1, 2, port, False) as world:
+        assert world[1].result().endswith(f"no gradient came for {', '.join(names)}")
+
+
 def _detached_loss(model, batch):
     return loss_of(model, batch).detach().requires_grad_()
 

@@ -113,6 +113,31 @@ def test_an_unused_parameter_is_named_and_the_same_step_redone(tmp_path, ranks):
     assert summary["weights_sha256"] == safe.summary()["weights_sha256"]
 
 
+def test_a_parameter_left_out_just_before_a_save_is_never_saved_unreduced(tmp_path):
+    """DDP would tell at the next forward only, and after the last step never."""
+    asked = (
+        "--max-steps",
+        20,
+        "--inject",
+        "unused:rank=1,step=9",
+        "--inject",
+        "unused:rank=0,step=19",
+    )
+    saves = ("save_every_steps=10", "save_interval=0")
+    safe = finish(tmp_path / "safe", *asked, *saves, task=PLAIN)
+    run = finish(tmp_path / "run", *asked, *saves, "find_unused_parameters=false", task=PLAIN)
+    # The first fault turns the search on; the step of the second needs it no less.
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["step"]) == ("reduction_unfinished", 9)
+    assert "4.weight, 4.bias" in fault["cause"]
+    for step in (10, 20):
+        weights = [
+            torch.load(one.checkpoints / f"step_{step:08}.pt", weights_only=True)["model"]
+            for one in (safe, run)
+        ]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_branches_are_no_fault_where_they_are_expected(tmp_path):
     """Control: with the default the very same task runs in peace."""
     summary = finish(tmp_path, task=BRANCHING).summary()
