@@ -10,6 +10,8 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ddp_runner.collective import transfer
@@ -87,6 +89,23 @@ def test_every_bit_of_a_nested_state_arrives(piece_bytes):
     assert received == as_plain(nested_state())
     assert list(received["model"]) == list(nested_state()["model"])
     assert sent_bytes > 10 * SMALL_PIECE_BYTES
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9000), max_size=60), piece_bytes=st.sampled_from([1, 37, 4096])
+)
+def test_pieces_cover_every_byte_once_and_in_order(sizes, piece_bytes):
+    """Both sides cut alike from the sizes alone; nothing is larger than a piece, or sent twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "PIECE_BYTES", piece_bytes)
+        pieces = list(transfer._pieces(sizes))
+    assert all(sum(part.end - part.start for part in piece) <= piece_bytes for piece in pieces)
+    assert all(piece for piece in pieces)
+    covered = {}
+    for part in (part for piece in pieces for part in piece):
+        assert part.start == covered.get(part.tensor, 0) < part.end
+        covered[part.tensor] = part.end
+    assert covered == {number: size for number, size in enumerate(sizes) if size}
 
 
 def test_several_receivers_and_one_that_takes_no_part():

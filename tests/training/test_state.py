@@ -7,7 +7,10 @@ import copy
 import pytest
 import torch
 
+from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.core.election import EMPTY_STEP
+from tests.collective.joining import join
+from tests.processes import hosted_store, run_ranks
 
 from .building import as_plain, bits_of, build_model, build_state, micro_batches
 
@@ -63,6 +66,37 @@ def advance_once_more(state):
     state.optimizer.zero_grad(set_to_none=True)
     torch.nn.functional.mse_loss(state.model(inputs), targets).backward()
     state.optimizer.step()
+
+
+def _hand_over(me, port):
+    state = build_state()
+    scale = torch.amp.GradScaler("cpu", enabled=True, init_scale=4.0)
+    if me.rank == 0:
+        advance(state, 4)
+        scale.load_state_dict({**scale.state_dict(), "scale": 64.0, "_growth_tracker": 7})
+    state.precision.scaler = scale
+    with join(me, port) as group:
+        if me.rank == 0:
+            send_state(group, state.capture(), to=(1,))
+        else:
+            state.restore(receive_state(group, source=0))
+    advance_once_more(state)
+    weights = {name: tensor.tolist() for name, tensor in state.model.state_dict().items()}
+    average = {
+        name: tensor.tolist() for name, tensor in state.ema.state_dict()["parameters"].items()
+    }
+    return weights, average, state.precision.state_dict(), state.capture()["counters"]
+
+
+def test_a_replacement_gets_batch_statistics_scaler_average_and_counters():
+    """Over the wire, as in a repair: whatever the next step depends on is the survivor's."""
+    with hosted_store() as port:
+        survivor, replacement = run_ranks(_hand_over, 2, port)
+    assert replacement == survivor
+    weights, _, scaler, counters = replacement
+    assert weights["1.num_batches_tracked"] == 5
+    assert (scaler["scale"], scaler["_growth_tracker"]) == (64.0, 7)
+    assert counters["committed_step"] == 4
 
 
 def test_a_captured_state_holds_the_live_tensors():
