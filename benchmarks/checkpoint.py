@@ -1,147 +1,255 @@
-"""Seconds that one checkpoint blocks, against copying, torch.save and a plain synced write.
+"""Seconds that a checkpoint takes from training, against copying, torch.save, async_save and a plain write.
 
-Run by hand: ``python benchmarks/checkpoint.py [--parameters MILLIONS ...] [--rounds N]``. The state
-is that of AdamW: weights and two moments, 12 bytes a parameter, in tensors of a Transformer's
-sizes. The contenders take turns within each round, in an order that rotates; medians are printed.
+Run by hand: ``python benchmarks/checkpoint.py [--parameters MILLIONS] [--rounds N] [--batch N]``. A
+model of square layers trains with AdamW (12 bytes a parameter to save); in each round every contender
+saves once, after an optimizer step, in an order that rotates. *Blocked* is what the training thread
+gives to the save: the call, and for ours the wait before the next optimizer step. *Step* is that
+next step as a whole (forward, backward, optimizer), against one without a save. *Written* is from the
+call until everything is on disk. Background work ends before the next contender begins.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import shutil
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from typing import TYPE_CHECKING
-
+from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TENSOR_PARAMETERS = 1024 * 1024
-PIECE_BYTES = 64 * 1024 * 1024
+WIDTH = 1024
 
 
-def adamw_like(parameters: int) -> dict[str, object]:
-    """Weights, and per weight the two moments and the step count that AdamW keeps."""
-    count = max(1, parameters // TENSOR_PARAMETERS)
-    shape = (parameters // count // 1024, 1024)
-    model = {f"layers.{i}.weight": torch.rand(shape) for i in range(count)}
-    moments = {
-        i: {
-            "step": torch.tensor(1.0),
-            "exp_avg": torch.rand(shape),
-            "exp_avg_sq": torch.rand(shape),
-        }
-        for i in range(count)
-    }
-    groups = [{"lr": 1e-3, "params": list(range(count))}]
-    return {"model": model, "optimizer": {"state": moments, "param_groups": groups}}
+class Training:
+    """A model, its optimizer, and one step, between whose parts a save may run."""
+
+    def __init__(self, parameters: int, batch: int) -> None:
+        torch.manual_seed(1)
+        layers = max(1, parameters // (WIDTH * WIDTH))
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self._inputs = torch.randn(batch, WIDTH)
+
+    def step(self, before_optimizer: Callable[[], None] = lambda: None) -> tuple[float, float]:
+        """Seconds of forward and backward, and of ``before_optimizer``."""
+        began_s = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.model(self._inputs).square().mean().backward()
+        computed_s = time.perf_counter()
+        before_optimizer()
+        waited_s = time.perf_counter()
+        self.optimizer.step()
+        return computed_s - began_s, waited_s - computed_s
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def tensors(self) -> list[torch.Tensor]:
+        kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [*(parameter.detach() for parameter in self.model.parameters()), *kept]
 
 
-def tensors_of(state: dict) -> list[torch.Tensor]:
-    moments = [t for entry in state["optimizer"]["state"].values() for t in entry.values()]
-    return [*state["model"].values(), *moments]
+class Contender:
+    """Saves once: ``save`` is called after a step, ``wait`` before the next optimizer step."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        self.training = training
+        self.directory = directory
+
+    def save(self) -> None:
+        """Do what training waits for."""
+
+    def wait(self) -> None:
+        """Wait for what must be done before the state changes."""
+
+    def end(self) -> None:
+        """Wait until everything is on disk."""
 
 
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+class Copy(Contender):
+    """A copy into memory that is there already."""
 
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        self._pairs = [(torch.empty_like(tensor), tensor) for tensor in training.tensors()]
 
-def contenders(state: dict, directory: Path) -> dict[str, Callable[[], object]]:
-    """Name -> one call whose duration counts. Each writes to its own, fresh names."""
-    tensors = tensors_of(state)
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    store = CheckpointStore(directory / "store", keep_last=1)
-    steps = iter(range(1, 10_000))
-
-    def copy() -> None:
-        for target, source in zip(copies, tensors, strict=True):
+    def save(self) -> None:
+        for target, source in self._pairs:
             target.copy_(source)
 
-    def torch_save() -> None:
-        torch.save(state, directory / "plain.pt")
 
-    def torch_save_synced() -> None:
-        torch.save(state, directory / "synced.pt")
-        sync(directory / "synced.pt")
+class TorchSave(Contender):
+    """As most scripts do: not synced."""
 
-    def raw_synced() -> None:
-        with (directory / "raw.bin").open("wb", buffering=0) as file:
-            for tensor in tensors:
+    def save(self) -> None:
+        torch.save(self.training.state(), self.directory / "plain.pt")
+
+
+class RawSynced(Contender):
+    """The same bytes as one plain file, synced."""
+
+    def save(self) -> None:
+        with (self.directory / "raw.bin").open("wb", buffering=0) as file:
+            for tensor in self.training.tensors():
                 file.write(tensor.reshape(-1).numpy().data)
             os.fsync(file.fileno())
 
-    def ours() -> None:
-        store.save(
-            state,
-            step=next(steps),
-            epoch=1,
-            samples=1,
-            run_id="benchmark",
-            meaning={},
-            settings_digest="",
-            monitored=None,
-            reason="benchmark",
+
+class AsyncSave(Contender):
+    """torch.distributed.checkpoint.async_save, in a group of one."""
+
+    def save(self) -> None:
+        self._future = dcp.async_save(
+            self.training.state(), checkpoint_id=str(self.directory / "dcp")
         )
 
+    def end(self) -> None:
+        self._future.result()
+
+
+class Ours(Contender):
+    """The save of ddp_runner beside training."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        self._saver = BackgroundSaver()
+        self._store = CheckpointStore(directory / "store", keep_last=1)
+        self._steps = itertools.count(1)
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "step": next(self._steps), "epoch": 1, "samples": 1, "run_id": "benchmark",
+            "meaning": {}, "settings_digest": "", "monitored": None, "reason": "benchmark",
+        }  # fmt: skip
+
+    def save(self) -> None:
+        write = partial(self._store.save, **self._facts())
+        self._saver.begin(self.training.state(), steady=self.training.tensors(), write=write)
+
+    def wait(self) -> None:
+        self._saver.release_state()
+
+    def end(self) -> None:
+        self._saver.take_ended(None).result()
+
+
+class OursAtOnce(Ours):
+    """The last save of a run: in the training thread, from the live tensors."""
+
+    def save(self) -> None:
+        self._store.save(self.training.state(), **self._facts())
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+    def end(self) -> None:
+        """As above."""
+
+
+def measure(training: Training, *, rounds: int, directory: Path) -> None:
+    kinds = {
+        "no save": Contender,
+        "memcpy": Copy,
+        "torch.save": TorchSave,
+        "async_save": AsyncSave,
+        "raw write + fsync": RawSynced,
+        "ours, beside": Ours,
+        "ours, at once": OursAtOnce,
+    }
+    contenders = {}
+    for number, (name, kind) in enumerate(kinds.items()):
+        (directory / str(number)).mkdir()
+        contenders[name] = kind(training, directory / str(number))
+    figures = {name: [] for name in kinds}
+    names = list(kinds)
+    for index in range(rounds + 1):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            row = one_save(training, contenders[name])
+            if index > 0:  # the first round warms up
+                figures[name].append(row)
+            os.sync()  # nobody pays for the pages of the contender before
+    report(training, figures, rounds)
+
+
+def one_save(training: Training, contender: Contender) -> dict[str, float]:
+    for path in contender.directory.glob("*.*"):
+        path.unlink()  # nor for the truncation of an older file
+    shutil.rmtree(contender.directory / "dcp", ignore_errors=True)
+    training.step()
+    began_s = time.perf_counter()
+    contender.save()
+    called_s = time.perf_counter()
+    computed_s, waited_s = training.step(contender.wait)
+    stepped_s = time.perf_counter()
+    contender.end()
+    ended_s = time.perf_counter()
     return {
-        "memcpy": copy,
-        "torch.save": torch_save,
-        "torch.save + fsync": torch_save_synced,
-        "raw write + fsync": raw_synced,
-        "CheckpointStore.save": ours,
+        "blocked": called_s - began_s + waited_s,
+        "compute": computed_s,
+        "step": stepped_s - called_s - waited_s,
+        "written": ended_s - began_s,
     }
 
 
-def measure(parameters: int, *, rounds: int, directory: Path) -> None:
-    state = adamw_like(parameters)
-    size_bytes = sum(tensor.nbytes for tensor in tensors_of(state))
-    calls = contenders(state, directory)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for index in range(rounds + 1):
-        for name in names[index % len(names) :] + names[: index % len(names)]:
-            for path in directory.glob("*.*"):
-                path.unlink()  # nobody pays for the truncation of an older file
-            os.sync()  # nor for the pages of the contender before
-            started_s = time.perf_counter()
-            calls[name]()
-            if index > 0:  # the first round warms up
-                seconds[name].append(time.perf_counter() - started_s)
-    base_s = statistics.median(seconds["memcpy"])
-    print(f"\n{parameters / 1e6:.0f} M parameters, {size_bytes / 1e6:.0f} MB, {rounds} rounds")
-    print(f"{'':<22}{'median s':>10}{'min':>8}{'max':>8}{'MB/s':>8}{'x memcpy':>10}")
-    for name, taken in seconds.items():
-        middle_s = statistics.median(taken)
+def report(training: Training, figures: dict[str, list[dict[str, float]]], rounds: int) -> None:
+    size_bytes = sum(tensor.nbytes for tensor in training.tensors())
+
+    def median(name: str, column: str) -> float:
+        return statistics.median(row[column] for row in figures[name])
+
+    print(
+        f"\n{size_bytes / 1e6:.0f} MB, {rounds} rounds, medians in seconds (quartiles of blocked)"
+    )
+    print(
+        f"{'':<20}{'blocked':>9}{'quartiles':>16}{'x memcpy':>10}{'fwd+bwd':>9}{'step':>8}{'written':>9}"
+    )
+    for name, rows in figures.items():
+        blocked = sorted(row["blocked"] for row in rows)
+        low, _, high = statistics.quantiles(blocked, n=4)
+        ratio = median(name, "blocked") / median("memcpy", "blocked")
         print(
-            f"{name:<22}{middle_s:>10.3f}{min(taken):>8.3f}{max(taken):>8.3f}"
-            f"{size_bytes / middle_s / 1e6:>8.0f}{middle_s / base_s:>10.1f}"
+            f"{name:<20}{median(name, 'blocked'):>9.4f}{f'{low:.4f}-{high:.4f}':>16}{ratio:>10.2f}"
+            f"{median(name, 'compute'):>9.3f}{median(name, 'step'):>8.3f}{median(name, 'written'):>9.3f}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parameters", type=float, nargs="+", default=[5, 50], help="millions")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parameters", type=float, default=50, help="millions")
+    parser.add_argument("--batch", type=int, default=48, help="samples: how long a step computes")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1, help="of a rank: cores / ranks")
     parser.add_argument(
         "--directory", type=Path, help="where to write (default: the temporary one)"
     )
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    for millions in arguments.parameters:
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            measure(int(millions * 1e6), rounds=arguments.rounds, directory=Path(directory))
+    training = Training(int(arguments.parameters * 1e6), arguments.batch)
+    training.step()  # the optimizer's state is there from now on
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        measure(training, rounds=arguments.rounds, directory=Path(directory))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from ddp_runner.checkpoint import publish
 from ddp_runner.checkpoint.store import CheckpointStore
 
 from .crashing_disk import CrashingDisk, SimulatedCrash, Survival
@@ -99,6 +100,14 @@ def test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint(
         assert best.manifest.step in scenario.best_after
         _check_the_next_run(path)
     pytest.fail(f"no end of the save within {OPERATIONS_MAX} operations")
+
+
+def test_a_crash_while_a_large_file_is_written_and_hashed_keeps_it_too(tmp_path: Path, monkeypatch):
+    """Pieces that are large go through a thread of their own: the same promise, at every piece."""
+    monkeypatch.setattr(publish, "_PIECE_BYTES_MIN", 60)
+    test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint(
+        tmp_path, "second save", Survival.NAMES
+    )
 
 
 def _check_the_next_run(path: Path) -> None:

@@ -172,3 +172,32 @@ def test_a_directory_that_is_a_file_is_a_storage_fault(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(FaultError, match=r"step_00000010\.pt"):
         save(tmp_path / "file", 10)
+
+
+SCRIPT = """
+import sys
+from functools import partial
+from pathlib import Path
+import torch
+from ddp_runner.checkpoint.background import BackgroundSaver
+from ddp_runner.checkpoint.store import CheckpointStore
+from tests.checkpoint.states import facts_of
+weight = torch.ones(8_000_000)
+write = partial(CheckpointStore(Path(sys.argv[1]), keep_last=1).save, **facts_of(7))
+BackgroundSaver().begin({"weight": weight}, steady=[weight], write=write)
+raise ValueError("the script ends here")
+"""
+
+
+def test_a_script_that_ends_by_an_error_still_finishes_its_last_save(tmp_path):
+    """The interpreter waits for the saving thread, which needs nothing that is closed by then."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False, timeout=110,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "ValueError: the script ends here"
+    loaded = CheckpointStore(tmp_path, keep_last=1).load()
+    assert loaded.manifest.step == 7
+    assert list(tmp_path.glob(".*")) == []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import subprocess
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from ddp_runner.checkpoint.catalog import sha256_of
 from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -77,6 +80,24 @@ def test_any_refused_operation_is_told_and_keeps_what_was_announced(
         assert CheckpointStore(directory, keep_last=2).load().manifest.step == 50
         assert list(directory.glob(".*")) == []
     pytest.fail(f"no end of the save within {OPERATIONS_MAX} operations")
+
+
+@pytest.mark.parametrize("at", [3, 6, 12])
+def test_a_write_that_fails_in_the_middle_of_a_large_file_ends_its_threads(tmp_path: Path, at: int):
+    """Torch goes on handing over bytes; none reaches the disk any more, and nothing is left."""
+    save(tmp_path, 30)
+    disk = RefusingDisk(at, errno.ENOSPC, for_good=False)
+    large = {f"weight {number}": torch.randn(100_000) for number in range(12)}
+    with pytest.raises(FaultError, match="ENOSPC"):
+        save(tmp_path, 40, disk=disk, state=large)
+    assert disk.count <= at + 2  # its temporary file is removed
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("checkpoint")]
+    assert list(tmp_path.glob(".*")) == []
+    saved = save(tmp_path, 50, state=large)
+    loaded = CheckpointStore(tmp_path, keep_last=2).load()
+    assert loaded.manifest.step == 50
+    assert all(torch.equal(loaded.state[name], weight) for name, weight in large.items())
+    assert sha256_of(saved.path) == saved.manifest.sha256
 
 
 def test_a_file_system_that_became_read_only_is_a_storage_fault(tmp_path: Path):
