@@ -12,14 +12,20 @@ from ddp_runner.training.parts import RankParts
 from ddp_runner.training.tuning import Tuning, mend
 
 
-def agree_on_tuning(group: Group, parts: RankParts, *, spares_memory: bool) -> None:
+def agree_on_tuning(
+    group: Group, parts: RankParts, *, mended: Tuning | None, spares_memory: bool
+) -> None:
     """Take what suits every rank, and cut this rank's share accordingly. Every rank must call it.
 
+    ``mended``: what this rank has just changed for a fault of its own; the state that it received
+    since then, where the others had gone on without it, knows nothing of that.
     ``spares_memory``: this rank's predecessor ended for lack of memory, so that it asks for half.
     Raises FaultError (OUT_OF_MEMORY) where that cannot be halved.
     """
     state = parts.state
     mine = _halved(parts) if spares_memory else state.tuning
+    if mended is not None:
+        mine = mine.agreed_with([mine, mended])
     records = group.exchange("tuning", json.dumps(mine.to_record()))
     all_tunings = [Tuning.from_record(json.loads(r), otherwise=mine) for r in records]
     state.tuning = mine.agreed_with(all_tunings)

@@ -50,7 +50,7 @@ from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.task import ReportsSample
-from ddp_runner.training.tuning import free_memory, mend
+from ddp_runner.training.tuning import Tuning, free_memory, mend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,7 @@ class DDPTrainer:
         self._place = self._runtime.place
         self._began = False
         self._spares_memory = self._place.spares_memory
+        self._tuning_mended: Tuning | None = None  # until the ranks have agreed on it
         self._crew: Crew | None = None  # of the newest generation that this process trained in
         self._switch = AbortSwitch()  # of the generation that this rank is in
 
@@ -138,7 +139,7 @@ class DDPTrainer:
         mended = mend(fault, state.tuning, samples=parts.loader.share_samples)
         if mended is None:
             return replace(fault, may_retry=False)
-        state.tuning = mended.tuning
+        state.tuning = self._tuning_mended = mended.tuning
         self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
         self._runtime.tell(
             Adjusted(
@@ -243,8 +244,10 @@ class DDPTrainer:
             self._set_old_files_aside(parts)
             source = self._agree_on_state(group, parts)
             transferred_s = time.monotonic()
-            agree_on_tuning(group, parts, spares_memory=self._spares_memory)
-            self._spares_memory = False
+            agree_on_tuning(
+                group, parts, mended=self._tuning_mended, spares_memory=self._spares_memory
+            )
+            self._tuning_mended, self._spares_memory = None, False
             open_quarantine(parts, is_first=not self._began)
             session = Session(parts, group=group)
             self._began = True

@@ -79,6 +79,16 @@ def test_out_of_memory_inside_the_optimizer_replaces_the_rank_with_one_that_need
         assert sorted(rank_audit) == list(range(1, 11))
 
 
+def test_a_rank_that_falls_behind_while_it_mends_itself_stays_mended(tmp_path):
+    """Out of memory after the reduction: the others commit, and their state is not the last word."""
+    run = finish(
+        tmp_path, "--inject", "oom:rank=1,step=5,phase=optimizer", "--max-steps", 10, task=PLAIN
+    )
+    assert run.summary()["inexact_reasons"] == ["micro-batches of 4 samples from step 5"]
+    saved = torch.load(run.checkpoints / "step_00000010.pt", weights_only=True)
+    assert saved["tuning"]["micro_batch_size"] == 4
+
+
 def test_an_evaluation_out_of_memory_shrinks_the_evaluation_only(tmp_path):
     """Training keeps its micro-batches, and so every bit."""
     calm = finish(tmp_path / "calm", "task.rank=7", task=HUNGRY)
