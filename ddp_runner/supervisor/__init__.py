@@ -7,4 +7,5 @@ ranks       one rank as the supervisor sees it          striker     what --injec
 claim       directories, lock, port, the board's memory environment what stands before torch
 facts       what is known of the run                    ledger      time, faults, the summary
 records     every file and screen that shows the run    views       one look at everything
+chronicle   what ranks tell, in every record
 """

@@ -44,6 +44,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
+from ddp_runner.supervisor.chronicle import Chronicle
 from ddp_runner.supervisor.claim import DirectoryLock, claim_directories
 from ddp_runner.supervisor.facts import RunFacts, told
 from ddp_runner.supervisor.ledger import Ledger
@@ -83,6 +84,7 @@ class Supervisor:
         self.facts = RunFacts()
         self.ending: Ending | None = None
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
+        self._chronicle = Chronicle(facts=self.facts, ledger=self.ledger, records=records)
         self._striker = Striker(plan, world, records)
         self._repair = Repair(
             plan.settings,
@@ -99,7 +101,6 @@ class Supervisor:
         self._stop_by_s = 0.0
         self._zygotes = 1
         self._finished_at_s: float | None = None
-        self._parts: dict[str, float] = {}  # of the generation that forms
 
     def on_message(self, message: Message, handle: RankHandle | None) -> None:
         """A message came in; ``handle`` is its rank, None for the zygote or the store host."""
@@ -144,23 +145,15 @@ class Supervisor:
             case Faulted():
                 self._report(message.fault)
             case Metrics():
-                handle.metrics = {**handle.metrics, **message.values, "step": message.step}
-                self.records.metrics(message.step, message.rank, message.values)
+                self._chronicle.metrics(handle, message)
             case Saved():
-                self.facts.saved_any = True
-                productive_ns = handle.slot.get(Cell.PRODUCTIVE_NS)
-                self.ledger.saved(message.step, message.path, productive_ns)
-                self.records.event(
-                    "checkpoint_saved",
-                    step=message.step,
-                    path=message.path,
-                    blocked_s=message.blocked_s,
-                    size_bytes=message.size_bytes,
-                )
+                self._chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
             case Adjusted():
-                self._on_adjusted(message)
+                self._chronicle.adjusted(message)
+                if message.remedy and not message.in_peace:
+                    self._repair.note_remedy(message.remedy)
             case MendedInPlace():
-                self._on_mended(message)
+                self._chronicle.mended(message)
             case Injected():
                 self._striker.happened(message)
             case LoaderWorkers():
@@ -170,44 +163,6 @@ class Supervisor:
                 handle.machine.advance(RankEvent.GOT_FINISHED)
             case _:
                 raise TypeError(f"a rank does not send {type(message).__name__}")
-
-    def _on_mended(self, message: MendedInPlace) -> None:
-        fault = message.fault
-        event_id = self.records.event(
-            "fault",
-            kind=fault.kind.value,
-            rank=fault.rank,
-            step=fault.step,
-            phase=fault.phase,
-            text=fault.cause,
-            generation=self.facts.generation,
-        )
-        self.records.event(
-            "mended", cause=event_id, remedy=message.remedy, seconds=round(message.seconds, 4)
-        )
-        self.ledger.mended(
-            fault,
-            seconds=message.seconds,
-            steps_lost=message.steps_lost,
-            generation=self.facts.generation,
-        )
-        self._note_inexact(message.inexact_reason)
-
-    def _on_adjusted(self, message: Adjusted) -> None:
-        self.records.event(
-            "adjusted",
-            rank=message.rank,
-            step=message.step,
-            remedy=message.remedy,
-            inexact_reason=message.inexact_reason,
-        )
-        if message.remedy and not message.in_peace:
-            self._repair.note_remedy(message.remedy)
-        self._note_inexact(message.inexact_reason)
-
-    def _note_inexact(self, reason: str) -> None:
-        if reason and reason not in self.facts.inexact_reasons:
-            self.facts.inexact_reasons.append(reason)
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
@@ -359,9 +314,7 @@ class Supervisor:
         self.facts.generation += 1
         self.facts.formed_at_s = now_s
         self._repair.is_regrouping = False
-        self.ledger.forming(now_s)
-        self._parts = dict.fromkeys(("group", "transfer", "rebuild"), 0.0)
-        self.records.event("form", generation=self.facts.generation)
+        self._chronicle.forming(now_s)
         self.world.form(self.facts.generation, run_id=self.facts.run_id)
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
@@ -397,54 +350,15 @@ class Supervisor:
     def _on_formed(self, formed: Formed) -> None:
         if formed.generation != self.facts.generation:
             return
-        self.records.event(
-            "rank_formed",
-            rank=formed.rank,
-            pid=self.world.ranks[formed.rank].pid,
-            generation=formed.generation,
-            committed_step=formed.committed_step,
-            source=formed.source,
-            group_s=round(formed.group_s, 4),
-            transfer_s=round(formed.transfer_s, 4),
-            rebuild_s=round(formed.rebuild_s, 4),
-        )
-        times = {
-            "group": formed.group_s,
-            "transfer": formed.transfer_s,
-            "rebuild": formed.rebuild_s,
-        }
-        self._parts = {name: max(self._parts[name], value) for name, value in times.items()}
+        self._chronicle.rank_formed(formed, pid=self.world.ranks[formed.rank].pid)
         if any(handle.state is not RankState.TRAINING for handle in self.world.present):
             return
         self.facts.ever_formed = True
         self.machine.advance(RunEvent.WORLD_FORMED)
-        now_s = time.monotonic()
-        reading = self.world.present[0].slot.read()
-        repaired = self.ledger.repaired(
-            now_s=now_s,
+        self._chronicle.world_formed(
+            time.monotonic(),
             committed_step=formed.committed_step,
-            productive_ns=reading.productive_ns,
-            parts=self._parts,
-        )
-        if repaired is None:
-            self.records.event("world_formed", generation=self.facts.generation)
-            return
-        took_s = now_s - repaired.began_s
-        self.records.event(
-            "repaired",
-            cause=repaired.event_id,
-            generation=self.facts.generation,
-            steps_lost=repaired.steps_lost,
-            seconds=round(took_s, 4),
-        )
-        self.records.say(
-            f"{told(repaired.incident.culprit)} -> "
-            + (
-                f"going on from step {formed.committed_step}, "
-                if repaired.steps_lost
-                else "going on, "
-            )
-            + f"{repaired.steps_lost} steps lost, {took_s:.2f} s"
+            productive_ns=self.world.present[0].slot.read().productive_ns,
         )
 
     def _end_if_finished(self, now_s: float) -> None:

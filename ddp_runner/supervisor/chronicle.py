@@ -1,0 +1,125 @@
+"""Writes down what ranks tell: journal, ledger and console together. Decides nothing."""
+
+from __future__ import annotations
+
+from ddp_runner.core.messages import Adjusted, Formed, MendedInPlace, Metrics, Saved
+from ddp_runner.supervisor.facts import RunFacts, told
+from ddp_runner.supervisor.ledger import Ledger
+from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.records import Records
+
+
+class Chronicle:
+    """One line in each place for each thing that happened."""
+
+    def __init__(self, *, facts: RunFacts, ledger: Ledger, records: Records) -> None:
+        self._facts = facts
+        self._ledger = ledger
+        self._records = records
+        self._parts: dict[str, float] = {}  # seconds of the generation that forms
+
+    def metrics(self, handle: RankHandle, message: Metrics) -> None:
+        """A rank's newest figures."""
+        handle.metrics = {**handle.metrics, **message.values, "step": message.step}
+        self._records.metrics(message.step, message.rank, message.values)
+
+    def saved(self, message: Saved, *, productive_ns: int) -> None:
+        """A checkpoint is on disk."""
+        self._facts.saved_any = True
+        self._ledger.saved(message.step, message.path, productive_ns)
+        self._records.event(
+            "checkpoint_saved",
+            step=message.step,
+            path=message.path,
+            blocked_s=message.blocked_s,
+            size_bytes=message.size_bytes,
+        )
+
+    def mended(self, message: MendedInPlace) -> None:
+        """A rank, or all of them together, mended a fault within the generation."""
+        fault = message.fault
+        event_id = self._records.event(
+            "fault",
+            kind=fault.kind.value,
+            rank=fault.rank,
+            step=fault.step,
+            phase=fault.phase,
+            text=fault.cause,
+            generation=self._facts.generation,
+        )
+        self._records.event(
+            "mended", cause=event_id, remedy=message.remedy, seconds=round(message.seconds, 4)
+        )
+        self._ledger.mended(
+            fault,
+            seconds=message.seconds,
+            steps_lost=message.steps_lost,
+            generation=self._facts.generation,
+        )
+        self._note_inexact(message.inexact_reason)
+
+    def adjusted(self, message: Adjusted) -> None:
+        """A rank changed how it computes."""
+        self._records.event(
+            "adjusted",
+            rank=message.rank,
+            step=message.step,
+            remedy=message.remedy,
+            inexact_reason=message.inexact_reason,
+        )
+        self._note_inexact(message.inexact_reason)
+
+    def forming(self, now_s: float) -> None:
+        """The ranks were told to form a generation."""
+        self._ledger.forming(now_s)
+        self._parts = dict.fromkeys(("group", "transfer", "rebuild"), 0.0)
+        self._records.event("form", generation=self._facts.generation)
+
+    def rank_formed(self, formed: Formed, *, pid: int | None) -> None:
+        """A rank is in; the slowest one's seconds count."""
+        self._records.event(
+            "rank_formed",
+            rank=formed.rank,
+            pid=pid,
+            generation=formed.generation,
+            committed_step=formed.committed_step,
+            source=formed.source,
+            group_s=round(formed.group_s, 4),
+            transfer_s=round(formed.transfer_s, 4),
+            rebuild_s=round(formed.rebuild_s, 4),
+        )
+        times = {
+            "group": formed.group_s,
+            "transfer": formed.transfer_s,
+            "rebuild": formed.rebuild_s,
+        }
+        self._parts = {name: max(self._parts[name], value) for name, value in times.items()}
+
+    def world_formed(self, now_s: float, *, committed_step: int, productive_ns: int) -> None:
+        """Every rank is in: the run begins, or an incident is over."""
+        repaired = self._ledger.repaired(
+            now_s=now_s,
+            committed_step=committed_step,
+            productive_ns=productive_ns,
+            parts=self._parts,
+        )
+        if repaired is None:
+            self._records.event("world_formed", generation=self._facts.generation)
+            return
+        took_s = now_s - repaired.began_s
+        self._records.event(
+            "repaired",
+            cause=repaired.event_id,
+            generation=self._facts.generation,
+            steps_lost=repaired.steps_lost,
+            seconds=round(took_s, 4),
+        )
+        where = f" from step {committed_step}" if repaired.steps_lost else ""
+        self._records.say(
+            f"{told(repaired.incident.culprit)} -> going on{where}, "
+            f"{repaired.steps_lost} steps lost, {took_s:.2f} s"
+        )
+
+    def _note_inexact(self, reason: str) -> None:
+        if reason and reason not in self._facts.inexact_reasons:
+            self._facts.inexact_reasons.append(reason)
