@@ -150,7 +150,7 @@ def storm_rate(dataset: Any, *, workers: int, seconds: float, kill_every_s: floa
             if now_s - began_s >= seconds:
                 break
             if now_s >= kill_at_s:
-                kill_at_s += kill_every_s
+                kill_at_s = now_s + kill_every_s
                 os.kill(random.choice(loader.worker_pids), signal.SIGKILL)
             loader.take(2 * PREFETCH * workers + taken)
         if loader.workers != workers:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CALM_STEPS = 200  # without a fault, before the workers that were given up are tried again
+CALM_FACTOR = 4  # times that, each time that it was in vain
 PROGRESS_STEPS = 8  # taken since the last fault: the next one counts as a first one again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderHistory:
-    """How many faults came in a row, without :data:`PROGRESS_STEPS` between one and the next."""
+    """How many faults came in a row, without :data:`PROGRESS_STEPS` between one and the next.
+
+    ``rows``: how often a second one has followed, which costs workers.
+    """
 
     in_a_row: int = 0
     last_step: int = 0
+    rows: int = 0
 
     def after_fault(self, step: int) -> LoaderHistory:
         """The history once a fault has come while ``step`` was being loaded."""
         went_well = abs(step - self.last_step) >= PROGRESS_STEPS
-        return LoaderHistory(in_a_row=1 if went_well else self.in_a_row + 1, last_step=step)
+        in_a_row = 1 if went_well else self.in_a_row + 1
+        return LoaderHistory(
+            in_a_row=in_a_row, last_step=step, rows=self.rows + (1 if in_a_row == 2 else 0)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,12 @@ def plan_loader_repair(history: LoaderHistory, *, workers: int) -> LoaderRepair:
     if fewer == 0:
         return LoaderRepair(workers=0, remedy=f"loading in the rank itself {after}")
     return LoaderRepair(workers=fewer, remedy=f"{_counted(fewer)} instead of {workers} {after}")
+
+
+def workers_to_use(history: LoaderHistory, *, step: int, workers: int, asked: int) -> int:
+    """``asked`` again after a calm stretch, longer each time; else the ``workers`` that are left."""
+    calm_steps = CALM_STEPS * CALM_FACTOR ** max(0, history.rows - 1)
+    return asked if workers < asked and step - history.last_step >= calm_steps else workers
 
 
 def _counted(workers: int) -> str:

@@ -89,6 +89,7 @@ class SafeDataLoader:
         on_workers: Callable[[tuple[int, ...]], None] = _ignore,
         on_mended: Callable[[LoadingMended], None] = _ignore,
         on_wait: Callable[[], None] = _ignore_wait,
+        log: Callable[[str], None] = _ignore,
         quarantine: Quarantine | None = None,
     ) -> None:
         self._source = SampleSource(dataset, seed=seed, collate=collate_fn or collate_batch)
@@ -103,6 +104,7 @@ class SafeDataLoader:
         self._on_workers = on_workers
         self._on_mended = on_mended
         self._on_wait = on_wait
+        self._log = log
         if quarantine is None:
             quarantine = Quarantine(seed=seed, dataset_size=order.dataset_size, bad_max=0)
         self.quarantine = quarantine
@@ -113,6 +115,7 @@ class SafeDataLoader:
         self.workers = worker_count(
             num_workers=num_workers, local_world_size=local_world_size, cores=cores
         )
+        self._workers_asked = self.workers
         share_now = share_size(order.global_batch_size, rank=rank, world_size=world_size)
         self._batches_per_step = -(-share_now // micro_batch_size)
         self._pool: WorkerPool | None = None
@@ -226,6 +229,13 @@ class SafeDataLoader:
 
     def _take_mending(self) -> list[MicroBatch]:
         """The step's batches; what breaks is mended until they are all there."""
+        wanted = self._mender.workers_to_use(
+            step=self._step, workers=self.workers, asked=self._workers_asked
+        )
+        if wanted != self.workers:
+            self._end_pool(grace_s=_GRACE_S)
+            self._log(f"loading with {wanted} workers again, instead of {self.workers}")
+            self.workers = wanted
         while True:
             try:
                 batches = self._take_once()

@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.faults import Fault, FaultError
-from ddp_runner.core.loading import PROGRESS_STEPS, LoaderHistory, plan_loader_repair
+from ddp_runner.core.loading import (
+    PROGRESS_STEPS,
+    LoaderHistory,
+    plan_loader_repair,
+    workers_to_use,
+)
 from ddp_runner.data.isolate import Indices, fails_in_worker, isolate
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
 from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended, fault_of_samples
@@ -89,6 +94,10 @@ class Mender:
         plan = plan_loader_repair(self._history, workers=workers)
         self._note(LoadingMended(fault=fault, remedy=plan.remedy, seconds=0.0), began_s)
         return plan.workers
+
+    def workers_to_use(self, *, step: int, workers: int, asked: int) -> int:
+        """With how many workers to load ``step``; more than there are after a calm stretch."""
+        return workers_to_use(self._history, step=step, workers=workers, asked=asked)
 
     def delivered(self, batches: list[MicroBatch]) -> list[LoadingMended]:
         """What was mended on the way to ``batches``, which have come now; each is told once."""

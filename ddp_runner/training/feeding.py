@@ -80,6 +80,7 @@ def make_loader(
         on_workers=lambda pids: runtime.tell(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
         on_mended=lambda mended: _tell(mended, runtime),
         on_wait=on_wait,
+        log=runtime.logger.info,
         quarantine=state.quarantine,
     )
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.loading import PROGRESS_STEPS, LoaderHistory, plan_loader_repair
+from ddp_runner.core.loading import (
+    CALM_STEPS,
+    PROGRESS_STEPS,
+    LoaderHistory,
+    plan_loader_repair,
+    workers_to_use,
+)
 
 
 def history(*steps):
@@ -40,3 +46,13 @@ def test_progress_begins_a_new_row():
     far_apart = history(*range(0, 100 * PROGRESS_STEPS, PROGRESS_STEPS))
     assert far_apart.in_a_row == 1
     assert history(0, PROGRESS_STEPS - 1).in_a_row == 2
+
+
+def test_workers_come_back_after_a_calm_stretch_that_grows():
+    """A bad minute does not slow a run for ever; what stays broken is tried ever more rarely."""
+    once, twice = history(0, 0, 0), history(0, 0, 0, 300, 300)
+    assert workers_to_use(once, step=CALM_STEPS - 1, workers=0, asked=2) == 0
+    assert workers_to_use(once, step=CALM_STEPS, workers=0, asked=2) == 2
+    assert workers_to_use(twice, step=300 + 4 * CALM_STEPS - 1, workers=0, asked=2) == 0
+    assert workers_to_use(twice, step=300 + 4 * CALM_STEPS, workers=0, asked=2) == 2
+    assert workers_to_use(history(), step=10**6, workers=2, asked=2) == 2

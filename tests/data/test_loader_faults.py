@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.core.loading import CALM_STEPS
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
@@ -237,6 +238,21 @@ def test_a_row_of_faults_ends_in_the_rank_itself():
         "loading in the rank itself after 3 faults in a row",
     ]
     assert {mended.fault.kind for mended in told} == {FaultKind.LOADER_WORKER_DIED}
+
+
+def test_workers_come_back_when_it_is_calm_again():
+    """Two quick kills cost the only worker; a calm stretch later it is there again, and told."""
+    told, lines = [], []
+    with make(Plain(), on_mended=told.append, log=lines.append) as loader:
+        loader.take(0)
+        os.kill(loader.worker_pids[0], signal.SIGKILL)
+        step, _ = take_until(told, loader, 1)
+        os.kill(loader.worker_pids[0], signal.SIGKILL)
+        step, _ = take_until(told, loader, step + 1, count=2)
+        assert loader.workers == 0
+        take_on(loader, step + 1, CALM_STEPS + 1)
+        assert len(loader.worker_pids) == 1
+    assert lines == ["loading with 1 workers again, instead of 0"]
 
 
 def test_faults_with_progress_in_between_keep_the_workers():
