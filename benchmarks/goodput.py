@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=["ddp_runner", "torchrun"])
     parser.add_argument("--json", type=Path, help="append a line of JSON per contender here")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     facts = machine()
     show_machine(facts)
     job = Job(world=asked.world, state_mb=asked.state_mb, pace_s=asked.pace_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -126,6 +127,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.matrix:
         asked = argparse.Namespace(**{**vars(asked), **MATRIX, "rounds": 1})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     facts = machine()
     show_machine(facts)
     kinds = [kind for kind in (Ours, Torchrun) if kind.name in asked.contenders]
