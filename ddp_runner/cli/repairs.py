@@ -20,6 +20,8 @@ _WHAT_WAS_DONE = {
     InjectKind.STOP.value: "SIGSTOP",
     InjectKind.EXIT.value: "exit(0)",
     InjectKind.RAISE.value: "exception",
+    InjectKind.LOADER_KILL.value: "loader kill",
+    InjectKind.LOADER_STOP.value: "loader stop",
 }
 _NOTICED_BY = {
     FaultKind.RANK_KILLED.value: "process ended",
@@ -27,6 +29,8 @@ _NOTICED_BY = {
     FaultKind.RANK_RAISED.value: "its own report",
     FaultKind.RANK_HUNG.value: "no progress",
     FaultKind.COLLECTIVE_STUCK.value: "no progress",
+    FaultKind.LOADER_WORKER_DIED.value: "its rank",
+    FaultKind.LOADER_TIMEOUT.value: "its rank",
 }
 
 
@@ -55,21 +59,42 @@ def read_journal(log_dir: Path) -> list[Event]:
 
 
 def read_repairs(events: Sequence[Event]) -> list[Repaired]:
-    """Every incident of a run's journal, oldest first."""
+    """Every incident of a run's journal, and every fault mended within a rank, oldest first."""
     injected = [event for event in events if event["event"] == "injected"]
+    faults = {event["id"]: event for event in events if event["event"] == "fault"}
     found = []
-    for plan in (event for event in events if event["event"] == "plan"):
-        done = _injection_of(plan, injected)
-        if done is not None:
-            injected.remove(done)
-        found.append(_repaired(plan, done, events))
+    for event in events:
+        if event["event"] == "plan":
+            done = _take_injection(injected, rank=event["culprit"], before=event)
+            found.append(_repaired(event, done, events))
+        elif event["event"] == "mended":
+            fault = faults[event["cause"]]
+            done = _take_injection(injected, rank=fault["rank"], before=event)
+            found.append(_mended(event, fault, done))
     return found
 
 
-def _injection_of(plan: Event, injected: Sequence[Event]) -> Event | None:
-    """The oldest injection into the culprit that came before the plan, or None."""
-    return next(
-        (e for e in injected if e["rank"] == plan["culprit"] and e["id"] < plan["id"]), None
+def _take_injection(injected: list[Event], *, rank: int, before: Event) -> Event | None:
+    """Take out the oldest injection into ``rank`` that came before the event; None without one."""
+    done = next((e for e in injected if e["rank"] == rank and e["id"] < before["id"]), None)
+    if done is not None:
+        injected.remove(done)
+    return done
+
+
+def _mended(mended: Event, fault: Event, done: Event | None) -> Repaired:
+    """A fault that its rank tells of once it has mended it."""
+    noticed_at_s = mended["mono_s"] - mended["seconds"]
+    kind = str(fault["kind"])
+    return Repaired(
+        what=_what(done),
+        rank=fault["rank"],
+        step=fault["step"],
+        phase=fault["phase"],
+        noticed_by=_NOTICED_BY.get(kind, kind),
+        noticed_s=max(0.0, noticed_at_s - done["mono_s"]) if done else None,
+        repaired_s=mended["seconds"],
+        steps_lost=0,
     )
 
 

@@ -68,20 +68,21 @@ def start(tmp_path):
             process.wait()
 
 
-def test_two_faults_are_repaired_and_the_weights_are_identical(start, tmp_path):
-    """A killed and a crashed rank: two rows in the table, the same weights, exit 0, nothing left."""
-    demo = start(40, (("kill", "commit"), ("raise", "forward")))
+def test_faults_are_repaired_and_the_weights_are_identical(start, tmp_path):
+    """Two ranks and a loader worker: a row for each, the same weights, exit 0, nothing left."""
+    demo = start(50, (("kill", "commit"), ("raise", "forward"), ("loader_kill", "data")))
     code = demo.wait(DEADLINE_S)
     text = (tmp_path / "output.txt").read_text()
     assert code == 0, text
     assert "1 of 2: in peace" in text
-    assert "2 of 2: 2 faults, one every 10 steps" in text
+    assert "2 of 2: 3 faults, one every 10 steps" in text
     assert re.search(
         r"SIGKILL +1 +10 +optimizer +process ended +\d\.\d\d s +\d\.\d\d s +0 st", text
     )
     assert re.search(
         r"exception +0 +20 +forward +its own report +\d\.\d\d s +\d\.\d\d s +0 s", text
     )
+    assert re.search(r"loader kill +1 +\d+ +data +its rank +\d\.\d\d s +\d\.\d\d s +0 st", text)
     first, second = re.findall(r"weights ([0-9a-f]{16})$", text, re.MULTILINE)
     assert first == second
     assert text.rstrip().endswith("identical weights: yes")
@@ -128,7 +129,7 @@ def test_the_script_is_a_plan_that_the_command_accepts():
             assert isinstance(injection, Injection)
             assert injection.step < script.steps
     assert {spec.partition(":")[0] for spec in Script().injections} == {
-        "kill", "raise", "exit", "stop",
+        "kill", "raise", "exit", "loader_kill", "stop",
     }  # fmt: skip
 
 
