@@ -33,8 +33,8 @@ HELP = f"""Usage:  ./launch_training.sh demo [-n N] [--keep]
 Trains a small model twice on the CPU, in a temporary folder: once in peace,
 and once while ranks are killed, stopped and crashed, and a loader worker is
 killed. Ends with a table of the faults, and says whether both runs ended with
-the same weights, bit for bit: exit 0 if so, 1 if not. Takes about half a minute
-on two cores. Ctrl-C ends it and removes the folder.
+the same weights, bit for bit: exit 0 if so, 1 if not. Takes about half a
+minute on two cores. Ctrl-C ends it and removes the folder.
 
   -n, --nproc-per-node N    ranks, {RANKS_MIN} to {RANKS_MAX} [2]
       --keep                keep the folder: logs and checkpoints of both runs"""
