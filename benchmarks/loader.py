@@ -14,13 +14,17 @@ import os
 import random
 import signal
 import statistics
+import sys
 import time
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ddp_runner.data.corpus import scan_standard_library
 from ddp_runner.data.loader import SafeDataLoader
