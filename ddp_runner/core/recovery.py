@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Incident:
     at_s: float
     committed_step: int
     ever_formed: bool
+    generation: int | None = None
 
     @property
     def culprit(self) -> Fault:
@@ -115,10 +117,11 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         return ReplaceRanks(ranks=world.lost, loader=_loader(world.lost, world), delay_s=0.0)
     counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier.culprit)]
     stuck = _row_without_progress(incident, counted)
-    if len(stuck) >= settings.no_progress_generations:
+    tries = _count_tries(stuck)
+    if tries >= settings.no_progress_generations:
         return GiveUp(
             fault=stuck[0].culprit,
-            reason=f"no step committed in {len(stuck)} generations",
+            reason=f"no step committed in {tries} generations",
             status=RunStatus.GAVE_UP,
         )
     window_start_s = incident.at_s - settings.restart_window_s
@@ -134,6 +137,17 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         loader=_loader(world.lost, world),
         delay_s=backoff_s(len(stuck) - 1, settings),
     )
+
+
+def _count_tries(row: Sequence[Incident]) -> int:
+    """Different ranks that are lost one after the other in one generation are one try.
+
+    The same rank again is another one: it may never come up.
+    """
+    generations = {one.generation for one in row if one.generation is not None}
+    unknown = sum(one.generation is None for one in row)
+    by_rank = Counter(one.culprit.rank for one in row)
+    return max(len(generations) + unknown, *by_rank.values())
 
 
 def _is_bounded_by_itself(fault: Fault) -> bool:

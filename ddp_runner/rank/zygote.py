@@ -59,7 +59,7 @@ def preload(task: str) -> float:
 
 
 def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
-    """Fork a process that is the supervisor's child, not ours; returns its pid.
+    """Fork a process that is the supervisor's child, not ours; returns its pid. May raise OSError.
 
     Forked twice: when the process between ends, the kernel hands its child to the nearest
     "child subreaper", the supervisor. So a rank outlives its zygote, and dies with its supervisor.
@@ -69,15 +69,21 @@ def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
     if between == 0:
         # Asked before the fork: a child that is scheduled late has its new parent already.
         between_pid = os.getpid()
-        child = os.fork()
-        if child == 0:
-            _become(between_pid, supervisor_pid, run)
-        os.write(writer, child.to_bytes(8, "little"))
+        with contextlib.suppress(
+            OSError
+        ):  # no more processes: nothing is written, and that tells it
+            child = os.fork()
+            if child == 0:
+                _become(between_pid, supervisor_pid, run)
+            os.write(writer, child.to_bytes(8, "little"))
         os._exit(0)
     os.close(writer)
     os.waitpid(between, 0)
     with os.fdopen(reader, "rb") as stream:
-        return int.from_bytes(stream.read(8), "little")
+        answer = stream.read(8)
+    if len(answer) < 8:
+        raise OSError("no further process can be forked: a limit on processes is reached")
+    return int.from_bytes(answer, "little")
 
 
 def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> None:

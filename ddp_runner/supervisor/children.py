@@ -120,7 +120,12 @@ def _remove_segments(pid: int) -> None:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Signal a child that has not been reaped: its pid cannot be anybody else's."""
+    """Signal a child that has not been reaped: its pid cannot be anybody else's.
+
+    Raises ValueError for a number that would mean a group of processes.
+    """
+    if pid <= 0:
+        raise ValueError(f"pid={pid} is no process")
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

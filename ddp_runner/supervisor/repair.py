@@ -233,6 +233,7 @@ class Repair:
             at_s=now_s,
             committed_step=self._facts.committed_step,
             ever_formed=self._facts.ever_formed,
+            generation=self._facts.generation,
         )
         usable = (RankState.READY, RankState.STARTING)
         lost = tuple(handle.rank for handle in ranks if handle.state not in usable)

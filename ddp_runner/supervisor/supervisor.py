@@ -131,7 +131,7 @@ class Supervisor:
             case Ready():
                 handle.ready = message
                 handle.machine.advance(RankEvent.GOT_READY)
-                if handle.is_returning:
+                if handle.is_returning and not self._is_ending:
                     self._repair.take_back(handle)
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
@@ -185,6 +185,11 @@ class Supervisor:
                 )
             case None:
                 pass
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether ranks finish, or are asked to: nobody is taken back into such a world."""
+        return self._stop is not None or any(handle.finished for handle in self.world.present)
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended) -> None:
         if handle.is_returning:

@@ -15,6 +15,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import compare_replicas, first_difference
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted, MendedInPlace
+from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
 from ddp_runner.training.fingerprint import combined, state_hashes
@@ -23,6 +24,7 @@ from ddp_runner.training.parts import RankParts
 from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
+DETAIL_CHARACTERS = 20_000  # a message has room for more, but not for any number
 
 
 class Guard:
@@ -74,7 +76,7 @@ class Guard:
             cause=f"more than max_errors_per_epoch={limit} steps were skipped, the last because "
             f"{what}: suspect {'its device' if alone else 'the data or the learning rate'}; "
             f"samples {_shortened(indices)}",
-            detail=f"sample indices of the last one: {indices}",
+            detail=f"sample indices of the last one: {indices}"[:DETAIL_CHARACTERS],
             at_ns=time.monotonic_ns(),
         )
 
@@ -132,6 +134,8 @@ class Guard:
 
     def _can_roll_back(self) -> bool:
         """Whether rank 0 has a checkpoint; every rank must ask."""
+        # All wait for rank 0's disk from here to the next step, under the deadline of a save.
+        self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self._group.rank == 0:
             self._saving.settle()  # what is being written is the newest there will be
         has = self._group.rank == 0 and bool(self._store.catalog.entries())
@@ -141,6 +145,8 @@ class Guard:
     def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
         """Go back to the newest checkpoint that verifies, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
+        # What was learnt since that checkpoint holds, and DDP and loader are made for it.
+        kept = self._state.tuning
         others = [rank for rank in range(self._group.world_size) if rank != 0]
         if self._group.rank == 0:
             loaded = self._store.load("auto", set_bad_aside=True)
@@ -150,8 +156,8 @@ class Guard:
             send_state(self._group, self._state.capture(), to=others)
         else:
             self._state.restore(receive_state(self._group, source=0))
-        lowered = rate_factor != self._state.tuning.rate_factor
-        self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
+        lowered = rate_factor != kept.rate_factor
+        self._state.tuning = replace(kept, rate_factor=rate_factor)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
         remedy = f"rolled back to step {self._state.committed_step}"
         if lowered:

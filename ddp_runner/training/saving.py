@@ -6,6 +6,7 @@ the next, and nobody waits for it. Only the group's rank 0 is asked to save.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -140,14 +141,10 @@ class Saving:
 
     def _take_over_pace(self) -> None:
         """Count from the newest file: ranks 0 that die one after the other must not put saves off."""
-        written_s = max(
-            (
-                entry.path.stat().st_mtime
-                for entry in self._store.catalog.entries()
-                if entry.manifest
-            ),
-            default=0.0,
-        )
+        written_s = 0.0
+        for entry in self._store.catalog.entries():
+            with contextlib.suppress(OSError):  # no file, or retention was faster
+                written_s = max(written_s, entry.path.stat().st_mtime)
         age_s = max(0.0, time.time() - written_s)
         self._pace.began(now_s=time.monotonic() - age_s)
 
@@ -234,14 +231,24 @@ class Saving:
         except FaultError as error:
             if error.fault.kind is not FaultKind.STORAGE_FAILED:
                 raise
-            self._failures += 1
-            self._skips = saves_to_skip(self._failures)
-            pause = f", without the next {self._skips} checkpoints" if self._skips else ""
-            self._runtime.logger.warning(
-                f"{error.fault.cause}; training goes on{pause}", step=error.fault.step
-            )
+            self._failed(error.fault.cause)
+            return
+        except (
+            MemoryError,
+            OSError,
+            RuntimeError,
+        ) as error:  # no memory, or no thread, to write it
+            self._failed(f"a checkpoint could not be written ({type(error).__name__}: {error})")
             return
         self._report(saved, blocked_s=blocked_s)
+
+    def _failed(self, cause: str) -> None:
+        self._failures += 1
+        self._skips = saves_to_skip(self._failures)
+        pause = f", without the next {self._skips} checkpoints" if self._skips else ""
+        self._runtime.logger.warning(
+            f"{cause}; training goes on{pause}", step=self._state.committed_step
+        )
 
     def _report(self, saved: Saved, *, blocked_s: float | None = None) -> None:
         self._failures = 0

@@ -144,13 +144,22 @@ class Session:
                 micro_batch_size=state.tuning.micro_batch_size,
             )
 
-    def finish(self, reason: StopReason) -> None:
-        """Evaluate (at the end of the run only) and save. Raises FaultError if the save fails."""
+    def finish(self, reason: StopReason) -> bool:
+        """Compare the replicas, evaluate (at the end of the run only), save. True if that is all.
+
+        False after a roll-back: there is more to train. Raises FaultError if the save fails.
+        """
+        # Before the last save: what is saved is what a majority has.
+        if self._settings.recovery.replica_check_steps and self._guard.compare_replicas():
+            return False
         if reason is StopReason.COMPLETED:
             self._evaluate()
             self._state.attended_step = self._state.committed_step
+        # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
+        self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self._group.rank == 0:
             self._saving.finish(reason.value)
+        return True
 
     def _at_end(self) -> bool:
         return self._state.committed_step >= self._workload.length.total_steps

@@ -94,8 +94,12 @@ class TrainState:
         return [tensor for tensor in tensors if storage_key(tensor) not in written]
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a captured state of the same run. Raises KeyError or RuntimeError if it is none."""
+        """Take over a captured state of the same run. Raises KeyError or RuntimeError if it is none.
+
+        Until it is whole this rank stands empty, so that no half of it is ever elected or sent.
+        """
         self.before_change()
+        self.committed_step = EMPTY_STEP
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
@@ -108,11 +112,11 @@ class TrainState:
         self.quarantine.merge(state.get("quarantine", {}))
         if self.stream is not None:
             self.stream.restore(state.get("stream", {}))
-        self.committed_step = int(state["counters"]["committed_step"])
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.keep_buffers()
+        self.committed_step = int(state["counters"]["committed_step"])
 
     def keep_buffers(self) -> None:
         """Remember the buffers as they are now, at a commit."""

@@ -162,6 +162,7 @@ class DDPTrainer:
     def _prepare(self) -> tuple[RankParts, str]:
         slot = self._runtime.slot
         slot.stamp(Phase.STARTUP, time.monotonic_ns())
+        slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
         settings = self.settings
         workload, state = build_workload(settings, self._place)
         store = CheckpointStore(
@@ -265,7 +266,8 @@ class DDPTrainer:
                     )
                 )
                 reason = session.train()
-                session.finish(reason)
+                while not session.finish(reason):
+                    reason = session.train()
             return self._conclude(group, parts, reason)
 
     def _set_old_files_aside(self, parts: RankParts) -> None:
@@ -327,6 +329,7 @@ class DDPTrainer:
                     step=report.steps,
                     cause=f"the replicas ended with different weights: {digests}",
                     at_ns=time.monotonic_ns(),
+                    may_retry=False,  # they were equal before the save: there is nobody to believe
                 )
             )
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())

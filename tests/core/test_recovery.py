@@ -30,13 +30,16 @@ def incident(
     cause="x",
     formed=True,
     phase="",
+    rank=1,
+    generation=None,
 ):
-    fault = Fault(kind=kind, rank=1, step=step, cause=cause, phase=phase)
+    fault = Fault(kind=kind, rank=rank, step=step, cause=cause, phase=phase)
     return Incident(
         attribution=Attribution(culprit=fault, causes=(fault,), victims=()),
         at_s=at_s,
         committed_step=committed,
         ever_formed=formed,
+        generation=generation,
     )
 
 
@@ -125,6 +128,14 @@ def test_faults_before_lost_steps_are_redone_are_no_lack_of_progress():
     """All died at step 19 and went back: a fault on the way there is the first of its own row."""
     history = [incident(at_s=900.0 + step, committed=19) for step in range(2)]
     assert isinstance(plan(incident(committed=12), history), ReplaceRanks)
+
+
+def test_ranks_lost_one_after_the_other_in_one_generation_are_one_try():
+    """Whoever kills all but one, with a little time between, has not shown that nothing helps."""
+    row = [incident(rank=rank, generation=1 + (rank > 1)) for rank in (1, 2, 3)]
+    assert isinstance(plan(row[-1], row[:-1], lost=(3,)), ReplaceRanks)
+    again = [incident(rank=1, generation=1) for _ in range(3)]
+    assert isinstance(plan(again[-1], again[:-1]), GiveUp)
 
 
 def test_going_back_and_dying_at_the_same_step_again_is_no_progress():

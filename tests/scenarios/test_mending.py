@@ -306,3 +306,24 @@ def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):
     assert run.console.count("step skipped") == 1
     assert run.summary()["faults"] == []
     assert run.summary()["final_loss"] < 10
+
+
+def test_a_replica_that_changes_after_the_last_comparison_is_not_what_the_run_ends_with(tmp_path):
+    """The odd one out is rank 0, whose state the last save takes: it is healed before that."""
+    run = finish(
+        tmp_path, "replica_check_steps=100", "--inject", "diverge:rank=0,step=15", task=PLAIN, world=3
+    )  # fmt: skip
+    summary = run.summary()
+    (fault,) = summary["faults"]
+    assert (fault["kind"], fault["rank"]) == ("replica_diverged", 0)
+    assert summary["steps"] == fault["step"]
+    assert (summary["status"], summary["exact"]) == ("completed", False)
+
+
+def test_ranks_that_wait_for_the_last_save_are_not_hung(tmp_path):
+    """The disk takes longer than a step may: nobody is replaced for waiting."""
+    run = finish(
+        tmp_path, "--inject", "slow_disk:rank=0,step=0,seconds=4,times=9", "recovery.hang_min_s=1",
+        "recovery.hang_factor=2", "save_every_steps=0", task=PLAIN,
+    )  # fmt: skip
+    assert run.summary()["faults"] == []

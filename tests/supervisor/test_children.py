@@ -181,3 +181,10 @@ def test_an_output_file_has_no_name_on_any_disk():
     os.close(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
         read_output(descriptor)
+
+
+@pytest.mark.parametrize("pid", [0, -1])
+def test_a_number_that_means_a_group_is_never_signalled(pid):
+    """Zero would be the supervisor's own group, and whoever called it."""
+    with pytest.raises(ValueError, match="no process"):
+        kill(pid, 0)
