@@ -57,7 +57,8 @@ def main(request: Fork, descriptors: list[int]) -> int:
     link = StoreLink(
         str(spec["store_host"]),
         int(spec["store_port"]),
-        timeout_s=settings.ddp.collective_timeout_s,
+        # The others wait there while rank 0 makes its last save.
+        timeout_s=max(settings.ddp.collective_timeout_s, settings.recovery.checkpoint_timeout_s),
     )
     link.connect_ahead()
     runtime = SupervisedRuntime(

@@ -13,6 +13,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import compare_replicas, first_difference
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted, MendedInPlace
 from ddp_runner.core.phases import Phase
@@ -155,6 +156,7 @@ class Guard:
             self._state.restore(loaded.state)
             send_state(self._group, self._state.capture(), to=others)
         else:
+            self._state.committed_step = EMPTY_STEP  # what is being left must not be elected again
             self._state.restore(receive_state(self._group, source=0))
         lowered = rate_factor != kept.rate_factor
         self._state.tuning = replace(kept, rate_factor=rate_factor)
