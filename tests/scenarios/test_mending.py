@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -321,9 +322,11 @@ def test_a_replica_that_changes_after_the_last_comparison_is_not_what_the_run_en
 
 
 def test_ranks_that_wait_for_the_last_save_are_not_hung(tmp_path):
-    """The disk takes longer than a step may: nobody is replaced for waiting."""
-    run = finish(
-        tmp_path, "--inject", "slow_disk:rank=0,step=0,seconds=4,times=9", "recovery.hang_min_s=1",
-        "recovery.hang_factor=2", "save_every_steps=0", task=PLAIN,
-    )  # fmt: skip
+    """After a stop the disk takes longer than a step may: nobody is replaced for waiting."""
+    slow = ("--inject", "slow_disk:rank=0,step=4,seconds=4", "save_every_steps=0")
+    limits = ("recovery.hang_min_s=1", "recovery.hang_factor=2", "task.pace_s=0.05")
+    with Run(tmp_path, *SETTINGS, *slow, *limits, task=PLAIN, world=2) as run:
+        run.wait_for_step(6)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
     assert run.summary()["faults"] == []
