@@ -134,7 +134,8 @@ def check_processes(run, plan, world):
             mine.append(record["pid"])
     for rank, seen in pids.items():
         replaced = sum(rank in blow.replaced for _, blow in plan)
-        assert len(seen) == 1 + replaced, (rank, seen)
+        told = [(fault["rank"], fault["kind"], fault["text"]) for fault in run.events("fault")]
+        assert len(seen) == 1 + replaced, f"rank {rank} had processes {seen}: {told}"
 
 
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
