@@ -13,12 +13,13 @@ from tests.scenarios.harness import Run
 
 TROUBLE = "trouble"
 STREAM = f"{Path(__file__).with_name('streaming.py')}:StreamTask"
+BREAKING = f"{Path(__file__).with_name('breaking.py')}:BreakingTask"
 QUICK = ("-b", 8, "num_workers=1", "--audit", "save_every_steps=10", "log.display=plain")
 BAD = ("--inject", "bad_sample:rank=1,step=8", "on_bad_sample=substitute")
 
 
-def finish(folder, *arguments, code=0):
-    with Run(folder, *arguments, world=2) as run:
+def finish(folder, *arguments, code=0, **how):
+    with Run(folder, *arguments, world=2, **how) as run:
         assert run.wait() == code, run.console
         return run
 
@@ -53,6 +54,22 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
         assert "sample" in fault["cause"]
     assert "1 loader worker started anew" in run.console
     assert len({record["pid"] for record in run.events("rank_formed")}) == 2
+
+
+def test_a_worker_stuck_in_a_sample_is_replaced_inside_its_rank(tmp_path, peace):
+    """Stuck for ever the first time, well the second: the weights of peace, one generation."""
+    with Run(tmp_path, *SETTINGS, "loader_timeout_s=4", world=2) as run:
+        run.wait_for_step(10)
+        (tmp_path / TROUBLE).write_text("data 1 sleep600", encoding="utf-8")
+        assert run.wait() == 0, run.console
+    assert not (tmp_path / TROUBLE).exists()
+    summary = run.summary()
+    (fault,) = summary["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("loader_timeout", 1, 0)
+    assert "no batch within 4 s: loader worker 0 (pid " in fault["cause"]
+    assert "is sleeping" in fault["cause"]
+    assert (summary["exact"], len(run.events("form"))) == (True, 1)
+    assert summary["weights_sha256"] == peace(2).digest
 
 
 def test_a_slow_sample_is_no_fault(tmp_path, peace):
@@ -102,6 +119,45 @@ def test_a_bad_sample_stops_the_run_and_is_named(tmp_path):
     assert fault["kind"] == "bad_sample"
     assert "could not be loaded: InjectedSampleError" in run.console
     assert "data.on_bad_sample=substitute would replace it" in run.console
+
+
+def tries(folder):
+    """The samples that broke a process, in the order in which they were touched."""
+    return (folder / "tries").read_text(encoding="utf-8").split()
+
+
+def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
+    """The default: exit 1 within its first generation; no rank dies of it."""
+    run = finish(tmp_path, *QUICK, task=BREAKING, code=1)
+    fault = run.summary()["faults"][-1]
+    assert fault["kind"] == "bad_sample"
+    assert fault["cause"].startswith("sample 5 (epoch 0) could not be loaded: no worker survives")
+    assert "was killed by SIGKILL" in fault["cause"]
+    assert "data.on_bad_sample=substitute would replace it" in run.console
+    assert len(run.events("form")) == 1
+    assert len(tries(tmp_path)) == 3, "twice within its batch, once alone"
+
+
+def test_a_sample_that_kills_every_worker_is_replaced_in_every_life_of_the_run(tmp_path):
+    """Named in quarantine.jsonl, told as not exact; a resume does not touch it again."""
+    settings = (*QUICK, "--max-steps", 48, "on_bad_sample=substitute", "task.pace_s=0.04")
+    with Run(tmp_path, *settings, task=BREAKING, world=2) as run:
+        run.wait_for_step(14)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    (record,) = quarantined(run)
+    assert record["index"] == 5
+    assert "no worker survives it" in record["reason"]
+    before = tries(tmp_path)
+    again = finish(tmp_path, *settings, task=BREAKING)
+    assert tries(tmp_path) == before
+    summary = again.summary()
+    assert (summary["exact"], summary["faults"]) == (False, [])
+    assert len(quarantined(again)) == 1
+    taken = [i for rank in again.audit(2) for one in rank.values() for i in one["indices"]]
+    assert (taken.count(5), taken.count(record["replacement"])) == (0, 8), "4 epochs"
+    for kept in again.events("rank_formed"):
+        assert kept["generation"] == 1
 
 
 @pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])
