@@ -41,6 +41,11 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stacks:
+    """Supervisor -> rank: write where every thread is into the log; another rank hangs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Supervisor -> rank: finish the step, save, end."""
 
@@ -220,6 +225,7 @@ class StoreReady:
 Message = (
     Form
     | Abort
+    | Stacks
     | Stop
     | Checkpoint
     | Inject
@@ -244,6 +250,7 @@ _TYPES: dict[str, type[Message]] = {
     for kind in (
         Form,
         Abort,
+        Stacks,
         Stop,
         Checkpoint,
         Inject,

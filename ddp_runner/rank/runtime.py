@@ -32,6 +32,7 @@ from ddp_runner.core.messages import (
     LoaderWorkers,
     Message,
     Ready,
+    Stacks,
     Stop,
     StopAsked,
 )
@@ -185,6 +186,8 @@ class SupervisedRuntime:
                 newest = self._newest
                 if newest is not None and newest.membership.generation <= number:
                     newest.switch.trip()
+            case Stacks():
+                write_stacks()
             case Stop(reason=reason):
                 self._stop = reason
             case Checkpoint():
@@ -194,6 +197,26 @@ class SupervisedRuntime:
                     self.slot.strike_soon(InjectKind(kind), number=number)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
+
+
+def write_stacks() -> None:
+    """Write the stack of every other thread to stderr, as faulthandler does.
+
+    By a thread that holds the GIL, so that no frame changes meanwhile; faulthandler's own signal
+    handler cannot wait for that.
+    """
+    here, names = threading.get_ident(), {t.ident: t.name for t in threading.enumerate()}
+    lines = []
+    for ident, top in sys._current_frames().items():  # noqa: SLF001 - documented, for debuggers
+        if ident == here:
+            continue
+        lines.append(f"Thread 0x{ident:016x} [{names.get(ident, '?')}] (most recent call first):")
+        lines += [
+            f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'
+            for frame, line in traceback.walk_stack(top)
+        ]
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
 
 
 def _membership(form: Form) -> Membership:

@@ -126,9 +126,15 @@ class Repair:
             )
 
     def look(self, now_s: float) -> list[Fault]:
-        """Ranks that hang, as faults to report; their stacks are dumped and their kill is set."""
+        """Ranks that hang, as faults to report; everybody is asked where it is."""
         if self._incident is not None:
             return []
+        hung = self._find_hung(now_s)
+        if hung:
+            self._world.ask_stacks()
+        return hung
+
+    def _find_hung(self, now_s: float) -> list[Fault]:
         for handle in self._world.present:
             if handle.rank in self._doomed:
                 continue
@@ -179,15 +185,14 @@ class Repair:
         )
 
     def condemn(self, faults: list[Fault]) -> None:
-        """Have every rank's stacks dumped, then those that hang killed. Their incident is open."""
+        """Have those that hang dump their stacks, and then killed. Their incident is open."""
         if self._incident is None:
             return
         hung = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG}
         new = hung - set(self._incident.kill_at_s)
         for rank in new:
             self._incident.kill_at_s[rank] = time.monotonic() + STACKS_TIME_S
-        if new or not hung:
-            self._world.dump_stacks(tuple(new))
+        self._world.force_stacks(tuple(new))
 
     def settle(self, now_s: float) -> GiveUp | None:
         """Close the incident once nobody is still inside it; a plan to give up is the caller's."""

@@ -21,6 +21,7 @@ from ddp_runner.core.messages import (
     Forked,
     Form,
     Ready,
+    Stacks,
     Stop,
     StopAsked,
 )
@@ -204,6 +205,39 @@ def test_an_abort_of_an_earlier_generation_leaves_the_newest_alone(tmp_path):
     with ranks(_abort_an_earlier_generation, 1, tmp_path / "rank_0.log") as (rank,):
         assert rank.hear() is False
         assert rank.result() == 5
+
+
+def _change_frames_all_the_time(me, runtime):
+    def deeper(levels):
+        return deeper(levels - 1) if levels else 0
+
+    runtime.next_generation(READY)
+    while runtime.stop_asked() is None:
+        namespace = {}
+        exec("def made_anew(): return 0", namespace)  # a code object that is freed again
+        namespace["made_anew"]()
+        deeper(20)
+
+
+def _ask_for_stacks(me, path, times):
+    channel, pid = _supervise(me, path, _change_frames_all_the_time)
+    channel.receive()
+    channel.send(form(1))
+    for _ in range(times):
+        channel.send(Stacks())
+        time.sleep(0.002)
+    channel.send(Stop(reason=StopReason.INTERRUPTED))
+    return exit_code_of(pid)
+
+
+def test_survivors_write_their_stacks_and_live(tmp_path):
+    """Asked again and again while their frames come and go; the log tells where each thread is."""
+    path = tmp_path / "rank_0.log"
+    assert run_ranks(_ask_for_stacks, 1, path, 60) == [5]
+    written = path.read_text(encoding="utf-8")
+    assert written.count("[MainThread] (most recent call first):") == 60
+    assert ", line " in written
+    assert " in _change_frames_all_the_time\n" in written
 
 
 def _compute_with_the_lock_of_the_interpreter_free(me, runtime):
