@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import FaultError, FaultKind
+from tests.disks import small_disk
 
 from .states import save, steps_in
 
@@ -118,22 +118,6 @@ class _Boastful(RealDisk):
 
     def free_bytes(self, directory: Path) -> int:
         return 2**60
-
-
-@contextmanager
-def small_disk(directory: Path, *, size_kb: int):
-    directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(directory)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 @pytest.mark.parametrize(

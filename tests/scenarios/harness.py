@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
+from tests import processes
 from tests.scenarios.leftovers import (
     listening_inodes,
     ownerless_shared_memory,
@@ -25,16 +26,7 @@ DEADLINE_S = 60.0
 # Every process of a job inherits this variable, whoever its parent is by now.
 MARK = "SCENARIO_RUN"
 
-
-def poll(check, *, timeout_s=DEADLINE_S, what="the condition", every_s=0.01):
-    """Wait until ``check`` returns something true; fails loudly with what it waited for."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        value = check()
-        if value:
-            return value
-        time.sleep(every_s)
-    raise AssertionError(f"{what} did not come within {timeout_s:g} s")
+poll = functools.partial(processes.poll, every_s=0.01)  # most of these looks read a file
 
 
 class Outputs:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 
 import pytest
 
 from ddp_runner.checkpoint.store import CheckpointStore
+from tests.disks import small_disk
 
 from .conftest import SETTINGS, STEPS
 from .harness import Run
@@ -86,25 +86,9 @@ def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_
     assert run.digest == peace(1).digest
 
 
-@contextlib.contextmanager
-def small_disk(directory):
-    directory.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
-
-
 def test_logs_that_cannot_be_written_cost_lines_only(peace, tmp_path):
     """Audit, log, journal and status on a full disk: said once on the console, never a fault."""
-    with small_disk(tmp_path / "logs"):
+    with small_disk(tmp_path / "logs", size_kb=1024):
         with Run(tmp_path, *SETTINGS, *injected("kill:rank=1,step=40")) as run:
             run.wait_for_step(8)
             with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb") as filler:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,9 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
 from ddp_runner.training.loading import load_task
 
+pytestmark = pytest.mark.usefixtures("clean_imports")
+
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_task.py"
-
-
-@pytest.fixture(autouse=True)
-def _clean_imports(monkeypatch):
-    """The example's module and folder do not outlive the test."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("ddp_runner_task_", "loading_")):
-            del sys.modules[name]
 
 
 def load(**arguments):

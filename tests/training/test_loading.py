@@ -18,6 +18,8 @@ from ddp_runner.training.task import Task
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("clean_imports")
+
 TASK_SOURCE = """
     class Mine:
         def __init__(self, width=1, depth=2):
@@ -26,17 +28,6 @@ TASK_SOURCE = """
         def build_datasets(self): ...
         def loss(self, model, batch): ...
 """
-
-
-@pytest.fixture(autouse=True)
-def _clean_imports(monkeypatch):
-    """Nothing that a test imports or puts on the path outlives it."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith(("ddp_runner_task_", "loading_")):
-            del sys.modules[name]
 
 
 def write(folder: Path, source: str, name: str = "my_task.py") -> Path:
