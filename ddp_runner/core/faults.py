@@ -77,6 +77,10 @@ MENDED_BY_RANK = frozenset(
     {FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED, FaultKind.REPLICA_DIVERGED}
 )
 
+# The process where it happens may no longer be as it should, but it holds a committed state: it waits
+# for the supervisor's word, and stays only where no other rank has a state.
+PARKED_BY_RANK = frozenset({FaultKind.RANK_RAISED})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_runner.core.classify import Attribution
+from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
@@ -52,12 +53,14 @@ class WorldFacts:
     """Who is left.
 
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
-    loading one; ``present`` counts the ranks of the generation, the lost ones included.
+    loading one; ``present`` counts the ranks of the generation, the lost ones included. ``parked``
+    ranks raised an exception of their own and wait; they count neither as lost nor as filled.
     """
 
     lost: tuple[int, ...]
     filled: bool
     present: int
+    parked: tuple[Standing, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +98,7 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     settings: RecoverySettings,
 ) -> Plan:
     """What to do about ``incident``; ``history`` holds the earlier ones, oldest first."""
-    fault = incident.culprit
+    fault, world = incident.culprit, judge_parked(world)
     if fault.kind in NEVER_RETRIED or not fault.may_retry:
         return GiveUp(fault=fault, reason="trying again would not help", status=RunStatus.FAILED)
     starts = fault.phase == Phase.STARTUP.label
@@ -136,6 +139,21 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         ranks=world.lost,
         loader=_loader(world.lost, world),
         delay_s=backoff_s(len(stuck) - 1, settings),
+    )
+
+
+def judge_parked(world: WorldFacts) -> WorldFacts:
+    """Parked ranks are lost as soon as somebody else has a state; else the newest of them is kept."""
+    filled = [standing for standing in world.parked if standing.committed_step > EMPTY_STEP]
+    kept = None
+    if filled and not world.filled:
+        kept = min(filled, key=lambda standing: (-standing.committed_step, standing.rank))
+    lost = {standing.rank for standing in world.parked if standing is not kept}
+    return replace(
+        world,
+        lost=tuple(sorted({*world.lost, *lost})),
+        filled=world.filled or kept is not None,
+        parked=(),
     )
 
 

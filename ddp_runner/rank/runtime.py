@@ -21,11 +21,12 @@ from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import MENDED_BY_RANK, Fault
+from ddp_runner.core.faults import MENDED_BY_RANK, PARKED_BY_RANK, Fault
 from ddp_runner.core.injection import Injection, InjectKind
 from ddp_runner.core.messages import (
     Abort,
     Checkpoint,
+    Faulted,
     Form,
     Inject,
     Injected,
@@ -120,6 +121,9 @@ class SupervisedRuntime:
         """Send to the supervisor; without one there is nothing left to do."""
         if isinstance(message, LoaderWorkers):
             self._loader_pids = message.pids
+        if isinstance(message, Faulted):
+            sys.stdout.flush()  # this process may be ended as soon as its fault is known
+            sys.stderr.flush()
         try:
             self._channel.send(message)
         except ChannelClosedError:
@@ -137,8 +141,13 @@ class SupervisedRuntime:
         return True
 
     def survives(self, fault: Fault) -> bool:
-        """A victim goes on, and who has mended its own fault; one inside its optimizer is replaced."""
-        stays = fault.kind in VICTIM_KINDS or (fault.kind in MENDED_BY_RANK and fault.may_retry)
+        """A victim goes on, who has mended its own fault, and who waits to be judged.
+
+        Never one that was inside its optimizer.
+        """
+        stays = fault.kind in VICTIM_KINDS | PARKED_BY_RANK or (
+            fault.kind in MENDED_BY_RANK and fault.may_retry
+        )
         return stays and not self.slot.get(Cell.DIRTY)
 
     def training_loss(self, loss: Loss) -> Loss:

@@ -6,7 +6,7 @@ import os
 
 from ddp_runner.channel import Channel
 from ddp_runner.core.board import Slot
-from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.launch import DevicePlan
 from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
 from ddp_runner.core.messages import Finished, Ready
@@ -51,11 +51,13 @@ class RankHandle:
         """Whether the process has a state to give, or will have one once it is ready."""
         if self.state is RankState.STARTING:
             return self.loads
-        return (
-            self.state is RankState.READY
-            and self.ready is not None
-            and self.ready.committed_step > EMPTY_STEP
-        )
+        return self.state is RankState.READY and self.standing.committed_step > EMPTY_STEP
+
+    @property
+    def standing(self) -> Standing:
+        """What the process could offer, by its newest report."""
+        step = EMPTY_STEP if self.ready is None else self.ready.committed_step
+        return Standing(rank=self.rank, committed_step=step)
 
     def open_lines(self, *, token: int, now_s: float) -> tuple[int, int]:
         """New channel and output for a new process; the child's ends, for the fork request."""

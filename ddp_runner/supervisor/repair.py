@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import PARKED_BY_RANK, Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
@@ -73,8 +73,8 @@ class Repair:
 
     @property
     def is_open(self) -> bool:
-        """Whether an incident is being gathered; nothing may form meanwhile."""
-        return self._incident is not None
+        """Whether an incident is being gathered or a rank still to be replaced: nothing may form."""
+        return self._incident is not None or bool(self._doomed)
 
     def expects_end_of(self, handle: RankHandle) -> bool:
         """Whether the rank was killed on purpose, so that its end is no news."""
@@ -242,12 +242,17 @@ class Repair:
         )
         usable = (RankState.READY, RankState.STARTING)
         lost = tuple(handle.rank for handle in ranks if handle.state not in usable)
+        raised = {
+            fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK
+        }
+        parked = [h for h in ranks if h.rank in raised and h.state is RankState.READY]
         plan = plan_recovery(
             incident,
             world=WorldFacts(
                 lost=lost,
-                filled=any(handle.is_filled for handle in ranks),
+                filled=any(handle.is_filled for handle in ranks if handle not in parked),
                 present=len(ranks),
+                parked=tuple(handle.standing for handle in parked),
             ),
             history=self._ledger.history,
             settings=self._settings,

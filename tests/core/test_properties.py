@@ -93,21 +93,26 @@ class Model:
         self.now_s += 1.0
         faults = [Fault(kind=kind, rank=number, step=self.committed_max, cause="x", at_ns=number)
                   for number in lost]  # fmt: skip
+        parked = []
         best = max(
             (rank.committed for n, rank in self.present() if n not in lost), default=EMPTY_STEP
         )
         for number, rank in self.present():
             rank.machine.advance(RankEvent.ABORT_SENT)
-            if number in lost:
+            if number in lost and kind is FaultKind.RANK_RAISED:
+                rank.machine.advance(RankEvent.GOT_READY)
+                parked.append(Standing(rank=number, committed_step=rank.committed))
+            elif number in lost:
                 rank.machine.advance(RankEvent.EXITED)
                 rank.committed = EMPTY_STEP
             else:
                 rank.machine.advance(RankEvent.GOT_READY)
                 faults.append(Fault(kind=FaultKind.COLLECTIVE_FAILED, rank=number, step=0,
                                     cause="lost a peer", at_ns=-1))  # fmt: skip
-        self.decide(faults, lost=tuple(lost), best=best)
+        gone = () if parked else tuple(lost)
+        self.decide(faults, lost=gone, parked=tuple(parked), best=best)
 
-    def decide(self, faults, *, lost, best):
+    def decide(self, faults, *, lost, parked, best):
         incident = Incident(
             attribution=attribute(faults),
             at_s=self.now_s,
@@ -117,7 +122,9 @@ class Model:
         assert incident.culprit.kind not in VICTIM_KINDS
         plan = plan_recovery(
             incident,
-            world=WorldFacts(lost=lost, filled=best > EMPTY_STEP, present=len(self.present())),
+            world=WorldFacts(
+                lost=lost, filled=best > EMPTY_STEP, present=len(self.present()), parked=parked
+            ),
             history=self.history,
             settings=SETTINGS,
         )
@@ -126,8 +133,18 @@ class Model:
             self.ended = plan
             return
         assert isinstance(plan, ReplaceRanks)
-        assert set(plan.ranks) | set(plan.dropped) == set(lost), "nobody lost is forgotten"
+        handled = set(plan.ranks) | set(plan.dropped)
+        kept = [standing for standing in parked if standing.rank not in handled]
+        if best == EMPTY_STEP and parked:
+            best = max(standing.committed_step for standing in parked)
+            assert [standing.committed_step for standing in kept] == [best], "the newest is kept"
+        else:
+            assert not kept, "who raised is replaced"
+        expected = {*lost, *(standing.rank for standing in parked)}
+        assert handled == expected - {standing.rank for standing in kept}, "nobody is forgotten"
         assert (plan.loader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"
+        for number in handled - set(lost):
+            self.ranks[number].machine.advance(RankEvent.EXITED)
         for number in plan.dropped:
             self.ranks[number].given_up = True
         assert len(self.present()) >= (SETTINGS.min_ranks if plan.dropped else 1)

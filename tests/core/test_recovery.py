@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.classify import Attribution
+from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.recovery import (
@@ -43,8 +44,9 @@ def incident(
     )
 
 
-def plan(now, history=(), *, lost=(1,), filled=True):
-    world = WorldFacts(lost=lost, filled=filled, present=3)
+def plan(now, history=(), *, lost=(1,), filled=True, parked=()):
+    standings = tuple(Standing(rank=rank, committed_step=step) for rank, step in parked)
+    world = WorldFacts(lost=lost, filled=filled, present=3, parked=standings)
     return plan_recovery(now, world=world, history=history, settings=SETTINGS)
 
 
@@ -56,6 +58,31 @@ def test_a_killed_rank_alone_is_replaced_at_once():
 def test_with_no_replica_left_one_rank_loads_the_checkpoint():
     """All dead: the newest checkpoint is the source, read once."""
     answer = plan(incident(), lost=(0, 1, 2), filled=False)
+    assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
+
+
+def test_a_rank_that_raised_is_replaced_where_another_one_has_a_state():
+    """Its process may no longer be as it should: a clean replica is the better source."""
+    answer = plan(incident(FaultKind.RANK_RAISED), lost=(0,), parked=[(1, 10)])
+    assert answer == ReplaceRanks(ranks=(0, 1), loader=None, delay_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("parked", "kept"),
+    [([(0, 10), (1, 10), (2, 10)], 0), ([(0, 9), (1, 10), (2, 10)], 1), ([(2, 10)], 2)],
+)
+def test_with_no_replica_left_the_newest_rank_that_raised_is_kept(parked, kept):
+    """An exception costs no committed step, even where every rank has raised it."""
+    lost = tuple(rank for rank in range(3) if rank not in dict(parked))
+    answer = plan(incident(FaultKind.RANK_RAISED), lost=lost, filled=False, parked=parked)
+    ranks = tuple(rank for rank in range(3) if rank != kept)
+    assert answer == ReplaceRanks(ranks=ranks, loader=None, delay_s=0.0)
+
+
+def test_a_rank_that_raised_before_it_had_a_state_is_no_source():
+    """Control: the checkpoint is, then."""
+    raised = [(0, EMPTY_STEP), (1, EMPTY_STEP)]
+    answer = plan(incident(FaultKind.RANK_RAISED), lost=(2,), filled=False, parked=raised)
     assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
 
 

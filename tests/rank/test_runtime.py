@@ -306,15 +306,23 @@ def _judge_faults(me, path):
         verdicts.append(
             {
                 kind: runtime.survives(Fault(kind=kind, rank=0, step=1, cause="a cause"))
-                for kind in (FaultKind.COLLECTIVE_FAILED, FaultKind.RANK_RAISED)
+                for kind in (
+                    FaultKind.COLLECTIVE_FAILED,
+                    FaultKind.RANK_RAISED,
+                    FaultKind.DEVICE_LOST,
+                )
             }
         )
     me.keep_open = mine  # its end would be the end of this process
     return verdicts
 
 
-def test_only_a_clean_victim_survives(tmp_path):
-    """A rank at fault, or one inside its optimizer, is replaced by an empty one."""
+def test_only_a_clean_rank_survives(tmp_path):
+    """A lost peer or an exception leaves the state whole; the optimizer and a lost device do not."""
     ((clean, dirty),) = run_ranks(_judge_faults, 1, tmp_path / "rank_0.log")
-    assert clean == {FaultKind.COLLECTIVE_FAILED: True, FaultKind.RANK_RAISED: False}
-    assert dirty == {FaultKind.COLLECTIVE_FAILED: False, FaultKind.RANK_RAISED: False}
+    assert clean == {
+        FaultKind.COLLECTIVE_FAILED: True,
+        FaultKind.RANK_RAISED: True,
+        FaultKind.DEVICE_LOST: False,
+    }
+    assert dirty == dict.fromkeys(clean, False)

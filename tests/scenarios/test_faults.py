@@ -138,6 +138,25 @@ def check_processes(run, plan, world):
         assert len(seen) == 1 + replaced, f"rank {rank} had processes {seen}: {told}"
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_exception_on_all_ranks_at_once_loses_no_step(tmp_path, world):
+    """One of them is kept as the source: nothing goes back to a checkpoint, and none was made."""
+    steps = ("--max-steps", 24, "save_every_steps=0", "task.pace_s=0")
+    with Run(tmp_path / "peace", *QUICK, *steps, world=world) as run:
+        assert run.wait() == 0, run.console
+        digest = run.digest
+    raises = ("--inject", "raise:rank=all,step=9,phase=backward")
+    with Run(tmp_path / "faults", *QUICK, *steps, *raises, world=world) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == digest
+    faults = run.summary()["faults"]
+    assert {fault["kind"] for fault in faults} == {"rank_raised"}
+    assert sum(fault["steps_lost"] for fault in faults) == 0
+    kept = {record["rank"]: record["pid"] for record in run.events("rank_formed")}
+    first = {record["rank"]: record["pid"] for record in reversed(run.events("rank_formed"))}
+    assert sum(kept[rank] == first[rank] for rank in kept) == 1, "one process is kept"
+
+
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
     """Another survivor sends in its place: the replacement waits for nobody who is dead."""
     large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0")  # 30 MB of state

@@ -125,6 +125,7 @@ class Simulation:
         self.processes = {}
         self.zygote = None
         self.reaped = []
+        self._broken = 0  # the newest generation that a peer has left
         self.zygotes = 0
         self._heap = []
         self._numbers = itertools.count()
@@ -211,12 +212,21 @@ class Simulation:
             self._end(process, exit_code=code)
 
     def fail(self, rank, cause="ValueError: no"):
-        """An exception in a rank's step: it says so and ends."""
+        """An exception in a rank's step: it says so and waits for what becomes of it."""
         process = self.rank(rank)
-        if process is None or process.stopped or not process.seen:
+        if process is None or process.stopped or not process.generation:
             return
         fault = self.fault(process, FaultKind.RANK_RAISED, cause)
         self.send(process, Faulted(generation=process.seen[-1], fault=fault))
+        generation, process.generation, process.trains = process.generation, 0, False
+        self.later(0.001, lambda: self.send(process, self._ready(process)))
+        self._break(generation)
+
+    def fail_to_start(self, rank, cause="ValueError: no"):
+        """An exception before a rank is ready: it says so and ends."""
+        process = self.rank(rank)
+        fault = self.fault(process, FaultKind.RANK_RAISED, cause)
+        self.send(process, Faulted(generation=0, fault=fault))
         self._end(process, exit_code=1)
 
     def signal(self, pid, number=signal.SIGKILL):
@@ -379,6 +389,8 @@ class Simulation:
 
     def _step(self, generation):
         members = self._members(generation)
+        if generation <= self._broken:
+            return
         if not members or any(p.dead for p in members):
             self._break(generation)
             return
@@ -397,6 +409,9 @@ class Simulation:
         if members[0].committed < self.steps and reason is None:
             self.later(STEP_S, lambda: self._step(generation))
             return
+        self._finish_soon(members, generation, reason)
+
+    def _finish_soon(self, members, generation, reason):
         self._save(members[0])
         for process in members:
             finish = self.random.uniform(0.0, 0.02)
@@ -434,6 +449,7 @@ class Simulation:
 
     def _break(self, generation):
         """A peer is lost: the others notice, some of them just after they have committed."""
+        self._broken = max(self._broken, generation)
         for process in self._members(generation):
             if process.dead or process.stopped:
                 continue

@@ -188,6 +188,35 @@ def test_the_same_error_at_the_same_step_is_the_users(simulate):
     assert "ValueError: no" in ending.reason
 
 
+def test_a_rank_that_raised_is_ended_and_replaced_where_another_one_has_a_state(simulate):
+    """It waits with its state, is not asked to form with it, and gets a new process."""
+    run = simulate()
+    run.to_step(15)
+    parked = run.rank(1)
+    run.fail(1)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_raised", (1,))]
+    assert parked.dead
+    assert parked.seen == [1]
+    assert run.rank(1) is not parked
+    assert lost(run) == [0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_of_ranks_that_all_raised_one_is_kept_as_the_source(simulate, ranks):
+    """Its state is committed: going back to a checkpoint would cost steps for nothing."""
+    run = simulate(ranks=ranks)
+    run.to_step(17)
+    first = {rank: run.rank(rank).pid for rank in range(ranks)}
+    for rank in range(ranks):
+        run.fail(rank)
+    run.run_until(lambda: len(run.events("form")) == 2)
+    assert [run.rank(rank).pid == first[rank] for rank in range(ranks)].count(True) == 1
+    assert_done(run)
+    assert [len(replaced) for _, _, replaced in plans(run)] == [ranks - 1]
+    assert lost(run) == [0]
+
+
 def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
     """Steps that are lost are counted once: a second fault finds the run where it stands."""
     run = simulate(steps=60)
@@ -277,7 +306,7 @@ def test_a_fault_while_growing_again_is_repaired(simulate, rank, harm):
     assert_done(run)
 
 
-@pytest.mark.parametrize("harm", ["kill", "freeze", "leave", "fail"])
+@pytest.mark.parametrize("harm", ["kill", "freeze", "leave", "fail_to_start"])
 def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
     """It is tried again later, and the world that trains is left alone."""
     run = simulate(
@@ -286,8 +315,6 @@ def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
     run.to_step(12)
     run.kill(1)
     run.run_until(lambda: run.world.ranks[1].is_returning and run.rank(1) is not None)
-    if harm == "fail":
-        run.rank(1).seen.append(0)
     getattr(run, harm)(1)
     run.run_until(lambda: len(run.world.present) == 3)
     assert_done(run)
