@@ -1,7 +1,8 @@
 """Who is hung, told from the progress board alone. Slow is not hung: deadlines follow the run's pace.
 
 A rank that waits in a collective waits for somebody else, so it is never hung by itself: either
-another rank is late, or all wait, and then the collective is stuck.
+another rank is late, or all wait, and then the collective is stuck. Ranks that are late together are
+more likely on a machine that stood still than hung, so they are given more time.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 
 STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
-PATIENCE_FACTOR = 4.0  # per hang verdict in a row without progress: the pause may be a real one
+# Per hang verdict in a row without progress, and for ranks that are late together: the pause may be
+# a real one.
+PATIENCE_FACTOR = 4.0
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
 
 
@@ -22,7 +25,7 @@ class RankLook:
     """One look at a rank that is in the generation.
 
     ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``steps_here``:
-    committed by this very process.
+    done by this very process.
     """
 
     rank: int
@@ -56,34 +59,47 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
         return settings.checkpoint_timeout_s
     if look.steps_here < STEPS_TO_SETTLE:
         return settings.first_step_timeout_s
-    usual = max(settings.hang_min_s, settings.hang_factor * pace.slowest_step_s)
-    return usual * PATIENCE_FACTOR**pace.verdicts_in_a_row
+    return _usual_deadline_s(pace, settings)
 
 
 def find_hung(
     looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
 ) -> HangVerdict | None:
-    """The verdict on a generation whose ranks are all training, or None."""
+    """The verdict on a generation whose ranks are all training, or None.
+
+    It never names all of several ranks: one is left, and with it the state. Told to leave its
+    generation, that one does, or is found then.
+    """
     stopped = [look for look in looks if look.stopped and look.age_s > settings.hang_min_s]
     if stopped:
-        return _verdict(stopped)
+        return _verdict(stopped, looks)
+    over_s = {look.rank: look.age_s - phase_deadline_s(look, pace, settings) for look in looks}
     late = [
         look
         for look in looks
-        if look.phase is not Phase.REDUCE
-        and look.phase not in _UNWATCHED
-        and look.age_s > phase_deadline_s(look, pace, settings)
+        if look.phase is not Phase.REDUCE and look.phase not in _UNWATCHED and over_s[look.rank] > 0
     ]
     if late:
-        return _verdict(late)
+        alone = len(late) == 1 < len(looks)
+        grace_s = 0.0 if alone else (PATIENCE_FACTOR - 1) * _usual_deadline_s(pace, settings)
+        is_due = any(over_s[look.rank] > grace_s for look in late)
+        return _verdict(late, looks) if is_due else None
     if looks and all(look.phase is Phase.REDUCE for look in looks):
         youngest = min(looks, key=lambda look: look.age_s)
-        if youngest.age_s > phase_deadline_s(youngest, pace, settings):
+        if over_s[youngest.rank] > 0:
             return HangVerdict(ranks=(), waited_s=youngest.age_s)
     return None
 
 
-def _verdict(looks: Sequence[RankLook]) -> HangVerdict:
-    return HangVerdict(
-        ranks=tuple(look.rank for look in looks), waited_s=max(look.age_s for look in looks)
-    )
+def _usual_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
+    usual_s = max(settings.hang_min_s, settings.hang_factor * pace.slowest_step_s)
+    return usual_s * PATIENCE_FACTOR**pace.verdicts_in_a_row
+
+
+def _verdict(hung: Sequence[RankLook], looks: Sequence[RankLook]) -> HangVerdict:
+    named = [look.rank for look in hung]
+    if len(hung) == len(looks) > 1:
+        # Who is half through an update cannot hand its state on.
+        spared = min(hung, key=lambda look: (look.phase is Phase.OPTIMIZER, look.age_s))
+        named.remove(spared.rank)
+    return HangVerdict(ranks=tuple(named), waited_s=max(look.age_s for look in hung))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ddp_runner.channel import Channel
-from ddp_runner.core.board import Slot
+from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.launch import DevicePlan
 from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
@@ -29,7 +29,7 @@ class RankHandle:
         self.loads = False
         self.given_up_at_s: float | None = None  # None: part of the world
         self.is_returning = False  # given up, and being tried again
-        self.formed_step = -1  # committed when this process joined its first generation
+        self.steps_before = 0  # done in this slot by the processes before this one
         self.spawned_at_s = 0.0
         self.loader_pids: tuple[int, ...] = ()
         self.metrics: dict[str, float] = {}
@@ -65,7 +65,8 @@ class RankHandle:
         self.channel, theirs = Channel.pair()
         self._output = make_output_file(f"rank_{self.rank}")
         self.pid, self.token, self.spawned_at_s = None, token, now_s
-        self.ready, self.finished, self.formed_step = None, None, -1
+        self.ready, self.finished = None, None
+        self.steps_before = self.slot.get(Cell.OWN_STEPS)
         self.loader_pids, self.metrics = (), {}
         self.machine.advance(RankEvent.SPAWNED)
         return theirs.detach(), self._output

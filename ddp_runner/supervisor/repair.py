@@ -193,6 +193,7 @@ class Repair:
         for rank in new:
             self._incident.kill_at_s[rank] = time.monotonic() + STACKS_TIME_S
         self._world.force_stacks(tuple(new))
+        self._world.wake()
 
     def settle(self, now_s: float) -> GiveUp | None:
         """Close the incident once nobody is still inside it; a plan to give up is the caller's."""

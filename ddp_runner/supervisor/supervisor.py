@@ -135,8 +135,6 @@ class Supervisor:
                     self._repair.take_back(handle)
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
-                if handle.formed_step < 0:
-                    handle.formed_step = message.committed_step
                 self._on_formed(message)
             case Faulted() if handle.given_up_at_s is not None:
                 self.records.event(

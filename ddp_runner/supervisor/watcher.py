@@ -16,7 +16,7 @@ from ddp_runner.supervisor.ranks import RankHandle
 
 PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
-PAUSE_S = 1.0  # between two looks, which are a tick apart: this process was stopped
+PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
 _SUSPICIOUS_S = 0.5  # an age from which /proc is asked; most looks cost no system call
 
 
@@ -27,6 +27,7 @@ class Watcher:
         self._settings = settings
         self._step_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._seen_step = -1
+        self._best_step = -1
         self._verdicts_in_a_row = 0
         self._looked_at_ns = self._awake_since_ns = time.monotonic_ns()
         self._own: dict[int, tuple[int, int]] = {}
@@ -78,7 +79,7 @@ class Watcher:
             rank=handle.rank,
             phase=reading.phase,
             age_s=age_s,
-            steps_here=reading.committed_step - handle.formed_step,
+            steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
             stopped=age_s > _SUSPICIOUS_S and _is_stopped(handle.pid),
         )
 
@@ -88,7 +89,7 @@ class Watcher:
         The whole job, container or machine may have been paused; nobody was hung then.
         """
         now_ns = time.monotonic_ns()
-        if now_ns - self._looked_at_ns > PAUSE_S * 1e9:
+        if now_ns - self._looked_at_ns > min(PAUSE_S, self._settings.hang_min_s / 2) * 1e9:
             self._awake_since_ns = now_ns
         self._looked_at_ns = now_ns
 
@@ -101,9 +102,11 @@ class Watcher:
     def _keep_pace(self, handles: list[RankHandle]) -> None:
         step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in handles)
         self._seen_step = min(self._seen_step, step)  # back to a checkpoint
-        if step > self._seen_step:
-            if self._seen_step >= 0:
+        if step > self._best_step:  # what is redone is no progress: it may hang again where it did
+            if self._best_step >= 0:
                 self._verdicts_in_a_row = 0
+            self._best_step = step
+        if step > self._seen_step:
             self._seen_step = step
             self._step_s.append(max(h.slot.get(Cell.STEP_NS) for h in handles) / 1e9)
 

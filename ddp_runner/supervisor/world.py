@@ -284,10 +284,7 @@ class World:
                 self.send(handle, Stacks())
 
     def force_stacks(self, condemned: tuple[int, ...]) -> None:
-        """Have ranks that answer nothing write theirs by signal; a stopped one is let go for that.
-
-        The generation has been aborted by now, so a rank that wakes up finds itself fenced out.
-        """
+        """Have ranks that answer nothing write theirs by signal, once they are awake."""
         # INVARIANT only-the-condemned: a healthy rank never gets this signal. The handler walks the
         # frames of threads that go on running, which now and then ends the process (SIGSEGV; seen in
         # one of about 30 runs of four hangs each; CPython issue 116008).
@@ -297,6 +294,14 @@ class World:
             handle = self.ranks[rank]
             if handle.pid is not None and handle.state is not RankState.STARTING:
                 kill(handle.pid, STACKS_SIGNAL)
+
+    def wake(self) -> None:
+        """Let stopped ranks go on: the condemned to write their stacks, a spared one to leave.
+
+        The generation has been aborted by now, so a rank that wakes up finds itself fenced out.
+        """
+        for handle in self.ranks:
+            if handle.pid is not None and handle.state is not RankState.STARTING:
                 kill(handle.pid, signal.SIGCONT)
 
     def forget_channel(self, channel: Channel) -> None:

@@ -81,6 +81,40 @@ def test_a_collective_in_which_all_wait_is_stuck_and_nobody_is_blamed():
     assert verdict(waiting[0], look(1, Phase.REDUCE, 1.5)) is None
 
 
+@pytest.mark.parametrize("phase", IN_STEP)
+def test_ranks_that_are_late_together_get_four_times_as_long(phase):
+    """A machine that stands still makes all late; who waits for them meanwhile proves nothing."""
+    peer = look(0, Phase.REDUCE, 8.5)
+    assert verdict(peer, look(1, phase, 7.9), look(2, Phase.FORWARD, 7.8)) is None
+    both = HangVerdict(ranks=(1, 2), waited_s=8.1)
+    assert verdict(peer, look(1, phase, 8.1), look(2, Phase.FORWARD, 7.8)) == both
+
+
+def test_a_rank_that_is_late_alone_again_is_hung_at_once():
+    """The others went on: it was no pause of the machine."""
+    late = look(1, Phase.FORWARD, 5.0)
+    assert verdict(look(0, Phase.FORWARD, 4.9), late) is None
+    assert verdict(look(0, Phase.REDUCE, 0.1), late) == HangVerdict(ranks=(1,), waited_s=5.0)
+
+
+def test_the_last_rank_with_a_state_is_spared():
+    """All are late, or stopped: one is left to hand its state on, best one outside its optimizer."""
+    young, old = look(0, Phase.FORWARD, 8.1), look(1, Phase.FORWARD, 8.2)
+    assert verdict(young, old) == HangVerdict(ranks=(1,), waited_s=8.2)
+    updating = look(0, Phase.OPTIMIZER, 8.1)
+    assert verdict(updating, old) == HangVerdict(ranks=(0,), waited_s=8.2)
+    stopped = [look(rank, Phase.REDUCE, 2.5 - rank / 10, stopped=True) for rank in range(3)]
+    assert verdict(*stopped) == HangVerdict(ranks=(0, 1), waited_s=2.5)
+
+
+def test_the_only_rank_of_a_world_is_hung_after_four_times_as_long():
+    """Its end costs steps, so it gets the time of a shared pause; an evaluation not four times its own."""
+    assert verdict(look(0, Phase.FORWARD, 7.9)) is None
+    assert verdict(look(0, Phase.FORWARD, 8.1)) == HangVerdict(ranks=(0,), waited_s=8.1)
+    assert verdict(look(0, Phase.EVALUATE, 55.0)) is None
+    assert verdict(look(0, Phase.EVALUATE, 56.1)) is not None
+
+
 @pytest.mark.parametrize("phase", [Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED])
 def test_what_is_watched_elsewhere_is_not_judged_here(phase):
     """Start and forming have their own deadlines; who has finished owes nothing."""
@@ -89,10 +123,10 @@ def test_what_is_watched_elsewhere_is_not_judged_here(phase):
 
 def test_verdicts_without_progress_make_the_next_one_patient():
     """The pause may be real: each verdict in a row waits four times as long, until a step is done."""
-    late = look(1, Phase.FORWARD, 7.0)
-    assert verdict(late) is not None
-    assert verdict(late, verdicts_in_a_row=1) is None
-    assert verdict(look(1, Phase.FORWARD, 8.1), verdicts_in_a_row=1) is not None
+    peer, late = look(0, Phase.REDUCE, 7.0), look(1, Phase.FORWARD, 7.0)
+    assert verdict(peer, late) is not None
+    assert verdict(peer, late, verdicts_in_a_row=1) is None
+    assert verdict(peer, look(1, Phase.FORWARD, 8.1), verdicts_in_a_row=1) is not None
 
 
 def test_a_world_of_nobody_is_not_hung():

@@ -189,11 +189,13 @@ def resident_bytes(pid):
 
 
 def test_slow_is_not_hung(tmp_path):
-    """A rank 5 times slower, a first step and an evaluation that take long: nothing is repaired."""
+    """A rank 5 times slower, a long first step or evaluation, a pause of all: nothing is repaired."""
     settings = (
         *("--max-steps", 140, "evaluate_every_steps=70", "task.validation_s=1.5"),
         *("--inject", "slow:rank=1,step=0,seconds=2"),
         *("--inject", "slow:rank=1,step=10,times=100,seconds=0.05"),
+        # Twice the deadline, which is 0.6 s by then: as if the machine had stood still.
+        *(w for rank in range(3) for w in ("--inject", f"slow:rank={rank},step=130,seconds=1.3")),
     )
     with Run(tmp_path, *QUICK, *settings, world=3) as run:
         assert run.wait() == 0, run.console

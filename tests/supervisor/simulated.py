@@ -100,6 +100,7 @@ class Process:
     generation: int = 0  # in which it is; 0: in none
     trains: bool = False
     stopped: bool = False
+    asleep: bool = False  # stopped in its own code: the system knows of nothing
     dead: bool = False
     stop: StopReason | None = None
     seen: list = field(default_factory=list)  # generations that it was asked to form
@@ -205,6 +206,17 @@ class Simulation:
             if process.trains:
                 self.stamp(process, Phase.FORWARD)
 
+    def sleep(self, *ranks):
+        """Ranks get stuck in their own code, in the middle of a forward."""
+        for rank in ranks:
+            self.freeze(rank)
+            self.rank(rank).asleep = True
+
+    def wake(self):
+        """Whoever is stopped, or stuck, goes on."""
+        for process in self.processes.values():
+            process.stopped = process.asleep = False
+
     def leave(self, rank, code=0):
         """``os._exit`` in a rank."""
         process = self.rank(rank)
@@ -237,7 +249,7 @@ class Simulation:
         if number == signal.SIGKILL:
             self._end(process, signal_number=9)
         elif number == signal.SIGCONT:
-            process.stopped = False
+            process.stopped = process.asleep
 
     @property
     def ending(self):
@@ -443,6 +455,7 @@ class Simulation:
         process.committed += 1
         self.best = max(self.best, process.committed)
         slot.set(Cell.COMMITTED_STEP, process.committed)
+        slot.add(Cell.OWN_STEPS, 1)
         slot.set(Cell.LAST_COMMIT_NS, self.clock.monotonic_ns())
         slot.set(Cell.STEP_NS, int(STEP_S * 1e9))
         self.stamp(process, Phase.FORWARD)
@@ -496,7 +509,7 @@ class Simulation:
 
     def _is_stopped(self, pid):
         process = self.processes.get(pid)
-        return process is not None and process.stopped
+        return process is not None and process.stopped and not process.asleep
 
     def _turn(self):
         next_s = self._heap[0][0] if self._heap else self.clock.now_s + TICK_S

@@ -9,6 +9,7 @@ import pytest
 
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.phases import Phase
 from tests.supervisor.simulated import Simulation
 
 
@@ -257,6 +258,99 @@ def test_a_stop_during_a_repair_is_kept(simulate):
     ending = run.run_to_end()
     assert ending.exit_code == ExitCode.PREEMPTED
     assert run.best < 25
+
+
+@pytest.mark.parametrize("pause_s", [1.1, 3.9])
+def test_a_pause_of_all_ranks_is_no_hang(simulate, pause_s):
+    """Slow storage, swapping, a busy machine: nobody is killed for what happens to everybody."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    run.sleep(0, 1, 2)
+    run.pass_time(pause_s)
+    run.wake()
+    assert_done(run)
+    assert plans(run) == []
+
+
+def test_ranks_that_are_late_together_are_judged_by_who_comes_back(simulate):
+    """The pause ends for one of the two: the other one is hung, and is found at once."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    run.sleep(1, 2)
+    run.pass_time(1.5)
+    assert not run.events("fault")
+    process = run.rank(2)
+    process.stopped = process.asleep = False
+    run.stamp(process, Phase.REDUCE)
+    run.run_until(lambda: run.events("fault"), within_s=0.5)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_hung", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("late", "found_s"), [((1,), 1.0), ((1, 2), 4.0), ((0, 1, 2), 4.0)], ids=["one", "two", "all"]
+)
+def test_ranks_that_are_stuck_in_their_own_code_are_found(simulate, late, found_s):
+    """One alone as soon as it is late; several after four times that. Steps are lost by all only."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    run.sleep(*late)
+    since_s = run.clock.now_s
+    run.run_until(lambda: run.events("fault"))
+    assert found_s <= run.clock.now_s - since_s < found_s + 0.3
+    assert_done(run)
+    assert sorted(rank for _, _, ranks in plans(run) for rank in ranks) == list(late)
+    assert (sum(lost(run)) > 0) == (len(late) == 3)
+
+
+@pytest.mark.parametrize("late", [(1, 2), (0, 1, 2)], ids=["two", "all"])
+def test_ranks_that_are_stopped_are_found_at_once(simulate, late):
+    """The system says so. Of all ranks one is woken and spared, so that nothing is lost."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    for rank in late:
+        run.freeze(rank)
+    run.run_until(lambda: run.events("fault"), within_s=1.3)
+    assert_done(run)
+    assert sum(lost(run)) == 0
+    replaced = [rank for _, _, ranks in plans(run) for rank in ranks]
+    assert len(replaced) == 2
+    assert set(replaced) <= set(late)
+
+
+def test_redoing_lost_steps_is_no_progress(simulate):
+    """What hangs again and again at one step meets growing patience, though a checkpoint lies between."""
+    run = simulate(steps=60, hang_min_s=1.0, max_restarts=100, no_progress_generations=100)
+    waited = []
+    for _ in range(3):
+        run.to_step(17)
+        run.run_until(lambda: run.rank(0).committed >= 17)
+        run.sleep(1)
+        since_s, known = run.clock.now_s, len(run.events("fault"))
+        run.run_until(lambda known=known: len(run.events("fault")) > known)
+        waited.append(run.clock.now_s - since_s)
+        run.run_until(lambda: run.rank(1) is not None and not run.rank(1).asleep)
+        run.best = 0
+        run.kill(0, 1, 2)
+        run.run_until(lambda: run.rank(0) is not None and run.best > 0)
+    assert [round(seconds) for seconds in waited] == [1, 4, 16]
+    assert_done(run)
+
+
+def test_a_process_that_went_back_has_still_settled(simulate):
+    """After a roll-back below the step at which it joined, its own steps count, not the run's."""
+    run = simulate(hang_min_s=1.0, first_step_timeout_s=100.0)
+    run.to_step(30)
+    run.kill(1)
+    run.run_until(lambda: run.events("repaired"))
+    run.to_step(36)
+    for process in run.processes.values():
+        process.committed = min(process.committed, 20)
+    run.pass_time(0.3)
+    assert run.rank(1).committed < 30
+    run.sleep(1)
+    run.run_until(lambda: len(plans(run)) == 2, within_s=2.0)
+    assert_done(run)
 
 
 @pytest.mark.parametrize("harm", ["kill", "freeze", "leave"])
