@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+# Both travel in one packet, and stay in events.jsonl and the summary for each fault.
+CAUSE_CHARACTERS_MAX = 1_000
+DETAIL_CHARACTERS_MAX = 8_000
 
 
 class Scope(Enum):
@@ -103,6 +107,14 @@ class Fault:
     def scope(self) -> Scope:
         """How much this fault touches."""
         return SCOPE_OF_KIND[self.kind]
+
+    def bounded(self) -> Fault:
+        """The same fault, what users' code may have made too long cut: the end of a traceback counts."""
+        return replace(
+            self,
+            cause=self.cause[:CAUSE_CHARACTERS_MAX],
+            detail=self.detail[-DETAIL_CHARACTERS_MAX:],
+        )
 
 
 class FaultError(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
@@ -209,10 +209,14 @@ class Forked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZygoteReady:
-    """Zygote -> supervisor: torch is imported; forks are cheap from now on."""
+    """Zygote -> supervisor: torch is imported; forks are cheap from now on.
+
+    ``warning``: why forks may not start clean, or empty.
+    """
 
     torch_version: str
     import_s: float
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +278,9 @@ _TYPES: dict[str, type[Message]] = {
 
 
 def encode(message: Message) -> bytes:
-    """One packet. Raises :class:`WireError` for a message too long to send."""
+    """One packet, a fault's texts cut to what is kept of them. Raises :class:`WireError` if too long."""
+    if isinstance(message, (Faulted, MendedInPlace)):
+        message = replace(message, fault=message.fault.bounded())
     body: dict[str, object] = {"v": WIRE_VERSION, "type": type(message).__name__, **asdict(message)}
     packet = json.dumps(body, default=_encode_value).encode()
     if len(packet) > PACKET_BYTES_MAX:

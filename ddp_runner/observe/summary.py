@@ -21,7 +21,8 @@ class FaultRecord:
     ``detected_s`` and ``recovered_s`` count from the start of the run; ``recovered_s`` is None
     where the run ended first. ``seconds`` has what the repair consisted of: ``detect`` (since the
     culprit's last sign of life), ``abort``, ``fork``, ``group``, ``transfer``, ``rebuild``,
-    ``total`` (from the detection on). ``victims`` merely lost their peer.
+    ``total`` (from the detection on). ``victims`` merely lost their peer. ``detail`` is the end of
+    the culprit's traceback, or of what it said last; empty where there is none.
     """
 
     kind: str
@@ -32,6 +33,7 @@ class FaultRecord:
     recovered_s: float | None
     steps_lost: int
     generation: int
+    detail: str = ""
     victims: tuple[int, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 

@@ -128,6 +128,16 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         channel.send(Forked(token=message.token, pid=pid))
 
 
+def _what_forks_inherit() -> str:
+    """What importing the user's task left behind that no fork can use; empty where there is nothing."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    uses_cuda = sys.modules["torch"].cuda.is_initialized()
+    left = [f"{threads} threads run"] * (threads > 1) + ["CUDA is in use"] * uses_cuda
+    if not left:
+        return ""
+    return f"after importing the task {' and '.join(left)}: ranks that are forked may not work"
+
+
 def main(arguments: list[str]) -> int:
     """Entry point."""
     descriptor, supervisor_pid = int(arguments[0]), int(arguments[1])
@@ -137,13 +147,10 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel = Channel.from_descriptor(descriptor)
     import_s = preload(arguments[2] if len(arguments) > 2 else "")
-    threads = (
-        len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
-    )
-    if threads > 1:
-        sys.stderr.write(f"zygote: {threads} threads after importing; forks may not start clean\n")
     torch_version = str(sys.modules["torch"].__version__)
-    channel.send(ZygoteReady(torch_version=torch_version, import_s=import_s))
+    channel.send(
+        ZygoteReady(torch_version=torch_version, import_s=import_s, warning=_what_forks_inherit())
+    )
     serve(channel, supervisor_pid)
     return 0
 

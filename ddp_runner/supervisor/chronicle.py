@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddp_runner.core.messages import Adjusted, Formed, MendedInPlace, Metrics, Saved
-from ddp_runner.supervisor.facts import RunFacts, told
+from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
 from ddp_runner.supervisor.ledger import Ledger
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
@@ -39,13 +39,7 @@ class Chronicle:
         """A rank, or all of them together, mended a fault within the generation."""
         fault = message.fault
         event_id = self._records.event(
-            "fault",
-            kind=fault.kind.value,
-            rank=fault.rank,
-            step=fault.step,
-            phase=fault.phase,
-            text=fault.cause,
-            generation=self._facts.generation,
+            "fault", **fault_fields(fault, generation=self._facts.generation)
         )
         self._records.event(
             "mended", cause=event_id, remedy=message.remedy, seconds=round(message.seconds, 4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.faults import Fault
 
 
@@ -23,6 +25,19 @@ class RunFacts:
     formed_at_s: float = 0.0  # when the newest generation was asked to form
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+
+
+def fault_fields(fault: Fault, *, generation: int) -> dict[str, Any]:
+    """A fault as its event has it; the traceback of a lost peer explains nothing and is left out."""
+    return {
+        "kind": fault.kind.value,
+        "rank": fault.rank,
+        "step": fault.step,
+        "phase": fault.phase,
+        "text": fault.cause,
+        "generation": generation,
+        "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
+    }
 
 
 def told(fault: Fault) -> str:

@@ -94,6 +94,7 @@ class Ledger:
                 recovered_s=round(now_s - self.began_s, 3),
                 steps_lost=steps_lost,
                 generation=generation,
+                detail=fault.detail,
                 seconds={"total": round(seconds, 4)},
             )
         )
@@ -194,6 +195,7 @@ class Ledger:
             recovered_s=None if recovered is None else round(recovered - self.began_s, 3),
             steps_lost=fault.steps_lost,
             generation=fault.generation,
+            detail=culprit.detail,
             victims=tuple(victim.rank for victim in fault.incident.attribution.victims),
             seconds={name: round(value, 4) for name, value in fault.seconds.items()},
         )

@@ -17,7 +17,7 @@ from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts,
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.watch import HangVerdict
 from ddp_runner.observe.format import rank_list
-from ddp_runner.supervisor.facts import RunFacts, told
+from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
 from ddp_runner.supervisor.ledger import Ledger
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
@@ -90,12 +90,7 @@ class Repair:
         event_id = self._records.event(
             "fault",
             cause=self._incident.event_id if self._incident else None,
-            kind=fault.kind.value,
-            rank=fault.rank,
-            step=fault.step,
-            phase=fault.phase,
-            text=fault.cause,
-            generation=self._facts.generation,
+            **fault_fields(fault, generation=self._facts.generation),
         )
         if self._incident is not None:
             self._incident.faults.append(fault)

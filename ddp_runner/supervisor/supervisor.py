@@ -110,6 +110,8 @@ class Supervisor:
                 self.records.event(
                     "zygote_ready", torch=message.torch_version, import_s=message.import_s
                 )
+                if message.warning:
+                    self.records.say(message.warning, level="WARNING")
             case Forked():
                 ended = self.world.claim(message)
                 if ended is not None:

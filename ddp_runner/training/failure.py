@@ -8,8 +8,6 @@ import traceback
 from ddp_runner.core.classify import classify_error
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 
-DETAIL_CHARACTERS_MAX = 16_000
-
 
 def _cause(kind: FaultKind, name: str, text: str) -> str:
     """One line for people; torch's preamble of a failed allocation says nothing to them."""
@@ -21,7 +19,7 @@ def _cause(kind: FaultKind, name: str, text: str) -> str:
 
 def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted: bool) -> Fault:
     """The fault that ``error`` stands for, with its traceback as text and no reference to it."""
-    detail = "".join(traceback.format_exception(error))[-DETAIL_CHARACTERS_MAX:]
+    detail = "".join(traceback.format_exception(error))
     at_ns = time.monotonic_ns()
     if isinstance(error, FaultError):
         known = error.fault
@@ -34,7 +32,7 @@ def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted:
             detail=known.detail or detail,
             at_ns=known.at_ns or at_ns,
             may_retry=known.may_retry,
-        )
+        ).bounded()
     if isinstance(error, BadInputError):
         kind, cause = FaultKind.BAD_INPUT, str(error)
     else:
@@ -44,4 +42,4 @@ def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted:
         cause = _cause(kind, name, text)
     return Fault(
         kind=kind, rank=rank, step=step, cause=cause, phase=phase, detail=detail, at_ns=at_ns
-    )
+    ).bounded()

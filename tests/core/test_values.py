@@ -23,6 +23,7 @@ SAMPLES = [
     messages.Form(generation=2, rank=1, world_size=3, local_rank=1, local_world_size=3,
                   run_id="r"),
     messages.Abort(generation=4),
+    messages.Stacks(),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
     messages.Inject(kind="kill", number=3),
@@ -41,7 +42,7 @@ SAMPLES = [
     messages.MendedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
     messages.Fork(token=3, rank=1, local_rank=1, spec={"x": 1}),
     messages.Forked(token=3, pid=77),
-    messages.ZygoteReady(torch_version="2", import_s=1.0),
+    messages.ZygoteReady(torch_version="2", import_s=1.0, warning="2 threads run"),
     messages.StoreReady(port=5),
     messages.Stacks(),
 ]  # fmt: skip
@@ -51,6 +52,22 @@ SAMPLES = [
 def test_a_message_survives_the_wire(message):
     """What is decoded equals what was encoded."""
     assert messages.decode(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("filling", ["x", "\N{FIRE}", "\0"])
+def test_a_fault_fits_a_packet_whatever_users_code_has_raised(filling):
+    """Cut to the start of its cause and the end of its traceback; the wire's limit is never met."""
+    fault = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="V" + filling * 300_000,
+                  detail=filling * 300_000 + "V")  # fmt: skip
+    for message in (
+        messages.Faulted(generation=1, fault=fault),
+        messages.MendedInPlace(rank=0, fault=fault, remedy="a", seconds=0.5),
+    ):
+        sent = messages.decode(messages.encode(message)).fault
+        assert sent.cause == fault.cause[: len(sent.cause)]
+        assert fault.detail.endswith(sent.detail)
+        assert len(sent.cause) >= 1000
+        assert len(sent.detail) >= 8000
 
 
 def test_every_message_type_has_a_sample():

@@ -36,7 +36,7 @@ def _host_stores(me, folder):
     played = PlayedSupervisor(folder, 1)
     played.until(lambda: played.world.can_fork)
     (ready,) = [message for message in played.heard if isinstance(message, ZygoteReady)]
-    facts["import_s"] = ready.import_s
+    facts["import_s"], facts["warning"] = ready.import_s, ready.warning
     facts["zygote_threads"] = threads_of(played.zygote_pid)
     facts["zygote_name"] = psutil.Process(played.zygote_pid).name()
 
@@ -83,6 +83,7 @@ def test_a_zygote_that_is_ready_has_one_thread(facts):
     """A fork beside other threads could inherit a lock that nobody will ever release."""
     assert facts["zygote_threads"] == 1
     assert facts["zygote_name"] == "ddp:zygote"
+    assert facts["warning"] == ""
 
 
 def test_a_fork_takes_no_import(facts):

@@ -22,6 +22,27 @@ def test_an_exception_that_always_comes_ends_the_run_with_its_traceback(tmp_path
     last = summary["faults"][-1]
     assert (last["kind"], last["recovered_s"]) == ("rank_raised", None)
     assert str(run.logs / f"rank_{last['rank']}.log") in console
+    told = [event for event in run.events("fault") if event["kind"] == "rank_raised"]
+    for detail in (last["detail"], *(event["detail"] for event in told)):
+        assert detail.rstrip().endswith("RuntimeError: this step never works"), detail
+        assert "in loss\n" in detail
+    victims = [event for event in run.events("fault") if event["kind"] == "collective_failed"]
+    assert all(event["detail"] == "" for event in victims)
+
+
+def test_what_a_task_leaves_running_at_import_is_said_at_once(tmp_path):
+    """A fork beside a thread may inherit its locks: said when it is known, not when something hangs."""
+    (tmp_path / "threaded.py").write_text(
+        "import threading\n"
+        "from tests.scenarios.workload import PacedTask\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "class Task(PacedTask):\n    pass\n"
+    )
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0", task=f"{tmp_path / 'threaded.py'}:Task") as run:
+        assert run.wait() == 0, run.console
+    warning = "after importing the task 2 threads run: ranks that are forked may not work"
+    assert run.console.count(warning) == 1, run.console
+    assert run.console.index(warning) < run.console.index("parameters")
 
 
 @pytest.mark.parametrize(
