@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CALM_STEPS = 200  # without a fault, before the workers that were given up are tried again
 CALM_FACTOR = 4  # times that, each time that it was in vain
 PROGRESS_STEPS = 8  # taken since the last fault: the next one counts as a first one again
+BREAKS_TO_SUSPECT = 2  # workers that one batch broke, before it is searched for a bad sample
+OTHERS_TRIED = 2  # samples of which one must load, before another one is called bad
+# Waits of a rank that each last the loader's timeout, for one sample that hangs: with its batch,
+# then to see which it is, alone, with its batch again, and for the others if they hang as well.
+VAIN_WAITS_MAX = BREAKS_TO_SUSPECT + 3 + OTHERS_TRIED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,10 @@ class LoaderHistory:
         return LoaderHistory(
             in_a_row=in_a_row, last_step=step, rows=self.rows + (1 if in_a_row == 2 else 0)
         )
+
+    def without_cause(self) -> LoaderHistory:
+        """The history once the cause of the last faults was found and is gone: the row is over."""
+        return replace(self, in_a_row=0, rows=self.rows - (1 if self.in_a_row >= 2 else 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,15 @@ def plan_loader_repair(history: LoaderHistory, *, workers: int) -> LoaderRepair:
     if fewer == 0:
         return LoaderRepair(workers=0, remedy=f"loading in the rank itself {after}")
     return LoaderRepair(workers=fewer, remedy=f"{_counted(fewer)} instead of {workers} {after}")
+
+
+def is_batch_suspect(*, broke: int, repair: LoaderRepair) -> bool:
+    """Whether a batch that broke ``broke`` workers is searched for a bad sample before ``repair``."""
+    # INVARIANT workers-first: what broke a worker is loaded in the rank itself only once a worker
+    # has loaded each part of it, or where no worker can load anything.
+    # Broken if: a row of faults by different batches ends without workers, unsearched.
+    # Guarded by: test_several_samples_that_kill_every_worker_are_all_replaced.
+    return broke >= BREAKS_TO_SUSPECT or repair.workers == 0
 
 
 def workers_to_use(history: LoaderHistory, *, step: int, workers: int, asked: int) -> int:

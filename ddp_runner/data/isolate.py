@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_runner.data.pool import PoolSettings, WorkerPool
@@ -34,15 +35,23 @@ def isolate(indices: Indices, *, suspect: int | None, fails: Callable[[Indices],
     return indices
 
 
-def fails_in_worker(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """How a worker of its own fared. ``sample``: the one that it was loading when it broke, if known."""
+
+    failed: bool
+    sample: int | None = None
+
+
+def load_in_worker(
     source: SampleSource,
     key: BatchKey,
     *,
     rank: int,
     timeout_s: float,
     on_wait: Callable[[], None],
-) -> bool:
-    """Whether a worker of its own raises, dies or hangs over ``key``. Raises PoolError without one."""
+) -> Attempt:
+    """Have a worker of its own load ``key``: it may raise, die or hang. Raises PoolError without one."""
     settings = PoolSettings(rank=rank, workers=1, prefetch_factor=1, pin_memory=False)
     pool = WorkerPool(source, iter([key]), settings=settings)
     try:
@@ -50,7 +59,8 @@ def fails_in_worker(
     except PoolError as error:
         if error.worker < 0:
             raise
-        return True
+        _, sample = pool.suspect(0) or (None, None)
+        return Attempt(failed=True, sample=sample)
     finally:
         pool.end(grace_s=0.0)
-    return isinstance(batch, SampleFailed)
+    return Attempt(failed=isinstance(batch, SampleFailed))

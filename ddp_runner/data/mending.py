@@ -10,14 +10,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ddp_runner.core.faults import Fault, FaultError
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.loading import (
+    OTHERS_TRIED,
     PROGRESS_STEPS,
     LoaderHistory,
+    is_batch_suspect,
     plan_loader_repair,
     workers_to_use,
 )
-from ddp_runner.data.isolate import Indices, fails_in_worker, isolate
+from ddp_runner.data.isolate import Attempt, Indices, isolate, load_in_worker
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
 from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended, fault_of_samples
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 
     from ddp_runner.data.delivered import MicroBatch
 
-_OTHERS_TRIED = 2
 _BATCH_TRIES_MAX = 3  # of a batch that raises and then loads when it is tried again
+_BROKE_KEPT = 64  # batches that broke a worker; most of them by chance, and loaded since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Mender:
         self._timeout_s = timeout_s
         self._on_wait = on_wait
         self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
-        self._suspect: BatchKey | None = None  # what the worker before was loading when it broke
+        self._broke: dict[BatchKey, int] = {}  # how many workers broke while they loaded it
         self.by_value = False  # how workers hand their batches over
         self._good: list[int] = []  # a sample that was loaded
         self._unreported: list[tuple[float, LoadingMended]] = []
@@ -81,19 +83,25 @@ class Mender:
             remedy = "from here on batches are copied through a pipe, which needs no open files"
             self._note(LoadingMended(fault=fault, remedy=remedy, seconds=0.0), began_s)
             return workers
-        known, self._suspect = self._suspect, trouble.key
-        if trouble.key is not None and (trouble.raised or trouble.key == known):
+        plan = plan_loader_repair(self._history, workers=workers)
+        if trouble.key is not None and (
+            trouble.raised or is_batch_suspect(broke=self._count_break(trouble.key), repair=plan)
+        ):
             bad = self._find_bad(trouble, workers=workers)
             if bad:
-                self._suspect = None
                 self._replace(bad, trouble, began_s=began_s)
                 return workers
             if trouble.raised:
                 self._try_again(trouble, began_s=began_s)
                 return workers
-        plan = plan_loader_repair(self._history, workers=workers)
         self._note(LoadingMended(fault=fault, remedy=plan.remedy, seconds=0.0), began_s)
         return plan.workers
+
+    def _count_break(self, key: BatchKey) -> int:
+        self._broke[key] = self._broke.pop(key, 0) + 1
+        while len(self._broke) > _BROKE_KEPT:
+            del self._broke[next(iter(self._broke))]
+        return self._broke[key]
 
     def workers_to_use(self, *, step: int, workers: int, asked: int) -> int:
         """With how many workers to load ``step``; more than there are after a calm stretch."""
@@ -109,31 +117,52 @@ class Mender:
         return told
 
     def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
-        """What cannot be loaded of a batch that broke a worker twice, or that raised."""
+        """What cannot be loaded of a batch that broke workers, or that raised."""
         key = trouble.key
         assert key is not None
 
         def fails(indices: Indices) -> bool:
             part = BatchKey(epoch=key.epoch, indices=indices)
             if workers == 0:
-                return isinstance(self._source.load_here(part), SampleFailed)
-            return fails_in_worker(
-                self._source,
-                part,
-                rank=trouble.fault.rank,
-                timeout_s=self._timeout_s,
-                on_wait=self._on_wait,
-            )
+                loaded = self._source.load_here(part, on_sample=lambda _index: self._on_wait())
+                return isinstance(loaded, SampleFailed)
+            return self._load_in_worker(self._source, part, trouble).failed
 
         try:
-            bad = isolate(key.indices, suspect=trouble.suspect, fails=fails)
-            if not bad or trouble.raised:
-                return bad
+            if trouble.raised:
+                return isolate(key.indices, suspect=trouble.suspect, fails=fails)
+            bad = self._find_breaking(trouble, key, fails)
             # Where no sample can be loaded, it is not the sample.
-            others = [index for index in key.indices if index not in bad] or self._good
-            return bad if any(not fails((index,)) for index in others[:_OTHERS_TRIED]) else ()
+            others = [index for index in self._others(key) if index not in bad][:OTHERS_TRIED]
+            return bad if bad and not all(fails((index,)) for index in others) else ()
         except PoolError:  # no worker can be started: nothing is known about any sample
             return ()
+
+    def _find_breaking(
+        self, trouble: Trouble, key: BatchKey, fails: Callable[[Indices], bool]
+    ) -> Indices:
+        suspect = trouble.suspect
+        if suspect is None:
+            suspect = self._load_in_worker(self._source.one_by_one(), key, trouble).sample
+        if trouble.fault.kind is not FaultKind.LOADER_TIMEOUT:
+            return isolate(key.indices, suspect=suspect, fails=fails)
+        # No halves: each one that hangs is waited for, while the other ranks wait for this one.
+        if suspect is not None and fails((suspect,)):
+            return (suspect,)
+        return key.indices if fails(key.indices) else ()
+
+    def _load_in_worker(self, source: SampleSource, key: BatchKey, trouble: Trouble) -> Attempt:
+        return load_in_worker(
+            source,
+            key,
+            rank=trouble.fault.rank,
+            timeout_s=self._timeout_s,
+            on_wait=self._on_wait,
+        )
+
+    def _others(self, key: BatchKey) -> list[int]:
+        """Samples that ought to load, the likeliest first."""
+        return [*self._good, self._quarantine.draw(key.indices[0]), *key.indices]
 
     def _replace(self, bad: Indices, trouble: Trouble, *, began_s: float) -> None:
         fault, key = trouble.fault, trouble.key
@@ -150,6 +179,11 @@ class Mender:
             )
         except QuarantineFullError as full:
             raise FaultError(replace(named, cause=f"{named.cause} ({full})")) from full
+        self._history = self._history.without_cause()
+        if not trouble.raised:
+            # What is left of the batch broke these workers as well, if it does so again.
+            left = tuple(self._quarantine.stand_in(one) for one in key.indices)
+            self._broke[key._replace(indices=left)] = self._broke.pop(key)
         self._note(
             LoadingMended(
                 fault=named,

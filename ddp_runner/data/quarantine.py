@@ -111,11 +111,15 @@ class Quarantine:
         # and whatever else is known by then: a bad draw is passed over now or found bad later.
         # Broken if: the draw depends on the rank, the step or the number of known bad samples.
         # Guarded by: test_the_stand_in_does_not_depend_on_what_else_is_known.
-        if index not in self._bad:
+        return self.draw(index) if index in self._bad else index
+
+    def draw(self, index: int) -> int:
+        """What would stand in for ``index``; itself if there is no other sample left."""
+        if len(self._bad.keys() | {index}) >= self._size:
             return index
         drawn, base = index, mix64(mix64((self._seed ^ _SALT) & _MASK) ^ (index * _GOLDEN & _MASK))
         draw = 0
-        while drawn in self._bad:
+        while drawn == index or drawn in self._bad:
             drawn = mix64((base + draw) & _MASK) % self._size
             draw += 1
         return drawn

@@ -6,6 +6,7 @@ sample that fails.
 
 from __future__ import annotations
 
+import copy
 import random
 import traceback
 from contextlib import contextmanager
@@ -90,6 +91,12 @@ class SampleSource:
         self._collate = collate
         self._deterministic = bool(getattr(dataset, "deterministic", False))
         self._many = getattr(dataset, "__getitems__", None) if self._deterministic else None
+
+    def one_by_one(self) -> SampleSource:
+        """The same, but the dataset is never asked for many samples at once: each is announced."""
+        other = copy.copy(self)
+        other._many = None  # noqa: SLF001 - of its own class
+        return other
 
     def load(self, key: BatchKey, *, on_sample: Callable[[int], None]) -> Any:
         """The collated batch, or :class:`SampleFailed`; no ``Exception`` of the dataset escapes.

@@ -22,7 +22,7 @@ class RunFacts:
     committed_step: int = 0
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
-    formed_at_s: float = 0.0  # when the newest generation was asked to form
+    formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
 

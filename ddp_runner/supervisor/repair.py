@@ -130,6 +130,8 @@ class Repair:
         return hung
 
     def _find_hung(self, now_s: float) -> list[Fault]:
+        if any(map(self._is_forming_to_load, self._world.present)):
+            self._facts.formed_at_s = now_s  # the loader keeps deadlines of its own
         for handle in self._world.present:
             if handle.rank in self._doomed:
                 continue
@@ -145,6 +147,9 @@ class Repair:
                 return [self._hung(handle, f"did not make room within {PARK_TIMEOUT_S:g} s")]
         verdict = self._watcher.look(self._world.present)
         return [] if verdict is None else self._faults_of(verdict)
+
+    def _is_forming_to_load(self, handle: RankHandle) -> bool:
+        return handle.state is RankState.FORMING and self._watcher.is_loading(handle)
 
     def _stays_too_long(self, handle: RankHandle, now_s: float) -> bool:
         """Whether the rank ought to have left its generation for a rank that came back."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from ddp_runner.core.board import Cell
+from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
@@ -17,6 +17,7 @@ from ddp_runner.supervisor.ranks import RankHandle
 PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
 PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
+LOADING_SIGN_S = 2.0  # a rank that waits for its loader shows it twice a second
 _SUSPICIOUS_S = 0.5  # an age from which /proc is asked; most looks cost no system call
 
 
@@ -71,6 +72,11 @@ class Watcher:
             return True
         return look.age_s > phase_deadline_s(look, self._pace(), self._settings)
 
+    def is_loading(self, handle: RankHandle) -> bool:
+        """Whether the rank waits for its data, and keeps showing that it does."""
+        look = self._look_at(handle)
+        return look.phase is Phase.DATA and not look.stopped and look.age_s < LOADING_SIGN_S
+
     def _look_at(self, handle: RankHandle) -> RankLook:
         reading = handle.slot.read()
         since_ns = max(reading.phase_since_ns, self._awake_since_ns)
@@ -108,7 +114,13 @@ class Watcher:
             self._best_step = step
         if step > self._seen_step:
             self._seen_step = step
-            self._step_s.append(max(h.slot.get(Cell.STEP_NS) for h in handles) / 1e9)
+            self._step_s.append(_compute_ns([handle.slot for handle in handles]) / 1e9)
+
+
+def _compute_ns(slots: list[Slot]) -> int:
+    """How long the newest step took without anybody's data: a wait for those is no pace to expect."""
+    busy_ns = max(slot.get(Cell.BUSY_NS) for slot in slots)
+    return busy_ns + min(slot.get(Cell.REDUCE_NS) for slot in slots)
 
 
 def _is_stopped(pid: int | None) -> bool:

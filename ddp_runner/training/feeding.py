@@ -10,6 +10,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
+from ddp_runner.core.loading import VAIN_WAITS_MAX
 from ddp_runner.core.messages import Adjusted, LoaderWorkers, MendedInPlace
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
@@ -86,8 +87,13 @@ def make_loader(
 
 
 def collective_timeout_s(settings: Settings) -> float:
-    """Long enough for a peer whose loader times out, is mended and finds a sample that hangs."""
-    patience_s = 4 * settings.data.loader_timeout_s if settings.data.num_workers else 0.0
+    """Long enough for a peer whose loader times out, is mended and finds a sample that hangs.
+
+    Only what waits for ever inside a collective has to wait so long: a rank that hangs elsewhere
+    is found on the board.
+    """
+    waits = VAIN_WAITS_MAX + 1 if settings.data.num_workers else 0
+    patience_s = waits * settings.data.loader_timeout_s
     return max(settings.ddp.collective_timeout_s, patience_s)
 
 

@@ -183,6 +183,8 @@ class Session:
         slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns - saving_ns)
         slot.add(Cell.DATA_WAIT_NS, waited_ns)
         slot.set(Cell.STEP_NS, now_ns - began_ns)
+        slot.set(Cell.BUSY_NS, now_ns - began_ns - waited_ns - result.waited_ns)
+        slot.set(Cell.REDUCE_NS, result.waited_ns)
         slot.set(Cell.LAST_COMMIT_NS, now_ns)
         slot.set(Cell.SAMPLES, self._state.samples)
         self._waited_ns += waited_ns

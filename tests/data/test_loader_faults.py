@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.core.loading import CALM_STEPS
+from ddp_runner.core.loading import CALM_STEPS, VAIN_WAITS_MAX
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
@@ -98,10 +98,9 @@ class Unpicklable(Plain):
 
 def make(dataset, *, num_workers=1, timeout_s=30.0, **changes):
     order = SampleOrder(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
-    settings = {"micro_batch_size": 4, **changes}
+    settings = {"micro_batch_size": 4, "order": order, **changes}
     return SafeDataLoader(
         dataset,
-        order=order,
         rank=0,
         world_size=1,
         total_steps=10_000,
@@ -327,14 +326,16 @@ def test_batches_of_a_stopped_worker_that_are_ready_are_served():
 
 
 def _wait_until_idle(pid):
-    """Until the worker used no processor time for a while: its prefetch is done."""
+    """Until the worker has slept and used no processor time for a while: its prefetch is done."""
     process = psutil.Process(pid)
     deadline_s = time.monotonic() + 10
     seen, since_s = process.cpu_times(), time.monotonic()
     while time.monotonic() - since_s < 0.2:
         assert time.monotonic() < deadline_s
-        if process.cpu_times() != seen:
+        # One that only waits for a processor has more to do.
+        if process.cpu_times() != seen or process.status() != psutil.STATUS_SLEEPING:
             seen, since_s = process.cpu_times(), time.monotonic()
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("dataset", [Raises(), RaisesMany()], ids=["one", "many"])
@@ -395,6 +396,39 @@ class Kills(Plain):
         return super().__getitem__(index)
 
 
+class KillsOrHangs(Plain):
+    """The samples of ``bad`` break every worker; ``touched`` counts how often they were tried.
+
+    Without a rank that survives it there would be nobody to tell, so there they only raise.
+    """
+
+    def __init__(self, *bad, hangs=False, many=False):
+        self._bad = bad
+        self._hangs = hangs
+        self._rank_pid = os.getpid()
+        self._touched = mmap.mmap(-1, 1)
+        if many:
+            self.deterministic = True
+            self.__getitems__ = self._at_once
+
+    @property
+    def touched(self):
+        return self._touched[0]
+
+    def __getitem__(self, index):
+        if index in self._bad:
+            self._touched[0] += 1
+            if os.getpid() == self._rank_pid:
+                raise SystemExit(f"sample {index} was loaded in the rank itself")
+            if not self._hangs:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(600)
+        return super().__getitem__(index)
+
+    def _at_once(self, indices):
+        return [self[index] for index in indices]
+
+
 def quarantine(bad_max=3):
     return Quarantine(seed=0, dataset_size=64, bad_max=bad_max)
 
@@ -435,6 +469,67 @@ def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
     assert "not tried again" in told[-1].remedy
     assert told[-1].inexact_reason
     assert [mended.fault.kind for mended in told].count(FaultKind.BAD_SAMPLE) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("bad", "many"),
+    [((17, 18, 19), False), ((17, 21), True), ((17, 21, 25), False), ((0, 1, 2, 3), True)],
+    ids=["one batch", "two batches", "three batches", "all of the first"],
+)
+def test_several_samples_that_kill_every_worker_are_all_replaced(bad, workers, many):
+    """In one batch or in successive ones, which workers load at a time: none reaches the rank."""
+    told, known = [], quarantine(bad_max=len(bad))
+    dataset = KillsOrHangs(*bad, many=many)
+    with make(dataset, num_workers=workers, on_mended=told.append, quarantine=known) as loader:
+        loader.workers = workers  # also where the machine has one core
+        for step in range(20):
+            (taken,) = loader.take(step)
+            expected = [known.stand_in(index) for index in indices_of(step)]
+            assert taken.batch.tolist() == expected
+        assert loader.workers >= 1
+    assert [known.stand_in(index) == index for index in bad] == [False] * len(bad)
+    assert len(known) == len(bad)
+    named = [one.fault for one in told if one.fault.kind is FaultKind.BAD_SAMPLE]
+    assert len(named) == len(bad)
+
+
+def test_the_first_sample_of_a_run_may_be_the_bad_one():
+    """Alone in its batch, with nothing loaded before it that could show that others load."""
+    known = quarantine()
+    with make(KillsOrHangs(0), micro_batch_size=1, quarantine=known) as loader:
+        first = loader.take(0)
+    assert first[0].indices == (known.stand_in(0),) != (0,)
+
+
+@pytest.mark.parametrize("size", [4, 32])
+def test_a_hanging_sample_is_waited_for_a_bounded_number_of_times(size):
+    """However large its batch, which is loaded all at once: the other ranks wait meanwhile."""
+    dataset, known = KillsOrHangs(BAD, hangs=True, many=True), quarantine()
+    order = SampleOrder(seed=0, dataset_size=64, global_batch_size=size, shuffle=False)
+    settings = {"order": order, "micro_batch_size": size, "timeout_s": 0.5, "quarantine": known}
+    with make(dataset, **settings) as loader:
+        for step in range(BAD // size + 1):
+            loader.take(step)
+    assert known.stand_in(BAD) != BAD
+    assert dataset.touched <= VAIN_WAITS_MAX
+
+
+def test_a_batch_that_only_hangs_as_a_whole_is_named_as_one():
+    """Control: no sample of it can be blamed alone."""
+
+    class HangsTogether(Plain):
+        deterministic = True
+
+        def __getitems__(self, indices):
+            if BAD in indices and len(indices) > 1:
+                time.sleep(600)
+            return [self[index] for index in indices]
+
+    with make(HangsTogether(), timeout_s=0.5, quarantine=quarantine()) as loader:
+        fault = take_fault(loader)
+    assert fault.kind is FaultKind.BAD_SAMPLE
+    assert fault.cause.startswith("one of the samples 16, 17, 18, 19 (epoch 0)")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

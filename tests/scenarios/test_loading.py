@@ -160,6 +160,27 @@ def test_a_sample_that_kills_every_worker_is_replaced_in_every_life_of_the_run(t
         assert kept["generation"] == 1
 
 
+def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
+    """Loaded all at once, so that it is searched for, for longer than anybody else may take.
+
+    Control in the same run: a rank that hangs where it asks for its data is found and replaced.
+    """
+    settings = (
+        *(*QUICK, "--max-steps", 36, "on_bad_sample=substitute", "task.pace_s=0.02"),
+        *("task.how=hang", "task.many=True", "loader_timeout_s=3"),
+        *("first_step_timeout_s=6", "collective_timeout_s=1"),
+        *("--inject", "hang:rank=0,step=24,phase=data"),
+    )
+    run = finish(tmp_path, *settings, task=BREAKING)
+    summary = run.summary()
+    kinds = [(fault["kind"], fault["generation"]) for fault in summary["faults"]]
+    assert kinds == [("loader_timeout", 1), ("bad_sample", 1), ("rank_hung", 1)]
+    assert "sample 5 (epoch 0) could not be loaded" in summary["faults"][1]["cause"]
+    assert [record["index"] for record in quarantined(run)] == [5]
+    assert len(tries(tmp_path)) == 4, "twice with its batch, once to see which it is, once alone"
+    assert summary["steps"] == 36
+
+
 @pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])
 def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path, stateful):
     """Same weights, and the same items in the same steps on all ranks, over uneven epochs."""

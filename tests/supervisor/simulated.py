@@ -127,6 +127,8 @@ class Simulation:
         self.zygote = None
         self.reaped = []
         self._broken = 0  # the newest generation that a peer has left
+        self.data_s = 0.0  # of every step, for the data of rank 0
+        self.is_held = False  # no generation comes to be while it is
         self.zygotes = 0
         self._heap = []
         self._numbers = itertools.count()
@@ -376,7 +378,7 @@ class Simulation:
         if any(p.dead for p in members):
             self._break(form.generation)
             return
-        if self.rank(-1) is None or any(p.stopped for p in members):
+        if self.rank(-1) is None or self.is_held or any(p.stopped for p in members):
             self.later(FORM_S, lambda: self._try_to_form(form))
             return
         newest = max(process.committed for process in members)
@@ -457,7 +459,10 @@ class Simulation:
         slot.set(Cell.COMMITTED_STEP, process.committed)
         slot.add(Cell.OWN_STEPS, 1)
         slot.set(Cell.LAST_COMMIT_NS, self.clock.monotonic_ns())
-        slot.set(Cell.STEP_NS, int(STEP_S * 1e9))
+        slot.set(Cell.STEP_NS, int((STEP_S + self.data_s) * 1e9))
+        slot.set(Cell.BUSY_NS, int(STEP_S * 1e9))
+        # Rank 0 waits for the data of its step, and the others for rank 0.
+        slot.set(Cell.REDUCE_NS, 0 if process.rank == 0 else int(self.data_s * 1e9))
         self.stamp(process, Phase.FORWARD)
 
     def _break(self, generation):

@@ -10,6 +10,7 @@ import pytest
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.phases import Phase
+from ddp_runner.supervisor import watcher
 from tests.supervisor.simulated import Simulation
 
 
@@ -373,6 +374,40 @@ def test_a_death_while_stopping_is_repaired(simulate, rank):
     run.supervisor.ask_stop(StopReason.PREEMPTED)
     run.kill(rank)
     assert run.run_to_end().exit_code == ExitCode.PREEMPTED
+
+
+def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
+    """Its loader may have to be mended; control: one that no longer shows that it waits is not."""
+    run = simulate(form_timeout_s=5.0)
+    run.to_step(12)
+    run.is_held = True
+    run.kill(1)
+    run.run_until(lambda: len(run.events("form")) == 2)
+    for _ in range(60):
+        run.pass_time(0.5)
+        run.stamp(run.rank(0), Phase.DATA)
+    assert len(run.events("form")) == 2
+    run.pass_time(8.0)
+    run.is_held = False
+    assert_done(run)
+    assert len(run.events("form")) == 3
+
+
+@pytest.mark.parametrize("data_s", [0.0, 30.0])
+def test_a_wait_for_data_delays_no_verdict_on_a_rank_that_hangs_later(
+    simulate, monkeypatch, data_s
+):
+    """What a loader's repair took is no pace of the run: ten times that would be minutes."""
+    run = simulate(hang_min_s=0.5)
+    monkeypatch.setattr(watcher, "_is_stopped", lambda _pid: False)  # it hangs by itself
+    run.to_step(12)
+    run.data_s = data_s
+    run.to_step(14)
+    run.freeze(1)
+    began_s = run.clock.now_s
+    run.run_until(lambda: len(run.events("fault")) == 1)
+    assert run.clock.now_s - began_s < 2.0
+    assert_done(run)
 
 
 def test_a_slot_is_given_up_and_comes_back(simulate):
