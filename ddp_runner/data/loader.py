@@ -17,7 +17,13 @@ from ddp_runner.data.mending import Mender, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batches, share, share_size
 from ddp_runner.data.pool import PoolSettings, WorkerPool
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.data.report import LoadingMended, fault_of_failure, fault_of_worker
+from ddp_runner.data.report import (
+    KillCounter,
+    LoadingMended,
+    NoKills,
+    fault_of_failure,
+    fault_of_worker,
+)
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
 from ddp_runner.data.waiting import FilesUsedUpError, PoolError
 
@@ -91,6 +97,7 @@ class SafeDataLoader:
         on_wait: Callable[[], None] = _ignore_wait,
         log: Callable[[str], None] = _ignore,
         quarantine: Quarantine | None = None,
+        kills: KillCounter | None = None,
     ) -> None:
         self._source = SampleSource(dataset, seed=seed, collate=collate_fn or collate_batch)
         self._order = order
@@ -105,6 +112,7 @@ class SafeDataLoader:
         self._on_mended = on_mended
         self._on_wait = on_wait
         self._log = log
+        self._kills = kills or NoKills()
         if quarantine is None:
             quarantine = Quarantine(seed=seed, dataset_size=order.dataset_size, bad_max=0)
         self.quarantine = quarantine
@@ -146,6 +154,7 @@ class SafeDataLoader:
             self.waited_s = 0.0
             return self._delivered.batches
         self._delivered = None
+        self._kills.look_sometimes(started_s)
         if step != self._step:
             self.seek(step)
         try:
@@ -252,7 +261,7 @@ class SafeDataLoader:
 
     def _trouble_of(self, error: PoolError) -> Trouble:
         pool = self._pool
-        fault = fault_of_worker(error, pool, rank=self._rank, step=self._step)
+        fault = fault_of_worker(error, pool, kills=self._kills, rank=self._rank, step=self._step)
         suspect = pool.suspect(error.worker) if pool is not None and error.worker >= 0 else None
         key, sample = suspect or (None, None)
         why = f"no worker survives it: {fault.cause}"

@@ -6,7 +6,7 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
@@ -34,18 +34,48 @@ class LoadingMended:
     inexact_reason: str = ""
 
 
-def fault_of_worker(error: PoolError, pool: WorkerPool | None, *, rank: int, step: int) -> Fault:
+class KillCounter(Protocol):
+    """Who knows which processes the kernel has killed for memory; times are monotonic."""
+
+    def look_sometimes(self, now_s: float) -> None:
+        """Called now and then, so that an old kill is not taken for a new one."""
+        ...
+
+    def claim(self, now_s: float) -> bool:
+        """Whether a process that has just ended of SIGKILL was one of them; each is claimed once."""
+        ...
+
+
+class NoKills:
+    """Where nobody counts."""
+
+    def look_sometimes(self, now_s: float) -> None:
+        """As :class:`KillCounter`."""
+
+    def claim(self, now_s: float) -> bool:
+        """As :class:`KillCounter`."""
+        del now_s
+        return False
+
+
+def fault_of_worker(
+    error: PoolError, pool: WorkerPool | None, *, kills: KillCounter, rank: int, step: int
+) -> Fault:
     """``error`` as a fault, with all that is known of the worker to blame; called while it is handled.
 
     ``pool``: the one that raised it, not ended yet; None if it could not be started.
     """
     late = isinstance(error, BatchLateError)
     cause = str(error)
+    kind = FaultKind.LOADER_TIMEOUT if late else FaultKind.LOADER_WORKER_DIED
     if pool is not None and error.worker >= 0:
-        report = worker_report(pool, error.worker)
+        exitcode = pool.process(error.worker).exitcode
+        if exitcode == -signal.SIGKILL and kills.claim(time.monotonic()):
+            kind = FaultKind.OUT_OF_MEMORY
+        report = worker_report(pool, error.worker, for_memory=kind is FaultKind.OUT_OF_MEMORY)
         cause = f"{error}: {report}" if late or type(error) is PoolError else report
     return Fault(
-        kind=FaultKind.LOADER_TIMEOUT if late else FaultKind.LOADER_WORKER_DIED,
+        kind=kind,
         rank=rank,
         step=step,
         phase="data",
@@ -79,11 +109,16 @@ def fault_of_failure(failed: SampleFailed, *, rank: int, step: int, epoch: int) 
     )
 
 
-def worker_report(pool: WorkerPool, worker: int) -> str:
-    """One line about a worker: number, pid, state, memory, how it ended, what it was loading."""
+def worker_report(pool: WorkerPool, worker: int, *, for_memory: bool) -> str:
+    """One line about a worker: number, pid, state, memory, how it ended, what it was loading.
+
+    ``for_memory``: the kernel killed it for that.
+    """
     process = pool.process(worker)
     peak = limits.in_mb(pool.peak_bytes(worker))
     state = _state(process.pid, process.exitcode, peak)
+    if for_memory:
+        state = f"was killed by the kernel: out of memory, {peak} resident when it began its batch"
     return f"loader worker {worker} (pid {process.pid}) {state}; {pool.activity(worker)}"
 
 

@@ -153,6 +153,8 @@ class Supervisor:
                 if message.remedy and not message.in_peace:
                     self._repair.note_remedy(message.remedy)
             case MendedInPlace():
+                if message.fault.kind is FaultKind.OUT_OF_MEMORY:
+                    self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
                 self._chronicle.mended(message)
             case Injected():
                 self._striker.happened(message)

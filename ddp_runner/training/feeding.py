@@ -19,6 +19,7 @@ from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended
 from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.training.build import Workload
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.runtime import Runtime
@@ -83,6 +84,7 @@ def make_loader(
         on_wait=on_wait,
         log=runtime.logger.info,
         quarantine=state.quarantine,
+        kills=KernelKills(),
     )
 
 

@@ -7,14 +7,20 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from ddp_runner.training.task import Datasets
 from tests.scenarios.workload import NoisySamples, PacedTask
 
+ALLOCATED_MB = 800
 TRIES_NAME = "tries"  # in the folder where the run was started: a line for each sample that broke
 
 
 class BreakingSamples(NoisySamples):
-    """The samples of ``bad`` end, or hold for ever, whatever process loads them."""
+    """The samples of ``bad`` end, or hold for ever, whatever process loads them.
+
+    With ``how`` as ``allocate`` they take ``ALLOCATED_MB`` of memory, the first time only.
+    """
 
     def __init__(self, size, place, *, bad, how, many):
         super().__init__(size, place)
@@ -30,7 +36,10 @@ class BreakingSamples(NoisySamples):
                 file.write(f"{index}\n")
             if self._how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(600)
+            elif self._how == "hang":
+                time.sleep(600)
+            elif len(Path(TRIES_NAME).read_text(encoding="utf-8").split()) == 1:
+                torch.ones(ALLOCATED_MB * 2**20, dtype=torch.uint8)
         return super().__getitem__(index)
 
     def _at_once(self, indices):
@@ -38,7 +47,7 @@ class BreakingSamples(NoisySamples):
 
 
 class BreakingTask(PacedTask):
-    """``bad``: training samples, joined by ``+``; ``how``: ``kill`` or ``hang``."""
+    """``bad``: training samples, joined by ``+``; ``how``: ``kill``, ``hang`` or ``allocate``."""
 
     def __init__(self, *, bad="5", how="kill", many=False, samples=192, **settings):
         super().__init__(samples=samples, **settings)

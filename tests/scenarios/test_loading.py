@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.scenarios.cgroups import memory_cgroup
 from tests.scenarios.conftest import SETTINGS
 from tests.scenarios.harness import Run
 
@@ -158,6 +160,31 @@ def test_a_sample_that_kills_every_worker_is_replaced_in_every_life_of_the_run(t
     assert (taken.count(5), taken.count(record["replacement"])) == (0, 8), "4 epochs"
     for kept in again.events("rank_formed"):
         assert kept["generation"] == 1
+
+
+def test_a_loader_worker_that_the_kernel_kills_for_memory_is_told_as_that(tmp_path, peace):
+    """In a real container: out of memory, not a mystery; loaded anew, with the weights of peace.
+
+    Control in the same run: a rank that is killed by hand soon after is just killed.
+    """
+    with memory_cgroup() as cgroup:
+        if cgroup is None:
+            pytest.skip("this machine lets us make no memory cgroup")
+        train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
+        # Before it kills, the kernel takes its time to look for pages that it can drop.
+        harm = ("hang_min_s=30", "task.how=allocate", "task.bad=133", "task.pace_s=0.05")
+        with Run(tmp_path, *SETTINGS, *harm, world=2, task=BREAKING, command=train) as run:
+            run.wait_for_step(2)
+            cgroup.leave_room(400 * 2**20)
+            run.wait_for_event("mended")
+            run.signal(signal.SIGKILL, run.rank_pid(0))
+            assert run.wait() == 0, run.console
+    first, second = run.summary()["faults"]
+    assert (first["kind"], first["steps_lost"], first["generation"]) == ("out_of_memory", 0, 1)
+    assert "loader worker 0 (pid " in first["cause"]
+    assert "was killed by the kernel: out of memory" in first["cause"]
+    assert (second["kind"], second["rank"]) == ("rank_killed", 0)
+    assert run.digest == peace(2).digest
 
 
 def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
