@@ -10,6 +10,7 @@ stamps    what each worker is loading right now, readable after its death
 pool      running workers: receive with a deadline, notice a death at once, report it, end them
 loader    SafeDataLoader: position, seeking, life of the workers
 stream    StreamLoader: the same for an iterable dataset, in the rank itself
+plain     a dataset's own state as values that can be stored and sent
 delivered what the last step was given, for when it is done again
 mending   what is done about a fault of loading; report: what people are told of it
 isolate   finds the samples that break loading; quarantine: what stands in for them

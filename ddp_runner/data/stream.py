@@ -6,7 +6,6 @@ same on all ranks: any of them can hand it on, and all end an epoch at the same 
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from torch.utils.data import default_collate
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.data.delivered import Delivered, MicroBatch
 from ddp_runner.data.order import Indices, SampleOrder, micro_batches, share_size
+from ddp_runner.data.plain import from_plain, to_plain
 from ddp_runner.data.report import fault_of_failure
 from ddp_runner.data.source import failed, generators_kept, seed_generators, seeding_base
 
@@ -43,7 +43,7 @@ class _Mark:
     step: int
     epoch: int
     items: int  # drawn in this epoch
-    state: Any
+    state: Any  # plain
 
     def to_record(self) -> dict[str, Any]:
         return {"step": self.step, "epoch": self.epoch, "items": self.items, "state": self.state}
@@ -79,7 +79,8 @@ class StreamPosition:
 class StreamLoader:
     """Serves ``take(step)`` for an iterable dataset, in the rank itself.
 
-    A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly;
+    A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly
+    (BadInputError for a state that cannot be kept);
     of any other the items before are drawn again and dropped. Python's, numpy's and torch's CPU
     generator are seeded for each item from ``(seed, epoch, its number)``. A partial global batch
     at the end of an epoch is dropped; ``set_epoch`` is called if there is one.
@@ -114,7 +115,7 @@ class StreamLoader:
         self._mark = _Mark(step=0, epoch=0, items=0, state=None)
         self._has_state = _has_state(dataset)
         # Where an epoch begins; the dataset itself may go on where it was left.
-        self._initial = copy.deepcopy(dataset.state_dict()) if self._has_state else None
+        self._initial = to_plain(dataset.state_dict()) if self._has_state else None
         self._delivered: Delivered | None = None
         self.waited_s = 0.0
 
@@ -217,7 +218,7 @@ class StreamLoader:
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
         if self._has_state:
-            dataset.load_state_dict(copy.deepcopy(self._initial if state is None else state))
+            dataset.load_state_dict(from_plain(self._initial if state is None else state))
         seed_generators(seeding_base(seed=self._order.seed, epoch=epoch), index=_FIRST)
         try:
             self._iterator = iter(dataset)
@@ -225,7 +226,7 @@ class StreamLoader:
             raise self._fault(error) from error
         iterator: Any = self._iterator
         if state is not None and not self._has_state:
-            iterator.load_state_dict(copy.deepcopy(state))
+            iterator.load_state_dict(from_plain(state))
 
     def _draw_batch(self) -> list[Any]:
         """The rank's items of the next global batch; the stream stands behind it afterwards."""
@@ -271,7 +272,7 @@ class StreamLoader:
 
     def _state(self) -> Any:
         owner: Any = self._dataset if self._has_state else self._iterator
-        return copy.deepcopy(owner.state_dict()) if _has_state(owner) else None
+        return to_plain(owner.state_dict()) if _has_state(owner) else None
 
     def _fault(self, error: Exception) -> FaultError:
         mark = self._mark

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import random
 
+import numpy as np
 import pytest
 import torch
 
+from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.data.plain import from_plain, to_plain
 from ddp_runner.data.stream import StreamLoader, StreamOrder, StreamPosition
 
 BATCH = 6
@@ -177,6 +181,75 @@ def test_going_back_and_another_share_are_exact():
     loader.assign(rank=0, world_size=1, micro_batch_size=4)
     assert torch.equal(rows(loader.take(2)), expected[2])
     assert torch.equal(rows(loader.take(3)), expected[3])
+
+
+VALUES = {
+    "scalar": np.float32(1.5),
+    "bool": np.True_,
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "order": np.asfortranarray(np.ones((2, 3))),
+    "record": np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8")]),
+    "time": np.datetime64("2020-02-02"),
+    "generator": np.random.RandomState(5).get_state(),
+    "bits": np.random.default_rng(5).bit_generator.state,
+    "tensor": torch.arange(3),
+    "nested": [(1, None, "x", b"y", True), {"a": 1.5}],
+    np.int64(3): {(1, "key"): 2},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_state_may_hold_what_numpy_and_torch_hold(name):
+    """Stored and sent as plain values, given back alike, and cut off from the original."""
+    plain = to_plain({name: VALUES[name]})
+    stored_bytes(plain)
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    (back,) = from_plain(torch.load(file, weights_only=True)).values()
+    assert repr(back) == repr(VALUES[name])
+    assert type(back) is type(VALUES[name])
+
+
+def test_a_state_that_was_noted_does_not_change_with_the_dataset():
+    """In-place changes of the dataset's own arrays are not seen, in either direction."""
+    own = {"a": np.zeros(2), "t": torch.zeros(2)}
+    plain = to_plain(own)
+    own["a"] += 1
+    own["t"] += 1
+    given = from_plain(plain)
+    given["a"] += 5
+    given["t"] += 5
+    again = from_plain(plain)
+    assert again["a"].tolist() == again["t"].tolist() == [0.0, 0.0]
+
+
+class Odd(Stream):
+    """Its state cannot be kept."""
+
+    def __init__(self, value):
+        super().__init__()
+        self._value = value
+
+    def state_dict(self):
+        return {"buffer": [self._value]}
+
+    def load_state_dict(self, state):
+        del state
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({1, 2}, "builtins.set"),
+        (random.Random(1), "random.Random"),
+        (np.array([object()]), "numpy.ndarray"),
+    ],
+)
+def test_a_state_that_cannot_be_kept_is_named_before_the_first_step(value, name):
+    """Not at the first save, hours later."""
+    with pytest.raises(BadInputError, match=rf"state_dict\(\)\['buffer'\]\[0\] is a {name}"):
+        make(Odd(value))
 
 
 def test_an_item_that_raises_is_named():

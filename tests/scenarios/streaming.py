@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ddp_runner.training.task import Datasets
@@ -30,22 +31,42 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class StatefulStream(Stream):
-    """Knows where it stands."""
+    """Knows where it stands, in values of python, numpy and torch; draws from generators of its own."""
 
     def __init__(self):
         super().__init__()
-        self._next = 0
+        self._next = np.int64(0)
+        self._seen = np.zeros(8, dtype=np.float32)
+        self._old = np.random.RandomState(1)
+        self._new = np.random.default_rng(2)
+        self._torch = torch.Generator().manual_seed(3)
 
     def state_dict(self):
-        return {"next": self._next}
+        return {
+            "next": self._next,
+            "seen": self._seen,
+            "generators": [
+                self._old.get_state(),
+                self._new.bit_generator.state,
+                self._torch.get_state(),
+            ],
+        }
 
     def load_state_dict(self, state):
-        self._next = state["next"]
+        self._next, self._seen = state["next"], state["seen"]
+        assert isinstance(self._next, np.int64)
+        old, new, of_torch = state["generators"]
+        self._old.set_state(old)
+        self._new.bit_generator.state = new
+        self._torch.set_state(of_torch)
 
     def __iter__(self):
         while self._next < self._length():
             self._next += 1
-            yield self._item(self._next - 1)
+            inputs, target, number = self._item(int(self._next) - 1)
+            self._seen += inputs.numpy()  # in place: a state that was handed out must stay
+            noise = self._old.rand() + self._new.random() + torch.rand((), generator=self._torch)
+            yield inputs + 0.01 * float(noise) + torch.tensor(self._seen * 1e-3), target, number
 
 
 class StreamTask(PacedTask):
