@@ -55,7 +55,8 @@ def duties_after(
 ) -> Duties:
     """What is due once ``committed_step`` steps are committed.
 
-    With ``save_every_steps=auto`` the rank that saves decides by itself, by time: see ``core.pacing``.
+    With ``save_every_steps=auto`` the rank that saves asks for it, by time: see ``core.pacing``.
+    Replicas are compared before each save too: a checkpoint holds what all of them have.
     The last step's evaluation and save belong to the end of the run, not here.
     """
     if committed_step <= 0:
@@ -71,7 +72,7 @@ def duties_after(
         by_steps != "auto" and _divides(by_steps, committed_step)
     )
     return Duties(
-        compare=_divides(replica_check_steps, committed_step),
+        compare=_divides(replica_check_steps, committed_step) or (save and replica_check_steps > 0),
         log=at_end or committed_step == 1 or _divides(log.log_interval, committed_step),
         evaluate=evaluate and not at_end,
         save=save and not at_end,

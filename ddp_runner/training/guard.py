@@ -82,11 +82,13 @@ class Guard:
         )
 
     def compare_replicas(self) -> bool:
-        """Find a replica whose weights have silently changed. Raises FaultError on that rank.
+        """Find a replica whose state has silently changed. Raises FaultError on that rank.
 
         Returns whether the state is now another one, after a roll-back.
         """
-        hashes = state_hashes(self._state.model.state_dict())
+        if self._group.world_size == 1:
+            return False
+        hashes = state_hashes(self._state.replicated())
         mine = combined(list(hashes.values()))
         step = self._state.committed_step
         found = self._group.exchange(f"weights/{step}", mine)
@@ -108,7 +110,7 @@ class Guard:
                 kind=FaultKind.REPLICA_DIVERGED,
                 rank=rank,
                 step=step,
-                cause=f"rank {rank}'s weights differ from the majority's, first in {where}",
+                cause=f"rank {rank}'s state differs from the majority's, first in {where}",
                 at_ns=time.monotonic_ns(),
             )
         )

@@ -83,25 +83,26 @@ class Saving:
             )
             self._put_off = reason
 
-    def make_up(self) -> None:
-        """Begin the newest save that was due if it is on no disk: the rank that wrote it has died."""
+    def has_to_make_up(self) -> bool:
+        """Whether the newest save that was due is on no disk: the rank that wrote it has died."""
         if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
             self._take_over_pace()
         due = last_save_due(
             self._state.committed_step, self._workload.length, self._settings.checkpoint
         )
         if due <= max(0, self._progress.checkpoint_step) or self._saver.is_busy:
-            return
-        if all(entry.step < due for entry in self._store.catalog.entries()):
-            self.due(INTERVAL)
+            return False
+        return all(entry.step < due for entry in self._store.catalog.entries())
 
-    def at_boundary(self) -> None:
-        """Between two steps: report the save that has ended, begin the one that was put off."""
+    def asks(self) -> bool:
+        """Between two steps: report the save that has ended; whether one should come after the next.
+
+        That is the one that was put off, or one whose time has come.
+        """
         self._collect(timeout_s=0.0)
-        if self._put_off and not self._saver.is_busy:
-            self._begin(self._put_off)
-        elif self._saves_by_time:
-            self._keep_pace()
+        if self._put_off:
+            return not self._saver.is_busy
+        return self._saves_by_time and self._is_time()
 
     def forget_failures(self) -> None:
         """Try the next save at once: a person asked for it."""
@@ -131,13 +132,17 @@ class Saving:
         """Report the save that has ended, if one has; for a rank that leaves its generation."""
         self._collect(timeout_s=0.0)
 
-    def _keep_pace(self) -> None:
+    def _is_time(self) -> bool:
         now_s, step_s = time.monotonic(), self._runtime.slot.get(Cell.STEP_NS) / 1e9
-        if self._pace.is_due(now_s=now_s, step_s=step_s):
-            self._pace.began(now_s=now_s)
-            self.due(INTERVAL)
-        elif news := self._pace.news(now_s=now_s, step_s=step_s):
-            self._runtime.logger.info(news, step=self._state.committed_step)
+        if not self._pace.is_due(now_s=now_s, step_s=step_s):
+            if news := self._pace.news(now_s=now_s, step_s=step_s):
+                self._runtime.logger.info(news, step=self._state.committed_step)
+            return False
+        if not self._skips:
+            return True
+        self._skips -= 1
+        self._pace.began(now_s=now_s)
+        return False
 
     def _take_over_pace(self) -> None:
         """Count from the newest file: ranks 0 that die one after the other must not put saves off."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from dataclasses import replace
 
@@ -101,7 +102,8 @@ class Session:
                 slot.set(Cell.FIRST_STEP_NS, began_ns)
             micro_batches = self._take()
             waited_ns = int(self._loader.waited_s * 1e9)
-            votes = Votes(stop=self._runtime.stop_asked(), save=self._runtime.save_asked())
+            asks = self._group.rank == 0 and self._saving.asks()
+            votes = Votes(stop=self._runtime.stop_asked(), save=self._runtime.save_asked() or asks)
             saving_ns = slot.get(Cell.CHECKPOINT_NS)
             result = self._stepper.run(micro_batches, votes=votes)
             saving_ns = slot.get(Cell.CHECKPOINT_NS) - saving_ns
@@ -150,7 +152,7 @@ class Session:
         False after a roll-back: there is more to train. Raises FaultError if the save fails.
         """
         # Before the last save: what is saved is what a majority has.
-        if self._settings.recovery.replica_check_steps and self._guard.compare_replicas():
+        if self._replicas_differed():
             return False
         if reason is StopReason.COMPLETED:
             self._evaluate()
@@ -208,13 +210,22 @@ class Session:
         due = self._due(result.step)
         if due.log:
             self._log(result, epoch)
-        if due.compare and self._guard.compare_replicas():
+        save_now = due.save or result.save
+        # INVARIANT compared-before-save: what is saved is what all replicas have, so that there is a
+        # checkpoint to go back to when they differ and no majority can be believed.
+        # Broken if: a save begins at a boundary at which the replicas were not compared.
+        # Guarded by: test_what_one_rank_alone_has_is_never_saved.
+        if (due.compare or save_now) and self._replicas_differed():
             return result.stop
         if result.stop is not None:
             return result.stop
         if result.save:
             self._saving.forget_failures()
-        return self._attend(evaluate_now=due.evaluate, save_now=due.save or result.save)
+        return self._attend(evaluate_now=due.evaluate, save_now=save_now)
+
+    def _replicas_differed(self) -> bool:
+        """Compare them, if that is wanted at all. Whether the state is now an older one."""
+        return bool(self._settings.recovery.replica_check_steps) and self._guard.compare_replicas()
 
     def _due(self, step: int) -> Duties:
         return duties_after(
@@ -228,17 +239,17 @@ class Session:
     def _attend_to_unattended(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        attended = self._group.exchange("attended", str(self._state.attended_step))
+        makes_up = self._group.rank == 0 and self._saving.has_to_make_up()
+        mine = json.dumps([self._state.attended_step, makes_up])
+        answers = [json.loads(answer) for answer in self._group.exchange("attended", mine)]
         if self._at_end():
             return None
-        if min(int(value) for value in attended) < step:
-            due = self._due(step)
-            stop = self._attend(evaluate_now=due.evaluate, save_now=due.save)
-            if stop is not None:
-                return stop
-        if self._group.rank == 0:
-            self._saving.make_up()
-        return None
+        due = self._due(step)
+        unattended = min(attended for attended, _ in answers) < step
+        save_now = (unattended and due.save) or answers[0][1]
+        if save_now and self._replicas_differed():
+            return None
+        return self._attend(evaluate_now=unattended and due.evaluate, save_now=save_now)
 
     def _attend(self, *, evaluate_now: bool, save_now: bool) -> StopReason | None:
         if evaluate_now:
@@ -246,10 +257,8 @@ class Session:
             if stop is not None:
                 return stop
         self._state.attended_step = self._state.committed_step
-        if self._group.rank == 0:
-            self._saving.at_boundary()
-            if save_now:
-                self._saving.due(INTERVAL)
+        if save_now and self._group.rank == 0:
+            self._saving.due(INTERVAL)
         return None
 
     def _evaluate(self) -> StopReason | None:

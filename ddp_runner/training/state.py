@@ -93,6 +93,19 @@ class TrainState:
         written = {storage_key(buffer) for buffer in self._buffers}
         return [tensor for tensor in tensors if storage_key(tensor) not in written]
 
+    def replicated(self) -> dict[str, Tensor]:
+        """What must be the same on every rank after a commit, by name; references, in one order."""
+        values = self.model.state_dict().items()
+        found = {name: value for name, value in values if isinstance(value, Tensor)}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"{name} ({key})"] = value
+        if self.ema is not None:
+            averages = self.ema.averages()
+            found.update({f"average {number}": value for number, value in enumerate(averages)})
+        return found
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a captured state of the same run. Raises KeyError or RuntimeError if it is none.
 

@@ -153,6 +153,21 @@ def test_duties_follow_epochs_and_steps():
     assert [step for step, duty in due.items() if duty.evaluate] == [4, 8]
     assert [step for step, duty in due.items() if duty.save] == [5, 8, 10]
     assert [step for step, duty in due.items() if duty.log] == [1, 3, 6, 9, 12]
+    assert not any(duty.compare for duty in due.values())
+
+
+def test_replicas_are_compared_at_their_interval_and_before_each_save():
+    """What is saved is what all have; an interval of 0 is never."""
+    length = run_length(steps_per_epoch=4, epochs=3, max_steps=0)
+    checkpoint = CheckpointSettings(save_interval=0, save_every_steps=5)
+    for interval, expected in ((3, [3, 5, 6, 9, 10, 12]), (0, [])):
+        due = {
+            step: duties_after(
+                step, length, log=LogSettings(), checkpoint=checkpoint, replica_check_steps=interval
+            )
+            for step in range(13)
+        }
+        assert [step for step, duty in due.items() if duty.compare] == expected
 
 
 def test_max_steps_wins_over_epochs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from pathlib import Path
@@ -115,20 +116,32 @@ class Side(nn.Module):
 
 
 class DriftingTask(PacedTask):
-    """At its call ``at``, one bit of one weight flips on ``rank``, as bad memory would flip it."""
+    """At its call ``at``, one bit flips on ``rank``, as bad memory would flip it.
 
-    def __init__(self, rank=1, at=25, **settings):
+    That is a bit of a weight, or of what the optimizer remembers of it.
+    """
+
+    def __init__(self, rank=1, at=25, part="weights", **settings):
         super().__init__(**settings)
         self._drifts = os.environ.get("RANK") == str(rank)
         self._at = at
+        self._part = part
         self._calls = 0
 
     def loss(self, model, batch):
         self._calls += model.training
         if model.training and self._drifts and self._calls == self._at:
+            weight = model[4].weight
+            flipped = weight if self._part == "weights" else _momentum_of(weight)
             with torch.no_grad():
-                model[4].weight.view(torch.int32)[0, 3] ^= 1 << 20
+                flipped.view(torch.int32)[0, 3] ^= 1 << 20
         return super().loss(model, batch)
+
+
+def _momentum_of(parameter):
+    """What this process's optimizer has learnt of ``parameter``."""
+    optimizers = (each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer))
+    return next(each.state[parameter]["exp_avg"] for each in optimizers)
 
 
 class BrokenBatchesTask(PacedTask):

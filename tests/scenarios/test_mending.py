@@ -17,8 +17,10 @@ pytestmark = pytest.mark.whole_run
 HUNGRY = f"{Path(__file__).with_name('hungry.py')}:HungryTask"
 BRANCHING = f"{Path(__file__).with_name('hungry.py')}:BranchingTask"
 GREEDY = f"{Path(__file__).with_name('hungry.py')}:GreedyTask"
+DRIFTING = f"{Path(__file__).with_name('hungry.py')}:DriftingTask"
 PLAIN = f"{Path(__file__).with_name('workload.py')}:PacedTask"
 SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain")
+SAVES = ("save_every_steps=10", "save_interval=0", "keep_last=9")
 
 
 def finish(folder, *arguments, task, world=2, code=0):
@@ -205,7 +207,7 @@ def test_a_micro_batch_grows_back_and_the_checkpoint_knows_the_size(tmp_path):
 def test_a_replica_that_silently_changed_is_healed_by_the_majority(tmp_path):
     """Three ranks, one flipped bit: the odd one is found, named with its tensor, and healed."""
     run = finish(
-        tmp_path, "replica_check_steps=10", "-e", 4, task=f"{HUNGRY.rpartition(':')[0]}:DriftingTask",
+        tmp_path, "replica_check_steps=10", "-e", 4, task=DRIFTING,
         world=3,
     )  # fmt: skip
     summary = run.summary()
@@ -216,16 +218,39 @@ def test_a_replica_that_silently_changed_is_healed_by_the_majority(tmp_path):
     assert summary["exact"] is False
 
 
-def test_without_a_majority_the_run_rolls_back(tmp_path):
-    """Of two replicas nobody can be believed: the newest verified checkpoint can."""
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The digest of the drifting task where nothing drifts."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return finish(folder, "--max-steps", 40, "task.rank=7", task=DRIFTING).digest
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_what_one_rank_alone_has_is_never_saved(tmp_path, undisturbed, part):
+    """Of two replicas nobody can be believed: the checkpoint before rank 0 changed can.
+
+    Rank 0 saves; at the interval, the comparison would come long after three more saves.
+    """
     run = finish(
-        tmp_path, "replica_check_steps=10", "save_every_steps=10",
-        task=f"{HUNGRY.rpartition(':')[0]}:DriftingTask",
+        tmp_path, *SAVES, "task.rank=0", f"task.part={part}",
+        "--max-steps", 40, task=DRIFTING,
     )  # fmt: skip
     (fault,) = run.summary()["faults"]
-    assert fault["kind"] == "replica_diverged"
+    assert (fault["kind"], fault["step"], fault["steps_lost"]) == ("replica_diverged", 30, 10)
     assert "no majority" in fault["cause"]
-    assert "rolled back to step" in run.console
+    assert "rolled back to step 20" in run.console
+    # Steps 21 to 40 without what had changed: the run that nothing happened to.
+    assert run.digest == undisturbed
+
+
+def test_a_rank_0_that_alone_has_changed_is_healed_before_it_saves(tmp_path):
+    """Three ranks: the save waits for the majority's state, and no step is lost."""
+    run = finish(tmp_path, *SAVES, "task.rank=0", "--max-steps", 40, task=DRIFTING, world=3)
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", 0, 30)
+    assert fault["steps_lost"] == 0
+    events = [(event["event"], event.get("step")) for event in run.events()]
+    assert events.index(("checkpoint_saved", 30)) > [name for name, _ in events].index("repaired")
 
 
 def test_equal_replicas_are_left_alone(tmp_path):
@@ -312,7 +337,7 @@ def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):
 def test_a_replica_that_changes_after_the_last_comparison_is_not_what_the_run_ends_with(tmp_path):
     """The odd one out is rank 0, whose state the last save takes: it is healed before that."""
     run = finish(
-        tmp_path, "replica_check_steps=100", "--inject", "diverge:rank=0,step=15", task=PLAIN, world=3
+        tmp_path, "save_interval=0", "--inject", "diverge:rank=0,step=15", task=PLAIN, world=3
     )  # fmt: skip
     summary = run.summary()
     (fault,) = summary["faults"]
