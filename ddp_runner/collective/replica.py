@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import GradBucket, _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.group import Group
+from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings
@@ -199,8 +200,9 @@ class Replica:
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum a few numbers over ranks in float64; every rank must call it."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.group.device)
-        dist.all_reduce(tensor)
-        return [float(value) for value in tensor.tolist()]
+        with waiting_for_peers(self._slot):
+            dist.all_reduce(tensor)
+            return [float(value) for value in tensor.tolist()]
 
 
 def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
@@ -66,7 +67,7 @@ class Guard:
         """Neither skipping nor a lower rate has helped. Every rank must ask."""
         limit = self._settings.recovery.max_errors_per_epoch
         mine = [index for micro_batch in micro_batches for index in micro_batch.indices]
-        everybody = self._group.exchange(f"indices/{result.step}", json.dumps(mine))
+        everybody = self._exchange(f"indices/{result.step}", json.dumps(mine))
         blamed = result.broken_ranks or tuple(range(self._group.world_size))
         indices = [index for rank in blamed for index in json.loads(everybody[rank])]
         alone = len(blamed) == 1 < self._group.world_size
@@ -91,12 +92,12 @@ class Guard:
         hashes = state_hashes(self._state.replicated())
         mine = combined(list(hashes.values()))
         step = self._state.committed_step
-        found = self._group.exchange(f"weights/{step}", mine)
+        found = self._exchange(f"weights/{step}", mine)
         comparison = compare_replicas(found)
         if not comparison.odd:
             return False
         # Rare, and worth a longer message: which tensor.
-        everybody = self._group.exchange(f"tensors/{step}", json.dumps(list(hashes.values())))
+        everybody = self._exchange(f"tensors/{step}", json.dumps(list(hashes.values())))
         if not comparison.has_majority:
             self._settle_without_majority(step)
             return True
@@ -143,7 +144,11 @@ class Guard:
             self._saving.settle()  # what is being written is the newest there will be
         has = self._group.rank == 0 and bool(self._store.catalog.entries())
         step = self._state.committed_step
-        return self._group.exchange(f"has_checkpoint/{step}", str(int(has)))[0] == "1"
+        return self._exchange(f"has_checkpoint/{step}", str(int(has)))[0] == "1"
+
+    def _exchange(self, name: str, value: str) -> list[str]:
+        with waiting_for_peers(self._runtime.slot):
+            return self._group.exchange(name, value)
 
     def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
         """Go back to the newest checkpoint that verifies, on all ranks, within the generation."""
@@ -159,7 +164,9 @@ class Guard:
             send_state(self._group, self._state.capture(), to=others)
         else:
             self._state.committed_step = EMPTY_STEP  # what is being left must not be elected again
-            self._state.restore(receive_state(self._group, source=0))
+            with waiting_for_peers(self._runtime.slot):
+                received = receive_state(self._group, source=0)
+            self._state.restore(received)
         lowered = rate_factor != kept.rate_factor
         self._state.tuning = replace(kept, rate_factor=rate_factor)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)

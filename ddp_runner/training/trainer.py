@@ -24,6 +24,7 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device import prove_device
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
@@ -320,7 +321,8 @@ class DDPTrainer:
             with torch.no_grad():
                 sample = task.sample(parts.state.model)
         report = _report(parts, reason, sample=sample)
-        digests = group.exchange("weights_sha256", report.weights_sha256)
+        with waiting_for_peers(self._runtime.slot):
+            digests = group.exchange("weights_sha256", report.weights_sha256)
         if len(set(digests)) > 1:
             raise FaultError(
                 Fault(

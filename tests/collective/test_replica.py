@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ddp_runner.collective.replica import Replica, Signal
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings
-from tests.processes import hosted_store, ranks, results, run_ranks
+from tests.processes import hosted_store, poll, ranks, results, run_ranks
 
 from .joining import freed_after_s, join, trip_when_told
 
@@ -408,6 +409,31 @@ def test_the_board_says_reduce_once_a_rank_s_own_backward_is_done():
     """A watcher can tell who still computes from who waits for others."""
     with hosted_store() as port:
         assert run_ranks(_look_at_board, 2, port) == [(Phase.BACKWARD, Phase.REDUCE)] * 2
+
+
+def _wait_for_a_late_sum(me, port):
+    slot = make_slot()
+    with join(me, port) as group:
+        replica = make_replica(fresh_model(), group, slot=slot)
+        slot.stamp(Phase.EVALUATE, 1)
+        if me.rank == 1:
+            me.hear()
+            replica.sum_over_ranks([1.0])
+            return None
+        thread = threading.Thread(target=replica.sum_over_ranks, args=([1.0],))
+        thread.start()
+        poll(lambda: slot.read().phase is Phase.REDUCE, what="the wait on the board")
+        me.say("waits")
+        thread.join()
+        return slot.read().phase, slot.read().phase_since_ns > 1
+
+
+def test_who_waits_for_a_sum_stands_on_the_board_as_waiting():
+    """Rank 1 is late in its evaluation: rank 0 is not, and goes on with its own afterwards."""
+    with hosted_store() as port, ranks(_wait_for_a_late_sum, 2, port) as world:
+        assert world[0].hear() == "waits"
+        world[1].say("go")
+        assert results(world)[0] == (Phase.EVALUATE, True)
 
 
 def _sum_a_few(me, port):

@@ -113,6 +113,21 @@ class PacedTask:
         return loss * float("nan") if self._nan_at_sample in indices else loss
 
 
+class Hashed(nn.Sequential):
+    """A model in which something may go wrong while its weights are looked at."""
+
+    def state_dict(self, *args, **options):
+        make_trouble("state_dict")
+        return super().state_dict(*args, **options)
+
+
+class HashedTask(PacedTask):
+    """Its model is asked for its weights when the replicas are compared."""
+
+    def build_model(self):
+        return Hashed(*super().build_model())
+
+
 class FailsInModel(PacedTask):
     """Raises while the model is built."""
 
