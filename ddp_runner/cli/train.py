@@ -34,7 +34,8 @@ def run(words: Sequence[str]) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank. By
         # name, since a rank needs torch and the command line must not.
-        return int(import_module("ddp_runner.rank.outside").main(plan.settings, plan.devices[0]))
+        outside = import_module("ddp_runner.rank.outside")
+        return int(outside.main(plan.settings, plan.devices[0], cores=core_count()))
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.run import supervise  # noqa: PLC0415
 

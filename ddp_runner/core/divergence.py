@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.faults import Fault
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -22,6 +24,11 @@ def compare_replicas(hashes: Sequence[str]) -> Comparison:
         return Comparison(odd=tuple(range(len(hashes))), has_majority=False)
     odd = tuple(rank for rank, found in enumerate(hashes) if found != value)
     return Comparison(odd=odd, has_majority=True)
+
+
+def inexact_by(fault: Fault) -> str:
+    """Why a run is not exact any more: what the odd replica computed went into everybody's steps."""
+    return f"rank {fault.rank}'s replica had diverged by step {fault.step}"
 
 
 def first_difference(mine: Sequence[str], usual: Sequence[str], names: Sequence[str]) -> str:

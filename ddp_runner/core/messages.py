@@ -154,7 +154,8 @@ class Adjusted:
 
     ``remedy`` belongs into the line that tells of the fault; empty where no fault follows.
     ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
-    ``in_peace``: no repair follows; else this is the remedy of the fault that is reported next.
+    ``in_peace``: no repair follows; else this is the remedy of the fault that is reported next, and
+    ``tuning`` what this rank computes with from now on.
     """
 
     rank: int
@@ -162,6 +163,7 @@ class Adjusted:
     remedy: str
     inexact_reason: str
     in_peace: bool = False
+    tuning: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

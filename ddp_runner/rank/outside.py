@@ -11,14 +11,17 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell
+from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.exits import (
     EXIT_CODE_OF_STATUS,
     STATUS_OF_REASON,
@@ -26,13 +29,14 @@ from ddp_runner.core.exits import (
     RunStatus,
     StopReason,
 )
-from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 from ddp_runner.core.launch import DevicePlan
-from ddp_runner.core.messages import Message, Metrics
+from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Message, Metrics
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
-from ddp_runner.observe.summary import RunSummary, TimeShares, write_summary
+from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
+from ddp_runner.rank.told import Told, read_told, told_path
 from ddp_runner.training.runtime import STORE_TIMEOUT_S, LocalRuntime, Place
 from ddp_runner.training.trainer import DDPTrainer, TrainReport
 
@@ -49,8 +53,13 @@ class OutsideRuntime(LocalRuntime):
     def __init__(self, *, place: Place, settings: Settings) -> None:
         log_dir = Path(settings.run.log_dir)
         super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         # The launcher keeps its store over restarts: the keys of each must differ.
-        self.generation = 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.generation = 1 + restarts
+        self._told = Told(
+            log_dir, rank=place.rank, is_restart=restarts > 0, warn=self.logger.warning
+        )
+        self.place = replace(place, learnt=self._told.learnt)
         self._stop: StopReason | None = None
         self._store: TCPStore | None = None
         is_first = place.rank == 0
@@ -73,12 +82,17 @@ class OutsideRuntime(LocalRuntime):
         return link
 
     def tell(self, message: Message) -> None:
-        """Rank 0 keeps metrics.jsonl and prints a line per logged step."""
+        """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
+        self._told.keep(message)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
             sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
             sys.stdout.flush()
+
+    def resume_word(self, asked: str) -> str:
+        """What this process resumes: the user's choice, until this launch has saved something."""
+        return "auto" if self._told.has_saved else asked
 
     def stop_asked(self) -> StopReason | None:
         """What a signal asked for."""
@@ -89,12 +103,15 @@ class OutsideRuntime(LocalRuntime):
         self._stop = self._stop or _STOP_SIGNALS[signal.Signals(number)]
 
 
-def main(settings: Settings, device: DevicePlan) -> int:
-    """Run the rank that RANK and WORLD_SIZE name; returns its exit code."""
+def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:
+    """Run the rank that RANK and WORLD_SIZE name; returns its exit code. ``cores``: of the machine."""
     began_s = time.monotonic()
     place = _place(device)
+    _share_cores(settings, place, cores=cores)
     runtime = OutsideRuntime(place=place, settings=settings)
     install_root_handler(runtime.logger)
+    resume = runtime.resume_word(settings.run.resume)
+    settings = replace(settings, run=replace(settings.run, resume=resume))
     try:
         report = DDPTrainer(config=settings, runtime=runtime).train()
     except BadInputError:
@@ -106,6 +123,18 @@ def main(settings: Settings, device: DevicePlan) -> int:
     if place.rank == 0:
         _write_summary(settings, runtime, report, status=status, wall_s=time.monotonic() - began_s)
     return int(EXIT_CODE_OF_STATUS[status])
+
+
+def _share_cores(settings: Settings, place: Place, *, cores: int) -> None:
+    """Threads as the user set them, else as the launcher did, else this rank's share of the cores.
+
+    Sums over other shares differ in their last bit, so a run must not depend on who starts it.
+    """
+    threads = settings.run.threads_per_rank
+    if not threads and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, cores // place.local_world_size)
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def _place(device: DevicePlan) -> Place:
@@ -142,6 +171,15 @@ def _write_summary(
     first_ns = runtime.slot.get(Cell.FIRST_STEP_NS)
     if first_ns:
         startup_s = max(0.0, wall_s - (time.monotonic_ns() - first_ns) / 1e9)
+    # Every rank has told all it had to tell before the ranks compared their weights.
+    log_dir = Path(settings.run.log_dir)
+    told = [
+        message
+        for rank in range(runtime.place.world_size)
+        for message in read_told(told_path(log_dir, rank))
+    ]
+    mended = [message for message in told if isinstance(message, MendedInPlace)]
+    reasons = tuple(dict.fromkeys(filter(None, map(_inexact_reason, told))))
     summary = RunSummary(
         run_id=runtime.run_id,
         status=status,
@@ -152,7 +190,8 @@ def _write_summary(
         world_size=runtime.place.world_size,
         final_loss=report.loss if math.isfinite(report.loss) else None,
         weights_sha256=report.weights_sha256,
-        exact=True,
+        exact=not reasons,
+        inexact_reasons=reasons,
         wall_s=round(wall_s, 3),
         time_s=TimeShares(
             startup=round(startup_s, 3),
@@ -161,9 +200,39 @@ def _write_summary(
             checkpoint=round(reading.checkpoint_ns / 1e9, 3),
             evaluation=round(reading.evaluation_ns / 1e9, 3),
         ),
+        faults=tuple(_record(one, began_s=time.monotonic() - wall_s) for one in mended),
         checkpoint=report.checkpoint or None,
         peak_rss_bytes=report.peaks.get("peak_rss_bytes"),
         peak_device_bytes=report.peaks.get("peak_device_bytes") or None,
         figures=dict(report.figures),
     )
-    write_summary(Path(settings.run.log_dir) / "summary.json", summary)
+    write_summary(log_dir / "summary.json", summary)
+
+
+def _inexact_reason(message: Message) -> str:
+    """Why the run is not exact because of what was told; empty where it still is."""
+    match message:
+        case Adjusted(inexact_reason=reason) | MendedInPlace(inexact_reason=reason):
+            return reason
+        case Faulted(fault=fault) if fault.kind is FaultKind.REPLICA_DIVERGED:
+            return inexact_by(fault)
+        case _:
+            return ""
+
+
+def _record(message: MendedInPlace, *, began_s: float) -> FaultRecord:
+    """A fault that a rank mended; one of an earlier restart counts from the start of this one."""
+    fault = message.fault
+    detected_s = max(0.0, fault.at_ns / 1e9 - began_s)
+    return FaultRecord(
+        kind=fault.kind.value,
+        rank=fault.rank,
+        step=fault.step,
+        cause=fault.cause,
+        detected_s=round(detected_s, 3),
+        recovered_s=round(detected_s + message.seconds, 3),
+        steps_lost=message.steps_lost,
+        generation=0,
+        detail=fault.detail,
+        seconds={"total": round(message.seconds, 4)},
+    )

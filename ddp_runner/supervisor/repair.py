@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
+from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import PARKED_BY_RANK, Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
@@ -297,9 +298,7 @@ class Repair:
         """Kill what is left of the lost ranks; :meth:`respawn` forks them once they are reaped."""
         self._ledger.restarts += 1
         if culprit.kind is FaultKind.REPLICA_DIVERGED:
-            # What the odd replica computed since it diverged has gone into everybody's steps.
-            reason = f"rank {culprit.rank}'s replica had diverged by step {culprit.step}"
-            self._facts.inexact_reasons.append(reason)
+            self._facts.inexact_reasons.append(inexact_by(culprit))
         wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
         words = ", ".join([*self._remedies, *_repair_in_words(plan)]) or "forming the world again"
         self._remedies.clear()

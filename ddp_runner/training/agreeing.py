@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 from ddp_runner.collective.group import Group
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -34,6 +35,17 @@ def agree_on_tuning(
         world_size=group.world_size,
         micro_batch_size=state.tuning.micro_batch_size,
     )
+
+
+def recalled(parts: RankParts) -> Tuning | None:
+    """What the process before this one changed at or after the step that the ranks stand at."""
+    state, runtime = parts.state, parts.runtime
+    learnt = runtime.place.learnt
+    if learnt is None or learnt.step < state.committed_step:
+        return None  # a checkpoint that was made since then has it
+    runtime.logger.warning(f"as the process before this one had it: {learnt.remedy}")
+    runtime.tell(replace(learnt, in_peace=True))
+    return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
 
 def _halved(parts: RankParts) -> Tuning:

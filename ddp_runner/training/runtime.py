@@ -20,7 +20,7 @@ from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultError
-from ddp_runner.core.messages import Message, Ready
+from ddp_runner.core.messages import Adjusted, Message, Ready
 from ddp_runner.observe.logger import DDPLogger
 
 STORE_TIMEOUT_S = 60.0
@@ -30,7 +30,8 @@ STORE_TIMEOUT_S = 60.0
 class Place:
     """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
 
-    ``spares_memory``: whether its predecessor did not get by with the memory there is.
+    ``spares_memory``: whether its predecessor did not get by with the memory there is; ``learnt``:
+    what that one changed, and told, before it ended.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Place:
     device: str
     loads: bool
     spares_memory: bool = False
+    learnt: Adjusted | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from ddp_runner.core.messages import Adjusted, Faulted, Finished, Formed, Ready
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.memory.manager import MemoryManager
-from ddp_runner.training.agreeing import agree_on_tuning
+from ddp_runner.training.agreeing import agree_on_tuning, recalled
 from ddp_runner.training.audit import Crew, complete_audits
 from ddp_runner.training.build import build_workload, load_start
 from ddp_runner.training.failure import fault_of
@@ -148,6 +148,7 @@ class DDPTrainer:
                 step=fault.step,
                 remedy=mended.remedy,
                 inexact_reason=mended.inexact_reason,
+                tuning=dict(mended.tuning.to_record()),
             )
         )
         return fault
@@ -247,7 +248,10 @@ class DDPTrainer:
             source = self._agree_on_state(group, parts)
             transferred_s = time.monotonic()
             agree_on_tuning(
-                group, parts, mended=self._tuning_mended, spares_memory=self._spares_memory
+                group,
+                parts,
+                mended=self._tuning_mended or (None if self._began else recalled(parts)),
+                spares_memory=self._spares_memory,
             )
             self._tuning_mended, self._spares_memory = None, False
             open_quarantine(parts, is_first=not self._began)

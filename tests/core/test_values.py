@@ -44,7 +44,6 @@ SAMPLES = [
     messages.Forked(token=3, pid=77),
     messages.ZygoteReady(torch_version="2", import_s=1.0, warning="2 threads run"),
     messages.StoreReady(port=5),
-    messages.Stacks(),
 ]  # fmt: skip
 
 

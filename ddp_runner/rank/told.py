@@ -1,0 +1,65 @@
+"""What a rank under an outside launcher has told, in a file of its own: it outlives restarts.
+
+A supervisor remembers why a run is not exact, what was learnt of its memory and whether it has saved
+anything. Without one the ranks of the next restart read it here. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    MendedInPlace,
+    Message,
+    Saved,
+    WireError,
+    decode,
+    encode,
+)
+from ddp_runner.observe.files import LineFile
+
+KEPT = (Adjusted, Faulted, MendedInPlace, Saved)
+
+
+class Told:
+    """Appends the messages of this rank. ``learnt`` is the newest tuning that an earlier process told.
+
+    Another launch, which is no restart, begins a new file, and keeps what was learnt only.
+    """
+
+    def __init__(
+        self, log_dir: Path, *, rank: int, is_restart: bool, warn: Callable[[str], None]
+    ) -> None:
+        path = told_path(log_dir, rank)
+        earlier = list(read_told(path))
+        tunings = [one for one in earlier if isinstance(one, Adjusted) and one.tuning]
+        self.learnt = tunings[-1] if tunings else None
+        self.has_saved = is_restart and any(isinstance(one, Saved) for one in earlier)
+        if not is_restart:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        self._file = LineFile(path, warn=warn)
+
+    def keep(self, message: Message) -> None:
+        """Write down what counts after a restart."""
+        if isinstance(message, KEPT):
+            self._file.append(encode(message) + b"\n")
+
+
+def told_path(log_dir: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return log_dir / f"told_rank_{rank}.jsonl"
+
+
+def read_told(path: Path) -> Iterator[Message]:
+    """What a rank has told, oldest first; a torn line is passed over."""
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):
+        lines = path.read_bytes().splitlines()
+    for line in lines:
+        with contextlib.suppress(WireError):
+            yield decode(line)

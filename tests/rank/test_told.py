@@ -1,0 +1,116 @@
+"""What outlives a restart under an outside launcher, and what the summary makes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ddp_runner.config import from_flat
+from ddp_runner.core.exits import RunStatus, StopReason
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Saved
+from ddp_runner.rank import outside
+from ddp_runner.rank.told import Told, read_told, told_path
+from ddp_runner.training.runtime import Place
+from ddp_runner.training.trainer import TrainReport
+
+HALVED = Adjusted(
+    rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
+)
+SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1)
+IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", in_peace=True)
+
+
+def told(folder, *, is_restart, rank=0):
+    return Told(folder, rank=rank, is_restart=is_restart, warn=pytest.fail)
+
+
+def fault(kind, rank=1, step=6):
+    return Fault(kind=kind, rank=rank, step=step, cause="a cause", detail="a traceback", at_ns=1)
+
+
+def test_a_restart_goes_on_with_what_was_told_and_another_launch_begins_anew(tmp_path):
+    """What was learnt of the machine is kept in any case; that something was saved, in a restart only."""
+    first = told(tmp_path, is_restart=False)
+    assert (first.learnt, first.has_saved) == (None, False)
+    for message in (HALVED, SAVED, IN_PEACE, Metrics(rank=0, step=1, values={})):
+        first.keep(message)
+    with told_path(tmp_path, 0).open("ab") as file:
+        file.write(b'{"v": 1, "type": "Adj')  # torn by the end of the process
+    again = told(tmp_path, is_restart=True)
+    assert (again.learnt, again.has_saved) == (HALVED, True)
+    again.keep(HALVED)
+    assert list(read_told(told_path(tmp_path, 0))) == [HALVED, SAVED, IN_PEACE, HALVED]
+    other = told(tmp_path, is_restart=False)
+    assert (other.learnt, other.has_saved) == (HALVED, False)
+    assert list(read_told(told_path(tmp_path, 0))) == []
+    assert told(tmp_path, is_restart=True, rank=1).learnt is None
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    """Rank 0 of two after a restart; rank 1 has its file."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(outside.signal, "signal", lambda *_: None)
+    place = Place(rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True)
+    settings = from_flat({"task": "synthetic", "log_dir": str(tmp_path), "device": "cpu"})
+    return outside.OutsideRuntime(place=place, settings=settings), settings
+
+
+def summary_of(runtime, tmp_path):
+    made, settings = runtime
+    report = TrainReport(
+        reason=StopReason.COMPLETED, steps=9, epochs=1, samples=72, loss=0.5, figures={},
+        weights_sha256="0", checkpoint="", peaks={}, leaks=(), sample="",
+    )  # fmt: skip
+    outside._write_summary(settings, made, report, status=RunStatus.COMPLETED, wall_s=1.0)
+    return json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+
+
+MENDED = MendedInPlace(
+    rank=1, fault=fault(FaultKind.BAD_SAMPLE), remedy="replaced", seconds=0.5,
+    inexact_reason="bad samples were replaced",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (HALVED, "half from 7"),
+        (MENDED, "bad samples were replaced"),
+        (
+            Faulted(generation=1, fault=fault(FaultKind.REPLICA_DIVERGED)),
+            "rank 1's replica had diverged by step 6",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message, reason):
+    """As in a supervised run: also where another process, before a restart, told it, and once."""
+    for _ in range(2):
+        told(tmp_path, is_restart=True, rank=1).keep(message)
+    summary = summary_of(runtime, tmp_path)
+    assert (summary["exact"], summary["inexact_reasons"]) == (False, [reason])
+
+
+def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
+    """Control: a worker that was replaced, a lost peer, a save, a change in peace."""
+    runtime[0].tell(MendedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
+                                  remedy="new workers", seconds=0.5))  # fmt: skip
+    runtime[0].tell(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
+    runtime[0].tell(SAVED)
+    runtime[0].tell(IN_PEACE)
+    summary = summary_of(runtime, tmp_path)
+    assert (summary["exact"], summary["inexact_reasons"]) == (True, [])
+    (record,) = summary["faults"]
+    assert (record["kind"], record["detail"]) == ("loader_worker_died", "a traceback")
+
+
+def test_a_restart_resumes_what_this_launch_has_saved(runtime):
+    """Not what the user named at first: ``none`` would set our own checkpoints aside."""
+    made, _ = runtime
+    assert made.resume_word("none") == "none"
+    made.tell(SAVED)
+    restarted = outside.OutsideRuntime(place=made.place, settings=runtime[1])
+    assert restarted.resume_word("none") == "auto"
