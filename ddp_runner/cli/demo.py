@@ -31,10 +31,10 @@ RANKS_MIN, RANKS_MAX = 2, 8
 HELP = f"""Usage:  ./launch_training.sh demo [-n N] [--keep]
 
 Trains a small model twice on the CPU, in a temporary folder: once in peace,
-and once while ranks are killed, stopped and crashed, and a loader worker is
-killed. Ends with a table of the faults, and says whether both runs ended with
-the same weights, bit for bit: exit 0 if so, 1 if not. Takes about half a
-minute on two cores. Ctrl-C ends it and removes the folder.
+and once while ranks are killed, stopped and crashed, and loader workers are
+killed and stopped. Ends with a table of the faults, and says whether both runs
+ended with the same weights, bit for bit: exit 0 if so, 1 if not. Takes about
+half a minute on two cores. Ctrl-C ends it and removes the folder.
 
   -n, --nproc-per-node N    ranks, {RANKS_MIN} to {RANKS_MAX} [2]
       --keep                keep the folder: logs and checkpoints of both runs"""
@@ -45,7 +45,7 @@ class Script:
     """What the demo does. ``faults``: (kind, phase) in order, ``fault_interval_steps`` apart."""
 
     world_size: int = 2
-    steps: int = 280
+    steps: int = 320
     fault_interval_steps: int = 40
     faults: tuple[tuple[str, str], ...] = (
         ("kill", "reduce"),
@@ -53,6 +53,7 @@ class Script:
         ("raise", "forward"),
         ("exit", "backward"),
         ("loader_kill", "data"),
+        ("loader_stop", "data"),
         ("stop", "forward"),
     )
 

@@ -106,20 +106,40 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
     return injection
 
 
-def bad_sample_places(specs: Sequence[str], *, world_size: int) -> tuple[tuple[int, int], ...]:
+def bad_sample_places(
+    specs: Sequence[str], *, world_size: int, total_steps: int
+) -> tuple[tuple[int, int], ...]:
     """``(rank, step)`` of each sample that is to be bad; every process of the run knows them all."""
-    parsed = (parse_injection(text, world_size=world_size) for text in specs)
-    return tuple(
-        (rank, one.step)
-        for one in parsed
-        if isinstance(one, Injection) and one.kind is InjectKind.BAD_SAMPLE
-        for rank in (range(world_size) if one.rank == EVERY_RANK else (one.rank,))
-    )
+    places: list[tuple[int, int]] = []
+    for text in specs:
+        one = parse_injection(text, world_size=world_size)
+        if isinstance(one, RandomPlan):
+            places += _drawn_places(one, world_size=world_size, total_steps=total_steps)
+        elif one.kind is InjectKind.BAD_SAMPLE:
+            ranks = range(world_size) if one.rank == EVERY_RANK else (one.rank,)
+            places += [(rank, one.step) for rank in ranks]
+    return tuple(places)
+
+
+def _drawn_places(plan: RandomPlan, *, world_size: int, total_steps: int) -> list[tuple[int, int]]:
+    """A place anywhere in the run for each strike of the plan that is a bad sample.
+
+    Bad in every process from the start, so that it depends on no moment.
+    """
+    strikes = [
+        (draw_strike(plan, number, world_size=world_size), _uniform(plan.seed, number)[3])
+        for number in range(plan.times if InjectKind.BAD_SAMPLE in plan.kinds else 0)
+    ]
+    return [
+        (strike.rank, int(place * total_steps))
+        for strike, place in strikes
+        if strike.kind is InjectKind.BAD_SAMPLE
+    ]
 
 
 def draw_strike(plan: RandomPlan, number: int, *, world_size: int) -> Strike:
     """Fault ``number`` of the plan, from 0: a pure function of the plan and the world size."""
-    first, second, third = _uniform(plan.seed, number)
+    first, second, third, _ = _uniform(plan.seed, number)
     return Strike(
         wait_s=-plan.mtbf_s * math.log(1.0 - first),
         kind=plan.kinds[int(second * len(plan.kinds))],
@@ -127,12 +147,12 @@ def draw_strike(plan: RandomPlan, number: int, *, world_size: int) -> Strike:
     )
 
 
-def _uniform(seed: int, number: int) -> tuple[float, float, float]:
-    """Three numbers in [0, 1), the same on every machine and Python."""
+def _uniform(seed: int, number: int) -> tuple[float, float, float, float]:
+    """Four numbers in [0, 1), the same on every machine and Python."""
     digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
-    parts = (digest[start : start + 8] for start in (0, 8, 16))
-    first, second, third = (int.from_bytes(part, "little") / 2**64 for part in parts)
-    return min(first, 1 - 2**-53), min(second, 1 - 2**-53), min(third, 1 - 2**-53)
+    parts = [digest[start : start + 8] for start in (0, 8, 16, 24)]
+    below = [min(int.from_bytes(part, "little") / 2**64, 1 - 2**-53) for part in parts]
+    return below[0], below[1], below[2], below[3]
 
 
 def _random_plan(text: str, values: dict[str, str]) -> RandomPlan:
@@ -144,8 +164,9 @@ def _random_plan(text: str, values: dict[str, str]) -> RandomPlan:
         times=_integer(text, values, "times", 0),
     )
     _refuse_unknown(text, values, "mtbf_s, seed, kinds, times")
-    if InjectKind.BAD_SAMPLE in kinds:
-        raise BadInputError(OPTION, text, "bad_sample needs a step: it cannot be drawn at random")
+    if InjectKind.BAD_SAMPLE in kinds and not plan.times:
+        expected = "bad_sample needs times=N: the samples are drawn before the run begins"
+        raise BadInputError(OPTION, text, expected)
     if plan.mtbf_s <= 0:
         raise BadInputError(OPTION, text, "mtbf_s is above 0")
     return plan

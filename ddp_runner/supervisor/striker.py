@@ -70,6 +70,8 @@ class Striker:
                 self._strike(strike, self._drawn[index])
 
     def _strike(self, strike: Strike, drawn: int) -> None:
+        if strike.kind is InjectKind.BAD_SAMPLE:
+            return  # in the data from the start: its turn comes at a step, not at a moment
         handle = self._world.ranks[strike.rank]
         if handle.state is not RankState.TRAINING or handle.pid is None:
             return

@@ -43,7 +43,12 @@ def make_loader(
         if is_leaving():
             raise FaultError(_left_waiting(runtime))
 
-    order, bad = workload.order, bad_sample_places(settings.run.inject, world_size=place.world_size)
+    order = workload.order
+    bad = bad_sample_places(
+        settings.run.inject,
+        world_size=place.world_size,
+        total_steps=workload.length.total_steps,
+    )
     if isinstance(order, StreamOrder):
         assert state.stream is not None, "made for the same order"
         if bad:

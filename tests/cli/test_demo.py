@@ -129,7 +129,7 @@ def test_the_script_is_a_plan_that_the_command_accepts():
             assert isinstance(injection, Injection)
             assert injection.step < script.steps
     assert {spec.partition(":")[0] for spec in Script().injections} == {
-        "kill", "raise", "exit", "loader_kill", "stop",
+        "kill", "raise", "exit", "loader_kill", "loader_stop", "stop",
     }  # fmt: skip
 
 

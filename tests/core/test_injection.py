@@ -5,16 +5,21 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.injection import EVERY_RANK, InjectKind, bad_sample_places, parse_injection
+from ddp_runner.core.injection import (
+    EVERY_RANK,
+    InjectKind,
+    bad_sample_places,
+    draw_strike,
+    parse_injection,
+)
 
-AT_RANDOM = [kind for kind in InjectKind if kind is not InjectKind.BAD_SAMPLE]
 
-
-@pytest.mark.parametrize("kind", AT_RANDOM, ids=lambda kind: kind.value)
+@pytest.mark.parametrize("kind", InjectKind, ids=lambda kind: kind.value)
 def test_every_kind_can_be_asked_for_at_a_step_and_at_random(kind):
     """One vocabulary for both."""
     assert parse_injection(f"{kind.value}:rank=1,step=3", world_size=2).kind is kind
-    assert parse_injection(f"random:kinds={kind.value}", world_size=2).kinds == (kind,)
+    plan = parse_injection(f"random:kinds={kind.value},times=3", world_size=2)
+    assert plan.kinds == (kind,)
 
 
 def test_all_ranks_can_be_meant():
@@ -33,10 +38,27 @@ def test_what_changes_a_loss_has_one_place(kind):
     assert parse_injection("oom:rank=0,phase=reduce", world_size=1).phase == "reduce"
 
 
-def test_a_bad_sample_has_a_place_and_is_never_drawn():
-    """It is bad for ever, in every process, so it cannot be the outcome of a moment."""
-    specs = ("bad_sample:rank=1,step=3", "kill:rank=0,step=2", "random:mtbf_s=3")
-    assert bad_sample_places(specs, world_size=2) == ((1, 3),)
-    assert bad_sample_places(["bad_sample:rank=all,step=3"], world_size=2) == ((0, 3), (1, 3))
-    with pytest.raises(BadInputError, match="needs a step"):
+def places(*specs):
+    return bad_sample_places(specs, world_size=2, total_steps=50)
+
+
+def test_a_bad_sample_has_a_place():
+    """It is bad for ever, in every process, so all of them must know it from the start."""
+    assert places("bad_sample:rank=1,step=3", "kill:rank=0", "random:mtbf_s=3") == ((1, 3),)
+    assert places("bad_sample:rank=all,step=3") == ((0, 3), (1, 3))
+
+
+def test_bad_samples_of_a_random_plan_are_drawn_before_it_begins():
+    """As many as strikes of that kind, anywhere in the run, the same for the same seed."""
+    spec = "random:kinds=kill+bad_sample,times=40,seed=7"
+    plan = parse_injection(spec, world_size=2)
+    strikes = [draw_strike(plan, number, world_size=2) for number in range(40)]
+    ranks = [one.rank for one in strikes if one.kind is InjectKind.BAD_SAMPLE]
+    drawn = places(spec)
+    assert [rank for rank, _ in drawn] == ranks
+    assert 10 < len(ranks) < 30
+    assert all(0 <= step < 50 for _, step in drawn)
+    assert len({step for _, step in drawn}) > len(drawn) // 2
+    assert drawn == places(spec) != places(spec.replace("seed=7", "seed=8"))
+    with pytest.raises(BadInputError, match="bad_sample needs times=N"):
         parse_injection("random:kinds=kill+bad_sample", world_size=2)

@@ -18,6 +18,7 @@ STREAM = f"{Path(__file__).with_name('streaming.py')}:StreamTask"
 BREAKING = f"{Path(__file__).with_name('breaking.py')}:BreakingTask"
 QUICK = ("-b", 8, "num_workers=1", "--audit", "save_every_steps=10", "log.display=plain")
 BAD = ("--inject", "bad_sample:rank=1,step=8", "on_bad_sample=substitute")
+DRAWN = ("--inject", "random:kinds=bad_sample,times=1,seed=2")  # one more, of rank 1's step 16
 
 
 def finish(folder, *arguments, code=0, **how):
@@ -89,26 +90,28 @@ def test_a_slow_sample_is_no_fault(tmp_path, peace):
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     """The same stand-in with or without faults and a resume, found once, told as not exact."""
     steps = ("--max-steps", 60)
-    calm = finish(tmp_path / "calm", *QUICK, *steps, *BAD)
-    (record,) = quarantined(calm)
+    calm = finish(tmp_path / "calm", *QUICK, *steps, *BAD, *DRAWN)
+    record, other = sorted(quarantined(calm), key=lambda record: record["step"] != 8)
     assert (record["rank"], record["step"]) == (1, 8)
     summary = calm.summary()
-    (fault,) = summary["faults"]
-    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("bad_sample", 1, 0)
-    assert f"sample {record['index']} (epoch " in fault["cause"]
+    assert {fault["kind"] for fault in summary["faults"]} == {"bad_sample"}
+    assert {fault["steps_lost"] for fault in summary["faults"]} == {0}
+    causes = " ".join(fault["cause"] for fault in summary["faults"])
+    for one in (record, other):
+        assert f"sample {one['index']} (epoch " in causes
     assert summary["exact"] is False
     assert summary["inexact_reasons"] == ["bad samples were replaced: see quarantine.jsonl"]
     assert record["replacement"] in calm.audit(2)[1][9]["indices"]
     taken = {i for rank in calm.audit(2) for one in rank.values() for i in one["indices"]}
-    assert record["index"] not in taken
+    assert not taken & {record["index"], other["index"]}
     folder = tmp_path / "storm"
     kill = ("--inject", "kill:rank=1,step=20", "--inject", "kill:rank=0,step=25")
-    with Run(folder, *QUICK, *steps, *BAD, *kill, "task.pace_s=0.05", world=2) as run:
+    with Run(folder, *QUICK, *steps, *BAD, *DRAWN, *kill, "task.pace_s=0.05", world=2) as run:
         run.wait_for_step(30)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     (folder / "logs" / "quarantine.jsonl").rename(folder / "elsewhere.jsonl")
-    again = finish(folder, *QUICK, *steps, *BAD, "task.pace_s=0.05")
+    again = finish(folder, *QUICK, *steps, *BAD, *DRAWN, "task.pace_s=0.05")
     assert not (folder / "logs" / "quarantine.jsonl").exists(), "it was tried again"
     assert again.digest == calm.digest
     assert again.summary()["exact"] is False
