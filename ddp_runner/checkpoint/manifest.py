@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Manifest:
     ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` that of
     the whole file. ``monitored`` is the value that ``best`` is judged by (lower is better), None
     where there was none. ``meaning`` says what the run means (model, data, global batch, seed):
-    resuming under another meaning is refused by the caller. ``created_utc`` is for people.
+    resuming under another meaning is refused by the caller. ``created_utc`` is for people; ``pace``
+    is what the run has learnt about the cost of saves, for whoever goes on with them.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Manifest:
     versions: Mapping[str, str]
     created_utc: str
     reason: str
+    pace: Mapping[str, float] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -107,12 +109,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "versions": (dict,),
     "created_utc": (str,),
     "reason": (str,),
+    "pace": (dict,),
 }
+_SINCE: dict[str, object] = {"pace": {}}  # fields that older files of this format lack
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
 
 
 def _checked(values: Mapping[str, object]) -> Manifest:
     """Build a manifest out of parsed JSON. Fields that a newer version added are dropped."""
+    values = {**_SINCE, **values}
     missing = sorted(set(_TYPES) - set(values))
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")

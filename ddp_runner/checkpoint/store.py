@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["MANIFEST_KEY", "CheckpointStore", "Loaded", "Saved", "load_weights"]
 
 MANIFEST_KEY = "manifest"
+NO_PACE: Mapping[str, float] = MappingProxyType({})
 _SPARE_BYTES = 1024 * 1024  # of free space, for manifest, pointers and the file system's own
 
 
@@ -83,6 +85,7 @@ class CheckpointStore:
         settings_digest: str,
         monitored: float | None,
         reason: str,
+        pace: Mapping[str, float] = NO_PACE,
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
@@ -112,6 +115,7 @@ class CheckpointStore:
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
             created_utc=_utc("%Y-%m-%dT%H:%M:%SZ"),
             reason=reason,
+            pace=dict(pace),
         )
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")

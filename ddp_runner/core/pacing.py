@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 FIRST_INTERVAL_S = 60.0  # while no save has been measured
 INTERVAL_MIN_S = 1.0
@@ -14,6 +16,8 @@ INTERVAL_MAX_S = 1800.0
 STEPS_MIN = 10
 WRITING_SHARE_MAX = 0.5  # of the time: a disk that is busy with one save must be free for the next
 PRIOR_FAULT_S = 4 * 3600.0  # one fault in so long is assumed beside those seen
+PEACE_STEPS = 64  # the newest without a save beside them, whose mean is the usual one
+PEACE_STEPS_MIN = 8
 _NEWEST_SHARE = 0.5  # of the newest cost in the smoothed one
 
 
@@ -23,7 +27,7 @@ def mean_time_between_faults_s(*, faults: int, observed_s: float) -> float:
 
 
 def save_interval_s(
-    *, blocked_s: float, write_s: float, step_s: float, between_faults_s: float
+    *, cost_s: float, write_s: float, step_s: float, between_faults_s: float
 ) -> float:
     """The interval that loses least time: W = sqrt(2 C M), within bounds.
 
@@ -32,9 +36,34 @@ def save_interval_s(
     Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974; J. T. Daly,
     FGCS 22(3), 2006, for the terms that are left out here, which matter where C is not far below M.
     """
-    best_s = math.sqrt(2.0 * max(0.0, blocked_s) * between_faults_s)
+    best_s = math.sqrt(2.0 * max(0.0, cost_s) * between_faults_s)
     least_s = max(INTERVAL_MIN_S, STEPS_MIN * step_s, write_s / WRITING_SHARE_MAX)
     return max(least_s, min(best_s, INTERVAL_MAX_S))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCost:
+    """Seconds: of training that waits, of steps that are slower beside the write, and of the write."""
+
+    compare_s: float
+    blocked_s: float
+    slowed_s: float
+    write_s: float
+
+    @property
+    def training_s(self) -> float:
+        """What a save takes from training."""
+        return self.compare_s + self.blocked_s + self.slowed_s
+
+    def towards(self, newest: SaveCost) -> SaveCost:
+        """Smoothed with a newer one."""
+        return SaveCost(
+            **{
+                each.name: (1.0 - _NEWEST_SHARE) * getattr(self, each.name)
+                + _NEWEST_SHARE * getattr(newest, each.name)
+                for each in fields(self)
+            }
+        )
 
 
 class SavePace:
@@ -44,8 +73,11 @@ class SavePace:
         self.faults = 0
         self._began_s = now_s
         self._observed_before_s = 0.0
-        self._blocked_s: float | None = None
-        self._write_s = 0.0
+        self._cost: SaveCost | None = None
+        self._compare_s = 0.0
+        self._in_peace_s: deque[float] = deque(maxlen=PEACE_STEPS)
+        self._beside_s = 0.0  # of the steps beside the save under way
+        self._beside_steps = 0
         self._last_s = now_s
         self._told_s = 0.0
 
@@ -56,22 +88,46 @@ class SavePace:
     def began(self, *, now_s: float) -> None:
         """A save has begun, or was tried, for whatever reason."""
         self._last_s = now_s
+        self._beside_s, self._beside_steps = 0.0, 0
+
+    def compared(self, compare_s: float) -> None:
+        """The replicas were compared ahead of a save."""
+        self._compare_s = compare_s
+
+    def stepped(self, step_s: float, *, beside_save: bool) -> None:
+        """A step has taken so long, less what it waited for a save."""
+        if beside_save:
+            self._beside_s += step_s
+            self._beside_steps += 1
+        else:
+            self._in_peace_s.append(step_s)
 
     def measured(self, *, blocked_s: float, write_s: float) -> None:
-        """A save has taken so long of training, and so long in all."""
-        if self._blocked_s is None:
-            self._blocked_s, self._write_s = blocked_s, write_s
-            return
-        self._blocked_s += _NEWEST_SHARE * (blocked_s - self._blocked_s)
-        self._write_s += _NEWEST_SHARE * (write_s - self._write_s)
+        """A save has taken so long of training, and so long in all; the steps beside it are known."""
+        newest = SaveCost(
+            compare_s=self._compare_s,
+            blocked_s=blocked_s,
+            # A write cannot cost more than its own time: more than that is noise.
+            slowed_s=min(self._slowed_s(), write_s),
+            write_s=write_s,
+        )
+        self._cost = newest if self._cost is None else self._cost.towards(newest)
+        self._beside_s, self._beside_steps = 0.0, 0
+
+    def _slowed_s(self) -> float:
+        """What the steps beside the save took longer than as many in peace."""
+        if len(self._in_peace_s) < PEACE_STEPS_MIN:
+            return 0.0
+        usual_s = sum(self._in_peace_s) / len(self._in_peace_s)
+        return max(0.0, self._beside_s - self._beside_steps * usual_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:
         """The interval by what is known now."""
-        if self._blocked_s is None:
+        if self._cost is None:
             return max(FIRST_INTERVAL_S, STEPS_MIN * step_s)
         return save_interval_s(
-            blocked_s=self._blocked_s,
-            write_s=self._write_s,
+            cost_s=self._cost.training_s,
+            write_s=self._cost.write_s,
             step_s=step_s,
             between_faults_s=mean_time_between_faults_s(
                 faults=self.faults, observed_s=self._observed_s(now_s)
@@ -81,24 +137,35 @@ class SavePace:
     def news(self, *, now_s: float, step_s: float) -> str:
         """The choice in words when it is new, or has doubled or halved since; else empty."""
         interval_s = self.interval_s(now_s=now_s, step_s=step_s)
-        if self._blocked_s is None or self._told_s / 2 < interval_s < self._told_s * 2:
+        cost = self._cost
+        if cost is None or self._told_s / 2 < interval_s < self._told_s * 2:
             return ""
         self._told_s = interval_s
         hours = self._observed_s(now_s) / 3600
         return (
             f"saving every {interval_s:.0f} s (save_every_steps=auto): a save takes"
-            f" {self._blocked_s:.3f} s from training and {self._write_s:.2f} s in all;"
-            f" {self.faults} faults in {hours:.1f} h needed one"
+            f" {cost.training_s:.3f} s from training (waiting {cost.blocked_s:.3f}, slower steps"
+            f" {cost.slowed_s:.3f}, comparing replicas {cost.compare_s:.3f}) and {cost.write_s:.2f} s"
+            f" in all; {self.faults} faults in {hours:.1f} h needed one"
         )
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether anything is known about the cost of a save."""
+        return self._cost is not None
 
     def _observed_s(self, now_s: float) -> float:
         return self._observed_before_s + now_s - self._began_s
 
     def to_record(self, *, now_s: float) -> dict[str, float]:
         """What a later process goes on from."""
-        return {"faults": self.faults, "observed_s": self._observed_s(now_s)}
+        cost = {} if self._cost is None else asdict(self._cost)
+        return {"faults": self.faults, "observed_s": self._observed_s(now_s), **cost}
 
     def go_on_from(self, record: Mapping[str, float], *, after_fault: bool) -> None:
         """Add what the process before has seen; ``after_fault``: that it was lost without a last save."""
         self.faults += int(record.get("faults", 0)) + int(after_fault)
         self._observed_before_s += float(record.get("observed_s", 0.0))
+        names = [each.name for each in fields(SaveCost)]
+        if self._cost is None and all(name in record for name in names):
+            self._cost = SaveCost(**{name: float(record[name]) for name in names})

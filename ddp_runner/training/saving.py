@@ -110,9 +110,15 @@ class Saving:
 
     def resumed(self, loaded: Loaded) -> None:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
-        self._pace.go_on_from(
-            loaded.state.get("pace", {}), after_fault=loaded.manifest.reason == INTERVAL
-        )
+        self._pace.go_on_from(loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL)
+
+    def compared(self, compare_s: float) -> None:
+        """So long all ranks have compared their replicas, for a save's sake."""
+        self._pace.compared(compare_s)
+
+    def stepped(self, step_s: float) -> None:
+        """A step has ended, which took so long without what it waited for a save."""
+        self._pace.stepped(step_s, beside_save=self._saver.is_busy)
 
     def rolled_back(self) -> None:
         """A checkpoint was needed within this process."""
@@ -145,9 +151,15 @@ class Saving:
         return False
 
     def _take_over_pace(self) -> None:
-        """Count from the newest file: ranks 0 that die one after the other must not put saves off."""
-        written_s = 0.0
-        for entry in self._store.catalog.entries():
+        """Count from the newest file: ranks 0 that die one after the other must not put saves off.
+
+        What the one before has learnt about the cost of a save is in its newest manifest.
+        """
+        written_s, entries = 0.0, self._store.catalog.entries()
+        known = next((entry.manifest.pace for entry in entries if entry.manifest), None)
+        if known and not self._pace.has_learnt:
+            self._pace.go_on_from(known, after_fault=False)
+        for entry in entries:
             with contextlib.suppress(OSError):  # no file, or retention was faster
                 written_s = max(written_s, entry.path.stat().st_mtime)
         age_s = max(0.0, time.time() - written_s)
@@ -191,8 +203,7 @@ class Saving:
         self._said_waiting = True
 
     def _captured(self) -> dict[str, Any]:
-        pace = self._pace.to_record(now_s=time.monotonic())
-        return {**self._state.capture(), "versions": versions(), "pace": pace}
+        return {**self._state.capture(), "versions": versions()}
 
     def _writer(self, reason: str) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
@@ -207,6 +218,7 @@ class Saving:
             settings_digest=self._workload.settings_digest,
             monitored=self._monitored(),
             reason=reason,
+            pace=self._pace.to_record(now_s=time.monotonic()),
         )
 
     def _save_at_once(self, reason: str) -> Saved:

@@ -180,6 +180,8 @@ class Session:
     ) -> None:
         now_ns = time.monotonic_ns()
         slot = self._runtime.slot
+        if self._group.rank == 0:
+            self._saving.stepped((now_ns - began_ns - saving_ns) / 1e9)
         slot.add(Cell.OWN_NS, now_ns - began_ns - result.waited_ns - saving_ns)
         slot.add(Cell.OWN_STEPS, 1)
         slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns - saving_ns)
@@ -225,7 +227,12 @@ class Session:
 
     def _replicas_differed(self) -> bool:
         """Compare them, if that is wanted at all. Whether the state is now an older one."""
-        return bool(self._settings.recovery.replica_check_steps) and self._guard.compare_replicas()
+        if not self._settings.recovery.replica_check_steps:
+            return False
+        began_s = time.monotonic()
+        differed = self._guard.compare_replicas()
+        self._saving.compared(time.monotonic() - began_s)
+        return differed
 
     def _due(self, step: int) -> Duties:
         return duties_after(

@@ -23,6 +23,7 @@ MANIFEST = Manifest(
     versions={"torch": "2.13"},
     created_utc="2026-01-01T00:00:00Z",
     reason="epoch",
+    pace={"write_s": 1.5},
 )
 
 
@@ -40,6 +41,13 @@ def test_facts_and_file_make_the_manifest_again():
         MANIFEST.facts(), file=MANIFEST.file, size_bytes=12, sha256=MANIFEST.sha256
     )
     assert again == MANIFEST
+
+
+def test_a_field_that_came_later_may_be_missing():
+    """A checkpoint of an older version stays loadable."""
+    values = json.loads(MANIFEST.to_json())
+    del values["pace"]
+    assert Manifest.from_json(json.dumps(values)) == replace(MANIFEST, pace={})
 
 
 def test_fields_of_a_newer_writer_are_dropped():

@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 def test_the_interval_is_young_s():
     """W = sqrt(2 C M): half a second each, a fault an hour -> once a minute."""
-    interval_s = save_interval_s(blocked_s=0.5, write_s=1.0, step_s=0.1, between_faults_s=HOUR)
+    interval_s = save_interval_s(cost_s=0.5, write_s=1.0, step_s=0.1, between_faults_s=HOUR)
     assert interval_s == pytest.approx(60.0)
 
 
@@ -35,7 +35,7 @@ def test_no_other_interval_loses_less(cost_s, between_s, other):
     def lost(interval_s):
         return cost_s / interval_s + interval_s / 2 / between_s
 
-    chosen = save_interval_s(blocked_s=cost_s, write_s=0.0, step_s=0.0, between_faults_s=between_s)
+    chosen = save_interval_s(cost_s=cost_s, write_s=0.0, step_s=0.0, between_faults_s=between_s)
     if chosen < INTERVAL_MAX_S:
         assert lost(chosen) <= lost(chosen * other) * (1 + 1e-9)
 
@@ -43,8 +43,8 @@ def test_no_other_interval_loses_less(cost_s, between_s, other):
 @pytest.mark.parametrize(
     ("figures", "expected_s"),
     [
-        ({"blocked_s": 0.0}, INTERVAL_MIN_S),
-        ({"blocked_s": 1e6}, INTERVAL_MAX_S),
+        ({"cost_s": 0.0}, INTERVAL_MIN_S),
+        ({"cost_s": 1e6}, INTERVAL_MAX_S),
         ({"step_s": 20.0}, STEPS_MIN * 20.0),
         ({"step_s": 600.0}, STEPS_MIN * 600.0),
         ({"write_s": 100.0}, 200.0),
@@ -53,7 +53,7 @@ def test_no_other_interval_loses_less(cost_s, between_s, other):
 )
 def test_the_interval_stays_within_bounds(figures, expected_s):
     """A second to half an hour; never under ten steps, nor so short that the disk is always busy."""
-    usual = {"blocked_s": 0.01, "write_s": 0.1, "step_s": 0.1}
+    usual = {"cost_s": 0.01, "write_s": 0.1, "step_s": 0.1}
     interval_s = save_interval_s(**{**usual, **figures}, between_faults_s=HOUR)
     assert interval_s == pytest.approx(expected_s)
 
@@ -127,6 +127,63 @@ def test_the_choice_is_told_once_until_it_doubles_or_halves():
     told = pace.news(now_s=1.0, step_s=0.1)
     assert "saving every 120 s" in told
     assert "0.500 s from training" in told
+    assert "2.00 s in all" in told
     assert pace.news(now_s=2.0, step_s=0.1) == ""
     pace.faults += 20
     assert "20 faults" in pace.news(now_s=3.0, step_s=0.1)
+
+
+def steps(pace, count, step_s, *, beside_save):
+    for _ in range(count):
+        pace.stepped(step_s, beside_save=beside_save)
+
+
+def test_slower_steps_beside_the_write_count_as_its_cost():
+    """Ten steps of 0.13 s where 0.1 s is usual: 0.3 s, beside the 0.2 s that training waited."""
+    pace, blind = SavePace(now_s=0.0), SavePace(now_s=0.0)
+    steps(pace, 20, 0.1, beside_save=False)
+    pace.began(now_s=2.0)
+    steps(pace, 10, 0.13, beside_save=True)
+    pace.measured(blocked_s=0.2, write_s=1.3)
+    blind.measured(blocked_s=0.5, write_s=1.3)
+    interval_s = pace.interval_s(now_s=0.0, step_s=0.1)
+    assert interval_s == pytest.approx(blind.interval_s(now_s=0.0, step_s=0.1))
+    assert "0.500 s from training (waiting 0.200, slower steps 0.300" in pace.news(
+        now_s=0.0, step_s=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("peace_steps", "beside_s", "write_s", "slowed"),
+    [(20, 0.1, 1.0, "0.000"), (20, 0.05, 1.0, "0.000"), (2, 0.5, 9.0, "0.000"), (20, 9.0, 1.0, "1.000")],
+    ids=["as fast", "faster", "too little known", "longer than the write"],
+)  # fmt: skip
+def test_steps_that_are_not_slower_cost_nothing(peace_steps, beside_s, write_s, slowed):
+    """Control; and noise cannot make a write cost more than its own time."""
+    pace = SavePace(now_s=0.0)
+    steps(pace, peace_steps, 0.1, beside_save=False)
+    steps(pace, 5, beside_s, beside_save=True)
+    pace.measured(blocked_s=0.2, write_s=write_s)
+    assert f"slower steps {slowed}" in pace.news(now_s=0.0, step_s=0.1)
+
+
+def test_comparing_the_replicas_is_part_of_the_cost():
+    """Every rank waits for it."""
+    pace, dear = SavePace(now_s=0.0), SavePace(now_s=0.0)
+    dear.compared(0.6)
+    for each in (pace, dear):
+        each.measured(blocked_s=0.2, write_s=1.0)
+    ratio = dear.interval_s(now_s=0.0, step_s=0.1) / pace.interval_s(now_s=0.0, step_s=0.1)
+    assert ratio == pytest.approx(2.0)
+
+
+def test_what_a_save_costs_is_known_to_the_next_process():
+    """It begins at the learnt pace, and its own figures count half each."""
+    pace, later = SavePace(now_s=0.0), SavePace(now_s=70.0)
+    pace.measured(blocked_s=0.5, write_s=2.0)
+    later.go_on_from(pace.to_record(now_s=10.0), after_fault=False)
+    assert later.interval_s(now_s=70.0, step_s=0.1) == pytest.approx(120.0, rel=0.01)
+    assert "saving every 120 s" in later.news(now_s=70.0, step_s=0.1)
+    later.measured(blocked_s=1.5, write_s=2.0)
+    later.faults += 20
+    assert "1.000 s from training" in later.news(now_s=71.0, step_s=0.1)

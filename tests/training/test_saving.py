@@ -109,7 +109,6 @@ def boundary(saving):
 def _loaded(store):
     state = dict(store.load().state)
     del state["versions"]
-    state.pop("pace", None)
     return as_plain(state)
 
 
@@ -315,7 +314,7 @@ def _saves_by_time(me, folder, every, clock_s):
         boundary(saving)
         saving.settle()
     newest = store.load()
-    return runtime.saved_steps, runtime.log(), newest and newest.state["pace"]
+    return runtime.saved_steps, runtime.log(), newest and newest.manifest.pace
 
 
 def test_by_itself_the_saving_rank_chooses_its_interval(tmp_path):
@@ -325,7 +324,8 @@ def test_by_itself_the_saving_rank_chooses_its_interval(tmp_path):
     assert len(saved) >= 3
     assert all(later - earlier >= 10 for earlier, later in pairwise(saved))
     assert "save_every_steps=auto" in log
-    assert pace == {"faults": 0, "observed_s": float(saved[-1])}
+    assert (pace["faults"], pace["observed_s"]) == (0, float(saved[-1]))
+    assert pace["write_s"] > 0
 
 
 def test_an_interval_of_zero_saves_nothing_by_time(tmp_path):
@@ -359,3 +359,31 @@ def _takes_over(me, folder, generation, age_s):
 def test_ranks_0_that_die_one_after_the_other_put_no_save_off(tmp_path, generation, age_s, saved):
     """The interval counts from the newest file, whoever wrote it; a new launch begins it anew."""
     assert run_ranks(_takes_over, 1, tmp_path, generation, age_s)[0] == saved
+
+
+def _takes_over_what_was_learnt(me, folder, pace):
+    """A new rank 0 beside a checkpoint whose writer knew the cost of a save."""
+    del me
+    state = build_state()
+    saving, runtime, store = make_saving(folder, state, save_every_steps="auto", save_interval=0)
+    store.save({**state.capture()}, **_facts(step=3), pace=pace)
+    state.committed_step = 5
+    runtime.slot.set(Cell.GENERATION, 2)
+    told = []
+    for _ in range(2):  # of one run: the faults of the process before count once
+        saving.has_to_make_up()
+        boundary(saving)
+        told.append(runtime.log())
+    return told
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_new_rank_0_goes_on_at_the_pace_that_the_one_before_has_learnt(tmp_path, known):
+    """It says the choice and its reasons at once; a run that has learnt nothing says nothing."""
+    cost = {"compare_s": 0.1, "blocked_s": 0.2, "slowed_s": 0.2, "write_s": 1.0}
+    pace = {"faults": 1, "observed_s": 0.0, **(cost if known else {})}
+    told = run_ranks(_takes_over_what_was_learnt, 1, tmp_path, pace)[0][-1]
+    expected = "saving every 85 s (save_every_steps=auto): a save takes 0.500 s from training"
+    assert told.count("saving every") == known
+    assert (expected in told) == known
+    assert ("1 faults in 0.0 h" in told) == known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Finished, Formed, Metrics, Saved
+from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.runtime import LocalRuntime, Place
 from ddp_runner.training.task import Datasets
@@ -185,6 +187,34 @@ def test_a_checkpoint_that_was_asked_for_is_made_after_the_step(tmp_path):
     report, messages, _ = train(settings(tmp_path), save_at=2)
     assert [saved.step for saved in told(messages, Saved)] == [3, 6, 12]
     assert report.steps == STEPS
+
+
+def _paced_steps(me, config):
+    del me
+    seen, went_on = [], threading.Event()
+    real, real_save = SavePace.stepped, CheckpointStore.save
+
+    def stepped(self, step_s, *, beside_save):
+        seen.append((step_s, beside_save))
+        real(self, step_s, beside_save=beside_save)
+        if len(seen) == 8:
+            went_on.set()
+
+    def save(self, state, *, step, **rest):
+        assert went_on.wait(30.0), "training waited for the write"
+        return real_save(self, state, step=step, **rest)
+
+    SavePace.stepped, CheckpointStore.save = stepped, save
+    DDPTrainer(config=config, runtime=RecordingRuntime(config)).train()
+    return seen
+
+
+def test_the_steps_beside_a_save_are_told_from_those_in_peace(tmp_path):
+    """Each step once: those before a save, and those while its file is written."""
+    seen = run_ranks(_paced_steps, 1, settings(tmp_path))[0]
+    assert len(seen) == STEPS
+    assert [beside_save for _, beside_save in seen[:8]] == [False] * 6 + [True] * 2
+    assert all(0 < step_s < 60 for step_s, _ in seen)
 
 
 def test_without_validation_data_nothing_is_evaluated(tmp_path):
