@@ -20,11 +20,12 @@ def test_equal_bytes_have_equal_hashes_and_one_flipped_bit_shows(size, dtype):
         assert tensor_hash(other) != tensor_hash(tensor)
 
 
-def test_two_values_that_changed_places_show():
-    """A plain sum would not notice."""
-    tensor = torch.arange(64.0)
+@pytest.mark.parametrize("distance", [74, 2**18, 2**19])
+def test_two_values_that_changed_places_show(distance):
+    """A plain sum would not notice; nor would multipliers that come again in each chunk of 2**18."""
+    tensor = torch.arange(2**19 + 100)
     other = tensor.clone()
-    other[[3, 40]] = tensor[[40, 3]]
+    other[[3, 3 + distance]] = tensor[[3 + distance, 3]]
     assert tensor_hash(other) != tensor_hash(tensor)
 
 
