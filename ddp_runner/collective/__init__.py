@@ -3,5 +3,5 @@
 abort      frees a rank from a collective, from any thread     group     forms and leaves a generation
 store      this rank's connection to the store
 replica    wraps a model in DDP with our hook and signals      transfer  moves state from rank to rank
-device     proves a device after an abort
+device     proves a device after an abort              waiting   how a rank that waits stands on the board
 """

@@ -7,6 +7,7 @@ It stays single-threaded and never touches CUDA, so that its forks start clean. 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -22,6 +23,7 @@ from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import Fork, Forked, ZygoteReady
 
 STORE_RANK = -1
+STACKS_SIGNAL = signal.SIGUSR2
 
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
 # a process imports it; gloo's backend is looked up on first use.
@@ -145,6 +147,7 @@ def main(arguments: list[str]) -> int:
     lifeline.set_process_name("ddp:zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
     import_s = preload(arguments[2] if len(arguments) > 2 else "")
     torch_version = str(sys.modules["torch"].__version__)

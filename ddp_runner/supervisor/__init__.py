@@ -2,7 +2,9 @@
 
 run         signals, selector, the loop                 supervisor  what happens on each event
 world       all processes as one thing to act on        repair      from a fault to replacements
-children    zygote, reaping, killing                    watcher     who hangs, who straggles
+children    starting, reaping, killing                  zygotes     always one at hand
+hangs       who hangs, anywhere in its life             watcher     who hangs or straggles while it trains
+stopped     whom the system holds stopped
 ranks       one rank as the supervisor sees it          striker     what --inject still owes
 claim       directories, lock, port, the board's memory environment what stands before torch
 facts       what is known of the run                    ledger      time, faults, the summary

@@ -29,6 +29,7 @@ class RankHandle:
         self.loads = False
         self.given_up_at_s: float | None = None  # None: part of the world
         self.is_returning = False  # given up, and being tried again
+        self.has_log = False  # it has joined a generation, and writes to a file from then on
         self.steps_before = 0  # done in this slot by the processes before this one
         self.spawned_at_s = 0.0
         self.loader_pids: tuple[int, ...] = ()
@@ -65,7 +66,7 @@ class RankHandle:
         self.channel, theirs = Channel.pair()
         self._output = make_output_file(f"rank_{self.rank}")
         self.pid, self.token, self.spawned_at_s = None, token, now_s
-        self.ready, self.finished = None, None
+        self.ready, self.finished, self.has_log = None, None, False
         self.steps_before = self.slot.get(Cell.OWN_STEPS)
         self.loader_pids, self.metrics = (), {}
         self.machine.advance(RankEvent.SPAWNED)

@@ -12,6 +12,7 @@ from ddp_runner import config
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import LogTail
 from ddp_runner.observe.display import make_display
+from ddp_runner.observe.files import LineFile
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.status import StatusFile
@@ -76,6 +77,13 @@ class Records:
         """A line of the supervisor's own, on the console and in its log."""
         self._display.line(text, level=level)
         self._log(level, text)
+
+    def keep_words(self, rank: int, text: str) -> None:
+        """Put what a rank said before it had a log file into that file, now that it has ended."""
+        if self._files is not None and text:
+            file = LineFile(Path(self._settings.run.log_dir) / f"rank_{rank}.log")
+            file.append(text.encode() + b"\n")
+            file.close()
 
     def note(self, text: str) -> None:
         """A line for supervisor.log only."""

@@ -13,17 +13,15 @@ from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import PARKED_BY_RANK, Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.phases import Phase
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
 from ddp_runner.core.settings import Settings
-from ddp_runner.core.watch import HangVerdict
 from ddp_runner.observe.format import rank_list
 from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
+from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.ledger import Ledger
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.striker import Striker
-from ddp_runner.supervisor.watcher import Watcher
 from ddp_runner.supervisor.world import World
 
 PARK_TIMEOUT_S = 5.0  # for a survivor to answer an abort, if its phase does not excuse it
@@ -61,7 +59,7 @@ class Repair:
         self._records = records
         self._ledger = ledger
         self._striker = striker
-        self._watcher = Watcher(settings.recovery)
+        self._hangs = HangFinder(settings.recovery, facts, world=world, records=records)
         self._incident: _OpenIncident | None = None
         # At launch every rank is missing, and the first one reads what is resumed.
         self._doomed = {handle.rank for handle in world.ranks}
@@ -113,7 +111,7 @@ class Repair:
         """Name ranks that are persistently slow, once each; nothing is done to them."""
         if self._incident is not None:
             return
-        for rank, factor in self._watcher.stragglers(self._world.present).items():
+        for rank, factor in self._hangs.watcher.stragglers(self._world.present).items():
             self._facts.stragglers[rank] = round(factor, 2)
             self._records.event("straggler", rank=rank, factor=round(factor, 2))
             self._records.say(
@@ -125,72 +123,27 @@ class Repair:
         """Ranks that hang, as faults to report; everybody is asked where it is."""
         if self._incident is not None:
             return []
-        hung = self._find_hung(now_s)
-        if hung:
+        found = self._hangs.find(now_s, leave_out=self._doomed) or self._who_stays_too_long(now_s)
+        if found:
             self._world.ask_stacks()
-        return hung
+        return found
 
-    def _find_hung(self, now_s: float) -> list[Fault]:
-        if any(map(self._is_forming_to_load, self._world.present)):
-            self._facts.formed_at_s = now_s  # the loader keeps deadlines of its own
-        for handle in self._world.present:
-            if handle.rank in self._doomed:
-                continue
-            started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
-            formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
-            if handle.state is RankState.STARTING and now_s > started_by_s:
-                return [self._hung(handle, "still starting")]
-            if handle.state is RankState.FORMING and now_s > formed_by_s:
-                # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
-                self._world.kill_store()
-                return [self._stuck(f"not formed within {self._settings.form_timeout_s:g} s")]
-            if self._stays_too_long(handle, now_s):
-                return [self._hung(handle, f"did not make room within {PARK_TIMEOUT_S:g} s")]
-        verdict = self._watcher.look(self._world.present)
-        return [] if verdict is None else self._faults_of(verdict)
-
-    def _is_forming_to_load(self, handle: RankHandle) -> bool:
-        return handle.state is RankState.FORMING and self._watcher.is_loading(handle)
-
-    def _stays_too_long(self, handle: RankHandle, now_s: float) -> bool:
-        """Whether the rank ought to have left its generation for a rank that came back."""
-        leaving = self.is_regrouping and handle.state is RankState.ABORTING
-        return leaving and now_s > self._regroup_by_s and self._watcher.is_overdue(handle)
-
-    def _faults_of(self, verdict: HangVerdict) -> list[Fault]:
-        if verdict.ranks:
-            what = f"no sign of life for {verdict.waited_s:.1f} s"
-            return [self._hung(self._world.ranks[rank], what) for rank in verdict.ranks]
-        waited = f"{verdict.waited_s:.1f} s"
-        return [self._stuck(f"every rank has waited in a collective for {waited}")]
-
-    def _stuck(self, cause: str) -> Fault:
-        return Fault(
-            kind=FaultKind.COLLECTIVE_STUCK,
-            rank=-1,
-            step=self._facts.committed_step,
-            phase=Phase.REDUCE.label,
-            cause=cause,
-            at_ns=time.monotonic_ns(),
-        )
-
-    def _hung(self, handle: RankHandle, what: str) -> Fault:
-        reading = handle.slot.read()
-        return Fault(
-            kind=FaultKind.RANK_HUNG,
-            rank=handle.rank,
-            step=reading.step,
-            phase=reading.phase.label,
-            cause=f"rank {handle.rank} hung: {what}",
-            at_ns=time.monotonic_ns(),
-        )
+    def _who_stays_too_long(self, now_s: float) -> list[Fault]:
+        """Ranks that ought to have left their generation for a rank that came back."""
+        if not self.is_regrouping or now_s <= self._regroup_by_s:
+            return []
+        return [
+            hung(handle, f"did not make room within {PARK_TIMEOUT_S:g} s")
+            for handle in self._world.present
+            if handle.state is RankState.ABORTING and self._hangs.watcher.is_overdue(handle)
+        ]
 
     def condemn(self, faults: list[Fault]) -> None:
         """Have those that hang dump their stacks, and then killed. Their incident is open."""
         if self._incident is None:
             return
-        hung = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG}
-        new = hung - set(self._incident.kill_at_s)
+        condemned = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG}
+        new = condemned - set(self._incident.kill_at_s)
         for rank in new:
             self._incident.kill_at_s[rank] = time.monotonic() + STACKS_TIME_S
         self._world.force_stacks(tuple(new))
@@ -210,9 +163,9 @@ class Repair:
             return self._decide(incident, now_s)
         if now_s > incident.began_s + PARK_TIMEOUT_S:
             late = [
-                self._hung(handle, f"did not leave its generation within {PARK_TIMEOUT_S:g} s")
+                hung(handle, f"did not leave its generation within {PARK_TIMEOUT_S:g} s")
                 for handle in waiting
-                if handle.rank not in incident.kill_at_s and self._watcher.is_overdue(handle)
+                if handle.rank not in incident.kill_at_s and self._hangs.watcher.is_overdue(handle)
             ]
             for fault in late:
                 self.report(fault)
@@ -335,7 +288,8 @@ class Repair:
             if since_s is None:
                 continue
             if handle.is_alive:
-                if now_s > handle.spawned_at_s + self._settings.startup_timeout_s:
+                late = now_s > handle.spawned_at_s + self._settings.startup_timeout_s
+                if late or self._hangs.is_stopped(handle, now_s):
                     self._world.kill_rank(handle)
                 continue
             if now_s < since_s + after_s:

@@ -53,11 +53,9 @@ from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.repair import Repair
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import RankEnded, StoreEnded, World, ZygoteEnded
+from ddp_runner.supervisor.zygotes import ZygoteKeeper
 
 EXIT_TIMEOUT_S = 15.0  # for a finished rank to exit
-ZYGOTES_MAX = 20
-ZYGOTES_AT_START_MAX = 3
-SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)  # what ends a process that did nothing wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +92,14 @@ class Supervisor:
             ledger=self.ledger,
             striker=self._striker,
         )
+        self._zygotes = ZygoteKeeper(
+            plan.settings.recovery, self.facts, world=world, records=records, repair=self._repair
+        )
         self._lock = lock
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._was_signalled = False  # this process, by a person or a scheduler
         self._stop_by_s = 0.0
-        self._zygotes = 1
         self._finished_at_s: float | None = None
 
     def on_message(self, message: Message, handle: RankHandle | None) -> None:
@@ -173,8 +173,10 @@ class Supervisor:
         match self.world.departed(ended):
             case RankEnded(handle=rank):
                 self._on_rank_ended(rank, ended)
-            case ZygoteEnded(output=output):
-                self._on_zygote_ended(ended, output)
+            case ZygoteEnded(output=output) if self.ending is None:
+                none = self._zygotes.ended(ended, output)
+                if none is not None:
+                    self._end(RunStatus.FAILED, none.reason, detail=none.detail)
             case StoreEnded():
                 self._report(
                     Fault(
@@ -185,7 +187,7 @@ class Supervisor:
                         at_ns=ended.at_ns,
                     )
                 )
-            case None:
+            case ZygoteEnded() | None:
                 pass
 
     @property
@@ -210,34 +212,9 @@ class Supervisor:
                 last_words=handle.last_words() if not self.records.may_write else "",
             )
             self._report(classify_exit(exit_facts))
+        if not handle.has_log:
+            self.records.keep_words(handle.rank, handle.last_words())
         self.world.bury(handle)
-
-    def _on_zygote_ended(self, ended: Ended, output: str) -> None:
-        if self.ending is not None:
-            return
-        self.records.event("zygote_ended", exit_code=ended.exit_code, signal=ended.signal_number)
-        self._zygotes += 1
-        if not self._may_replace_zygote(ended):
-            last = output.splitlines()[-1] if output else "it said nothing"
-            self._end(
-                RunStatus.FAILED, f"the process that imports torch died: {last}", detail=output
-            )
-            return
-        self.records.say("the zygote died; another one is being started", level="WARNING")
-        # Forks that it still owed will never be answered.
-        self.world.forget_owed_store()
-        for handle in self.world.ranks:
-            if handle.is_alive and handle.pid is None:
-                handle.machine.advance(RankEvent.EXITED)
-                self.world.bury(handle)
-                self._repair.owe(handle)
-        self.world.start_zygote()
-
-    def _may_replace_zygote(self, ended: Ended) -> bool:
-        """An import that fails by itself would fail again; one that was killed deserves another."""
-        if self.facts.generation:
-            return self._zygotes <= ZYGOTES_MAX
-        return self._zygotes <= ZYGOTES_AT_START_MAX and ended.signal_number in SENT_BY_OTHERS
 
     def ask_stop(self, reason: StopReason) -> None:
         """Finish the step, save, end; a second request ends at once."""
@@ -282,6 +259,7 @@ class Supervisor:
         self._end_if_finished(now_s)
         if self._finished_at_s is not None:
             return
+        self._zygotes.look(now_s)
         hung = self._repair.look(now_s)
         for fault in hung:
             self._report(fault)

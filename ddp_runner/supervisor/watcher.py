@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from pathlib import Path
 
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.lifecycle import RankState
@@ -12,6 +11,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
 from ddp_runner.core.watch import HangVerdict, Pace, RankLook, find_hung, phase_deadline_s
+from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.ranks import RankHandle
 
 PACE_STEPS = 50
@@ -86,7 +86,7 @@ class Watcher:
             phase=reading.phase,
             age_s=age_s,
             steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
-            stopped=age_s > _SUSPICIOUS_S and _is_stopped(handle.pid),
+            stopped=age_s > _SUSPICIOUS_S and stopped.is_stopped(handle.pid),
         )
 
     def _notice_pauses(self) -> None:
@@ -121,12 +121,3 @@ def _compute_ns(slots: list[Slot]) -> int:
     """How long the newest step took without anybody's data: a wait for those is no pace to expect."""
     busy_ns = max(slot.get(Cell.BUSY_NS) for slot in slots)
     return busy_ns + min(slot.get(Cell.REDUCE_NS) for slot in slots)
-
-
-def _is_stopped(pid: int | None) -> bool:
-    """Whether the kernel holds the process stopped by a signal (state T, not a debugger's t)."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"

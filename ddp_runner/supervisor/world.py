@@ -69,6 +69,7 @@ class World:
         ]
         self.store_ready = False
         self._zygote: Zygote | None = None
+        self.zygote_since_s = 0.0
         self._store: Channel | None = None
         self._store_pid: int | None = None
         self._store_token = 0
@@ -88,6 +89,11 @@ class World:
         return self._zygote is not None and self._zygote.ready
 
     @property
+    def zygote_pid(self) -> int | None:
+        """The process that forks the others; None while there is none."""
+        return None if self._zygote is None else self._zygote.pid
+
+    @property
     def has_store(self) -> bool:
         """Whether a store host was forked and has not ended."""
         return self._store is not None
@@ -103,6 +109,7 @@ class World:
         self._zygote = Zygote(
             task=settings.run.task, environment=zygote_environment(self._plan, os.environ)
         )
+        self.zygote_since_s = time.monotonic()
         self._watch(self._zygote.channel, "zygote")
 
     def zygote_is_ready(self) -> None:
@@ -235,6 +242,7 @@ class World:
         present = self.present
         for number, handle in enumerate(present):
             handle.machine.advance(RankEvent.FORM_SENT)
+            handle.has_log = True
             message = Form(
                 generation=generation,
                 rank=number,
@@ -272,6 +280,16 @@ class World:
             self._forget(handle.channel)
             handle.channel.close()  # it ends itself when it finds nobody listening
 
+    def kill_zygote(self) -> None:
+        """SIGKILL the zygote; its departure follows."""
+        if self._zygote is not None:
+            kill(self._zygote.pid)
+
+    def ask_zygote_for_stacks(self) -> None:
+        """Have the zygote say where it is; that is in its output once it has ended."""
+        if self._zygote is not None:
+            kill(self._zygote.pid, STACKS_SIGNAL)
+
     def kill_store(self) -> None:
         """SIGKILL the store host; its departure follows, and another one takes its socket over."""
         if self._store_pid is not None:
@@ -292,7 +310,7 @@ class World:
         # Guarded by: test_survivors_write_their_stacks_and_live.
         for rank in condemned:
             handle = self.ranks[rank]
-            if handle.pid is not None and handle.state is not RankState.STARTING:
+            if handle.pid is not None:
                 kill(handle.pid, STACKS_SIGNAL)
 
     def wake(self) -> None:
@@ -301,7 +319,7 @@ class World:
         The generation has been aborted by now, so a rank that wakes up finds itself fenced out.
         """
         for handle in self.ranks:
-            if handle.pid is not None and handle.state is not RankState.STARTING:
+            if handle.pid is not None:
                 kill(handle.pid, signal.SIGCONT)
 
     def forget_channel(self, channel: Channel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from tests.scenarios.harness import WORKLOAD, Run
 from tests.scenarios.workload import TROUBLE_NAME
 
@@ -31,3 +33,45 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
     assert [plan["replaced"] for plan in run.events("plan")] == [[1], [1]]
     waited = {f["phase"] for f in faults if f["kind"] == "collective_failed"}
     assert waited == {"reduce"}
+
+
+def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
+    """Long before either is overdue; its stacks are in its log, though it had none of its own yet."""
+    harms = ("kill:rank=1,step=12,phase=forward", "stop:rank=1,step=12,phase=startup")
+    harms += ("kill:rank=0,step=24,phase=forward", "stop:rank=1,step=24,phase=forming")
+    asked = [word for harm in harms for word in ("--inject", harm)]
+    with Run(tmp_path, *QUICK, "--max-steps", 40, *asked, world=3) as run:
+        assert run.wait() == 0, run.console
+    faults = run.summary()["faults"]
+    assert [(fault["kind"], fault["rank"]) for fault in faults] == [
+        ("rank_killed", 1),
+        ("rank_hung", 1),
+        ("rank_killed", 0),
+        ("rank_hung", 1),
+    ], faults
+    assert sum(fault["steps_lost"] for fault in faults) == 0
+    log = (run.logs / "rank_1.log").read_text(encoding="utf-8")
+    assert "(most recent call first)" in log
+    assert " in _prepare\n" in log
+
+
+def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
+    """It would fork nobody; the rank that dies just then gets its successor from another one."""
+    with Run(tmp_path, *QUICK, "--max-steps", 60) as run:
+        run.wait_for_step(10)
+        run.signal(signal.SIGSTOP, run.named("ddp:zygote").pid)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
+    assert len(run.events("zygote_ready")) == 2
+
+
+def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
+    """Within startup_timeout_s, with the line that it hangs in."""
+    task = tmp_path / "endless.py"
+    task.write_text("import time\ntime.sleep(1000)\n", encoding="utf-8")
+    wait = ("recovery.startup_timeout_s=15",)
+    with Run(tmp_path / "run", *QUICK, *wait, task=f"{task}:Task") as run:
+        assert run.wait() == 1
+    assert "the process that imports torch was not ready within 15 s" in run.console
+    assert 'endless.py", line 2' in run.console

@@ -35,7 +35,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
-from ddp_runner.supervisor import repair, run, supervisor, watcher, world
+from ddp_runner.supervisor import hangs, repair, run, stopped, supervisor, watcher, world
 from ddp_runner.supervisor.children import Ended, make_output_file
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.supervisor.world import World
@@ -80,6 +80,9 @@ class Records:
     def metrics(self, step, rank, values):
         pass
 
+    def keep_words(self, rank, text):
+        pass
+
 
 class InstantSelector(selectors.DefaultSelector):
     """Says what can be read now."""
@@ -116,7 +119,7 @@ class Quiet(run._Loop):
 class Simulation:
     """One run: ``run_until``, harm, ``run_to_end``."""
 
-    def __init__(self, monkeypatch, *, ranks=3, steps=100, seed=0, **recovery):
+    def __init__(self, monkeypatch, *, ranks=3, steps=100, seed=0, import_s=IMPORT_S, **recovery):
         self.clock = Clock()
         self.records = Records()
         self.random = random.Random(seed)
@@ -130,12 +133,13 @@ class Simulation:
         self.data_s = 0.0  # of every step, for the data of rank 0
         self.is_held = False  # no generation comes to be while it is
         self.zygotes = 0
+        self.import_s = import_s
         self._heap = []
         self._numbers = itertools.count()
         self._pids = itertools.count(100)
-        for module in (supervisor, repair, watcher, world):
+        for module in (supervisor, repair, hangs, watcher, world):
             monkeypatch.setattr(module, "time", self.clock)
-        monkeypatch.setattr(watcher, "_is_stopped", self._is_stopped)
+        monkeypatch.setattr(stopped, "is_stopped", self._is_stopped)
         monkeypatch.setattr(world, "kill", self.signal)
         monkeypatch.setattr(world, "Zygote", lambda **_: Zygote(self))
         monkeypatch.setattr(supervisor, "claim_directories", lambda *_: None)
@@ -278,6 +282,9 @@ class Simulation:
             if zygote.dead:
                 channel.close()
                 return
+            if zygote.stopped:
+                self.later(0.01, born)
+                return
             process = self._new(request.rank, channel)
             with contextlib.suppress(ChannelClosedError):
                 zygote.channel.send(Forked(token=request.token, pid=process.pid))
@@ -295,7 +302,7 @@ class Simulation:
         self.zygotes += 1
         self.zygote = zygote = self._new(-2, channel)
         message = ZygoteReady(torch_version="0", import_s=IMPORT_S)
-        self.later(IMPORT_S, lambda: self.send(zygote, message))
+        self.later(self.import_s, lambda: self.send(zygote, message))
         return zygote.pid
 
     def stamp(self, process, phase):

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
-from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.lifecycle import RankState, RunState
 from ddp_runner.core.phases import Phase
-from ddp_runner.supervisor import watcher
+from ddp_runner.supervisor import stopped
 from tests.supervisor.simulated import Simulation
 
 
@@ -354,6 +354,82 @@ def test_a_process_that_went_back_has_still_settled(simulate):
     assert_done(run)
 
 
+@pytest.mark.parametrize("state", [RankState.STARTING, RankState.FORMING])
+def test_a_replacement_that_is_stopped_before_it_trains_is_replaced_at_once(simulate, state):
+    """The deadlines of starting and forming are for slow ones; the system says that it is stopped."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    run.kill(1)
+    run.run_until(lambda: run.rank(1) is not None and run.world.ranks[1].state is state)
+    run.freeze(1)
+    since_s = run.clock.now_s
+    run.run_until(lambda: len(plans(run)) == 2)
+    assert run.clock.now_s - since_s < 2.0
+    assert_done(run)
+    assert [plan[:2] for plan in plans(run)] == [(1, "rank_killed"), (1, "rank_hung")]
+    assert sum(lost(run)) == 0
+
+
+@pytest.mark.parametrize("state", [RankState.READY, RankState.FORMING])
+def test_a_stopped_rank_that_holds_the_only_state_is_woken(simulate, state):
+    """Its end would cost steps; nobody needs to be replaced for it."""
+    run = simulate(hang_min_s=1.0, ranks=2)
+    run.to_step(15)
+    run.kill(1)
+    run.run_until(lambda: run.world.ranks[0].state is state)
+    run.freeze(0)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_killed", (1,))]
+    assert ("WARNING", "rank 0 was stopped; it is woken") in run.records.said
+
+
+def test_a_stopped_zygote_is_replaced(simulate):
+    """Else a rank that dies later would be waited for until its start is overdue."""
+    run = simulate(hang_min_s=1.0, steps=300)
+    run.to_step(15)
+    run.freeze(-2)
+    run.kill(1)
+    run.run_until(lambda: run.events("repaired"), within_s=3.0)
+    assert_done(run)
+    assert run.zygotes == 2
+
+
+def test_a_zygote_that_is_stopped_for_a_moment_stays(simulate):
+    """Control."""
+    run = simulate(hang_min_s=1.0, steps=300)
+    run.to_step(15)
+    for _ in range(3):
+        run.freeze(-2)
+        run.pass_time(0.8)
+        run.wake()
+        run.pass_time(0.3)
+    assert_done(run)
+    assert run.zygotes == 1
+
+
+def test_an_import_that_never_ends_ends_the_run_with_a_clear_error(simulate):
+    """The next zygote would import the same."""
+    run = simulate(startup_timeout_s=20.0, import_s=1e6)
+    ending = run.run_to_end(within_s=22.0)
+    assert ending.exit_code == ExitCode.FAILED
+    assert ending.reason == "the process that imports torch was not ready within 20 s"
+
+
+def test_an_import_that_never_ends_in_a_later_zygote_is_tried_again(simulate):
+    """The run is well meanwhile, and the first import has worked."""
+    run = simulate(startup_timeout_s=5.0, steps=300)
+    run.to_step(15)
+    run.import_s = 1e6
+    run.kill(-2)
+    run.run_until(lambda: run.zygotes == 2)
+    run.import_s = 1.0
+    run.run_until(lambda: run.zygotes == 3)
+    run.pass_time(1.5)
+    run.kill(1)
+    assert_done(run)
+    assert [ranks for _, _, ranks in plans(run)] == [(1,)]
+
+
 @pytest.mark.parametrize("harm", ["kill", "freeze", "leave"])
 @pytest.mark.parametrize("after_s", [0.0, 0.004, 0.008, 0.012, 0.016])
 def test_a_fault_while_the_ranks_finish_is_repaired(simulate, after_s, harm):
@@ -399,7 +475,7 @@ def test_a_wait_for_data_delays_no_verdict_on_a_rank_that_hangs_later(
 ):
     """What a loader's repair took is no pace of the run: ten times that would be minutes."""
     run = simulate(hang_min_s=0.5)
-    monkeypatch.setattr(watcher, "_is_stopped", lambda _pid: False)  # it hangs by itself
+    monkeypatch.setattr(stopped, "is_stopped", lambda _pid: False)  # it hangs by itself
     run.to_step(12)
     run.data_s = data_s
     run.to_step(14)

@@ -1,0 +1,103 @@
+"""Finds ranks that hang wherever they stand in their lives, and says so as faults. Ends nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.watch import HangVerdict
+from ddp_runner.supervisor.facts import RunFacts
+from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.stopped import StoppedWatch
+from ddp_runner.supervisor.watcher import Watcher
+from ddp_runner.supervisor.world import World
+
+# Where the system's word is all that can be had: the board tells of training ranks only.
+_NOT_TRAINING = (RankState.STARTING, RankState.READY, RankState.FORMING)
+
+
+class HangFinder:
+    """Driven by ``Repair``, once a tick while no incident is open."""
+
+    def __init__(
+        self, settings: RecoverySettings, facts: RunFacts, *, world: World, records: Records
+    ) -> None:
+        self.watcher = Watcher(settings)
+        self._settings = settings
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._stopped = StoppedWatch()
+
+    def find(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
+        """Ranks that hang, or the collective that does; ``leave_out`` are being replaced anyway."""
+        if any(map(self._is_forming_to_load, self._world.present)):
+            self._facts.formed_at_s = now_s  # the loader keeps deadlines of its own
+        for handle in self._world.present:
+            if handle.rank in leave_out:
+                continue
+            started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
+            formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
+            if handle.state is RankState.STARTING and now_s > started_by_s:
+                return [hung(handle, "still starting")]
+            if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
+                if not self._holds_the_only_state(handle):
+                    return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
+                self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+                self._world.wake()
+            if handle.state is RankState.FORMING and now_s > formed_by_s:
+                # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
+                self._world.kill_store()
+                return [self._stuck(f"not formed within {self._settings.form_timeout_s:g} s")]
+        verdict = self.watcher.look(self._world.present)
+        return [] if verdict is None else self._faults_of(verdict)
+
+    def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
+        """Whether the system has held the process stopped for too long."""
+        return self._stopped.stopped_s(handle.pid, now_s) > self._settings.hang_min_s
+
+    def _is_forming_to_load(self, handle: RankHandle) -> bool:
+        return handle.state is RankState.FORMING and self.watcher.is_loading(handle)
+
+    def _holds_the_only_state(self, handle: RankHandle) -> bool:
+        return handle.standing.committed_step > EMPTY_STEP and not any(
+            other.is_alive and other.standing.committed_step > EMPTY_STEP
+            for other in self._world.present
+            if other is not handle
+        )
+
+    def _faults_of(self, verdict: HangVerdict) -> list[Fault]:
+        if verdict.ranks:
+            what = f"no sign of life for {verdict.waited_s:.1f} s"
+            return [hung(self._world.ranks[rank], what) for rank in verdict.ranks]
+        waited = f"{verdict.waited_s:.1f} s"
+        return [self._stuck(f"every rank has waited in a collective for {waited}")]
+
+    def _stuck(self, cause: str) -> Fault:
+        return Fault(
+            kind=FaultKind.COLLECTIVE_STUCK,
+            rank=-1,
+            step=self._facts.committed_step,
+            phase=Phase.REDUCE.label,
+            cause=cause,
+            at_ns=time.monotonic_ns(),
+        )
+
+
+def hung(handle: RankHandle, what: str) -> Fault:
+    """That a rank hangs, as it stands on the board."""
+    reading = handle.slot.read()
+    return Fault(
+        kind=FaultKind.RANK_HUNG,
+        rank=handle.rank,
+        step=reading.step,
+        phase=reading.phase.label,
+        cause=f"rank {handle.rank} hung: {what}",
+        at_ns=time.monotonic_ns(),
+    )

@@ -1,0 +1,41 @@
+"""Processes that the system holds stopped by a signal, and since when. Reads /proc; ends nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_BLINK_S = 1.0  # between two looks: this process may have been stopped with the others
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stop:
+    since_s: float
+    seen_s: float
+
+
+class StoppedWatch:
+    """Owned by the supervisor's loop; asked about the same processes at each tick."""
+
+    def __init__(self) -> None:
+        self._stops: dict[int, _Stop] = {}
+
+    def stopped_s(self, pid: int | None, now_s: float) -> float:
+        """How long the process has been seen stopped without a break; 0.0 where it is not now."""
+        if pid is None or not is_stopped(pid):
+            self._stops.pop(pid or 0, None)
+            return 0.0
+        stop = self._stops.get(pid)
+        if stop is None or now_s - stop.seen_s > _BLINK_S:
+            stop = self._stops[pid] = _Stop(since_s=now_s, seen_s=now_s)
+        stop.seen_s = now_s
+        return now_s - stop.since_s
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether the kernel holds the process stopped by a signal (state T, not a debugger's t)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
