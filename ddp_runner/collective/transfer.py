@@ -8,7 +8,7 @@ import math
 import mmap
 import pickle
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,8 +104,18 @@ def _wire_device(group: Group) -> torch.device:
     return group.device if "nccl" in dist.get_backend() else torch.device("cpu")
 
 
-def send_state(group: Group, state: dict[str, Any], *, to: Sequence[int]) -> int:
-    """Send ``state`` to the ranks ``to``; returns the bytes sent to each.
+def _nothing() -> None:
+    """What is done after a piece where nobody asks."""
+
+
+def send_state(
+    group: Group,
+    state: dict[str, Any],
+    *,
+    to: Sequence[int],
+    on_piece: Callable[[], None] = _nothing,
+) -> int:
+    """Send ``state`` to the ranks ``to``; returns the bytes sent to each. ``on_piece``: after each.
 
     Each of ``to`` must call :func:`receive_state`; nobody else takes part. Blocking.
     """
@@ -128,9 +138,11 @@ def send_state(group: Group, state: dict[str, Any], *, to: Sequence[int]) -> int
             views = [torch.cat([view.to(device) for view in views])]
         if len(under_way) == PIECES_AHEAD:
             _wait(under_way.popleft())
+            on_piece()
         under_way.append(_send(views[0], to))
     for works in under_way:
         _wait(works)
+        on_piece()
     return sum(sizes_bytes)
 
 
@@ -158,7 +170,9 @@ class _OwnTypes(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module_name}.{global_name} in a state header")
 
 
-def receive_state(group: Group, *, source: int) -> dict[str, Any]:
+def receive_state(
+    group: Group, *, source: int, on_piece: Callable[[], None] = _nothing
+) -> dict[str, Any]:
     """The state that ``source`` sends, on the CPU or on this rank's device as it was at the source."""
     device = _wire_device(group)
     size = torch.empty(1, dtype=torch.int64, device=device)
@@ -171,7 +185,7 @@ def receive_state(group: Group, *, source: int) -> dict[str, Any]:
         torch.empty(d.shape, dtype=d.dtype, device=group.device if d.on_device else "cpu")
         for d in described
     ]
-    _fill(tensors, described, source, device)
+    _fill(tensors, described, source, device, on_piece)
     state = _put_back(skeleton, tensors)
     if not isinstance(state, dict):
         raise TypeError(f"received a {type(state).__name__} where a state dict was due")
@@ -179,7 +193,11 @@ def receive_state(group: Group, *, source: int) -> dict[str, Any]:
 
 
 def _fill(
-    tensors: Sequence[Tensor], described: Sequence[_Description], source: int, device: torch.device
+    tensors: Sequence[Tensor],
+    described: Sequence[_Description],
+    source: int,
+    device: torch.device,
+    on_piece: Callable[[], None],
 ) -> None:
     """Receive into ``tensors``, in place where they lie on the wire's device."""
     under_way: deque[tuple[dist.Work | None, Tensor, list[Tensor]]] = deque()
@@ -191,9 +209,11 @@ def _fill(
         _back_with_memory(piece)
         if len(under_way) == PIECES_AHEAD:
             _unpack(*under_way.popleft())
+            on_piece()
         under_way.append((dist.irecv(piece, source), piece, [] if is_direct else views))
     while under_way:
         _unpack(*under_way.popleft())
+        on_piece()
 
 
 def _back_with_memory(piece: Tensor) -> None:

@@ -115,6 +115,7 @@ _COLLECTIVE_TEXTS = (
     "socket timeout",
     "broken pipe",
     "timed out waiting",
+    "pair closure",
     "gloo",
     "nccl",
     "process group",

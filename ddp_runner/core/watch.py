@@ -62,6 +62,15 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     return _usual_deadline_s(pace, settings)
 
 
+def longest_phase_s(settings: RecoverySettings) -> float:
+    """The longest that a rank may let the others wait, whatever the run's pace."""
+    return max(
+        settings.first_step_timeout_s,
+        settings.evaluation_timeout_s,
+        settings.checkpoint_timeout_s,
+    )
+
+
 def find_hung(
     looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
 ) -> HangVerdict | None:

@@ -53,6 +53,8 @@ class OutsideRuntime(LocalRuntime):
     def __init__(self, *, place: Place, settings: Settings) -> None:
         log_dir = Path(settings.run.log_dir)
         super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
+        # The others wait there while rank 0 makes its last save.
+        self.store_timeout_s = max(STORE_TIMEOUT_S, settings.recovery.checkpoint_timeout_s)
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         # The launcher keeps its store over restarts: the keys of each must differ.
         self.generation = 1 + restarts

@@ -26,6 +26,7 @@ from ddp_runner.observe.files import lossy_text
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.training.failure import fault_of
+from ddp_runner.training.feeding import collective_timeout_s
 from ddp_runner.training.runtime import Place
 from ddp_runner.training.trainer import DDPTrainer
 
@@ -57,8 +58,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     link = StoreLink(
         str(spec["store_host"]),
         int(spec["store_port"]),
-        # The others wait there while rank 0 makes its last save.
-        timeout_s=max(settings.ddp.collective_timeout_s, settings.recovery.checkpoint_timeout_s),
+        timeout_s=collective_timeout_s(settings, is_watched=True),
     )
     link.connect_ahead()
     runtime = SupervisedRuntime(

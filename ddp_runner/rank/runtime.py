@@ -82,6 +82,8 @@ class SupervisedRuntime:
     trainer to ask at a step boundary.
     """
 
+    is_watched = True
+
     def __init__(
         self,
         channel: Channel,

@@ -37,8 +37,8 @@ class HangFinder:
 
     def find(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
         """Ranks that hang, or the collective that does; ``leave_out`` are being replaced anyway."""
-        if any(map(self._is_forming_to_load, self._world.present)):
-            self._facts.formed_at_s = now_s  # the loader keeps deadlines of its own
+        if any(map(self._is_getting_on, self._world.present)):
+            self._facts.formed_at_s = now_s  # loader and phases have deadlines of their own
         for handle in self._world.present:
             if handle.rank in leave_out:
                 continue
@@ -62,8 +62,10 @@ class HangFinder:
         """Whether the system has held the process stopped for too long."""
         return self._stopped.stopped_s(handle.pid, now_s) > self._settings.hang_min_s
 
-    def _is_forming_to_load(self, handle: RankHandle) -> bool:
-        return handle.state is RankState.FORMING and self.watcher.is_loading(handle)
+    def _is_getting_on(self, handle: RankHandle) -> bool:
+        return handle.state is RankState.FORMING and self.watcher.is_getting_on(
+            handle, generation=self._facts.generation
+        )
 
     def _holds_the_only_state(self, handle: RankHandle) -> bool:
         return handle.standing.committed_step > EMPTY_STEP and not any(

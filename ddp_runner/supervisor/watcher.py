@@ -17,7 +17,7 @@ from ddp_runner.supervisor.ranks import RankHandle
 PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
 PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
-LOADING_SIGN_S = 2.0  # a rank that waits for its loader shows it twice a second
+WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
 _SUSPICIOUS_S = 0.5  # an age from which /proc is asked; most looks cost no system call
 
 
@@ -72,10 +72,15 @@ class Watcher:
             return True
         return look.age_s > phase_deadline_s(look, self._pace(), self._settings)
 
-    def is_loading(self, handle: RankHandle) -> bool:
-        """Whether the rank waits for its data, and keeps showing that it does."""
+    def is_getting_on(self, handle: RankHandle, *, generation: int) -> bool:
+        """Whether a rank that forms ``generation`` is at work: on a first batch, a save, a transfer."""
         look = self._look_at(handle)
-        return look.phase is Phase.DATA and not look.stopped and look.age_s < LOADING_SIGN_S
+        if look.stopped or handle.slot.get(Cell.GENERATION) != generation:
+            return False
+        if look.phase is Phase.FORMING:
+            return look.age_s < WORK_SIGN_S
+        deadline_s = phase_deadline_s(look, self._pace(), self._settings)
+        return look.phase is not Phase.REDUCE and look.age_s < deadline_s
 
     def _look_at(self, handle: RankHandle) -> RankLook:
         reading = handle.slot.read()

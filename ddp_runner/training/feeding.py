@@ -14,6 +14,7 @@ from ddp_runner.core.loading import VAIN_WAITS_MAX
 from ddp_runner.core.messages import Adjusted, LoaderWorkers, MendedInPlace
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.watch import longest_phase_s
 from ddp_runner.data.injected import with_bad_samples
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
@@ -93,15 +94,17 @@ def make_loader(
     )
 
 
-def collective_timeout_s(settings: Settings) -> float:
+def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
     """Long enough for a peer whose loader times out, is mended and finds a sample that hangs.
 
     Only what waits for ever inside a collective has to wait so long: a rank that hangs elsewhere
-    is found on the board.
+    is found on the board. ``is_watched``: there is a supervisor to find it. Then no wait for a peer
+    ends sooner than the time that the supervisor grants that peer, who may be compiling alone.
     """
     waits = VAIN_WAITS_MAX + 1 if settings.data.num_workers else 0
     patience_s = waits * settings.data.loader_timeout_s
-    return max(settings.ddp.collective_timeout_s, patience_s)
+    granted_s = longest_phase_s(settings.recovery) if is_watched else 0.0
+    return max(settings.ddp.collective_timeout_s, patience_s, granted_s)
 
 
 def open_quarantine(parts: RankParts, *, is_first: bool) -> None:

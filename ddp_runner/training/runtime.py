@@ -61,6 +61,7 @@ class Runtime(Protocol):
     slot: Slot
     disk: Disk
     logger: DDPLogger
+    is_watched: bool  # a supervisor finds ranks that hang
 
     def next_generation(self, ready: Ready) -> Generation:
         """Say what this rank has and wait for the next generation."""
@@ -91,6 +92,8 @@ class LocalRuntime:
     """One generation, no supervisor: a plain script, a notebook, or an outside launcher."""
 
     generation = 1
+    is_watched = False
+    store_timeout_s = STORE_TIMEOUT_S
 
     def __init__(self, *, place: Place, log_dir: Path, debug: bool) -> None:
         self.place = place
@@ -129,7 +132,7 @@ class LocalRuntime:
             raise BadInputError(
                 "MASTER_ADDR, MASTER_PORT", "", "must name the store, with more than one rank"
             ) from None
-        return StoreLink(host, port, timeout_s=STORE_TIMEOUT_S)
+        return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
     def tell(self, message: Message) -> None:
         """Nobody listens; the log has what matters."""

@@ -240,7 +240,7 @@ class DDPTrainer:
             link=generation.link,
             backend=parts.workload.backend,
             device=parts.workload.device,
-            timeout_s=collective_timeout_s(settings),
+            timeout_s=collective_timeout_s(settings, is_watched=self._runtime.is_watched),
             switch=generation.switch,
         ) as group:
             joined_s = time.monotonic()
@@ -259,6 +259,7 @@ class DDPTrainer:
             self._began = True
             with contextlib.closing(session):
                 session.settle()
+                slot.stamp(Phase.FORMING, time.monotonic_ns())
                 self._runtime.tell(
                     Formed(
                         rank=self._place.rank,
@@ -304,9 +305,11 @@ class DDPTrainer:
                 warn=self._runtime.logger.warning,
             )
         if election.receivers and group.rank == election.source:
-            send_state(group, state.capture(), to=election.receivers)
+            send_state(group, state.capture(), to=election.receivers, on_piece=self._show_progress)
         elif group.rank in election.receivers:
-            state.restore(receive_state(group, source=election.source))
+            state.restore(
+                receive_state(group, source=election.source, on_piece=self._show_progress)
+            )
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
         slot.set(Cell.DIRTY, 0)
@@ -316,6 +319,10 @@ class DDPTrainer:
             first_step=state.committed_step,
         )
         return election.source
+
+    def _show_progress(self) -> None:
+        """A transfer may take longer than forming may; it shows that it goes on."""
+        self._runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
 
     def _conclude(self, group: Group, parts: RankParts, reason: StopReason) -> TrainReport:
         sample = ""

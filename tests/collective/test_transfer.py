@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -68,16 +68,26 @@ def as_plain(value):
     return value
 
 
+def _pieces_of(state):
+    tensors = []
+    transfer._take_out(state, tensors)
+    return transfer._pieces([tensor.numel() * tensor.element_size() for tensor in tensors])
+
+
 def _hand_over(me, port, piece_bytes, source, receivers):
     transfer.PIECE_BYTES = piece_bytes
     with join(me, port) as group:
         if me.rank == source:
-            state = nested_state()
-            sent_bytes = send_state(group, state, to=receivers)
+            state, signs = nested_state(), []
+            sent_bytes = send_state(group, state, to=receivers, on_piece=lambda: signs.append(1))
+            assert len(signs) == len(list(_pieces_of(state)))
             assert as_plain(state) == as_plain(nested_state()), "the source's own state changed"
             return sent_bytes
         if me.rank in receivers:
-            return as_plain(receive_state(group, source=source))
+            signs = []
+            state = receive_state(group, source=source, on_piece=lambda: signs.append(1))
+            assert len(signs) == len(list(_pieces_of(state)))
+            return as_plain(state)
         return "did not take part"
 
 
@@ -91,6 +101,7 @@ def test_every_bit_of_a_nested_state_arrives(piece_bytes):
     assert sent_bytes > 10 * SMALL_PIECE_BYTES
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9000), max_size=60), piece_bytes=st.sampled_from([1, 37, 4096])
 )

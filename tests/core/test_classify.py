@@ -59,6 +59,7 @@ def test_exit_zero_before_the_end_is_a_fault():
         ("MemoryError", "", False, FaultKind.OUT_OF_MEMORY),
         ("RuntimeError", "Expected to have finished reduction in the prior iteration", False, FaultKind.REDUCTION_UNFINISHED),
         ("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", False, FaultKind.COLLECTIVE_FAILED),
+        ("RuntimeError", "Application timeout caused pair closure", False, FaultKind.COLLECTIVE_FAILED),
         ("DistNetworkError", "The client socket has timed out", False, FaultKind.COLLECTIVE_FAILED),
         ("RuntimeError", "CUDA error: an illegal memory access was encountered", False, FaultKind.DEVICE_LOST),
         ("RuntimeError", "something went", True, FaultKind.COLLECTIVE_FAILED),

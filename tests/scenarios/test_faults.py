@@ -204,6 +204,19 @@ def test_slow_is_not_hung(tmp_path):
     assert list(summary["stragglers"]) == ["1"]
 
 
+@pytest.mark.parametrize("find_unused", [True, False], ids=["in a step", "while forming"])
+def test_who_compiles_alone_is_waited_for(tmp_path, find_unused):
+    """One rank's first forward outlasts what a collective and forming may take: nobody gives up."""
+    settings = (
+        *("--max-steps", 8, f"ddp.find_unused_parameters={find_unused}"),
+        *("collective_timeout_s=1", "form_timeout_s=1", "num_workers=0"),
+        *("--inject", "slow:rank=1,step=0,seconds=4"),
+    )
+    with Run(tmp_path, *QUICK, *settings) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["faults"] == []
+
+
 @pytest.mark.slow
 def test_an_evaluation_of_twenty_seconds_is_not_a_hang(tmp_path):
     """With the default deadlines, which are ten times shorter than that for a step."""

@@ -367,6 +367,8 @@ class Simulation:
                     assert not process.seen or message.generation > process.seen[-1]
                     process.seen.append(message.generation)
                     process.generation, process.trains = message.generation, False
+                    slot = self.world.ranks[process.rank].slot
+                    slot.set(Cell.GENERATION, message.generation)
                     self.stamp(process, Phase.FORMING)
                     self.later(FORM_S, lambda number=message: self._try_to_form(number))
                 case Abort():

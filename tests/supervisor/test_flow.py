@@ -469,6 +469,47 @@ def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
     assert len(run.events("form")) == 3
 
 
+@pytest.mark.parametrize(
+    ("phase", "deadlines"),
+    [
+        (Phase.FORWARD, {"first_step_timeout_s": 40.0}),
+        (Phase.CHECKPOINT, {"checkpoint_timeout_s": 40.0}),
+    ],
+)
+def test_forming_takes_as_long_as_the_phases_that_it_holds(simulate, phase, deadlines):
+    """A first backward, a save of before: each has its own time. Control: and no more than that."""
+    run = simulate(form_timeout_s=5.0, **deadlines)
+    run.to_step(12)
+    run.is_held = True
+    run.kill(1)
+    run.run_until(lambda: len(run.events("form")) == 2 and run.rank(1).generation == 2)
+    run.stamp(run.rank(1), phase)
+    run.stamp(run.rank(0), Phase.REDUCE)
+    run.pass_time(38.0)
+    assert len(run.events("form")) == 2
+    run.pass_time(10.0)
+    run.is_held = False
+    assert_done(run)
+    assert len(run.events("form")) == 3
+
+
+def test_a_transfer_that_shows_progress_may_take_longer_than_forming(simulate):
+    """Control: once it shows none any more, the world forms again."""
+    run = simulate(form_timeout_s=5.0)
+    run.to_step(12)
+    run.is_held = True
+    run.kill(1)
+    run.run_until(lambda: len(run.events("form")) == 2 and run.rank(1).generation == 2)
+    for _ in range(40):
+        run.pass_time(0.5)
+        run.stamp(run.rank(1), Phase.FORMING)
+    assert len(run.events("form")) == 2
+    run.pass_time(8.0)
+    run.is_held = False
+    assert_done(run)
+    assert len(run.events("form")) == 3
+
+
 @pytest.mark.parametrize("data_s", [0.0, 30.0])
 def test_a_wait_for_data_delays_no_verdict_on_a_rank_that_hangs_later(
     simulate, monkeypatch, data_s
