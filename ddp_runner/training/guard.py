@@ -6,8 +6,10 @@ Every decision here is taken from what all ranks know alike, so that all take th
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
@@ -29,6 +31,15 @@ INDICES_SHOWN = 16
 DETAIL_CHARACTERS = 20_000  # a message has room for more, but not for any number
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """Who brought about a step that cannot be applied, in ranks and in words, and what to suspect."""
+
+    ranks: tuple[int, ...]
+    words: str
+    suspect: str
+
+
 class Guard:
     """One generation's guard on this rank. Every rank calls its methods at the same steps."""
 
@@ -42,16 +53,28 @@ class Guard:
         self._group = group
 
     def skipped(
-        self, result: StepResult, verdict: Verdict, micro_batches: list[MicroBatch]
+        self,
+        result: StepResult,
+        verdict: Verdict,
+        micro_batches: list[MicroBatch],
+        *,
+        recompute: Callable[[], bool],
     ) -> bool:
         """A step without effect, on all ranks: bounded, then a roll-back at half the rate, then the end.
 
-        Returns whether the state is now another one. Raises FaultError (NON_FINITE, LOSS_EXPLODED)
+        Returns whether the state is now another one. ``recompute`` tells whether this rank's own
+        gradient is finite when it is computed once more. Raises FaultError (NON_FINITE, LOSS_EXPLODED)
         at the end.
         """
-        who = f", first on {rank_list(result.broken_ranks)}" if result.broken_ranks else ""
-        what = result.explosion or f"gradient norm is {result.grad_norm}"
-        self._runtime.logger.warning(f"{what}{who}: step skipped on all ranks")
+        if result.overflowed:
+            scale = float(self._state.precision.scaler.get_scale())
+            self._runtime.logger.progress(
+                f"gradients overflowed in fp16: step skipped, loss scale {scale:g} from here on"
+            )
+            return False
+        origin = self._origin(result, recompute)
+        what = (result.explosion or f"gradient norm is {result.grad_norm}") + origin.words
+        self._runtime.logger.warning(f"{what}: step skipped on all ranks")
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
@@ -61,22 +84,41 @@ class Guard:
             reason = f"more than {limit} steps were skipped, the last because {what}"
             self._roll_back(reason, kind=kind, rate_factor=factor)
             return True
-        raise FaultError(self._hopeless(result, f"{what}{who}", micro_batches))
+        raise FaultError(self._hopeless(result, what, micro_batches, origin))
 
-    def _hopeless(self, result: StepResult, what: str, micro_batches: list[MicroBatch]) -> Fault:
+    def _origin(self, result: StepResult, recompute: Callable[[], bool]) -> _Origin:
+        """Where it came from. A rank's loss tells by itself; a sum of gradients does not."""
+        ranks, found = result.broken_ranks, bool(result.broken_ranks)
+        if not (ranks or result.explosion) and math.isfinite(result.loss):
+            answers = self._group.exchange(f"gradient/{result.step}", str(int(recompute())))
+            ranks = tuple(rank for rank, is_finite in enumerate(answers) if is_finite == "0")
+            found = True
+        if not found:
+            words = ""
+        elif ranks:
+            words = f", first on {rank_list(ranks)}"
+        else:
+            words = ", on no rank when computed once more"
+        suspect = "the data or the learning rate"
+        if found and len(ranks) <= 1 < self._group.world_size:
+            suspect = "its device" if ranks else "a device or the links between them"
+        return _Origin(ranks=ranks, words=words, suspect=suspect)
+
+    def _hopeless(
+        self, result: StepResult, what: str, micro_batches: list[MicroBatch], origin: _Origin
+    ) -> Fault:
         """Neither skipping nor a lower rate has helped. Every rank must ask."""
         limit = self._settings.recovery.max_errors_per_epoch
         mine = [index for micro_batch in micro_batches for index in micro_batch.indices]
         everybody = self._exchange(f"indices/{result.step}", json.dumps(mine))
-        blamed = result.broken_ranks or tuple(range(self._group.world_size))
+        blamed = origin.ranks or tuple(range(self._group.world_size))
         indices = [index for rank in blamed for index in json.loads(everybody[rank])]
-        alone = len(blamed) == 1 < self._group.world_size
         return Fault(
             kind=FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE,
             rank=self._group.rank,
             step=result.step - 1,
             cause=f"more than max_errors_per_epoch={limit} steps were skipped, the last because "
-            f"{what}: suspect {'its device' if alone else 'the data or the learning rate'}; "
+            f"{what}: suspect {origin.suspect}; "
             f"samples {_shortened(indices)}",
             detail=f"sample indices of the last one: {indices}"[:DETAIL_CHARACTERS],
             at_ns=time.monotonic_ns(),

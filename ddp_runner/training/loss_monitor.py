@@ -21,7 +21,8 @@ class LossMonitor:
 
     ``target_loss`` is compared with the mean of the last ``window`` applied steps, once there are
     that many. More than ``max_errors_per_epoch`` steps that were not applied in one epoch are too
-    many; the count starts again with the next epoch.
+    many; the count starts again with the next epoch. One that only lowered the loss scale of fp16
+    does not count.
     """
 
     def __init__(
@@ -57,8 +58,12 @@ class LossMonitor:
         """Steps of the current epoch that were not applied."""
         return self._errors
 
-    def observe(self, step: int, epoch: int, loss: float, applied: bool) -> Verdict:
+    def observe(
+        self, step: int, epoch: int, loss: float, applied: bool, *, overflowed: bool = False
+    ) -> Verdict:
         """Take in one finished step. ``applied`` is False when the optimizer was skipped.
+
+        ``overflowed``: it was skipped in the search for a loss scale that fits.
 
         Raises ValueError for a non-finite loss that was applied (the step's check has failed) and
         for a step that is not newer than the last: after a rollback, load the state first.
@@ -70,6 +75,8 @@ class LossMonitor:
         self._last_step = step
         if epoch != self._epoch:
             self._epoch, self._errors = epoch, 0
+        if overflowed:
+            return Verdict.CONTINUE
         if not applied:
             self._errors += 1
             too_many = self._errors > self._max_errors

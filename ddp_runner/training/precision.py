@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+SCALE_MIN = 1.0  # of the loss: a gradient that overflows unscaled is no matter of the scale
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -40,6 +42,10 @@ class Precision:
             dtype=torch.bfloat16 if self._dtype is torch.float32 else self._dtype,
             enabled=self._dtype is not torch.float32,
         )
+
+    def has_lowered(self, scale: float) -> bool:
+        """Whether the scaler has found an overflow at this loss scale, and is not at its end."""
+        return self.scaler.is_enabled() and SCALE_MIN < scale > self.scaler.get_scale()
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty unless the precision is fp16."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from dataclasses import replace
+from functools import partial
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.replica import Replica
@@ -196,12 +197,21 @@ class Session:
     def _after(self, result: StepResult, micro_batches: list[MicroBatch]) -> StopReason | None:
         epoch = self._workload.length.epoch_of(result.step - 1)
         verdict = self._state.monitor.observe(
-            step=result.step, epoch=epoch, loss=result.loss, applied=result.applied
+            step=result.step,
+            epoch=epoch,
+            loss=result.loss,
+            applied=result.applied,
+            overflowed=result.overflowed,
         )
         self._progress.loss = result.loss
         self._runtime.slot.set_loss(result.loss)
         self._write_audit(result, epoch, micro_batches)
-        if not result.applied and self._guard.skipped(result, verdict, micro_batches):
+        if not result.applied and self._guard.skipped(
+            result,
+            verdict,
+            micro_batches,
+            recompute=partial(self._stepper.own_gradient_is_finite, micro_batches),
+        ):
             return result.stop
         self._memory.after_step(result.step)
         if verdict is Verdict.TARGET_REACHED:

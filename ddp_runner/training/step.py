@@ -50,7 +50,7 @@ class StepResult:
     """A committed step, but for ``waited_ns`` the same on every rank.
 
     ``applied`` is False for a step that was skipped, because it was not finite or, as ``explosion``
-    then says, far above the steps before it.
+    then says, far above the steps before it; ``overflowed``: because the loss scale was too high.
     """
 
     step: int
@@ -59,7 +59,8 @@ class StepResult:
     learning_rate: float
     applied: bool
     explosion: str
-    broken_ranks: tuple[int, ...]  # whose own loss was not finite or far too high
+    overflowed: bool
+    broken_ranks: tuple[int, ...]  # whose own loss or gradient was not finite, or far too high
     waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
     stop: StopReason | None
     save: bool
@@ -84,7 +85,7 @@ class Stepper:
         without this, the summation order after a repair would differ from that of a run in peace.
         Every rank must call it, right after the replica was built.
         """
-        self._accumulate(micro_batches, Votes(), Limits())
+        self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step)
         self._replica.check_reduced()
         self._state.drop_unfinished_step()
 
@@ -95,7 +96,7 @@ class Stepper:
         inside the commit stands as dirty on the board.
         """
         limits = self._state.explosions.limits()
-        self._accumulate(micro_batches, votes, limits)
+        self._accumulate(micro_batches, votes, limits, step=self._state.committed_step)
         # INVARIANT check-before-step: no optimizer runs before every rank's gradients are known to
         # be reduced. Broken if: commit() moves above check_reduced().
         # Guarded by: test_an_unfinished_reduction_is_found_before_the_optimizer.
@@ -137,14 +138,32 @@ class Stepper:
             learning_rate=rate,
             applied=applied,
             explosion=explosion,
+            overflowed=math.isfinite(loss) and self._state.precision.has_lowered(scale),
             broken_ranks=_ranks_in(int(signals[Signal.TROUBLE])),
             waited_ns=waited_ns,
             stop=_agreed_stop(signals),
             save=signals[Signal.SAVE] > 0,
         )
 
+    def own_gradient_is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Compute this rank's gradient of the step just skipped once more, without reducing it.
+
+        That step has changed nothing, so its gradient is the same one, unless the hardware erred.
+        """
+        with self._replica.without_sync():
+            self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step - 1)
+        finite = math.isfinite(self._gradient_norm())
+        self._replica.zero_gradients()
+        self._state.drop_unfinished_step()
+        return finite
+
     def _accumulate(
-        self, micro_batches: Sequence[MicroBatch], votes: Votes, limits: Limits
+        self,
+        micro_batches: Sequence[MicroBatch],
+        votes: Votes,
+        limits: Limits,
+        *,
+        step: int,
     ) -> None:
         state, slot, rules = self._state, self._slot, self._rules
         state.model.train()
@@ -152,9 +171,7 @@ class Stepper:
         wishes = _as_signals(votes, rules.device)
         last = len(micro_batches) - 1
         for number, micro_batch in enumerate(micro_batches):
-            seed_step(
-                seed=rules.seed, step=state.committed_step, rank=rules.rank, micro_step=number
-            )
+            seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
             batch = to_device(micro_batch.batch, rules.device)
             weight = len(micro_batch.indices) / rules.global_batch
             with contextlib.nullcontext() if number == last else self._replica.without_sync():

@@ -157,3 +157,24 @@ class BrokenBatchesTask(PacedTask):
         self._calls += model.training
         broken = model.training and self._mine and self._calls in self._range
         return super().loss(model, batch) * (float("nan") if broken else 1.0)
+
+
+class BrokenGradientsTask(PacedTask):
+    """Losses stay finite, gradients do not: of rank 1, of all ranks, and once of rank 0 in passing.
+
+    A gradient that is broken is computed once more by all ranks: that is a call of its own.
+    """
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._rank = os.environ.get("RANK")
+        self._calls = 0
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if not model.training:
+            return loss
+        self._calls += 1
+        broken = {10: "1", 11: "1", 21: self._rank, 22: self._rank, 33: "0"}
+        # The gradient of the root at 0 is infinite, and times 0 no number.
+        return loss + (loss * 0.0).sqrt() if broken.get(self._calls) == self._rank else loss

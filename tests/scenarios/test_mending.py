@@ -18,6 +18,7 @@ HUNGRY = f"{Path(__file__).with_name('hungry.py')}:HungryTask"
 BRANCHING = f"{Path(__file__).with_name('hungry.py')}:BranchingTask"
 GREEDY = f"{Path(__file__).with_name('hungry.py')}:GreedyTask"
 DRIFTING = f"{Path(__file__).with_name('hungry.py')}:DriftingTask"
+BROKEN_GRADIENTS = f"{Path(__file__).with_name('hungry.py')}:BrokenGradientsTask"
 PLAIN = f"{Path(__file__).with_name('workload.py')}:PacedTask"
 SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain")
 SAVES = ("save_every_steps=10", "save_interval=0", "keep_last=9")
@@ -274,6 +275,27 @@ def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path, count)
     else:
         assert "learning rate x 0.5" in run.console
         assert summary["exact"] is False
+
+
+def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
+    """With finite losses: of one rank, of all, and of one that cannot be made to do it again."""
+    run = finish(tmp_path, "max_errors_per_epoch=9", "--max-steps", 40, task=BROKEN_GRADIENTS)
+    summary = run.summary()
+    for origin in ("first on rank 1", "first on ranks 0-1", "on no rank when computed once more"):
+        assert f"gradient norm is nan, {origin}: step skipped on all ranks" in run.console
+    assert run.console.count("step skipped") == 3
+    assert (summary["status"], summary["exact"], summary["faults"]) == ("completed", True, [])
+
+
+def test_a_gradient_that_only_one_rank_breaks_ends_the_run_with_its_samples(tmp_path):
+    """Without a step to spare and without a checkpoint; its device is what to suspect."""
+    run = finish(
+        tmp_path, "max_errors_per_epoch=0", "save_interval=0", task=BROKEN_GRADIENTS, code=1
+    )
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["step"]) == ("non_finite", 10)
+    indices = ", ".join(map(str, run.audit(2)[1][10]["indices"]))
+    assert f"first on rank 1: suspect its device; samples {indices}" in run.console
 
 
 def test_the_faults_of_a_step_can_be_injected(tmp_path):

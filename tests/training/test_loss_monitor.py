@@ -48,6 +48,15 @@ def test_no_allowed_error_means_the_first_is_too_many():
     assert watch.observe(0, 0, math.inf, applied=False) is Verdict.TOO_MANY_ERRORS
 
 
+def test_a_search_for_the_loss_scale_of_fp16_is_no_error():
+    """However many steps it takes; the one that is not finite at the last scale is."""
+    watch = monitor(max_errors_per_epoch=0)
+    for step in range(16):
+        assert watch.observe(step, 0, 1.0, applied=False, overflowed=True) is Verdict.CONTINUE, step
+    assert watch.errors_in_epoch == 0
+    assert watch.observe(16, 0, 1.0, applied=False) is Verdict.TOO_MANY_ERRORS
+
+
 def test_skipped_steps_are_counted_by_epoch():
     """Control: two in each of many epochs are allowed, and their losses are not averaged."""
     watch = monitor()

@@ -199,6 +199,92 @@ def test_a_gradient_that_is_not_finite_is_skipped_too():
         assert run_ranks(_gradient_explodes, 2, port) == [(False, True, True)] * 2
 
 
+def _gradient_of_one_rank_is_broken(me, port, recomputes):
+    """Rank 1's own gradient at step 1; then who says so, and where a next step leads."""
+    state = build_state()
+
+    def loss(model, batch):
+        value = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        return value + torch.sqrt(value * 0.0) if batch[2] else value
+
+    def given(step):
+        return micro_batches(step, me.rank, micro_steps=2, poison=float(me.rank == step == 1))
+
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=loss)
+        stepper = build_stepper(
+            state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
+        )
+        stepper.run(given(0), votes=NO_VOTES)
+        result = stepper.run(given(1), votes=NO_VOTES)
+        is_finite = stepper.own_gradient_is_finite(given(1)) if recomputes else None
+        stepper.run(given(2), votes=NO_VOTES)
+        return result.applied, result.broken_ranks, is_finite, bits_of(state)
+
+
+def test_computed_once_more_a_broken_gradient_names_its_rank_and_leaves_no_trace():
+    """The sum over ranks does not tell whose it was; what follows is as if nobody had asked."""
+    with hosted_store() as port:
+        asked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, True)
+    with hosted_store() as port:
+        unasked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, False)
+    assert [answer[:3] for answer in asked] == [
+        (False, (), True), (False, (), False), (False, (), True)
+    ]  # fmt: skip
+    assert [answer[3] for answer in asked] == [answer[3] for answer in unasked]
+
+
+class _Steep(torch.autograd.Function):
+    """Its gradient is close to what a float can hold."""
+
+    @staticmethod
+    def forward(ctx, value):
+        del ctx
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        del ctx
+        return gradient * (torch.finfo(torch.float32).max * 0.9)
+
+
+def _overflows(me, port, scale, breaks):
+    state = build_state(ema=False)
+    state.precision.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def loss(model, batch):
+        value = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        if breaks == "loss":
+            return value * float("nan")
+        if breaks == "norm":  # the square of a gradient that is finite, also when scaled, is not
+            return value + 1e25 * model[0].bias.sum()
+        # Of every rank: so steep that two of them overflow even without a scale.
+        return value + 3 * _Steep.apply(model[0].bias.sum()) if breaks == "steep" else value
+
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=loss)
+        stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
+        result = stepper.run(micro_batches(0, me.rank), votes=NO_VOTES)
+        return result.applied, result.overflowed, state.precision.scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("scale", "breaks", "expected"),
+    [
+        (1024.0, "steep", (False, True, 512.0)),
+        (1.0, "steep", (False, False, 0.5)),
+        (1024.0, "loss", (False, False, 512.0)),
+        (1024.0, "norm", (False, False, 1024.0)),
+        (1024.0, "nothing", (True, False, 1024.0)),
+    ],
+    ids=["scale too high", "no scale left", "loss not finite", "norm too large", "in peace"],
+)
+def test_an_overflow_in_fp16_is_the_scaler_s_search_until_no_scale_is_left(scale, breaks, expected):
+    """The scale falls and nothing is wrong; a loss that is no number is not a matter of the scale."""
+    with hosted_store() as port:
+        assert run_ranks(_overflows, 2, port, scale, breaks) == [expected] * 2
+
+
 def _vote(me, port, votes):
     state = build_state()
     with join(me, port) as group:
