@@ -229,6 +229,17 @@ def _fail_operations(group: dist.ProcessGroup) -> None:
                 group.recv([nothing], rank, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
+def collectives_begun() -> int:
+    """How many collectives, sends and receives included, this rank has begun in its group.
+
+    -1 outside of one. For any thread.
+    """
+    if not dist.is_initialized():
+        return -1
+    count = getattr(_default_group(), "_get_sequence_number_for_group", None)
+    return -1 if count is None else int(count())
+
+
 def _abort_communicators() -> None:
     """Abort every NCCL communicator at once; "destroy" after a fault hangs."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)

@@ -1,9 +1,9 @@
-"""Whose replica is the odd one out, told from one hash a rank."""
+"""Who is the odd one out among the ranks: by the hash of a replica, or by its collectives."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.faults import Fault
@@ -24,6 +24,21 @@ def compare_replicas(hashes: Sequence[str]) -> Comparison:
         return Comparison(odd=tuple(range(len(hashes))), has_majority=False)
     odd = tuple(rank for rank, found in enumerate(hashes) if found != value)
     return Comparison(odd=odd, has_majority=True)
+
+
+def disagreement(begun: Mapping[int, int]) -> str:
+    """Who has begun more or fewer collectives than most ranks, in words; empty where all agree.
+
+    Ranks that wait for each other for ever are mostly in different collectives.
+    """
+    ranks = sorted(rank for rank, count in begun.items() if count >= 0)
+    compared = compare_replicas([str(begun[rank]) for rank in ranks]) if ranks else None
+    if compared is None or not compared.odd:
+        return ""
+    counts = ", ".join(f"rank {ranks[i]} {begun[ranks[i]]}" for i in compared.odd)
+    usual = {begun[rank] for i, rank in enumerate(ranks) if i not in compared.odd}
+    rest = f", every other {usual.pop()}" if usual else ""
+    return f"they are not in the same one: begun in this step has {counts}{rest}"
 
 
 def inexact_by(fault: Fault) -> str:

@@ -46,6 +46,14 @@ class Stacks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivesBegun:
+    """Rank -> supervisor, answering ``Stacks``: how many in its step; below 0: it is in none."""
+
+    rank: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Supervisor -> rank: finish the step, save, end."""
 
@@ -232,6 +240,7 @@ Message = (
     Form
     | Abort
     | Stacks
+    | CollectivesBegun
     | Stop
     | Checkpoint
     | Inject
@@ -257,6 +266,7 @@ _TYPES: dict[str, type[Message]] = {
         Form,
         Abort,
         Stacks,
+        CollectivesBegun,
         Stop,
         Checkpoint,
         Inject,

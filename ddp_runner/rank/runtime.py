@@ -15,7 +15,7 @@ from types import FrameType
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.group import Membership
+from ddp_runner.collective.group import Membership, collectives_begun
 from ddp_runner.collective.replica import Loss
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell, Slot
@@ -26,6 +26,7 @@ from ddp_runner.core.injection import Injection, InjectKind
 from ddp_runner.core.messages import (
     Abort,
     Checkpoint,
+    CollectivesBegun,
     Faulted,
     Form,
     Inject,
@@ -199,6 +200,8 @@ class SupervisedRuntime:
                     newest.switch.trip()
             case Stacks():
                 write_stacks()
+                count = collectives_begun() - self.slot.get(Cell.COLLECTIVES)
+                self.tell(CollectivesBegun(rank=self.place.rank, count=count))
             case Stop(reason=reason):
                 self._stop = reason
             case Checkpoint():

@@ -6,13 +6,14 @@ Gathers what belongs together, asks core for a plan, and carries it out as ranks
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
-from ddp_runner.core.divergence import inexact_by
+from ddp_runner.core.divergence import disagreement, inexact_by
 from ddp_runner.core.faults import PARKED_BY_RANK, Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.messages import CollectivesBegun
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.format import rank_list
@@ -37,6 +38,17 @@ class _OpenIncident:
     began_s: float
     event_id: int
     kill_at_s: dict[int, float] = field(default_factory=dict)  # hung ranks
+    collectives: dict[int, int] = field(default_factory=dict)  # begun by each rank that was asked
+
+    def told_faults(self) -> list[Fault]:
+        """The faults, with what is known only now: in which collective each rank has waited."""
+        apart = disagreement(self.collectives)
+        return [
+            replace(fault, cause=f"{fault.cause}; {apart}")
+            if apart and fault.kind is FaultKind.COLLECTIVE_STUCK
+            else fault
+            for fault in self.faults
+        ]
 
 
 class Repair:
@@ -102,6 +114,11 @@ class Repair:
         """What a rank changes to mend its own fault, for the line that tells of it."""
         if remedy not in self._remedies:
             self._remedies.append(remedy)
+
+    def note_collectives(self, answer: CollectivesBegun) -> None:
+        """How far a rank of the broken generation has come; it says so before it leaves it."""
+        if self._incident is not None:
+            self._incident.collectives[answer.rank] = answer.count
 
     def drop(self) -> None:
         """Forget the open incident: every rank has finished in spite of it."""
@@ -189,7 +206,7 @@ class Repair:
     def _decide(self, opened: _OpenIncident, now_s: float) -> GiveUp | None:
         ranks = self._world.present
         incident = Incident(
-            attribution=attribute(opened.faults),
+            attribution=attribute(opened.told_faults()),
             at_s=now_s,
             committed_step=self._facts.committed_step,
             ever_formed=self._facts.ever_formed,

@@ -25,6 +25,7 @@ from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, RunEvent, RunState
 from ddp_runner.core.messages import (
     Adjusted,
+    CollectivesBegun,
     Faulted,
     Finished,
     Forked,
@@ -156,6 +157,8 @@ class Supervisor:
                 if message.fault.kind is FaultKind.OUT_OF_MEMORY:
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
                 self._chronicle.mended(message)
+            case CollectivesBegun():
+                self._repair.note_collectives(message)
             case Injected():
                 self._striker.happened(message)
             case LoaderWorkers():

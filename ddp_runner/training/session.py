@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from ddp_runner.collective.group import Group
+from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import Duties, duties_after
@@ -106,6 +106,7 @@ class Session:
             asks = self._group.rank == 0 and self._saving.asks()
             votes = Votes(stop=self._runtime.stop_asked(), save=self._runtime.save_asked() or asks)
             saving_ns = slot.get(Cell.CHECKPOINT_NS)
+            slot.set(Cell.COLLECTIVES, collectives_begun())
             result = self._stepper.run(micro_batches, votes=votes)
             saving_ns = slot.get(Cell.CHECKPOINT_NS) - saving_ns
             self._account(began_ns, result, waited_ns=waited_ns, saving_ns=saving_ns)

@@ -24,6 +24,7 @@ SAMPLES = [
                   run_id="r"),
     messages.Abort(generation=4),
     messages.Stacks(),
+    messages.CollectivesBegun(rank=1, count=7),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
     messages.Inject(kind="kill", number=3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from tests.scenarios.harness import WORKLOAD, Run
@@ -33,6 +34,11 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
     assert [plan["replaced"] for plan in run.events("plan")] == [[1], [1]]
     waited = {f["phase"] for f in faults if f["kind"] == "collective_failed"}
     assert waited == {"reduce"}
+    # Who hangs has been made to say where before it was killed, who waits before it was freed.
+    for rank, where in enumerate(("exchange", "make_trouble", "exchange")):
+        log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
+        assert "(most recent call first):" in log
+        assert f" in {where}\n" in log, log
 
 
 def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
@@ -75,3 +81,19 @@ def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
         assert run.wait() == 1
     assert "the process that imports torch was not ready within 15 s" in run.console
     assert 'endless.py", line 2' in run.console
+
+
+def test_a_collective_that_one_rank_alone_has_begun_is_named_and_left(tmp_path):
+    """All wait, so nobody is late: all leave, keep their processes, and do the step again."""
+    with Run(tmp_path, *QUICK, "--max-steps", 40, world=3) as run:
+        run.wait_for_step(10)
+        (tmp_path / TROUBLE_NAME).write_text("loss 1 barrier")
+        assert run.wait() == 0, run.console
+    [fault] = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("collective_stuck", -1, 0)
+    odd = re.search(r"begun in this step has rank 1 (\d+), every other (\d+)$", fault["cause"])
+    assert odd, fault["cause"]
+    assert int(odd[1]) == int(odd[2]) + 4
+    assert odd[0] in run.console
+    pids = {(record["rank"], record["pid"]) for record in run.events("rank_formed")}
+    assert len(pids) == 3

@@ -53,6 +53,9 @@ def make_trouble(place):
         os._exit(int(action.removeprefix("exit")))
     if action.startswith("sleep"):
         time.sleep(float(action.removeprefix("sleep")))
+    if action == "barrier":
+        for _ in range(4):  # which nobody else is in; as many as hold every thread of gloo
+            torch.distributed.barrier(async_op=True)
     if action.startswith("gil"):
         # PyDLL keeps the interpreter's lock for the length of the call.
         ctypes.PyDLL(None).usleep(int(float(action.removeprefix("gil")) * 1e6))
