@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_runner.checkpoint.catalog import WORDS, Catalog, Entry, sha256_of
+from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry, sha256_of
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
@@ -40,12 +40,16 @@ _SPARE_BYTES = 1024 * 1024  # of free space, for manifest, pointers and the file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A published checkpoint. ``blocked_s`` is the whole call, ``write_s`` its main file alone."""
+    """A published checkpoint. ``blocked_s`` is the whole call, ``write_s`` its main file alone.
+
+    ``notes``: what was cleaned up or moved on the way, a line each.
+    """
 
     path: Path
     manifest: Manifest
     blocked_s: float
     write_s: float
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class Loaded:
     manifest: Manifest
     path: Path
     rejected: tuple[tuple[Path, str], ...] = ()
+    remark: str = ""  # what is wrong with it though it is whole
 
 
 class CheckpointStore:
@@ -72,6 +77,7 @@ class CheckpointStore:
         self._disk: Disk = RealDisk() if disk is None else disk
         self.catalog = Catalog(self.directory, disk=self._disk)
         self._has_cleaned = False
+        self._notes: list[str] = []
 
     def save(
         self,
@@ -126,11 +132,13 @@ class CheckpointStore:
             self._point_and_retain(published)
         except OSError as error:
             raise _storage_fault(error, self.directory / manifest.file, step=step) from error
+        notes, self._notes = tuple(self._notes), []
         return Saved(
             path=self.directory / published.file,
             manifest=published,
             blocked_s=time.perf_counter() - started_s,
             write_s=write_s,
+            notes=notes,
         )
 
     def _publish(
@@ -140,7 +148,8 @@ class CheckpointStore:
         disk, directory = self._disk, self.directory
         disk.make_directory(directory)
         if not self._has_cleaned:  # a predecessor that was killed may hold the room that we need
-            self.catalog.clean_leftovers()
+            for path in self.catalog.clean_leftovers():
+                self._notes.append(f"removed {path}, which a writer that was killed had left")
             self._has_cleaned = True
         free_bytes = disk.free_bytes(directory)
         if free_bytes < needed_bytes:
@@ -181,7 +190,9 @@ class CheckpointStore:
         names = [entry.path.name for entry in left]
         names += [manifest_name(entry.step) for entry in left]
         present = [name for name in names if (directory / name).exists()]
-        self.catalog.set_aside(present, _utc("%Y%m%dT%H%M%SZ"))
+        aside = self.catalog.set_aside(present, _utc("%Y%m%dT%H%M%SZ"))
+        if aside is not None:
+            self._notes.append(f"the checkpoints of a later course are now in {aside}")
         publish_text(self._disk, directory / "last", f"{published.file}\n")
         best = self.catalog.best()
         if best is not None and self.catalog.pointer("best") != best.path:
@@ -254,6 +265,17 @@ class CheckpointStore:
             )
         )
 
+    def remarks(self, loaded: Loaded) -> list[str]:
+        """What was found damaged on the way to ``loaded``, and what became of it, a line each."""
+        remarks = [f"checkpoint {path} is unusable: {why}" for path, why in loaded.rejected]
+        if loaded.remark:
+            remarks.append(f"checkpoint {loaded.path} is whole, by its archive: {loaded.remark}")
+        for name in POINTERS:
+            problem = self.catalog.pointer_problem(name)
+            if problem is not None and (self.directory / name).exists():
+                remarks.append(f"{problem}: nothing is lost, the next save writes it anew")
+        return remarks
+
     def _set_bad_aside(self, damaged: list[tuple[Entry, str]]) -> None:
         """Rename damaged checkpoints; raises FaultError (STORAGE_FAILED) if the disk refuses."""
         for entry, reason in damaged:
@@ -288,7 +310,8 @@ def _read(entry: Entry, *, map_location: str | torch.device) -> Loaded | str:
         )
     except (OSError, ValueError) as error:
         return f"no usable manifest, and its own facts are none: {error}"
-    return Loaded(state=content, manifest=manifest, path=entry.path)
+    remark = "" if entry.manifest else entry.problem or ""
+    return Loaded(state=content, manifest=manifest, path=entry.path, remark=remark)
 
 
 def _fault(kind: FaultKind, cause: str, *, step: int) -> Fault:

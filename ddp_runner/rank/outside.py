@@ -37,8 +37,9 @@ from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
 from ddp_runner.rank.told import Told, read_told, told_path
+from ddp_runner.training.report import TrainReport
 from ddp_runner.training.runtime import STORE_TIMEOUT_S, LocalRuntime, Place
-from ddp_runner.training.trainer import DDPTrainer, TrainReport
+from ddp_runner.training.trainer import DDPTrainer
 
 _STOP_SIGNALS = {
     signal.SIGTERM: StopReason.PREEMPTED,

@@ -5,7 +5,7 @@ step        one optimizer step and its commit             loading       finds th
 guard       skipped steps, diverged replicas, roll-back     tuning        sizes and flags that fit
 state       model, optimizer, counters as one value       runtime       what surrounds a trainer
 evaluation  validation loss over all ranks                failure       exception -> Fault
-audit       who gave which samples to a step
+audit       who gave which samples to a step                report        how training ended
 saving      when a rank saves, beside training            progress      what else a rank knows
 schedule, ema, precision, optimizer, loss_monitor, rng    rules and small parts of the step
 """

@@ -277,6 +277,8 @@ class Saving:
             f"saved {saved.path} ({saved.blocked_s:.2f} s, training waited {blocked_s:.2f} s)",
             step=step,
         )
+        for note in saved.notes:
+            self._runtime.logger.info(note, step=step)
         self._runtime.tell(
             messages.Saved(
                 rank=self._runtime.place.rank,

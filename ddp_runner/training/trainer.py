@@ -11,14 +11,13 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_runner import config as configuration
-from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device import prove_device
@@ -36,7 +35,7 @@ from ddp_runner.core.faults import (
     FaultKind,
     ToldFaultError,
 )
-from ddp_runner.core.messages import Adjusted, Faulted, Finished, Formed, Ready
+from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.memory.manager import MemoryManager
@@ -47,28 +46,12 @@ from ddp_runner.training.failure import fault_of
 from ddp_runner.training.feeding import collective_timeout_s, make_loader, open_quarantine
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
+from ddp_runner.training.report import TrainReport, finished_message, report_of
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.task import ReportsSample
 from ddp_runner.training.tuning import Tuning, free_memory, mend
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainReport:
-    """How a rank's training ended. ``loss`` is of the last committed step over all ranks."""
-
-    reason: StopReason
-    steps: int
-    epochs: int
-    samples: int
-    loss: float
-    figures: Mapping[str, float]
-    weights_sha256: str
-    checkpoint: str
-    peaks: Mapping[str, int]
-    leaks: tuple[Mapping[str, object], ...]
-    sample: str
 
 
 class DDPTrainer:
@@ -179,8 +162,8 @@ class DDPTrainer:
                 run_id = loaded.manifest.run_id
                 progress.checkpoint = str(loaded.path)
                 progress.checkpoint_step = state.committed_step
-                for path, why in loaded.rejected:
-                    self._runtime.logger.warning(f"checkpoint {path} is unusable: {why}")
+                for remark in store.remarks(loaded):
+                    self._runtime.logger.warning(remark)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         loader = make_loader(
             settings, workload, state, self._runtime, is_leaving=lambda: self._switch.tripped
@@ -331,7 +314,7 @@ class DDPTrainer:
             parts.state.model.eval()
             with torch.no_grad():
                 sample = task.sample(parts.state.model)
-        report = _report(parts, reason, sample=sample)
+        report = report_of(parts, reason, sample=sample)
         with waiting_for_peers(self._runtime.slot):
             digests = group.exchange("weights_sha256", report.weights_sha256)
         if len(set(digests)) > 1:
@@ -346,7 +329,7 @@ class DDPTrainer:
                 )
             )
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
-        self._runtime.tell(_finished(report, self._place.rank))
+        self._runtime.tell(finished_message(report, self._place.rank))
         return report
 
 
@@ -361,42 +344,6 @@ def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
         train_samples=workload.order.dataset_size,
         parameters=workload.parameters,
         device=str(workload.device),
-    )
-
-
-def _report(parts: RankParts, reason: StopReason, *, sample: str) -> TrainReport:
-    state, length = parts.state, parts.workload.length
-    return TrainReport(
-        reason=reason,
-        steps=state.committed_step,
-        epochs=state.committed_step // length.steps_per_epoch,
-        samples=state.samples,
-        loss=parts.progress.loss,
-        figures=dict(parts.progress.figures),
-        weights_sha256=weights_sha256(state.model.state_dict()),
-        checkpoint=parts.progress.checkpoint,
-        peaks=parts.memory.peaks(),
-        leaks=parts.memory.suspected_leaks,
-        sample=sample,
-    )
-
-
-def _finished(report: TrainReport, rank: int) -> Finished:
-    return Finished(
-        rank=rank,
-        reason=report.reason,
-        step=report.steps,
-        report={
-            "epochs": report.epochs,
-            "samples": report.samples,
-            "loss": report.loss,
-            "figures": dict(report.figures),
-            "weights_sha256": report.weights_sha256,
-            "checkpoint": report.checkpoint,
-            "peaks": dict(report.peaks),
-            "leaks": [dict(leak) for leak in report.leaks],
-            "sample": report.sample,
-        },
     )
 
 

@@ -12,8 +12,8 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Saved
 from ddp_runner.rank import outside
 from ddp_runner.rank.told import Told, read_told, told_path
+from ddp_runner.training.report import TrainReport
 from ddp_runner.training.runtime import Place
-from ddp_runner.training.trainer import TrainReport
 
 HALVED = Adjusted(
     rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import subprocess
 import threading
 from pathlib import Path
 
@@ -248,6 +249,42 @@ def test_a_complete_run_saves_nothing_again(tmp_path):
     train(settings(tmp_path, max_steps=6))
     _, messages, _ = train(settings(tmp_path, max_steps=6))
     assert not told(messages, Saved)
+
+
+def _leave_a_mess(folder):
+    """What crashes leave: half a file, a file without its manifest, pointers cut short."""
+    checkpoints = folder / "checkpoints"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    half = checkpoints / f".step_00000009.pt.tmp-{ended.pid}"
+    half.write_bytes(b"half")
+    (checkpoints / "step_00000006.json").unlink()
+    (checkpoints / "last").write_text("step_000")
+    (checkpoints / "best").write_text("step_00000099.pt\n")
+    return half
+
+
+def test_what_a_crash_left_is_recovered_or_cleaned_and_said_in_one_line_each(tmp_path):
+    """In the log of the rank that found it; a run in order says none of it."""
+    train(settings(tmp_path, max_steps=6))
+    log = tmp_path / "logs" / "rank_0.log"
+    half = _leave_a_mess(tmp_path)
+    resumed, _, _ = train(settings(tmp_path))
+    said = log.read_text()
+    assert resumed.steps == STEPS
+    for line in (
+        "step_00000006.pt is whole, by its archive: no manifest",
+        "pointer 'last' is torn: it holds 'step_000': nothing is lost",
+        "pointer 'best' names step_00000099.pt, which does not exist: nothing is lost",
+        f"removed {half}",
+    ):
+        assert said.count(line) == 1, line
+    assert not half.exists()
+    train(settings(tmp_path, epochs=3))
+    quiet = log.read_text()[len(said) :]
+    assert "removed" not in quiet
+    assert "nothing is lost" not in quiet
+    assert "by its archive" not in quiet
 
 
 def test_a_save_that_fails_leaves_training_going_on(tmp_path):

@@ -1,0 +1,66 @@
+"""How a rank's training ended, as a value and as a message. Never decides when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_runner.checkpoint.codec import weights_sha256
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.messages import Finished
+from ddp_runner.training.parts import RankParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """How a rank's training ended. ``loss`` is of the last committed step over all ranks."""
+
+    reason: StopReason
+    steps: int
+    epochs: int
+    samples: int
+    loss: float
+    figures: Mapping[str, float]
+    weights_sha256: str
+    checkpoint: str
+    peaks: Mapping[str, int]
+    leaks: tuple[Mapping[str, object], ...]
+    sample: str
+
+
+def report_of(parts: RankParts, reason: StopReason, *, sample: str) -> TrainReport:
+    """What there is to say now; every rank computes the digest of its own weights."""
+    state, length = parts.state, parts.workload.length
+    return TrainReport(
+        reason=reason,
+        steps=state.committed_step,
+        epochs=state.committed_step // length.steps_per_epoch,
+        samples=state.samples,
+        loss=parts.progress.loss,
+        figures=dict(parts.progress.figures),
+        weights_sha256=weights_sha256(state.model.state_dict()),
+        checkpoint=parts.progress.checkpoint,
+        peaks=parts.memory.peaks(),
+        leaks=parts.memory.suspected_leaks,
+        sample=sample,
+    )
+
+
+def finished_message(report: TrainReport, rank: int) -> Finished:
+    """The report as the supervisor gets it."""
+    return Finished(
+        rank=rank,
+        reason=report.reason,
+        step=report.steps,
+        report={
+            "epochs": report.epochs,
+            "samples": report.samples,
+            "loss": report.loss,
+            "figures": dict(report.figures),
+            "weights_sha256": report.weights_sha256,
+            "checkpoint": report.checkpoint,
+            "peaks": dict(report.peaks),
+            "leaks": [dict(leak) for leak in report.leaks],
+            "sample": report.sample,
+        },
+    )
