@@ -10,6 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.core.phases import Phase
 from ddp_runner.data import limits
 from ddp_runner.data.delivered import Delivered, MicroBatch
 from ddp_runner.data.files import collate_batch
@@ -98,12 +99,14 @@ class SafeDataLoader:
         log: Callable[[str], None] = _ignore,
         quarantine: Quarantine | None = None,
         kills: KillCounter | None = None,
+        phase: Phase = Phase.DATA,
     ) -> None:
         self._source = SampleSource(dataset, seed=seed, collate=collate_fn or collate_batch)
         self._order = order
         self._rank = rank
         self._world_size = world_size
-        self._total_steps = total_steps
+        self.total_steps = total_steps
+        self._phase = phase  # that faults are told of
         self._micro_batch_size = micro_batch_size
         self.prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory and limits.can_pin()
@@ -124,8 +127,6 @@ class SafeDataLoader:
             num_workers=num_workers, local_world_size=local_world_size, cores=cores
         )
         self._workers_asked = self.workers
-        share_now = share_size(order.global_batch_size, rank=rank, world_size=world_size)
-        self._batches_per_step = -(-share_now // micro_batch_size)
         self._pool: WorkerPool | None = None
         self._closed = False
         self._step = 0
@@ -148,8 +149,8 @@ class SafeDataLoader:
         started_s = time.monotonic()
         if self._closed:
             raise ValueError("take() on a closed loader")
-        if step >= self._total_steps:
-            raise ValueError(f"step={step}: the last one is {self._total_steps - 1}")
+        if step >= self.total_steps:
+            raise ValueError(f"step={step}: the last one is {self.total_steps - 1}")
         if self._delivered is not None and self._delivered.is_intact(step):
             self.waited_s = 0.0
             return self._delivered.batches
@@ -170,8 +171,8 @@ class SafeDataLoader:
 
     def seek(self, step: int) -> None:
         """Make ``step`` the next one, exactly. ValueError outside the run, whose end is allowed."""
-        if not 0 <= step <= self._total_steps:
-            raise ValueError(f"step={step}: 0 to {self._total_steps}, the end of the run")
+        if not 0 <= step <= self.total_steps:
+            raise ValueError(f"step={step}: 0 to {self.total_steps}, the end of the run")
         if step != self._step:
             self._delivered = None
             self._end_pool(grace_s=_GRACE_S)
@@ -185,8 +186,6 @@ class SafeDataLoader:
         self._end_pool(grace_s=_GRACE_S)
         self._delivered = None
         self._rank, self._world_size, self._micro_batch_size = asked
-        size = share_size(self._order.global_batch_size, rank=rank, world_size=world_size)
-        self._batches_per_step = -(-size // self._micro_batch_size)
 
     def shrink_prefetch(self) -> None:
         """Load half as far ahead from the next ``take`` on, to save memory; at 1 batch, no less."""
@@ -226,7 +225,7 @@ class SafeDataLoader:
     def _keys(self, first_step: int) -> Iterator[BatchKey]:
         """The micro-batches of this rank from ``first_step`` to the end of the run."""
         last_epoch = -1
-        for step in range(first_step, self._total_steps):
+        for step in range(first_step, self.total_steps):
             epoch, _ = self._order.position(step)
             if epoch != last_epoch:
                 self.quarantine.refresh()
@@ -261,7 +260,9 @@ class SafeDataLoader:
 
     def _trouble_of(self, error: PoolError) -> Trouble:
         pool = self._pool
-        fault = fault_of_worker(error, pool, kills=self._kills, rank=self._rank, step=self._step)
+        fault = fault_of_worker(
+            error, pool, kills=self._kills, rank=self._rank, step=self._step, phase=self._phase
+        )
         suspect = pool.suspect(error.worker) if pool is not None and error.worker >= 0 else None
         key, sample = suspect or (None, None)
         why = f"no worker survives it: {fault.cause}"
@@ -269,23 +270,30 @@ class SafeDataLoader:
         return Trouble(fault=fault, why=why, key=key, suspect=sample, files_used_up=used_up)
 
     def _trouble_of_batch(self, key: BatchKey, failed: SampleFailed) -> Trouble:
-        fault = fault_of_failure(failed, rank=self._rank, step=self._step, epoch=key.epoch)
+        fault = fault_of_failure(
+            failed, rank=self._rank, step=self._step, epoch=key.epoch, phase=self._phase
+        )
         suspect = failed.indices[0] if len(failed.indices) == 1 else None
         return Trouble(fault=fault, why=failed.error, key=key, suspect=suspect, raised=True)
 
     def _take_once(self) -> list[MicroBatch]:
-        if self.workers == 0 or self._batches_per_step == 0:
+        count = self._batches_due()
+        if self.workers == 0 or count == 0:
             keys = self._keys(self._step)
-            due = [next(keys) for _ in range(self._batches_per_step)]
+            due = [next(keys) for _ in range(count)]
             return [self._checked(key, self._load_here(key)) for key in due]
         if self._pool is None:
             self._start_pool()
         assert self._pool is not None
         received = [
-            self._pool.next(timeout_s=self._timeout_s, on_wait=self._on_wait)
-            for _ in range(self._batches_per_step)
+            self._pool.next(timeout_s=self._timeout_s, on_wait=self._on_wait) for _ in range(count)
         ]
         return [self._checked(key, batch) for key, batch in received]
+
+    def _batches_due(self) -> int:
+        total = len(self._order.indices(self._step))
+        size = share_size(total, rank=self._rank, world_size=self._world_size)
+        return -(-size // self._micro_batch_size)
 
     def _load_here(self, key: BatchKey) -> Any:
         return self._source.load_here(key, on_sample=lambda _index: self._on_wait())

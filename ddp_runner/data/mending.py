@@ -168,7 +168,13 @@ class Mender:
         fault, key = trouble.fault, trouble.key
         assert key is not None
         named = fault_of_samples(
-            bad, trouble.why, detail=fault.detail, rank=fault.rank, step=fault.step, epoch=key.epoch
+            bad,
+            trouble.why,
+            detail=fault.detail,
+            rank=fault.rank,
+            step=fault.step,
+            epoch=key.epoch,
+            phase=fault.phase,
         )
         if len(bad) > 1:
             raise FaultError(named)

@@ -98,6 +98,21 @@ class SampleOrder:
         return order
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeOrder(SampleOrder):
+    """Every sample once, in the dataset's own order; the last global batch may be a smaller one."""
+
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        """No batch has to be whole."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in the dataset."""
+        return -(-self.dataset_size // self.global_batch_size)
+
+
 def share_size(total: int, *, rank: int, world_size: int) -> int:
     """How many of ``total`` samples fall to ``rank``; the first ranks take the rest."""
     if not 0 <= rank < world_size:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE_NAME = "quarantine.jsonl"
+FILE_NAME_OF_VALIDATION = "quarantine_validation.jsonl"  # whose samples have indices of their own
 _SALT = 0xBAD5A3B1E0DDBA11
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 0xFFFFFFFFFFFFFFFF

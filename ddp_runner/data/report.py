@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.phases import Phase
 from ddp_runner.data import limits
 from ddp_runner.data.waiting import BatchLateError, PoolError
 
@@ -59,7 +60,13 @@ class NoKills:
 
 
 def fault_of_worker(
-    error: PoolError, pool: WorkerPool | None, *, kills: KillCounter, rank: int, step: int
+    error: PoolError,
+    pool: WorkerPool | None,
+    *,
+    kills: KillCounter,
+    rank: int,
+    step: int,
+    phase: Phase = Phase.DATA,
 ) -> Fault:
     """``error`` as a fault, with all that is known of the worker to blame; called while it is handled.
 
@@ -78,7 +85,7 @@ def fault_of_worker(
         kind=kind,
         rank=rank,
         step=step,
-        phase="data",
+        phase=phase.label,
         cause=cause,
         detail=traceback.format_exc(),
         at_ns=time.monotonic_ns(),
@@ -86,26 +93,42 @@ def fault_of_worker(
 
 
 def fault_of_samples(
-    indices: tuple[int, ...], why: str, *, detail: str, rank: int, step: int, epoch: int
+    indices: tuple[int, ...],
+    why: str,
+    *,
+    detail: str,
+    rank: int,
+    step: int,
+    epoch: int,
+    phase: str = Phase.DATA.label,
 ) -> Fault:
     """The samples at ``indices`` cannot be loaded (several: not together); ``why`` in one line."""
     which = ", ".join(str(index) for index in indices)
-    noun = "sample" if len(indices) == 1 else "one of the samples"
+    of = "validation " if phase == Phase.EVALUATE.label else ""
+    noun = f"{of}sample" if len(indices) == 1 else f"one of the {of}samples"
     return Fault(
         kind=FaultKind.BAD_SAMPLE,
         rank=rank,
         step=step,
-        phase="data",
+        phase=phase,
         cause=f"{noun} {which} (epoch {epoch}) could not be loaded: {why}",
         detail=detail,
         at_ns=time.monotonic_ns(),
     )
 
 
-def fault_of_failure(failed: SampleFailed, *, rank: int, step: int, epoch: int) -> Fault:
+def fault_of_failure(
+    failed: SampleFailed, *, rank: int, step: int, epoch: int, phase: Phase = Phase.DATA
+) -> Fault:
     """An exception of the dataset or the collate function as a fault."""
     return fault_of_samples(
-        failed.indices, failed.error, detail=failed.traceback, rank=rank, step=step, epoch=epoch
+        failed.indices,
+        failed.error,
+        detail=failed.traceback,
+        rank=rank,
+        step=step,
+        epoch=epoch,
+        phase=phase.label,
     )
 
 

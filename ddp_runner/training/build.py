@@ -49,6 +49,12 @@ class Workload:
     settings_digest: str
     parameters: int
 
+    @property
+    def validation_samples(self) -> int:
+        """How many there are; 0 without validation."""
+        validation = self.datasets.validation
+        return 0 if validation is None else len(validation)  # type: ignore[arg-type] # map-style
+
 
 def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainState]:
     """The workload, and a state that is still empty. Raises BadInputError for what a user can mend."""
@@ -82,7 +88,7 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-    return workload, _empty_state(settings, model, device, order=order)
+    return workload, _empty_state(settings, model, device, workload=workload)
 
 
 def _sample_order(
@@ -154,9 +160,9 @@ def backend_of(settings: Settings, device: torch.device) -> str:
 
 
 def _empty_state(
-    settings: Settings, model: nn.Module, device: torch.device, *, order: SampleOrder
+    settings: Settings, model: nn.Module, device: torch.device, *, workload: Workload
 ) -> TrainState:
-    may_replace = settings.data.on_bad_sample == "substitute"
+    order, validation_samples = workload.order, workload.validation_samples
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
@@ -167,10 +173,9 @@ def _empty_state(
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
         explosions=Explosions.watched_as(settings),
-        quarantine=Quarantine(
-            seed=settings.run.seed,
-            dataset_size=order.dataset_size,
-            bad_max=settings.data.max_bad_samples if may_replace else 0,
+        quarantine=_empty_quarantine(settings, order.dataset_size),
+        validation_quarantine=(
+            _empty_quarantine(settings, validation_samples) if validation_samples else None
         ),
         stream=StreamPosition() if isinstance(order, StreamOrder) else None,
         tuning=Tuning(
@@ -179,6 +184,12 @@ def _empty_state(
             find_unused_parameters=settings.ddp.find_unused_parameters is not False,
         ),
     )
+
+
+def _empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
+    may_replace = settings.data.on_bad_sample == "substitute"
+    bad_max = settings.data.max_bad_samples if may_replace else 0
+    return Quarantine(seed=settings.run.seed, dataset_size=dataset_size, bad_max=bad_max)
 
 
 def load_start(

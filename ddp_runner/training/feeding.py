@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from ddp_runner.collective.group import Group
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
@@ -17,7 +19,9 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.core.watch import longest_phase_s
 from ddp_runner.data.injected import with_bad_samples
 from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
+from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FILE_OF_VALIDATION
 from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.memory.kernel_kills import KernelKills
@@ -27,16 +31,8 @@ from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
 
-def make_loader(
-    settings: Settings,
-    workload: Workload,
-    state: TrainState,
-    runtime: Runtime,
-    *,
-    is_leaving: Callable[[], bool],
-) -> SafeDataLoader | StreamLoader:
-    """The loader of this rank. ``is_leaving``: whether the rank was told to leave its generation."""
-    data, place = settings.data, runtime.place
+def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
+    """What a loader calls while it waits. ``is_leaving``: whether the rank is to leave its generation."""
 
     def on_wait() -> None:
         # The loader keeps deadlines of its own; beaten from the main thread, so not while it is stuck.
@@ -44,6 +40,19 @@ def make_loader(
         if is_leaving():
             raise FaultError(_left_waiting(runtime))
 
+    return on_wait
+
+
+def make_loader(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    runtime: Runtime,
+    *,
+    on_wait: Callable[[], None],
+) -> SafeDataLoader | StreamLoader:
+    """The loader of this rank's training data."""
+    data, place = settings.data, runtime.place
     order = workload.order
     bad = bad_sample_places(
         settings.run.inject,
@@ -94,6 +103,47 @@ def make_loader(
     )
 
 
+def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
+    """The loader of one evaluation, for this rank's part of it; to be closed."""
+    settings, workload, runtime = parts.settings, parts.workload, parts.runtime
+    batch_size = parts.state.tuning.evaluation_batch_size
+    rank, step = runtime.place.rank, parts.state.committed_step
+    order = WholeOrder(
+        seed=settings.run.seed,
+        dataset_size=workload.validation_samples,
+        global_batch_size=batch_size * group.world_size,
+    )
+    batches = min(order.steps_per_epoch, settings.log.evaluate_batches or order.steps_per_epoch)
+    training_pids = parts.loader.worker_pids
+
+    def on_mended(mended: LoadingMended) -> None:
+        # What is trained does not depend on it; the figure does, and the line says so.
+        _tell(replace(mended, fault=replace(mended.fault, step=step), inexact_reason=""), runtime)
+
+    return SafeDataLoader(
+        workload.datasets.validation,
+        order=order,
+        rank=group.rank,
+        world_size=group.world_size,
+        total_steps=batches,
+        micro_batch_size=batch_size,
+        seed=settings.run.seed,
+        num_workers=min(settings.data.num_workers, batches),
+        local_world_size=runtime.place.local_world_size,
+        prefetch_factor=settings.data.prefetch_factor,
+        timeout_s=settings.data.loader_timeout_s,
+        on_workers=lambda pids: runtime.tell(
+            LoaderWorkers(rank=rank, pids=(*training_pids, *pids))
+        ),
+        on_mended=on_mended,
+        on_wait=parts.on_wait,
+        log=runtime.logger.info,
+        quarantine=parts.state.validation_quarantine,
+        kills=KernelKills(),
+        phase=Phase.EVALUATE,
+    )
+
+
 def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
     """Long enough for a peer whose loader times out, is mended and finds a sample that hangs.
 
@@ -110,8 +160,11 @@ def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
 def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
     """Share the bad samples of the run with its other ranks; what is known from before is told once."""
     quarantine, runtime = parts.state.quarantine, parts.runtime
-    path = Path(parts.settings.run.log_dir) / QUARANTINE_FILE
-    quarantine.attach(path, run_id=runtime.run_id)
+    folder = Path(parts.settings.run.log_dir)
+    quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id)
+    if parts.state.validation_quarantine is not None:
+        validation_file = folder / QUARANTINE_FILE_OF_VALIDATION
+        parts.state.validation_quarantine.attach(validation_file, run_id=runtime.run_id)
     if len(quarantine) and is_first:
         runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
         runtime.tell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_runner.checkpoint.store import CheckpointStore
@@ -18,7 +19,10 @@ from ddp_runner.training.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """What one rank trains with, from its start to its end, whatever the generation."""
+    """What one rank trains with, from its start to its end, whatever the generation.
+
+    ``on_wait``: what a loader calls while it waits.
+    """
 
     settings: Settings
     workload: Workload
@@ -29,3 +33,4 @@ class RankParts:
     runtime: Runtime
     progress: Progress
     saving: Saving
+    on_wait: Callable[[], None]

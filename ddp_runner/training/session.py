@@ -17,7 +17,8 @@ from ddp_runner.core.messages import Adjusted, Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.audit import audit_line, open_audit
-from ddp_runner.training.evaluation import EvaluationRules, evaluate
+from ddp_runner.training.evaluation import evaluate
+from ddp_runner.training.feeding import make_validation_loader
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
@@ -32,6 +33,7 @@ class Session:
 
     def __init__(self, parts: RankParts, *, group: Group) -> None:
         settings, workload, state = parts.settings, parts.workload, parts.state
+        self._parts = parts
         self._settings = settings
         self._workload = workload
         self._state = state
@@ -280,25 +282,23 @@ class Session:
         return None
 
     def _evaluate(self) -> StopReason | None:
-        validation = self._workload.datasets.validation
-        if validation is None or len(validation) == 0:  # type: ignore[arg-type] # map-style
+        if not self._workload.validation_samples:
             return None
         began_ns = time.monotonic_ns()
         slot = self._runtime.slot
         slot.stamp(Phase.EVALUATE, began_ns)
         ema, model = self._state.ema, self._state.model
-        with contextlib.nullcontext() if ema is None else ema.swapped_in(model):
+        with (
+            contextlib.nullcontext() if ema is None else ema.swapped_in(model),
+            make_validation_loader(self._parts, self._group) as loader,
+        ):
             evaluation = evaluate(
                 self._workload.task,
                 model,
-                validation,
+                loader,
                 replica=self._replica,
                 precision=self._state.precision,
-                rules=EvaluationRules(
-                    seed=self._settings.run.seed,
-                    batch_size=self._state.tuning.evaluation_batch_size,
-                    batches_max=self._settings.log.evaluate_batches,
-                ),
+                seed=self._settings.run.seed,
                 step=self._state.committed_step,
                 stop_asked=self._runtime.stop_asked,
             )

@@ -38,6 +38,7 @@ class TrainState:
         explosions: Explosions,
         tuning: Tuning,
         quarantine: Quarantine,
+        validation_quarantine: Quarantine | None = None,
         stream: StreamPosition | None = None,
     ) -> None:
         self.model = model
@@ -48,6 +49,7 @@ class TrainState:
         self.explosions = explosions
         self.tuning = tuning
         self.quarantine = quarantine
+        self.validation_quarantine = validation_quarantine  # None: there is no validation
         self.stream = stream  # of an iterable dataset
         self.committed_step = EMPTY_STEP
         self.samples = 0
@@ -74,6 +76,8 @@ class TrainState:
                 "all_used_steps": self.all_used_steps,
             },
         }
+        if self.validation_quarantine is not None:
+            state["validation_quarantine"] = self.validation_quarantine.to_record()
         if self.stream is not None:
             state["stream"] = self.stream.to_record(self.committed_step)
         if self.ema is not None:
@@ -123,6 +127,8 @@ class TrainState:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
         self.quarantine.merge(state.get("quarantine", {}))
+        if self.validation_quarantine is not None:
+            self.validation_quarantine.merge(state.get("validation_quarantine", {}))
         if self.stream is not None:
             self.stream.restore(state.get("stream", {}))
         self.samples = int(state["counters"]["samples"])

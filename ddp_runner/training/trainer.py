@@ -43,7 +43,12 @@ from ddp_runner.training.agreeing import agree_on_tuning, recalled
 from ddp_runner.training.audit import Crew, complete_audits
 from ddp_runner.training.build import build_workload, load_start
 from ddp_runner.training.failure import fault_of
-from ddp_runner.training.feeding import collective_timeout_s, make_loader, open_quarantine
+from ddp_runner.training.feeding import (
+    collective_timeout_s,
+    make_loader,
+    open_quarantine,
+    waiting,
+)
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.report import TrainReport, finished_message, report_of
@@ -165,9 +170,8 @@ class DDPTrainer:
                 for remark in store.remarks(loaded):
                     self._runtime.logger.warning(remark)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
-        loader = make_loader(
-            settings, workload, state, self._runtime, is_leaving=lambda: self._switch.tripped
-        )
+        on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
+        loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)
         memory = MemoryManager(
             settings.memory,
             rank=self._place.rank,
@@ -194,6 +198,7 @@ class DDPTrainer:
                 runtime=self._runtime,
                 progress=progress,
             ),
+            on_wait=on_wait,
         )
         if loaded is not None:
             parts.saving.resumed(loaded)

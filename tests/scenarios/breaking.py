@@ -47,16 +47,22 @@ class BreakingSamples(NoisySamples):
 
 
 class BreakingTask(PacedTask):
-    """``bad``: training samples, joined by ``+``; ``how``: ``kill``, ``hang`` or ``allocate``."""
+    """``bad``: samples, joined by ``+``; ``how``: ``kill``, ``hang`` or ``allocate``.
 
-    def __init__(self, *, bad="5", how="kill", many=False, samples=192, **settings):
-        super().__init__(samples=samples, **settings)
-        self._train = BreakingSamples(samples, "data", bad=bad, how=how, many=many)
+    They are of ``place``: ``data``, which is for training, or ``validation``.
+    """
+
+    def __init__(self, *, bad="5", how="kill", many=False, place="data", **settings):
+        super().__init__(**settings)
+        self._breaking = {"bad": bad, "how": how, "many": many}
+        self._place = place
 
     def build_datasets(self):
-        datasets = super().build_datasets()
+        sets = super().build_datasets()
+        own = sets.train if self._place == "data" else sets.validation
+        broken = BreakingSamples(len(own), self._place, **self._breaking)
         return Datasets(
-            train=self._train,
-            validation=datasets.validation,
-            fingerprint=f"breaking {datasets.fingerprint}",
+            train=broken if self._place == "data" else sets.train,
+            validation=broken if self._place == "validation" else sets.validation,
+            fingerprint=f"breaking {sets.fingerprint}",
         )

@@ -211,6 +211,33 @@ def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
     assert summary["steps"] == 36
 
 
+def test_loading_for_an_evaluation_is_mended_as_well(tmp_path, peace):
+    """A sample that kills its worker, then a worker that is stuck: the weights of peace."""
+    evaluating = ("evaluate_every_steps=12", "evaluate_interval=0", "loader_timeout_s=4")
+    breaking = ("task.place=validation", "task.bad=3", "on_bad_sample=substitute")
+    with Run(tmp_path, *SETTINGS, *evaluating, *breaking, task=BREAKING, world=2) as run:
+        run.wait_for_step(14)
+        (tmp_path / TROUBLE).write_text("validation 1 sleep600", encoding="utf-8")
+        assert run.wait() == 0, run.console
+    assert not (tmp_path / TROUBLE).exists()
+    summary = run.summary()
+    assert [fault["kind"] for fault in summary["faults"]] == [
+        "loader_worker_died",
+        "bad_sample",
+        "loader_timeout",
+    ]
+    steps = [fault["step"] for fault in summary["faults"]]
+    assert steps[:2] == [12, 12]
+    assert steps[2] in range(24, 72, 12)
+    assert summary["faults"][1]["cause"].startswith("validation sample 3 (epoch 0) could not be")
+    assert {event["phase"] for event in run.events("fault")} == {"evaluate"}
+    assert (summary["exact"], len(run.events("form"))) == (True, 1)
+    lines = (run.logs / "quarantine_validation.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [3]
+    assert len(tries(tmp_path)) == 3, "in the first of six evaluations only"
+    assert run.digest == peace(2).digest
+
+
 @pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])
 def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path, stateful):
     """Same weights, and the same items in the same steps on all ranks, over uneven epochs."""

@@ -7,7 +7,11 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp_runner.core.exits import StopReason
-from ddp_runner.training.evaluation import BATCHES_PER_ROUND, EvaluationRules, evaluate
+from ddp_runner.core.faults import FaultError
+from ddp_runner.core.phases import Phase
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.order import WholeOrder
+from ddp_runner.training.evaluation import BATCHES_PER_ROUND, evaluate
 from ddp_runner.training.precision import Precision
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
@@ -66,16 +70,31 @@ def plain_mean(dataset):
 
 def run_evaluation(group, state, dataset, task, *, batches_max=0, stop_asked=lambda: None):
     """One evaluation at step 3."""
-    return evaluate(
-        task,
-        state.model,
-        dataset,
-        replica=build_replica(state, group),
-        precision=Precision(use_amp=False, device=CPU),
-        rules=EvaluationRules(seed=5, batch_size=BATCH, batches_max=batches_max),
-        step=3,
-        stop_asked=stop_asked,
+    order = WholeOrder(
+        seed=5, dataset_size=len(dataset), global_batch_size=BATCH * group.world_size
     )
+    loader = SafeDataLoader(
+        dataset,
+        order=order,
+        rank=group.rank,
+        world_size=group.world_size,
+        total_steps=min(order.steps_per_epoch, batches_max or order.steps_per_epoch),
+        micro_batch_size=BATCH,
+        seed=5,
+        num_workers=0,
+        phase=Phase.EVALUATE,
+    )
+    with loader:
+        return evaluate(
+            task,
+            state.model,
+            loader,
+            replica=build_replica(state, group),
+            precision=Precision(use_amp=False, device=CPU),
+            seed=5,
+            step=3,
+            stop_asked=stop_asked,
+        )
 
 
 def _evaluate(me, port, dataset, batches_max):
@@ -165,6 +184,27 @@ def test_it_computes_in_eval_mode_without_gradients_and_restores_the_mode(was_tr
             assert modes == {(False, False)}
             assert training == was_training
             assert untouched
+
+
+class _Broken(Numbers):
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("broken image")
+        return super().__getitem__(index)
+
+
+def _evaluate_broken(me):
+    state = build_state()
+    with join(me, 0) as group, pytest.raises(FaultError) as raised:
+        run_evaluation(group, state, _Broken(10), MeanSquare())
+    return raised.value.fault.cause, raised.value.fault.step, raised.value.fault.phase
+
+
+def test_a_bad_validation_sample_is_named_as_one():
+    """Its index is one of another dataset; the step is that of training."""
+    ((cause, step, phase),) = run_ranks(_evaluate_broken, 1)
+    assert cause.startswith("validation sample 5 (epoch 0) could not be loaded: ValueError: broken")
+    assert (step, phase) == (3, "evaluate")
 
 
 class _Raises(MeanSquare):
