@@ -108,9 +108,9 @@ class Chronicle:
             steps_lost=repaired.steps_lost,
             seconds=round(took_s, 4),
         )
-        where = f" from step {committed_step}" if repaired.steps_lost else ""
+        where = f", going on from step {committed_step}" if repaired.steps_lost else ""
         self._records.say(
-            f"{told(repaired.incident.culprit)} -> going on{where}, "
+            f"{told(repaired.incident.culprit)} -> {repaired.outcome}{where}, "
             f"{repaired.steps_lost} steps lost, {took_s:.2f} s"
         )
 

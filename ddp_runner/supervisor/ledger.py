@@ -24,6 +24,7 @@ class OpenFault:
     began_s: float
     generation: int
     event_id: int
+    outcome: str  # of the plan, for the line that tells of the repair
     recovered_s: float | None = None
     steps_lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -66,6 +67,7 @@ class Ledger:
         detect_s: float,
         generation: int,
         event_id: int,
+        outcome: str,
     ) -> None:
         """An incident is closed and being repaired.
 
@@ -75,7 +77,11 @@ class Ledger:
         if all(fault.recovered_s is not None for fault in self.faults):
             self._unfinished_s += max(0.0, began_s - since_s)
         fault = OpenFault(
-            incident=incident, began_s=began_s, generation=generation, event_id=event_id
+            incident=incident,
+            began_s=began_s,
+            generation=generation,
+            event_id=event_id,
+            outcome=outcome,
         )
         fault.seconds["detect"] = detect_s
         fault.seconds["abort"] = incident.at_s - began_s

@@ -237,6 +237,7 @@ class Repair:
             detect_s=max(0.0, opened.began_s - self._last_sign_s(incident.culprit)),
             generation=self._facts.generation,
             event_id=opened.event_id,
+            outcome=_outcome_in_words(plan, incident.culprit),
         )
         self._records.event(
             "plan",
@@ -371,3 +372,13 @@ def _repair_in_words(plan: ReplaceRanks) -> list[str]:
     if plan.dropped:
         words.append(f"going on without {rank_list(plan.dropped)}")
     return words
+
+
+def _outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
+    if isinstance(plan, GiveUp):
+        return ""
+    if plan.dropped:
+        return f"going on without {rank_list(plan.dropped)}"
+    if plan.ranks == (culprit.rank,):
+        return "respawned"
+    return f"{rank_list(plan.ranks)} respawned" if plan.ranks else "formed again"

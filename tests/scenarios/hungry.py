@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.scenarios.workload import PacedTask
 
@@ -178,3 +180,40 @@ class BrokenGradientsTask(PacedTask):
         broken = {10: "1", 11: "1", 21: self._rank, 22: self._rank, 33: "0"}
         # The gradient of the root at 0 is infinite, and times 0 no number.
         return loss + (loss * 0.0).sqrt() if broken.get(self._calls) == self._rank else loss
+
+
+class HalfUpdatesTask(PacedTask):
+    """Some updates end, once each, when the first parameter has changed and no other one has.
+
+    ``plan``: ``STEP-RANK-ACTION`` joined by ``+``; the rank may be ``all``, the action kill or raise.
+    """
+
+    def __init__(self, plan="", **settings):
+        super().__init__(**settings)
+        self._plan = [one.split("-") for one in plan.split("+") if one]
+        self._is_inside = False
+
+    def build_model(self):
+        register_optimizer_step_pre_hook(self._before_update)
+        return super().build_model()
+
+    def _before_update(self, optimizer, _arguments, _keywords):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        step = int(optimizer.state[parameters[0]].get("step", 0))
+        rank = os.environ["RANK"]
+        for at, ranks, action in self._plan:
+            if self._is_inside or step != int(at) or ranks not in ("all", rank):
+                continue
+            try:
+                Path(f"half_{at}_{rank}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            self._is_inside = True
+            for parameter in parameters[1:]:
+                parameter.grad = None
+            before = parameters[0].detach().clone()
+            optimizer.step()
+            assert not torch.equal(before, parameters[0]), "the first one has changed"
+            if action == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("half of an update")

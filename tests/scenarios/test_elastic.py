@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
+from tests.scenarios.workload import TROUBLE_NAME
 
 STEPS = 48
 SETTINGS = (
@@ -61,6 +62,24 @@ def test_without_leave_to_shrink_the_slot_is_tried_again(tmp_path):
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is True
     assert run.digest == peace.digest
+    assert_every_sample_once(run, 3, samples=192)
+
+
+@pytest.mark.parametrize("leave", [True, False], ids=["may shrink", "must not"])
+def test_a_rank_whose_device_is_lost_is_given_up_at_once(tmp_path, leave):
+    """It does not come back by itself; control: without leave to shrink, the rank is tried again."""
+    options = ("--max-steps", 24, *(("--min-ranks", 2) if leave else ()))
+    with Run(tmp_path, *SETTINGS, *options, world=3) as run:
+        run.wait_for_step(8)
+        (tmp_path / TROUBLE_NAME).write_text("loss 1 device", encoding="utf-8")
+        assert run.wait() == 0, run.console
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("device_lost", 1, 0)
+    (plan,) = run.events("plan")
+    assert (plan["dropped"], plan["replaced"]) == (([1], []) if leave else ([], [1]))
+    step = fault["step"]
+    reasons = [f"2 of 3 ranks from step {step}"] if leave else []
+    assert run.summary()["inexact_reasons"] == reasons
     assert_every_sample_once(run, 3, samples=192)
 
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import time
+from pathlib import Path
+
+import psutil
 import pytest
 
-from tests.scenarios.harness import Run, assert_every_sample_once
+from tests.scenarios.harness import Run, assert_every_sample_once, poll
+
+HALF_UPDATES = f"{Path(__file__).with_name('hungry.py')}:HalfUpdatesTask"
 
 SETTINGS = (
     *("-b", 8, "num_workers=1", "log.display=plain", "--audit", "task.pace_s=0.01"),
@@ -53,6 +61,50 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(tmp_path, world
     assert_every_sample_once(run, world, samples=192)
     check_fences(run, world)
     check_saves(run)
+
+
+def test_half_updated_weights_never_spread(tmp_path):
+    """Killed or raised between two parameters, on one rank or on all: such a state is nobody's source."""
+    steps = (*SETTINGS, "--max-steps", 36, "task.pace_s=0", "num_workers=0")
+    with Run(tmp_path / "peace", *steps, task=HALF_UPDATES) as peace:
+        assert peace.wait() == 0, peace.console
+    plan = "task.plan=5-1-kill+12-0-raise+19-all-raise"
+    with Run(tmp_path / "faults", *steps, plan, task=HALF_UPDATES) as run:
+        assert run.wait() == 0, run.console
+    assert len(list(tmp_path.glob("faults/half_*"))) == 4, "all of them happened"
+    assert run.digest == peace.digest
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, 36)
+    first, second, *last = summary["faults"]
+    assert (first["kind"], first["rank"], first["steps_lost"]) == ("rank_killed", 1, 0)
+    assert (second["kind"], second["rank"], second["steps_lost"]) == ("rank_raised", 0, 0)
+    assert {fault["kind"] for fault in last} == {"rank_raised"}
+    lost = sum(fault["steps_lost"] for fault in last)
+    assert lost <= 19, "with no whole replica left, the newest checkpoint is the source"
+
+
+def test_a_rank_that_was_declared_dead_comes_back_to_nothing(tmp_path):
+    """SIGCONT, again and again, in the middle of a save: it publishes nothing and joins nothing."""
+    settings = (*SETTINGS, "--max-steps", 40, "hang_min_s=0.7", "task.pace_s=0.05")
+    slow = ("--inject", "slow_disk:rank=0,step=6,seconds=3,phase=data")
+    with Run(tmp_path / "peace", *SETTINGS, "--max-steps", 40, "task.pace_s=0") as peace:
+        assert peace.wait() == 0, peace.console
+    with Run(tmp_path / "run", *settings, *slow) as run:
+        first = run.wait_for_event("rank_formed", rank=0)["pid"]
+        poll(lambda: list(run.checkpoints.glob(f".*.tmp-{first}")), what="its save")
+        run.signal(signal.SIGSTOP, first)
+        run.wait_for_event("fault", kind="rank_hung", rank=0)
+        while not run.events("form")[1:]:
+            with contextlib.suppress(ProcessLookupError):
+                run.signal(signal.SIGCONT, first)
+            time.sleep(0.001)
+        assert not psutil.pid_exists(first), "reaped before its number is given out again"
+        assert run.wait() == 0, run.console
+    assert run.digest == peace.digest
+    saved = [event["step"] for event in run.events("checkpoint_saved")]
+    assert sorted(set(saved)) == saved, "each step once, by one process"
+    check_fences(run, 2)
+    assert run.summary()["exact"] is True
 
 
 def check_saves(run):

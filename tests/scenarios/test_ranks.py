@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 
 import pytest
@@ -77,6 +78,29 @@ def test_an_exception_that_comes_once_is_told_once_and_survived(peace, tmp_path,
         assert text.count('raise RuntimeError("trouble was asked for")') == 1
     peer_log = (run.logs / f"rank_{1 - rank}.log").read_text(encoding="utf-8")
     assert "trouble was asked for" not in peer_log
+
+
+def test_a_fault_is_told_when_it_happens_and_when_it_is_repaired(tmp_path):
+    """One line each, with culprit, cause and cost; the record names who merely lost a peer."""
+    harm = (
+        *("--inject", "kill:rank=1,step=10,phase=reduce"),
+        *("--inject", "raise:rank=0,step=16,phase=backward"),
+    )
+    settings = (*SETTINGS, "--max-steps", 24, "log.display=plain", "task.pace_s=0")
+    with Run(tmp_path, *settings, *harm, world=2) as run:
+        assert run.wait() == 0, run.console
+    for told, replaced in (
+        (r"rank 1 killed \(SIGKILL\) at step 10 in reduce", "rank 1"),
+        (r"rank 0: InjectedError: an injected exception at step 16 in backward", "rank 0"),
+    ):
+        assert len(re.findall(f"{told}; replacing {replaced}\n", run.console)) == 1, run.console
+        repaired = rf"{told} -> respawned, 0 steps lost, \d+\.\d\d s\n"
+        assert len(re.findall(repaired, run.console)) == 1, run.console
+    killed, raised = run.summary()["faults"]
+    assert (killed["rank"], killed["victims"], killed["detail"]) == (1, [0], "")
+    assert (raised["rank"], raised["victims"]) == (0, [1])
+    assert raised["detail"].rstrip().endswith("InjectedError: an injected exception")
+    assert "Traceback (most recent call last)" in raised["detail"]
 
 
 def test_two_ranks_killed_at_once_are_both_replaced(peace, tmp_path):

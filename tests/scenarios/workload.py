@@ -47,6 +47,8 @@ def make_trouble(place):
         Path(TROUBLE_NAME).unlink()
     except (OSError, ValueError):  # no trouble, or another rank has taken it
         return
+    if action == "device":
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     if action == "raise":
         raise RuntimeError("trouble was asked for")
     if action.startswith("exit"):

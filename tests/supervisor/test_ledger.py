@@ -64,6 +64,7 @@ def note(ledger, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
         detect_s=detect_s,
         generation=generation,
         event_id=5,
+        outcome="respawned",
     )
 
 
