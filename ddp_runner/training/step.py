@@ -198,7 +198,7 @@ class Stepper:
         state, slot = self._state, self._slot
         # INVARIANT dirty-around-update: the board says dirty while weights are half updated.
         # Broken if: the optimizer runs outside the two stores.
-        # Guarded by: test_every_kind_of_fault_is_repaired_without_a_lost_step.
+        # Guarded by: test_half_updated_weights_never_spread.
         slot.set(Cell.DIRTY, 1)
         if applied:
             apply_learning_rate(state.optimizer, rate)
