@@ -24,6 +24,11 @@ SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain")
 SAVES = ("save_every_steps=10", "save_interval=0", "keep_last=9")
 
 
+def skipped_steps(run):
+    """As rank 0 has it; the console may show the line of a slower rank as another one."""
+    return (run.logs / "rank_0.log").read_text(encoding="utf-8").count("step skipped on all ranks")
+
+
 def finish(folder, *arguments, task, world=2, code=0):
     with Run(folder, *SETTINGS, *arguments, task=task, world=world) as run:
         assert run.wait() == code, run.console
@@ -283,7 +288,7 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
     summary = run.summary()
     for origin in ("first on rank 1", "first on ranks 0-1", "on no rank when computed once more"):
         assert f"gradient norm is nan, {origin}: step skipped on all ranks" in run.console
-    assert run.console.count("step skipped") == 3
+    assert skipped_steps(run) == 3
     assert (summary["status"], summary["exact"], summary["faults"]) == ("completed", True, [])
 
 
@@ -351,7 +356,7 @@ def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):
         tmp_path, *spike, "explosion_window=10", "warmup_steps=5", "--max-steps", 40, task=PLAIN
     )
     assert "first on rank 1: step skipped on all ranks" in run.console
-    assert run.console.count("step skipped") == 1
+    assert skipped_steps(run) == 1
     assert run.summary()["faults"] == []
     assert run.summary()["final_loss"] < 10
 
