@@ -21,3 +21,15 @@ def explosion_limit(recent: Sequence[float], *, factor: float) -> float:
     middle = median(recent)
     spread = median(abs(value - middle) for value in recent)
     return max(middle * factor, middle + SPREADS * spread) if middle > 0 or spread else math.inf
+
+
+def broken_gradients(norms: Sequence[float], *, limit: float) -> tuple[int, ...]:
+    """The ranks whose own gradient is not finite, or would be above ``limit`` were all like it.
+
+    ``norms``, by rank, are of the gradients before they are summed.
+    """
+    return tuple(
+        rank
+        for rank, norm in enumerate(norms)
+        if not math.isfinite(norm) or norm * len(norms) > limit
+    )

@@ -17,6 +17,7 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.explosion import broken_gradients
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted, MendedInPlace
 from ddp_runner.core.phases import Phase
@@ -58,12 +59,12 @@ class Guard:
         verdict: Verdict,
         micro_batches: list[MicroBatch],
         *,
-        recompute: Callable[[], bool],
+        recompute: Callable[[], float],
     ) -> bool:
         """A step without effect, on all ranks: bounded, then a roll-back at half the rate, then the end.
 
-        Returns whether the state is now another one. ``recompute`` tells whether this rank's own
-        gradient is finite when it is computed once more. Raises FaultError (NON_FINITE, LOSS_EXPLODED)
+        Returns whether the state is now another one. ``recompute`` tells the norm of this rank's own
+        gradient, computed once more. Raises FaultError (NON_FINITE, LOSS_EXPLODED)
         at the end.
         """
         if result.overflowed:
@@ -86,12 +87,15 @@ class Guard:
             return True
         raise FaultError(self._hopeless(result, what, micro_batches, origin))
 
-    def _origin(self, result: StepResult, recompute: Callable[[], bool]) -> _Origin:
+    def _origin(self, result: StepResult, recompute: Callable[[], float]) -> _Origin:
         """Where it came from. A rank's loss tells by itself; a sum of gradients does not."""
         ranks, found = result.broken_ranks, bool(result.broken_ranks)
-        if not (ranks or result.explosion) and math.isfinite(result.loss):
-            answers = self._group.exchange(f"gradient/{result.step}", str(int(recompute())))
-            ranks = tuple(rank for rank, is_finite in enumerate(answers) if is_finite == "0")
+        if not found and math.isfinite(result.loss):
+            answers = self._group.exchange(f"gradient/{result.step}", repr(recompute()))
+            ranks = broken_gradients(
+                [float(answer) for answer in answers],
+                limit=self._state.explosions.limits().grad_norm,
+            )
             found = True
         if not found:
             words = ""

@@ -213,7 +213,7 @@ class Session:
             result,
             verdict,
             micro_batches,
-            recompute=partial(self._stepper.own_gradient_is_finite, micro_batches),
+            recompute=partial(self._stepper.own_gradient_norm, micro_batches),
         ):
             return result.stop
         self._memory.after_step(result.step)

@@ -145,17 +145,18 @@ class Stepper:
             save=signals[Signal.SAVE] > 0,
         )
 
-    def own_gradient_is_finite(self, micro_batches: Sequence[MicroBatch]) -> bool:
+    def own_gradient_norm(self, micro_batches: Sequence[MicroBatch]) -> float:
         """Compute this rank's gradient of the step just skipped once more, without reducing it.
 
         That step has changed nothing, so its gradient is the same one, unless the hardware erred.
         """
         with self._replica.without_sync():
             self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step - 1)
-        finite = math.isfinite(self._gradient_norm())
+        scaler = self._state.precision.scaler
+        norm = self._gradient_norm() / (float(scaler.get_scale()) if scaler.is_enabled() else 1.0)
         self._replica.zero_gradients()
         self._state.drop_unfinished_step()
-        return finite
+        return norm
 
     def _accumulate(
         self,

@@ -161,6 +161,22 @@ class BrokenBatchesTask(PacedTask):
         return super().loss(model, batch) * (float("nan") if broken else 1.0)
 
 
+class ExplodingGradientsTask(PacedTask):
+    """From call ``at`` on, the gradient of rank 1 is a million times what it was, the loss as ever."""
+
+    def __init__(self, at=32, **settings):
+        super().__init__(**settings)
+        self._mine = os.environ.get("RANK") == "1"
+        self._at = at
+        self._calls = 0
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        self._calls += model.training
+        steep = self._mine and model.training and self._calls >= self._at
+        return loss + 1e6 * (loss - loss.detach()) if steep else loss
+
+
 class BrokenGradientsTask(PacedTask):
     """Losses stay finite, gradients do not: of rank 1, of all ranks, and once of rank 0 in passing.
 

@@ -19,6 +19,7 @@ BRANCHING = f"{Path(__file__).with_name('hungry.py')}:BranchingTask"
 GREEDY = f"{Path(__file__).with_name('hungry.py')}:GreedyTask"
 DRIFTING = f"{Path(__file__).with_name('hungry.py')}:DriftingTask"
 BROKEN_GRADIENTS = f"{Path(__file__).with_name('hungry.py')}:BrokenGradientsTask"
+EXPLODING_GRADIENTS = f"{Path(__file__).with_name('hungry.py')}:ExplodingGradientsTask"
 PLAIN = f"{Path(__file__).with_name('workload.py')}:PacedTask"
 SETTINGS = ("-e", 3, "-b", 8, "num_workers=0", "--audit", "log.display=plain")
 SAVES = ("save_every_steps=10", "save_interval=0", "keep_last=9")
@@ -347,6 +348,24 @@ def test_explosions_are_skipped_then_rolled_back_then_end_the_run(tmp_path):
     assert f"suspect the data or the learning rate; samples {', '.join(map(str, samples))}" in (
         run.console
     )
+
+
+def test_a_gradient_that_explodes_is_traced_rolled_back_and_ends_the_run(tmp_path):
+    """Its loss shows nothing: who it was, and with which samples, comes from the ranks' own norms."""
+    run = finish(
+        tmp_path, "max_errors_per_epoch=2", "save_every_steps=10", "rollbacks_max=1",
+        "explosion_window=10", "warmup_steps=5", "--max-steps", 100,
+        task=EXPLODING_GRADIENTS, code=1,
+    )  # fmt: skip
+    rolled_back, fault = run.summary()["faults"]
+    assert (rolled_back["kind"], rolled_back["step"]) == ("loss_exploded", 34)
+    assert "rolled back to step 30, learning rate x 0.5" in run.console
+    assert "far above the last steps'" in run.console
+    assert "first on rank 1: step skipped on all ranks" in run.console
+    assert (fault["kind"], fault["step"]) == ("loss_exploded", 33)
+    samples = ", ".join(map(str, run.audit(2)[1][33]["indices"]))
+    assert "gradient norm" in fault["cause"]
+    assert f"first on rank 1: suspect its device; samples {samples}" in run.console
 
 
 def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):

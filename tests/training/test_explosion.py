@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from ddp_runner.core.explosion import explosion_limit
+from ddp_runner.core.explosion import broken_gradients, explosion_limit
 from ddp_runner.training.explosion import Explosions
 
 
@@ -98,3 +98,19 @@ def test_state_continues_exactly():
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         observe_all(second, losses[cut:], start=cut)
         assert second.limits() == whole.limits()
+
+
+@pytest.mark.parametrize(
+    ("norms", "limit", "broken"),
+    [
+        ([1.0, 1.5, 1.0], 90.0, ()),
+        ([1.0, 1.5, math.nan], 90.0, (2,)),
+        ([math.inf, math.nan, math.inf], 90.0, (0, 1, 2)),
+        ([1.0, 31.0, 1.0], 90.0, (1,)),
+        ([1.0, 1e30, 1.0], math.inf, ()),
+    ],
+    ids=["in peace", "not a number", "everywhere", "too high", "no limit yet"],
+)
+def test_a_gradient_is_traced_by_the_ranks_own_norms(norms, limit, broken):
+    """Each counts as if all ranks had one like it."""
+    assert broken_gradients(norms, limit=limit) == broken
