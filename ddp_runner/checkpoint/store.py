@@ -247,7 +247,8 @@ class CheckpointStore:
                 found = _read(entry, map_location=map_location)
                 if not isinstance(found, str):
                     if set_bad_aside and which in WORDS:
-                        self._set_bad_aside(damaged)
+                        problem = self._set_bad_aside(damaged)
+                        rejected = [(path, f"{why}{problem}") for path, why in rejected]
                     return replace(found, rejected=tuple(rejected))
                 reason = found
             rejected.append((entry.path, reason))
@@ -276,8 +277,11 @@ class CheckpointStore:
                 remarks.append(f"{problem}: nothing is lost, the next save writes it anew")
         return remarks
 
-    def _set_bad_aside(self, damaged: list[tuple[Entry, str]]) -> None:
-        """Rename damaged checkpoints; raises FaultError (STORAGE_FAILED) if the disk refuses."""
+    def _set_bad_aside(self, damaged: list[tuple[Entry, str]]) -> str:
+        """Rename damaged checkpoints; what to add to their reasons if the disk refuses.
+
+        They are passed over again the next time, so that it is nothing to end a resume for.
+        """
         for entry, reason in damaged:
             bad = entry.path.with_name(f"{entry.path.name}.bad")
             manifest = self.directory / manifest_name(entry.step)
@@ -289,7 +293,8 @@ class CheckpointStore:
                     self._disk.replace(manifest, manifest.with_name(f"{manifest.name}.bad"))
                 self._disk.sync_directory(self.directory)
             except OSError as error:
-                raise _storage_fault(error, entry.path, step=entry.step) from error
+                return f" (not set aside: {error.strerror or error})"
+        return ""
 
 
 def _read(entry: Entry, *, map_location: str | torch.device) -> Loaded | str:

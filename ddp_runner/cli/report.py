@@ -82,13 +82,14 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         ("exact", "yes" if summary.exact else "no: " + "; ".join(summary.inexact_reasons)),
         ("weights", (summary.weights_sha256 or "-")[:12]),
         ("checkpoint", summary.checkpoint or "-"),
-        ("faults", str(len(summary.faults))),
+        ("faults", str(len(summary.faults) + summary.faults_left_out)),
     )
     labels = max(_LABEL_COLUMNS, *(len(name) + 2 for name, _ in rows))
     yield from (f"{name:<{labels}}{value}" for name, value in rows)
     yield from (_fault_line(fault) for fault in summary.faults[:_FAULTS_SHOWN_MAX])
-    if len(summary.faults) > _FAULTS_SHOWN_MAX:
-        yield f"  and {len(summary.faults) - _FAULTS_SHOWN_MAX} more in events.jsonl"
+    more = len(summary.faults) - _FAULTS_SHOWN_MAX + summary.faults_left_out
+    if more > 0:
+        yield f"  and {more} more in events.jsonl"
 
 
 def _trained(summary: RunSummary) -> str:

@@ -63,8 +63,8 @@ def summary_block(summary: RunSummary, *, log_dir: str) -> list[str]:
         ("time", f"{fmt.duration(summary.wall_s)}, goodput {fmt.percent(summary.goodput)}"),
         *_time_row(summary),
         *_memory_row(summary),
-        ("faults", _faults_total(summary.faults)),
-        *(("", line) for line in _fault_lines(summary.faults)),
+        ("faults", _faults_total(summary)),
+        *(("", line) for line in _fault_lines(summary)),
         ("weights", _weights(summary)),
         ("checkpoint", summary.checkpoint or "none"),
         ("logs", log_dir),
@@ -115,7 +115,8 @@ def _memory_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
         yield "memory", ", ".join(parts)
 
 
-def _faults_total(faults: tuple[FaultRecord, ...]) -> str:
+def _faults_total(summary: RunSummary) -> str:
+    faults, left_out = summary.faults, summary.faults_left_out
     if not faults:
         return "none"
     repairs_s = [f.recovered_s - f.detected_s for f in faults if f.recovered_s is not None]
@@ -123,14 +124,16 @@ def _faults_total(faults: tuple[FaultRecord, ...]) -> str:
     steps = f"{fmt.count(lost)} step{'' if lost == 1 else 's'} done again"
     if not repairs_s:
         return f"{len(faults)}, none repaired"
-    return f"{len(faults)}, {len(repairs_s)} repaired in {fmt.duration(sum(repairs_s))}, {steps}"
+    repaired = f"{len(repairs_s) + left_out} repaired in {fmt.duration(sum(repairs_s))}"
+    return f"{len(faults) + left_out}, {repaired}, {steps}"
 
 
-def _fault_lines(faults: tuple[FaultRecord, ...]) -> Iterable[str]:
-    for fault in faults[:FAULTS_SHOWN_MAX]:
+def _fault_lines(summary: RunSummary) -> Iterable[str]:
+    for fault in summary.faults[:FAULTS_SHOWN_MAX]:
         yield fault_sentence(fault)
-    if len(faults) > FAULTS_SHOWN_MAX:
-        yield f"and {len(faults) - FAULTS_SHOWN_MAX} more, in events.jsonl"
+    more = len(summary.faults) - FAULTS_SHOWN_MAX + summary.faults_left_out
+    if more > 0:
+        yield f"and {more} more, in events.jsonl"
 
 
 def fault_sentence(fault: FaultRecord) -> str:

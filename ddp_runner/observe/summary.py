@@ -69,6 +69,7 @@ class RunSummary:
     wall_s: float
     time_s: TimeShares
     faults: tuple[FaultRecord, ...] = ()
+    faults_left_out: int = 0  # mended by their ranks, and too many to list: in events.jsonl
     checkpoint: str | None
     peak_rss_bytes: int | None = None
     peak_device_bytes: int | None = None

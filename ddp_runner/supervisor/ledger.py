@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
 from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares
 from ddp_runner.supervisor.facts import RunFacts
+
+MENDED_KEPT = 500  # of the first faults that ranks mended themselves, and of the last: each told
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +41,9 @@ class Ledger:
         self.first_step_s: float | None = None
         self.faults: list[OpenFault] = []
         self.restarts = 0
-        self._mended: list[FaultRecord] = []
+        self._mended_first: list[FaultRecord] = []
+        self._mended_last: deque[FaultRecord] = deque(maxlen=MENDED_KEPT)
+        self._mended_left_out = 0
         self.checkpoint = ""
         self._productive_at_save: dict[int, int] = {}
         self._lost_ns = 0
@@ -90,20 +95,23 @@ class Ledger:
     def mended(self, fault: Fault, *, seconds: float, steps_lost: int, generation: int) -> None:
         """A fault was repaired within its generation; it counts in no budget."""
         now_s = time.monotonic()
-        self._mended.append(
-            FaultRecord(
-                kind=fault.kind.value,
-                rank=fault.rank,
-                step=fault.step,
-                cause=fault.cause,
-                detected_s=round(now_s - seconds - self.began_s, 3),
-                recovered_s=round(now_s - self.began_s, 3),
-                steps_lost=steps_lost,
-                generation=generation,
-                detail=fault.detail,
-                seconds={"total": round(seconds, 4)},
-            )
+        record = FaultRecord(
+            kind=fault.kind.value,
+            rank=fault.rank,
+            step=fault.step,
+            cause=fault.cause,
+            detected_s=round(now_s - seconds - self.began_s, 3),
+            recovered_s=round(now_s - self.began_s, 3),
+            steps_lost=steps_lost,
+            generation=generation,
+            detail=fault.detail,
+            seconds={"total": round(seconds, 4)},
         )
+        if len(self._mended_first) < MENDED_KEPT:
+            self._mended_first.append(record)
+            return
+        self._mended_left_out += len(self._mended_last) == MENDED_KEPT
+        self._mended_last.append(record)
 
     def forming(self, now_s: float) -> None:
         """Every rank that is needed is there: what follows is the forming of the generation."""
@@ -164,10 +172,15 @@ class Ledger:
             time_s=self._shares(reading, startup_s=first_step_s - self.began_s),
             faults=tuple(
                 sorted(
-                    [*self._mended, *(self._record(fault) for fault in self.faults)],
+                    [
+                        *self._mended_first,
+                        *self._mended_last,
+                        *(self._record(fault) for fault in self.faults),
+                    ],
                     key=lambda record: record.detected_s,
                 )
             ),
+            faults_left_out=self._mended_left_out,
             checkpoint=str(report.get("checkpoint") or self.checkpoint) or None,
             peak_rss_bytes=_peak(finished, "peak_rss_bytes"),
             peak_device_bytes=_peak(finished, "peak_device_bytes"),

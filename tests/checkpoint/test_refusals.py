@@ -82,6 +82,24 @@ def test_any_refused_operation_is_told_and_keeps_what_was_announced(
     pytest.fail(f"no end of the save within {OPERATIONS_MAX} operations")
 
 
+def test_a_disk_that_lets_nothing_be_set_aside_ends_no_resume(tmp_path: Path):
+    """Whichever operation it refuses; control: one that lets it moves the damaged file away."""
+    for at in range(1, OPERATIONS_MAX):
+        directory = tmp_path / str(at)
+        save(directory, 10)
+        save(directory, 20).path.write_bytes(b"damaged")
+        disk = RefusingDisk(at, errno.EROFS, for_good=True)
+        loaded = CheckpointStore(directory, keep_last=2, disk=disk).load(set_bad_aside=True)
+        assert loaded.manifest.step == 10
+        ((path, why),) = loaded.rejected
+        if disk.count < at:
+            assert (path.exists(), "not set aside" in why) == (False, False)
+            return
+        assert "not set aside: EROFS" in why
+        assert CheckpointStore(directory, keep_last=2).load().manifest.step == 10
+    pytest.fail(f"no end of it within {OPERATIONS_MAX} operations")
+
+
 @pytest.mark.parametrize("at", [3, 6, 12])
 def test_a_write_that_fails_in_the_middle_of_a_large_file_ends_its_threads(tmp_path: Path, at: int):
     """Torch goes on handing over bytes; none reaches the disk any more, and nothing is left."""
@@ -105,11 +123,16 @@ def test_a_file_system_that_became_read_only_is_a_storage_fault(tmp_path: Path):
     directory = tmp_path / "small"
     with small_disk(directory, size_kb=2048):
         save(directory, 10)
+        save(directory, 15).path.write_bytes(b"damaged")
         subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
         with pytest.raises(FaultError, match="Read-only file system") as caught:
             save(directory, 20)
         assert caught.value.fault.kind is FaultKind.STORAGE_FAILED
-        assert CheckpointStore(directory, keep_last=2).load().manifest.step == 10
+        loaded = CheckpointStore(directory, keep_last=2).load(set_bad_aside=True)
+        assert loaded.manifest.step == 10
+        ((path, why),) = loaded.rejected
+        assert path.name == "step_00000015.pt"
+        assert why.endswith("(not set aside: Read-only file system)")
         subprocess.run(["mount", "-o", "remount,rw", str(directory)], check=True)
         save(directory, 30)
         assert CheckpointStore(directory, keep_last=2).load().manifest.step == 30

@@ -14,7 +14,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
 from ddp_runner.supervisor.facts import RunFacts
-from ddp_runner.supervisor.ledger import Ledger
+from ddp_runner.supervisor.ledger import MENDED_KEPT, Ledger
 
 SECOND_NS = 1_000_000_000
 
@@ -264,3 +264,17 @@ def test_very_many_checkpoints_do_not_pile_up():
     note(ledger, replace(incident(5000)), began_s=10.0)
     repair(ledger, now_s=10.0, committed_step=4999, productive_s=5003)
     assert summary(ledger, reading=reading(productive_ns=5003 * SECOND_NS)).time_s.lost == 4.0
+
+
+@pytest.mark.parametrize("count", [2 * MENDED_KEPT, 2 * MENDED_KEPT + 7])
+def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
+    """A long run with a bad disk or loader does not grow for ever; the rest is counted."""
+    ledger = Ledger(began_s=0.0)
+    for step in range(count):
+        fault = Fault(kind=FaultKind.LOADER_WORKER_DIED, rank=0, step=step, cause="it died")
+        ledger.mended(fault, seconds=0.1, steps_lost=0, generation=1)
+    made = summary(ledger)
+    steps = sorted(record.step for record in made.faults)
+    assert steps == [*range(MENDED_KEPT), *range(count - MENDED_KEPT, count)]
+    assert made.faults_left_out == count - 2 * MENDED_KEPT
+    assert made.to_record()["faults_left_out"] == made.faults_left_out
