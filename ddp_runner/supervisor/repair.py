@@ -278,11 +278,7 @@ class Repair:
         self._loader = plan.loader
         for rank in plan.dropped:
             self._give_up(self._world.ranks[rank], now_s)
-        for rank in plan.ranks:
-            handle = self._world.ranks[rank]
-            self._doomed.add(rank)
-            if handle.is_alive:
-                self._world.kill_rank(handle)
+        self._doom([self._world.ranks[rank] for rank in plan.ranks])
 
     def _give_up(self, handle: RankHandle, now_s: float) -> None:
         """Go on without this rank, until it is tried again."""
@@ -342,6 +338,7 @@ class Repair:
             return
         if not self._world.has_store:
             self._world.spawn_store()
+        self._doom_who_finished()
         doomed = [self._world.ranks[rank] for rank in sorted(self._doomed)]
         if now_s < self._respawn_at_s or any(handle.is_alive for handle in doomed):
             return
@@ -356,6 +353,28 @@ class Repair:
             )
             self._short_of_memory.discard(handle.rank)
         self._doomed.clear()
+
+    def _doom_who_finished(self) -> None:
+        """A rank may finish in the very moment in which the others leave for one that is back.
+
+        They wait for it to form with them; its successor does, and finishes again.
+        """
+        present = self._world.present
+        gone = [handle for handle in present if handle.finished is not None]
+        left = [handle for handle in present if handle.finished is None]
+        if not (self.is_regrouping and gone) or self.is_open:
+            return
+        if all(handle.state is RankState.READY for handle in left):
+            filled = any(handle.is_filled for handle in left)
+            self._loader = None if filled else gone[0].rank
+            self._doom(gone)
+
+    def _doom(self, handles: list[RankHandle]) -> None:
+        """Kill what is left of these ranks and have them forked again."""
+        for handle in handles:
+            self._doomed.add(handle.rank)
+            if handle.is_alive:
+                self._world.kill_rank(handle)
 
     def _resume_word(self) -> str:
         """What a loading rank resumes: the user's choice, until this launch has saved something."""

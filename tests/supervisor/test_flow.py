@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -567,6 +568,58 @@ def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
     assert len(plans(run)) == 1
 
 
+def hold_a_returning_rank(run):
+    """Rank 1 is given up and comes back, but for its last word; returns its process."""
+    run.to_step(12)
+    run.kill(1)
+    run.run_until(lambda: len(run.world.present) == 2)
+    held = []
+    run._built = lambda process, _loads: held.append(process)
+    run.run_until(lambda: held)
+    del run._built
+    run.steps = run.best + 2
+    return held[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_that_comes_back_while_the_others_finish_is_not_taken_back(simulate, seed):
+    """Who has finished would never form with it: the run ends without it."""
+    run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, steps=300, seed=seed)
+    back = hold_a_returning_rank(run)
+    run.run_until(lambda: sum(h.finished is not None for h in run.world.present) == 1)
+    run.send(back, run._ready(back))
+    run.loop._turn()
+    assert_done(run)
+    assert len(run.world.present) == 2
+
+
+@pytest.mark.parametrize("finishing", [(2,), (0,), (0, 2)], ids=["last", "first", "both"])
+def test_a_rank_that_finishes_while_it_is_asked_to_make_room_is_replaced(simulate, finishing):
+    """The others have left for the one that is back by then: they form with a successor."""
+    run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, steps=300)
+    back = hold_a_returning_rank(run)
+    run.to_step(run.steps)
+    run.send(back, run._ready(back))
+    run.loop._turn()
+    assert run.supervisor._repair.is_regrouping
+    for rank in finishing:
+        process = run.rank(rank)
+        run._finish(process, process.generation, None)
+    assert_done(run)
+
+
+def assert_generations_grow(run):
+    """Each has the next number, each rank of it is one process, and no process goes back to an old one."""
+    generations = [record["generation"] for record in run.events("form")]
+    assert generations == list(range(1, len(generations) + 1))
+    ranks = [process for process in run.processes.values() if process.rank >= 0]
+    joined = Counter((number, process.rank) for process in ranks for number in process.seen)
+    assert set(joined.values()) == {1}
+    assert {number for number, _ in joined} == set(generations)
+    for process in ranks:
+        assert process.seen == sorted(set(process.seen)), process
+
+
 CHAOS = {
     "kill": lambda run, rank: run.kill(rank),
     "freeze": lambda run, rank: run.freeze(rank),
@@ -608,5 +661,4 @@ def test_any_sequence_of_faults_ends_with_the_run_complete(simulate, seed, elast
         run.run_to_end(within_s=3000.0)
     assert run.ending.status is RunStatus.COMPLETED, (run.ending, run.where())
     assert run.supervisor.machine.state is RunState.DONE
-    generations = [record["generation"] for record in run.events("form")]
-    assert generations == list(range(1, len(generations) + 1))
+    assert_generations_grow(run)
