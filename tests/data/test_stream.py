@@ -156,6 +156,21 @@ def test_another_process_goes_on_exactly_there(kind, step):
         assert dataset.drawn == 20 - 12 + 12, "nothing before the mark was drawn"
 
 
+def test_skipping_shows_how_far_it_is(monkeypatch):
+    """It may take long: a line for each stretch of time; control: none when it is quick."""
+    before = StreamPosition()
+    all_steps(make(position=before), range(3))
+    told = {}
+    for name, interval_s in (("slow", 0.0), ("quick", 60.0)):
+        monkeypatch.setattr("ddp_runner.data.stream._PROGRESS_S", interval_s)
+        position, told[name] = StreamPosition(), []
+        position.restore(before.to_record(2))
+        make(position=position, told=told[name]).take(2)
+    first = "the stream has no state_dict: skipping 12 items of its epoch"
+    assert told["slow"] == [first] + [f"skipped {n} of 12 items of the stream" for n in range(12)]
+    assert told["quick"] == [first]
+
+
 def test_the_last_step_is_taken_again_for_free_and_a_later_one_is_known():
     """A survivor's repair: same batches; its state can be had before and after the step."""
     dataset, position = Stateful(), StreamPosition()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.scenarios.cgroups import memory_cgroup
 from tests.scenarios.conftest import SETTINGS
-from tests.scenarios.harness import Run
+from tests.scenarios.harness import Run, assert_every_sample_once, poll
 
 TROUBLE = "trouble"
 STREAM = f"{Path(__file__).with_name('streaming.py')}:StreamTask"
@@ -33,7 +33,7 @@ def quarantined(run):
 
 
 def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path, peace):
-    """SIGKILL, SIGSTOP and os._exit: the weights of peace, one generation, the same processes."""
+    """SIGKILL and SIGSTOP: the weights of peace, one generation, the same processes."""
     blows = (
         "loader_kill:rank=1,step=20",
         "loader_stop:rank=1,step=35",
@@ -59,20 +59,36 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
     assert len({record["pid"] for record in run.events("rank_formed")}) == 2
 
 
-def test_a_worker_stuck_in_a_sample_is_replaced_inside_its_rank(tmp_path, peace):
-    """Stuck for ever the first time, well the second: the weights of peace, one generation."""
-    with Run(tmp_path, *SETTINGS, "loader_timeout_s=4", world=2) as run:
-        run.wait_for_step(10)
-        (tmp_path / TROUBLE).write_text("data 1 sleep600", encoding="utf-8")
+def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, peace):
+    """Each once, the sample is well when it is tried again: batches and weights of peace."""
+    troubles = ("data 0 exit7", "data 0 raise", "data 1 sleep600")
+    settings = ("loader_timeout_s=4", "task.pace_s=0.06")
+    with Run(tmp_path, *SETTINGS, *settings, world=2) as run:
+        run.wait_for_step(5)
+        for trouble in troubles:
+            (tmp_path / "written").write_text(trouble, encoding="utf-8")
+            (tmp_path / "written").rename(tmp_path / TROUBLE)
+            poll(lambda: not (tmp_path / TROUBLE).exists(), what=trouble)
         assert run.wait() == 0, run.console
-    assert not (tmp_path / TROUBLE).exists()
     summary = run.summary()
-    (fault,) = summary["faults"]
-    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("loader_timeout", 1, 0)
-    assert "no batch within 4 s: loader worker 0 (pid " in fault["cause"]
-    assert "is sleeping" in fault["cause"]
+    by_kind = {fault["kind"]: fault for fault in summary["faults"]}
+    assert sorted(by_kind) == ["bad_sample", "loader_timeout", "loader_worker_died"]
+    assert len(summary["faults"]) == 3
+    assert {fault["steps_lost"] for fault in summary["faults"]} == {0}
+    assert "exited with code 7" in by_kind["loader_worker_died"]["cause"]
+    assert "RuntimeError: trouble was asked for" in by_kind["bad_sample"]["cause"]
+    assert "loaded when it was tried again" in run.console
+    stuck = by_kind["loader_timeout"]
+    assert stuck["rank"] == 1
+    assert "no batch within 4 s: loader worker 0 (pid " in stuck["cause"]
+    assert "is sleeping" in stuck["cause"]
     assert (summary["exact"], len(run.events("form"))) == (True, 1)
     assert summary["weights_sha256"] == peace(2).digest
+    assert_every_sample_once(run, 2, samples=192)
+    for ours, theirs in zip(run.audit(2), peace(2).audit(2), strict=True):
+        assert {step: line["indices"] for step, line in ours.items()} == {
+            step: line["indices"] for step, line in theirs.items()
+        }
 
 
 def test_a_slow_sample_is_no_fault(tmp_path, peace):
