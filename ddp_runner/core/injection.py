@@ -41,6 +41,7 @@ class InjectKind(Enum):
     DIVERGE = "diverge"  # one bit of one weight flips
     BAD_SAMPLE = "bad_sample"  # a sample that the rank takes at that step raises, now and for ever
     DISK_FULL = "disk_full"  # for ``seconds`` the system refuses to write checkpoints
+    DISK_ERROR = "disk_error"  # the next checkpoint meets an I/O error when it is synced
     SLOW_DISK = "slow_disk"  # the next write of a checkpoint takes ``seconds`` longer
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"  # a byte of the newest checkpoint turns over
 

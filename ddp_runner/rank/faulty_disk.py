@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import time
@@ -17,6 +18,7 @@ class FaultyDisk(RealDisk):
     def __init__(self) -> None:
         self._full_until_s = 0.0
         self._delay_s = 0.0
+        self._fails_sync = False
         self._newest: Path | None = None
 
     @property
@@ -32,6 +34,10 @@ class FaultyDisk(RealDisk):
     def slow_down(self, *, seconds: float) -> None:
         """Take so much longer for the next write."""
         self._delay_s += seconds
+
+    def fail_next_sync(self) -> None:
+        """Have the next sync of a file fail as on a broken device; the bytes may or may not be there."""
+        self._fails_sync = True
 
     def damage_newest(self) -> None:
         """Turn over a byte in the middle of the newest checkpoint; nothing where there is none."""
@@ -56,6 +62,13 @@ class FaultyDisk(RealDisk):
             super().write(handle, data)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    def sync_file(self, handle: int) -> None:
+        """fsync(2), unless it is to fail."""
+        fails, self._fails_sync = self._fails_sync, False
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync_file(handle)
 
     def replace(self, source: Path, target: Path) -> None:
         """rename(2); remembers the checkpoint that is published by it."""

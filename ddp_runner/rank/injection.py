@@ -148,6 +148,8 @@ class InjectingSlot(Slot):
                 torch.empty(UNHEARD_OF_BYTES, dtype=torch.uint8)
             case InjectKind.DISK_FULL:
                 self._disk.fill(seconds=seconds)
+            case InjectKind.DISK_ERROR:
+                self._disk.fail_next_sync()
             case InjectKind.SLOW_DISK:
                 self._disk.slow_down(seconds=seconds)
             case InjectKind.CORRUPT_CHECKPOINT:

@@ -85,11 +85,14 @@ def claim_directories(settings: Settings, lock: DirectoryLock) -> None:
         ) from error
 
 
-def remove_temporary_files(directory: Path) -> None:
+def remove_temporary_files(directory: Path) -> list[Path]:
     """Remove what a writer that was killed left half written. The lock must be held: all are dead."""
+    removed = []
     for path in directory.glob(".*.tmp-*"):
         with contextlib.suppress(OSError):
             path.unlink()
+            removed.append(path)
+    return removed
 
 
 def bind_store_port(port: int) -> socket.socket:

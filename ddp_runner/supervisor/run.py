@@ -203,7 +203,8 @@ class _Loop:
         if left:
             records.say(f"processes {left} would not end", level="ERROR")
         if records.may_write:
-            remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir))
+            for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
+                records.say(f"removed {path}, which a save that was cut off had left")
         self._say_ending()
         summary = self._summary()
         records.event("run_ends", status=ending.status.value, exit_code=int(ending.exit_code))

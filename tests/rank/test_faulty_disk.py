@@ -26,6 +26,18 @@ def test_a_full_disk_is_one_that_the_system_refuses_to_write(tmp_path):
     assert steps_in(tmp_path) == [10, 30]
 
 
+def test_an_io_error_meets_one_save_and_keeps_what_was_there(tmp_path):
+    """It is told as one; the save after it works."""
+    disk = FaultyDisk()
+    save(tmp_path, 10, disk=disk)
+    disk.fail_next_sync()
+    with pytest.raises(FaultError, match="Input/output error"):
+        save(tmp_path, 20, disk=disk)
+    assert steps_in(tmp_path) == [10]
+    save(tmp_path, 30, disk=disk)
+    assert steps_in(tmp_path) == [10, 30]
+
+
 def test_a_slow_disk_takes_its_time_once(tmp_path):
     """The next write only."""
     disk = FaultyDisk()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 
 import pytest
 
@@ -75,6 +76,43 @@ def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
     assert f"step_{STEPS:08d}.pt" in run.console
     assert "File too large" in run.console
     assert verified_steps(run)[0] == 70
+
+
+def test_an_io_error_costs_one_save(peace, tmp_path):
+    """Told with the file, the next one left out, then all is as before, to the last bit."""
+    run = finish(tmp_path, *injected("disk_error:rank=0,step=9,phase=checkpoint"))
+    assert "step_00000010.pt: Input/output error; training goes on" in run.console
+    assert not {10, 12} & set(saved(run))
+    assert saved(run)[-1] == STEPS
+    assert run.digest == peace(2).digest
+    assert STEPS in verified_steps(run)
+
+
+@contextlib.contextmanager
+def read_only(directory):
+    """The directory as the kernel leaves one after an error, for whoever opens something in it."""
+    mount = ("mount", "--bind", str(directory), str(directory))
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_path):
+    """Every step is trained; then exit 1 with the file, and what was saved before is whole."""
+    few = ("--max-steps", 36, "save_interval=0", "task.pace_s=0.1")
+    with Run(tmp_path, *SETTINGS, *few) as run:
+        run.wait_for_event("checkpoint_saved")  # the next one begins ten steps later
+        with read_only(run.checkpoints):
+            assert run.wait() == 1, run.console
+    assert "Read-only file system; training goes on" in run.console
+    assert "step_00000036.pt" in run.console
+    assert sorted(run.audit(2)[0]) == list(range(1, 37))
+    assert max(verified_steps(run)) < 36
 
 
 def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_path):

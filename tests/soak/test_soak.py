@@ -22,7 +22,7 @@ MTBF_S = 2.0
 PACE_S = 0.02
 RAISES_APART_S = 0.3  # two alike at one step would be taken for the user's own error
 BREAKS = "kill+stop+raise+exit+hang+spin+gil"  # a generation
-MENDED = "loader_kill+loader_stop+disk_full+slow_disk+corrupt_checkpoint"  # or made up for later
+MENDED = "loader_kill+loader_stop+disk_full+disk_error+slow_disk+corrupt_checkpoint"  # or made up for later
 KINDS = f"{BREAKS}+{MENDED}"
 SETTINGS = (
     *("-b", 8, "num_workers=1", "log.display=plain", "log_interval=200", "evaluate_interval=0"),
