@@ -502,12 +502,12 @@ def test_the_first_sample_of_a_run_may_be_the_bad_one():
     assert first[0].indices == (known.stand_in(0),) != (0,)
 
 
-@pytest.mark.parametrize("size", [4, 32])
-def test_a_hanging_sample_is_waited_for_a_bounded_number_of_times(size):
+def test_a_hanging_sample_is_waited_for_a_bounded_number_of_times():
     """However large its batch, which is loaded all at once: the other ranks wait meanwhile."""
+    size = 32
     dataset, known = KillsOrHangs(BAD, hangs=True, many=True), quarantine()
     order = SampleOrder(seed=0, dataset_size=64, global_batch_size=size, shuffle=False)
-    settings = {"order": order, "micro_batch_size": size, "timeout_s": 0.5, "quarantine": known}
+    settings = {"order": order, "micro_batch_size": size, "timeout_s": 1.0, "quarantine": known}
     with make(dataset, **settings) as loader:
         for step in range(BAD // size + 1):
             loader.take(step)
@@ -526,7 +526,7 @@ def test_a_batch_that_only_hangs_as_a_whole_is_named_as_one():
                 time.sleep(600)
             return [self[index] for index in indices]
 
-    with make(HangsTogether(), timeout_s=0.5, quarantine=quarantine()) as loader:
+    with make(HangsTogether(), timeout_s=1.0, quarantine=quarantine()) as loader:
         fault = take_fault(loader)
     assert fault.kind is FaultKind.BAD_SAMPLE
     assert fault.cause.startswith("one of the samples 16, 17, 18, 19 (epoch 0)")
