@@ -12,6 +12,7 @@ import pytest
 
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Finished, Formed, Ready, ZygoteReady
+from ddp_runner.rank.zygote import fork_to_supervisor
 from tests.processes import poll, ranks, run_ranks
 
 from .supervising import PlayedSupervisor, answers_on, parent_of, threads_of
@@ -120,6 +121,29 @@ def test_forks_outlive_their_zygote(facts):
 def test_a_store_ends_when_the_supervisor_hangs_up(facts):
     """With success: it is no fault."""
     assert facts["store_exit"] == [0]
+
+
+def _fork_without_room(me):
+    """The process between may be forked, its child may not: the system's limit is reached."""
+    real, forks = os.fork, []
+
+    def fork():
+        forks.append(1)
+        if len(forks) > 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return real()
+
+    os.fork = fork
+    try:
+        return fork_to_supervisor(os.getpid(), lambda: 0)
+    except OSError as error:
+        return str(error)
+
+
+def test_a_fork_that_the_system_refuses_yields_no_pid():
+    """Certainly not 0, which would signal the supervisor's whole group."""
+    (answer,) = run_ranks(_fork_without_room, 1)
+    assert answer == "no further process can be forked: a limit on processes is reached"
 
 
 def _run_two_ranks(me, folder):

@@ -267,6 +267,61 @@ def test_after_a_failed_save_the_interval_doubles_until_one_succeeds(tmp_path):
     assert warnings == 2
 
 
+def _saves_without_means(me, folder, error):
+    """The write fails for want of something of the machine's, not because the disk says so."""
+    del me
+    state = build_state()
+    saving, runtime, _ = make_saving(folder, state)
+    real, tried = CheckpointStore.save, []
+
+    def save(self, content, *, step, **rest):
+        tried.append(step)
+        if len(tried) > 1:
+            return real(self, content, step=step, **rest)
+        raise error
+
+    CheckpointStore.save = save
+    for step in (1, 2, 3):
+        state.committed_step = step
+        saving.due("interval")
+        saving.settle()
+    return tried, runtime.saved_steps, runtime.log()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), OSError(24, "no descriptor")]
+)
+def test_a_save_without_memory_or_thread_costs_a_warning(tmp_path, error):
+    """It is no error of training; the next one but one is tried again."""
+    tried, saved, log = run_ranks(_saves_without_means, 1, tmp_path, error)[0]
+    assert tried == [1, 3]
+    assert saved == [3]
+    assert log.count(f"could not be written ({type(error).__name__}") == 1
+    assert "training goes on, without the next 1 checkpoints" in log
+
+
+def _save_with_a_bug(me, folder):
+    del me
+    state = build_state()
+    saving, _, _ = make_saving(folder, state)
+
+    def save(self, content, *, step, **rest):
+        raise ValueError("a bug")
+
+    CheckpointStore.save = save
+    saving.due("interval")
+    try:
+        saving.settle()
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_bug_in_a_save_is_no_warning(tmp_path):
+    """Control: what is nobody's lack of means leaves the saving thread as it is."""
+    assert run_ranks(_save_with_a_bug, 1, tmp_path) == ["a bug"]
+
+
 def test_saves_that_succeed_leave_none_out(tmp_path):
     """Control."""
     tried, saved, warnings = run_ranks(_failing_saves, 1, tmp_path, 0)[0]
@@ -336,13 +391,17 @@ def test_an_interval_of_zero_saves_nothing_by_time(tmp_path):
 
 
 def _takes_over(me, folder, generation, age_s):
-    """A new rank 0 of a run whose newest checkpoint is ``age_s`` old; None: it has none."""
+    """A new rank 0 of a run whose newest checkpoint is ``age_s`` old; None: it has none, "gone": its file went."""
     del me
     state = build_state()
     saving, runtime, store = make_saving(folder, state, save_every_steps="auto", save_interval=0)
     if age_s is not None:
         path = store.save({**state.capture()}, **_facts(step=3)).path
-        os.utime(path, (time.time() - age_s,) * 2)
+        if age_s == "gone":
+            path.unlink()
+            assert [entry.step for entry in store.catalog.entries()] == [3]
+        else:
+            os.utime(path, (time.time() - age_s,) * 2)
     state.committed_step = 5
     runtime.slot.set(Cell.GENERATION, generation)
     assert not saving.has_to_make_up()
@@ -353,8 +412,11 @@ def _takes_over(me, folder, generation, age_s):
 
 @pytest.mark.parametrize(
     ("generation", "age_s", "saved"),
-    [(2, 100.0, [5]), (2, None, [5]), (2, 1.0, []), (1, 100.0, []), (1, None, [])],
-    ids=["old file", "no file", "new file", "a resumed run", "a new run"],
+    [
+        *((2, 100.0, [5]), (2, None, [5]), (2, "gone", [5]), (2, 1.0, [])),
+        *((1, 100.0, []), (1, None, [])),
+    ],
+    ids=["old file", "no file", "manifest alone", "new file", "a resumed run", "a new run"],
 )
 def test_ranks_0_that_die_one_after_the_other_put_no_save_off(tmp_path, generation, age_s, saved):
     """The interval counts from the newest file, whoever wrote it; a new launch begins it anew."""

@@ -19,7 +19,14 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Finished, Formed, Metrics, Saved
+from ddp_runner.core.messages import (
+    Adjusted,
+    Finished,
+    Formed,
+    MendedInPlace,
+    Metrics,
+    Saved,
+)
 from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.runtime import LocalRuntime, Place
@@ -175,6 +182,23 @@ def test_evaluation_and_checkpoint_come_at_each_epoch_s_end(tmp_path):
     assert isinstance(messages[0][0], Formed)
     assert isinstance(messages[-1][0], Finished)
     assert report.figures["validation_loss"] > 0
+
+
+def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
+    """DDP and loader are made for it: learnt once, said once, and the rate alone is changed."""
+    config = settings(
+        tmp_path,
+        **{"task.nan_at": "8+9", "ddp.find_unused_parameters": "auto", "relax_after_steps": 6},
+        max_errors_per_epoch=1,
+    )
+    report, messages, _ = train(config)
+    assert report.steps == STEPS
+    assert [m.steps_lost for m in told(messages, MendedInPlace)] == [3], "it was rolled back"
+    remedies = [m.remedy for m in told(messages, Adjusted)]
+    assert [remedy.split(" after")[0] for remedy in remedies] == [
+        "find_unused_parameters=False",
+        "rolled back to step 6, learning rate x 0.5",
+    ]
 
 
 def test_checkpoints_by_steps_come_besides_those_by_epochs(tmp_path):

@@ -115,6 +115,19 @@ def test_a_captured_state_survives_a_file(tmp_path):
     assert bits_of(other) == bits_of(source)
 
 
+@pytest.mark.parametrize("missing", ["optimizer", "monitor", "counters"])
+def test_a_state_that_was_restored_by_half_stands_in_no_election(missing):
+    """However far it came: it is neither what it was nor what it was to become."""
+    source, other = build_state(), build_state()
+    advance(source, 4)
+    advance(other, 6)
+    half = source.capture()
+    del half[missing]
+    with pytest.raises(KeyError):
+        other.restore(half)
+    assert other.committed_step == EMPTY_STEP
+
+
 def test_an_average_that_was_not_saved_starts_anew():
     """A run that turns its average on later resumes from a state without one."""
     source, other = build_state(ema=False), build_state(ema=True)

@@ -162,6 +162,31 @@ class _AsksToStop(LocalRuntime):
         return StopReason.PREEMPTED if reached else None
 
 
+class _AfterADirtyOne(LocalRuntime):
+    """Its slot is that of a process that died inside its optimizer."""
+
+    dirty_at_ready = None
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.slot.set(Cell.DIRTY, 1)
+
+    def next_generation(self, ready):
+        self.dirty_at_ready = self.slot.get(Cell.DIRTY)
+        return super().next_generation(ready)
+
+
+def _follow_a_dirty_one(me, config):
+    runtime = make_runtime(config, 0, 1, kind=_AfterADirtyOne)
+    DDPTrainer(config=config, runtime=runtime).train()
+    return runtime.dirty_at_ready
+
+
+def test_the_dirty_mark_of_a_predecessor_is_wiped_off(tmp_path):
+    """What the new process holds is whole: it may leave a first generation that fails as it came."""
+    assert run_ranks(_follow_a_dirty_one, 1, settings(tmp_path, max_steps=1)) == [0]
+
+
 def make_runtime(config, rank, world_size, kind=LocalRuntime):
     place = Place(
         rank=rank,
