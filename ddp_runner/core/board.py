@@ -38,9 +38,9 @@ class Cell(IntEnum):
     LAST_COMMIT_NS = 16  # monotonic time of the newest commit
     OWN_NS = 17  # cumulative time inside steps, waiting in collectives left out
     OWN_STEPS = 18  # how many steps OWN_NS sums up
-    COLLECTIVES = 19  # begun in the generation when its newest step began
     BUSY_NS = 19  # of STEP_NS, what was spent neither on data nor in the reduction
     REDUCE_NS = 20  # of STEP_NS, in the reduction, the wait for later ranks included
+    COLLECTIVES = 21  # begun in the generation when its newest step began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
