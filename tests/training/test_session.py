@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
+from ddp_runner.core import pacing
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -240,6 +241,23 @@ def test_the_steps_beside_a_save_are_told_from_those_in_peace(tmp_path):
     assert len(seen) == STEPS
     assert [beside_save for _, beside_save in seen[:8]] == [False] * 6 + [True] * 2
     assert all(0 < step_s < 60 for step_s, _ in seen)
+
+
+def _train_by_time(me, config):
+    del me
+    # Due at once, and again until its cost is known: then, at the learnt pace, after the end.
+    pacing.FIRST_INTERVAL_S, pacing.STEPS_MIN = 0.0, 0
+    runtime = RecordingRuntime(config)
+    DDPTrainer(config=config, runtime=runtime).train()
+    return [saved.step for saved in runtime.of(Saved)]
+
+
+@pytest.mark.parametrize(("every", "first"), [("auto", 1), (0, STEPS)])
+def test_a_save_whose_time_has_come_is_made_after_the_next_step(tmp_path, every, first):
+    """Rank 0 asks for it before the step; where nothing is saved by time, nobody asks."""
+    config = settings(tmp_path, save_interval=0, save_every_steps=every)
+    saved = run_ranks(_train_by_time, 1, config)[0]
+    assert (saved[0], saved[-1]) == (first, STEPS)
 
 
 def test_without_validation_data_nothing_is_evaluated(tmp_path):
