@@ -55,6 +55,12 @@ class Ledger:
         """The incidents so far, oldest first."""
         return [fault.incident for fault in self.faults]
 
+    @property
+    def faults_total(self) -> int:
+        """Incidents, and faults that ranks mended themselves, also those that are not listed."""
+        listed = len(self._mended_first) + len(self._mended_last)
+        return len(self.faults) + listed + self._mended_left_out
+
     def saved(self, step: int, path: str, productive_ns: int) -> None:
         """A checkpoint was published; what comes after it may be lost."""
         self.checkpoint = path

@@ -190,7 +190,7 @@ class _Loop:
             state=supervisor.machine.state,
             generation=supervisor.facts.generation,
             began_s=supervisor.ledger.began_s,
-            faults_total=len(supervisor.ledger.faults),
+            faults_total=supervisor.ledger.faults_total,
             restarts=supervisor.ledger.restarts,
         )
 

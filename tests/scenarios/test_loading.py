@@ -56,6 +56,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
         assert fault["recovered_s"] is not None
         assert "sample" in fault["cause"]
     assert "1 loader worker started anew" in run.console
+    assert run.status()["faults_total"] == 3
     assert len({record["pid"] for record in run.events("rank_formed")}) == 2
 
 

@@ -278,3 +278,6 @@ def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
     assert steps == [*range(MENDED_KEPT), *range(count - MENDED_KEPT, count)]
     assert made.faults_left_out == count - 2 * MENDED_KEPT
     assert made.to_record()["faults_left_out"] == made.faults_left_out
+    assert ledger.faults_total == count
+    note(ledger, incident(3), began_s=100.0)
+    assert ledger.faults_total == count + 1
