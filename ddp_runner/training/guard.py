@@ -91,7 +91,7 @@ class Guard:
         """Where it came from. A rank's loss tells by itself; a sum of gradients does not."""
         ranks, found = result.broken_ranks, bool(result.broken_ranks)
         if not found and math.isfinite(result.loss):
-            answers = self._group.exchange(f"gradient/{result.step}", repr(recompute()))
+            answers = self._exchange(f"gradient/{result.step}", repr(recompute()))
             ranks = broken_gradients(
                 [float(answer) for answer in answers],
                 limit=self._state.explosions.limits().grad_norm,
