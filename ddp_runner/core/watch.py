@@ -17,6 +17,9 @@ STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
 # Per hang verdict in a row without progress, and for ranks that are late together: the pause may be
 # a real one.
 PATIENCE_FACTOR = 4.0
+NEARLY_LATE = (
+    0.5  # of a deadline: who has stayed so long while another one is late may stand still too
+)
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
 
 
@@ -62,6 +65,20 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     return _usual_deadline_s(pace, settings)
 
 
+def late_ranks(
+    looks: Sequence[RankLook], pace: Pace, settings: RecoverySettings
+) -> tuple[int, ...]:
+    """Who lets the others wait too long, with those that nearly do: a pause begins for no two at once."""
+    shares = {
+        look.rank: look.age_s / phase_deadline_s(look, pace, settings)
+        for look in looks
+        if look.phase is not Phase.REDUCE and look.phase not in _UNWATCHED
+    }
+    if max(shares.values(), default=0.0) <= 1.0:
+        return ()
+    return tuple(rank for rank, share in shares.items() if share > NEARLY_LATE)
+
+
 def longest_phase_s(settings: RecoverySettings) -> float:
     """The longest that a rank may let the others wait, whatever the run's pace."""
     return max(
@@ -76,6 +93,9 @@ def find_hung(
 ) -> HangVerdict | None:
     """The verdict on a generation whose ranks are all training, or None.
 
+    The age of a rank that was late with others, and is no longer, begins anew then: they do not wake
+    up at one moment (:class:`SharedPauses`).
+
     It never names all of several ranks: one is left, and with it the state. Told to leave its
     generation, that one does, or is found then.
     """
@@ -83,13 +103,10 @@ def find_hung(
     if stopped:
         return _verdict(stopped, looks)
     over_s = {look.rank: look.age_s - phase_deadline_s(look, pace, settings) for look in looks}
-    late = [
-        look
-        for look in looks
-        if look.phase is not Phase.REDUCE and look.phase not in _UNWATCHED and over_s[look.rank] > 0
-    ]
+    together = late_ranks(looks, pace, settings)
+    late = [look for look in looks if look.rank in together and over_s[look.rank] > 0]
     if late:
-        alone = len(late) == 1 < len(looks)
+        alone = len(together) == 1 < len(looks)
         grace_s = 0.0 if alone else (PATIENCE_FACTOR - 1) * _usual_deadline_s(pace, settings)
         is_due = any(over_s[look.rank] > grace_s for look in late)
         return _verdict(late, looks) if is_due else None
@@ -98,6 +115,19 @@ def find_hung(
         if over_s[youngest.rank] > 0:
             return HangVerdict(ranks=(), waited_s=youngest.age_s)
     return None
+
+
+class SharedPauses:
+    """Remembers which ranks were late together: the last one to wake up gets its time anew."""
+
+    def __init__(self) -> None:
+        self._together: tuple[int, ...] = ()
+
+    def observe(self, late: tuple[int, ...]) -> int | None:
+        """The rank, if any, whose time begins anew now; ``late`` is of :func:`late_ranks`."""
+        left = len(late) == 1 and late[0] in self._together
+        self._together = late if len(late) > 1 else ()
+        return late[0] if left else None
 
 
 def _usual_deadline_s(pace: Pace, settings: RecoverySettings) -> float:

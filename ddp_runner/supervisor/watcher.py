@@ -10,13 +10,22 @@ from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
-from ddp_runner.core.watch import HangVerdict, Pace, RankLook, find_hung, phase_deadline_s
+from ddp_runner.core.watch import (
+    HangVerdict,
+    Pace,
+    RankLook,
+    SharedPauses,
+    find_hung,
+    late_ranks,
+    phase_deadline_s,
+)
 from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.ranks import RankHandle
 
 PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
 PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
+LOOKS_APART_S = 0.3  # three ticks: no pause, however short the deadline
 WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
 _SUSPICIOUS_S = 0.5  # an age from which /proc is asked; most looks cost no system call
 
@@ -31,6 +40,8 @@ class Watcher:
         self._best_step = -1
         self._verdicts_in_a_row = 0
         self._looked_at_ns = self._awake_since_ns = time.monotonic_ns()
+        self._pauses = SharedPauses()
+        self._anew_since_ns: dict[int, int] = {}  # ranks that were the last of a shared pause
         self._own: dict[int, tuple[int, int]] = {}
         self._straggler_watch = StragglerWatch()
 
@@ -40,8 +51,13 @@ class Watcher:
         self._keep_pace(handles)
         training = [handle for handle in handles if handle.finished is None]
         if any(handle.state is not RankState.TRAINING for handle in training):
+            self._pauses.observe(())
             return None
         looks = [self._look_at(handle) for handle in training]
+        left = self._pauses.observe(late_ranks(looks, self._pace(), self._settings))
+        if left is not None:
+            self._anew_since_ns[left] = time.monotonic_ns()
+            looks = [self._look_at(handle) for handle in training]
         verdict = find_hung(looks, self._pace(), self._settings)
         if verdict is not None:
             self._verdicts_in_a_row += 1
@@ -84,7 +100,8 @@ class Watcher:
 
     def _look_at(self, handle: RankHandle) -> RankLook:
         reading = handle.slot.read()
-        since_ns = max(reading.phase_since_ns, self._awake_since_ns)
+        anew_since_ns = self._anew_since_ns.get(handle.rank, 0)
+        since_ns = max(reading.phase_since_ns, self._awake_since_ns, anew_since_ns)
         age_s = (time.monotonic_ns() - since_ns) / 1e9
         return RankLook(
             rank=handle.rank,
@@ -100,7 +117,8 @@ class Watcher:
         The whole job, container or machine may have been paused; nobody was hung then.
         """
         now_ns = time.monotonic_ns()
-        if now_ns - self._looked_at_ns > min(PAUSE_S, self._settings.hang_min_s / 2) * 1e9:
+        pause_s = max(LOOKS_APART_S, min(PAUSE_S, self._settings.hang_min_s / 2))
+        if now_ns - self._looked_at_ns > pause_s * 1e9:
             self._awake_since_ns = now_ns
         self._looked_at_ns = now_ns
 

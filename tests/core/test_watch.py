@@ -6,7 +6,15 @@ import pytest
 
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.core.watch import HangVerdict, Pace, RankLook, find_hung, phase_deadline_s
+from ddp_runner.core.watch import (
+    HangVerdict,
+    Pace,
+    RankLook,
+    SharedPauses,
+    find_hung,
+    late_ranks,
+    phase_deadline_s,
+)
 
 SETTINGS = RecoverySettings(
     hang_min_s=2.0,
@@ -90,10 +98,27 @@ def test_ranks_that_are_late_together_get_four_times_as_long(phase):
     assert verdict(peer, look(1, phase, 8.1), look(2, Phase.FORWARD, 7.8)) == both
 
 
-def test_a_rank_that_is_late_alone_again_is_hung_at_once():
-    """The others went on: it was no pause of the machine."""
-    late = look(1, Phase.FORWARD, 5.0)
-    assert verdict(look(0, Phase.FORWARD, 4.9), late) is None
+def test_a_pause_that_began_earlier_for_one_of_the_ranks_is_shared_all_the_same():
+    """They were not in step to the millisecond; control: one that is well within its time is not in it."""
+    late = look(1, Phase.FORWARD, 2.01)
+    assert verdict(look(0, Phase.FORWARD, 1.95), late) is None
+    assert verdict(look(0, Phase.FORWARD, 0.9), late) == HangVerdict(ranks=(1,), waited_s=2.01)
+
+
+def test_the_last_rank_of_a_shared_pause_gets_its_time_anew_once():
+    """The others woke up just before it; late by itself after that, it is hung."""
+    pace = Pace(slowest_step_s=0.1, verdicts_in_a_row=0)
+    pauses, late = SharedPauses(), look(1, Phase.FORWARD, 5.0)
+    observed = [
+        pauses.observe(late_ranks([look(0, phase, age_s), late], pace, SETTINGS))
+        for phase, age_s in (
+            (Phase.FORWARD, 4.9),
+            (Phase.BACKWARD, 0.01),
+            (Phase.REDUCE, 0.1),
+        )
+    ]
+    assert observed == [None, 1, None]
+    assert SharedPauses().observe((1,)) is None, "late alone from the beginning"
     assert verdict(look(0, Phase.REDUCE, 0.1), late) == HangVerdict(ranks=(1,), waited_s=5.0)
 
 

@@ -223,6 +223,12 @@ class Simulation:
         for process in self.processes.values():
             process.stopped = process.asleep = False
 
+    def rouse(self, rank):
+        """One of those that are stuck goes on, and waits for the others."""
+        process = self.rank(rank)
+        process.stopped = process.asleep = False
+        self.stamp(process, Phase.REDUCE)
+
     def leave(self, rank, code=0):
         """``os._exit`` in a rank."""
         process = self.rank(rank)

@@ -274,17 +274,42 @@ def test_a_pause_of_all_ranks_is_no_hang(simulate, pause_s):
     assert plans(run) == []
 
 
+@pytest.mark.parametrize("apart_s", [0.01, 0.15, 0.8])
+def test_a_pause_that_ends_for_one_rank_after_the_other_is_no_hang(simulate, apart_s):
+    """The last one is late alone for as long as it takes to wake up."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    run.sleep(0, 1, 2)
+    run.pass_time(3.0)
+    for rank in (0, 2):
+        run.rouse(rank)
+        run.pass_time(apart_s)
+    run.wake()
+    assert_done(run)
+    assert plans(run) == []
+
+
+def test_looks_that_are_a_tick_apart_are_no_pause(simulate):
+    """However short hang_min_s is: else no rank would ever look late."""
+    run = simulate(hang_min_s=0.05)  # the deadline is ten steps, half a second
+    run.to_step(15)
+    run.sleep(1)
+    run.run_until(lambda: run.events("fault"), within_s=0.8)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_hung", (1,))]
+
+
 def test_ranks_that_are_late_together_are_judged_by_who_comes_back(simulate):
-    """The pause ends for one of the two: the other one is hung, and is found at once."""
+    """The pause ends for one of the two: the other one gets its time once more, and is hung then."""
     run = simulate(hang_min_s=1.0)
     run.to_step(15)
     run.sleep(1, 2)
     run.pass_time(1.5)
     assert not run.events("fault")
-    process = run.rank(2)
-    process.stopped = process.asleep = False
-    run.stamp(process, Phase.REDUCE)
-    run.run_until(lambda: run.events("fault"), within_s=0.5)
+    run.rouse(2)
+    run.pass_time(0.9)
+    assert not run.events("fault")
+    run.run_until(lambda: run.events("fault"), within_s=0.4)
     assert_done(run)
     assert plans(run) == [(1, "rank_hung", (1,))]
 
