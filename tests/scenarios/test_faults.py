@@ -204,13 +204,16 @@ def test_slow_is_not_hung(tmp_path):
     assert list(summary["stragglers"]) == ["1"]
 
 
-@pytest.mark.parametrize("find_unused", [True, False], ids=["in a step", "while forming"])
-def test_who_compiles_alone_is_waited_for(tmp_path, find_unused):
-    """One rank's first forward outlasts what a collective and forming may take: nobody gives up."""
+@pytest.mark.parametrize(
+    ("find_unused", "limit", "seconds"),
+    [(True, "collective_timeout_s=1", 3), (False, "form_timeout_s=2.5", 5.5)],
+    ids=["in a step", "while forming"],
+)
+def test_who_compiles_alone_is_waited_for(tmp_path, find_unused, limit, seconds):
+    """One rank's first forward outlasts what a collective or forming may take: nobody gives up."""
     settings = (
-        *("--max-steps", 8, f"ddp.find_unused_parameters={find_unused}"),
-        *("collective_timeout_s=1", "form_timeout_s=1", "num_workers=0"),
-        *("--inject", "slow:rank=1,step=0,seconds=4"),
+        *("--max-steps", 8, f"ddp.find_unused_parameters={find_unused}", "num_workers=0", limit),
+        *("--inject", f"slow:rank=1,step=0,seconds={seconds}"),
     )
     with Run(tmp_path, *QUICK, *settings) as run:
         assert run.wait() == 0, run.console
