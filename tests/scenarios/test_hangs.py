@@ -26,7 +26,7 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
         run.wait_for_step(5)
         (tmp_path / TROUBLE_NAME).write_text("state_dict 1 sleep1000")
         run.wait_for_event("repaired")
-        (tmp_path / TROUBLE_NAME).write_text("validation 1 sleep1000")
+        (tmp_path / TROUBLE_NAME).write_text("evaluation 1 sleep1000")
         assert run.wait() == 0, run.console
     faults = run.events("fault")
     causes = [(f["kind"], f["rank"], f["phase"]) for f in faults if f["kind"] == "rank_hung"]
