@@ -59,6 +59,7 @@ class Saving:
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
+        self._is_asked_for = False  # by a person: the next save is tried, whatever failed before
         self._said_waiting = False
         self._pace = SavePace(now_s=time.monotonic())
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
@@ -69,11 +70,11 @@ class Saving:
 
         While another save is under way this one is put off: made of a later step, once that ended.
         """
-        if self._skips:
-            self._skips -= 1
-            return
         if not self._put_off and self._saver.is_busy:
             self._collect(timeout_s=PATIENCE_S)
+        if self._skips and not self._is_asked_for:
+            self._skips -= 1
+            return
         if not self._saver.is_busy:
             self._begin(reason)
         elif not self._put_off:
@@ -104,9 +105,9 @@ class Saving:
             return not self._saver.is_busy
         return self._saves_by_time and self._is_time()
 
-    def forget_failures(self) -> None:
-        """Try the next save at once: a person asked for it."""
-        self._skips = 0
+    def asked_for(self) -> None:
+        """A person wants the next save: it is tried, however many have failed."""
+        self._is_asked_for = True
 
     def resumed(self, loaded: Loaded) -> None:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
@@ -166,7 +167,7 @@ class Saving:
         self._pace.began(now_s=time.monotonic() - age_s)
 
     def _begin(self, reason: str) -> None:
-        self._put_off = ""
+        self._put_off, self._is_asked_for = "", False
         self._pace.began(now_s=time.monotonic())
         began_ns = self._enter()
         try:
@@ -262,13 +263,15 @@ class Saving:
     def _failed(self, cause: str) -> None:
         self._failures += 1
         self._skips = saves_to_skip(self._failures)
+        if not self._is_asked_for:
+            self._put_off = ""  # it belongs to the pause
         pause = f", without the next {self._skips} checkpoints" if self._skips else ""
         self._runtime.logger.warning(
             f"{cause}; training goes on{pause}", step=self._state.committed_step
         )
 
     def _report(self, saved: Saved, *, blocked_s: float | None = None) -> None:
-        self._failures = 0
+        self._failures = self._skips = 0
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
         self._pace.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)

@@ -106,7 +106,10 @@ class Session:
             micro_batches = self._take()
             waited_ns = int(self._loader.waited_s * 1e9)
             asks = self._group.rank == 0 and self._saving.asks()
-            votes = Votes(stop=self._runtime.stop_asked(), save=self._runtime.save_asked() or asks)
+            if self._runtime.save_asked():
+                self._saving.asked_for()
+                asks = True
+            votes = Votes(stop=self._runtime.stop_asked(), save=asks)
             saving_ns = slot.get(Cell.CHECKPOINT_NS)
             slot.set(Cell.COLLECTIVES, collectives_begun())
             result = self._stepper.run(micro_batches, votes=votes)
@@ -234,8 +237,6 @@ class Session:
             return result.stop
         if result.stop is not None:
             return result.stop
-        if result.save:
-            self._saving.forget_failures()
         return self._attend(evaluate_now=due.evaluate, save_now=save_now)
 
     def _replicas_differed(self) -> bool:

@@ -267,6 +267,69 @@ def test_after_a_failed_save_the_interval_doubles_until_one_succeeds(tmp_path):
     assert warnings == 2
 
 
+def _put_off_behind_one_that_fails(me, folder, asked):
+    """Four saves come due after one that fails while the first of them waits for it."""
+    del me
+    gate, state = Gate(), build_state()
+    saving, runtime, _ = make_saving(folder, state)
+    real, tried = CheckpointStore.save, []
+
+    def save(self, content, *, step, **rest):
+        tried.append(step)
+        if len(tried) > 1:
+            return real(self, content, step=step, **rest)
+        gate()
+        raise OSError(errno.ENOSPC, "no space")
+
+    CheckpointStore.save = save
+    for step in (1, 2):
+        state.committed_step = step
+        saving.due("interval")
+    if asked:
+        saving.asked_for()
+    gate.open()
+    poll(lambda: saving.asks() or "training goes on" in runtime.log(), what="the end of the first")
+    for step in (3, 4, 5):
+        state.committed_step = step
+        boundary(saving)  # what was put off
+        saving.due("interval")
+        saving.settle()
+    return tried, runtime.saved_steps
+
+
+@pytest.mark.parametrize(("asked", "saved"), [(False, [4, 5]), (True, [3, 4, 5])])
+def test_a_save_that_waited_for_one_that_fails_belongs_to_the_pause(tmp_path, asked, saved):
+    """What was put off is left out with the next ones, unless a person asked for it."""
+    tried, written = run_ranks(_put_off_behind_one_that_fails, 1, tmp_path, asked)[0]
+    assert sorted({*tried}) == [1, *saved]
+    assert sorted({*written}) == saved
+
+
+def _fails_within_the_wait(me, folder):
+    """The save before ends, badly, while the next one waits its moment for it."""
+    del me
+    training_saving.PATIENCE_S = GIVE_UP_S
+    state = build_state()
+    saving, runtime, _ = make_saving(folder, state)
+    tried = []
+
+    def save(self, content, *, step, **rest):
+        tried.append(step)
+        raise OSError(errno.ENOSPC, "no space")
+
+    CheckpointStore.save = save
+    for step in (1, 2, 3):
+        state.committed_step = step
+        saving.due("interval")
+    saving.settle()
+    return tried, runtime.log().count("training goes on")
+
+
+def test_the_pause_begins_with_the_save_that_learns_of_the_failure(tmp_path):
+    """It is one of those that are left out."""
+    assert run_ranks(_fails_within_the_wait, 1, tmp_path) == [([1, 3], 2)]
+
+
 def _saves_without_means(me, folder, error):
     """The write fails for want of something of the machine's, not because the disk says so."""
     del me

@@ -30,6 +30,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
+from ddp_runner.training import saving as training_saving
 from ddp_runner.training.runtime import LocalRuntime, Place
 from ddp_runner.training.task import Datasets
 from tests.processes import run_ranks
@@ -136,7 +137,8 @@ def _train(me, config, options, breaks_saving):
 
 
 def _break_saving(steps):
-    """Have the store fail as a full disk makes it fail, at these steps."""
+    """Have the store fail as a full disk makes it fail, at these steps; the next save learns of it."""
+    training_saving.PATIENCE_S = 30.0
     real = CheckpointStore.save
 
     def save(self, state, *, step, **rest):
@@ -213,6 +215,14 @@ def test_a_checkpoint_that_was_asked_for_is_made_after_the_step(tmp_path):
     report, messages, _ = train(settings(tmp_path), save_at=2)
     assert [saved.step for saved in told(messages, Saved)] == [3, 6, 12]
     assert report.steps == STEPS
+
+
+@pytest.mark.parametrize(("save_at", "saved"), [(8, [9, 10, 11, 12]), (-1, [12])])
+def test_a_checkpoint_that_was_asked_for_ends_the_pause_after_failed_ones(tmp_path, save_at, saved):
+    """Three failures leave out the rest of the run, unless a person wants to try again."""
+    config = settings(tmp_path, save_every_steps=1, keep_last=9)
+    _, messages, _ = train(config, breaks_saving=(1, 3, 7), save_at=save_at)
+    assert [one.step for one in told(messages, Saved)] == saved
 
 
 def _paced_steps(me, config):
