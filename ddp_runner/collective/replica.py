@@ -124,6 +124,22 @@ class Replica:
         context: AbstractContextManager[None] = self._ddp.no_sync()
         return context
 
+    def backward_alone(self, loss: Tensor) -> None:
+        """Add this rank's own gradient of ``loss`` to its parameters; DDP hears nothing of it.
+
+        After a backward in :meth:`without_sync`, DDP would expect of the next step that it uses the
+        same parameters.
+        """
+        if not self._ddp.find_unused_parameters:  # it keeps no account of the used ones, and
+            loss.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints need this one
+            return
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                own = parameter.grad  # never added to in place: two of them may share memory
+                parameter.grad = gradient if own is None else own + gradient
+
     def zero_gradients(self) -> None:
         """Drop every gradient, the signals' too: a step begins."""
         self._module.begin_step()

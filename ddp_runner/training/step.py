@@ -150,10 +150,10 @@ class Stepper:
 
         That step has changed nothing, so its gradient is the same one, unless the hardware erred.
         """
-        with self._replica.without_sync():
-            self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step - 1)
+        step = self._state.committed_step - 1
+        self._accumulate(micro_batches, Votes(), Limits(), step=step, reduces=False)
         scaler = self._state.precision.scaler
-        norm = self._gradient_norm() / (float(scaler.get_scale()) if scaler.is_enabled() else 1.0)
+        norm = self._total_norm() / (float(scaler.get_scale()) if scaler.is_enabled() else 1.0)
         self._replica.zero_gradients()
         self._state.drop_unfinished_step()
         return norm
@@ -165,6 +165,7 @@ class Stepper:
         limits: Limits,
         *,
         step: int,
+        reduces: bool = True,
     ) -> None:
         state, slot, rules = self._state, self._slot, self._rules
         state.model.train()
@@ -175,7 +176,8 @@ class Stepper:
             seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
             batch = to_device(micro_batch.batch, rules.device)
             weight = len(micro_batch.indices) / rules.global_batch
-            with contextlib.nullcontext() if number == last else self._replica.without_sync():
+            is_reduced = reduces and number == last
+            with contextlib.nullcontext() if is_reduced else self._replica.without_sync():
                 slot.stamp(Phase.FORWARD, time.monotonic_ns())
                 with state.precision.autocast():
                     loss = self._replica.forward(
@@ -185,13 +187,20 @@ class Stepper:
                         loss_limit=limits.loss,
                     )
                 slot.stamp(Phase.BACKWARD, time.monotonic_ns())
-                state.precision.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaled = state.precision.scaler.scale(loss)
+                if reduces:
+                    scaled.backward()  # type: ignore[no-untyped-call]
+                else:
+                    self._replica.backward_alone(scaled)
 
     def _gradient_norm(self) -> float:
         """The norm over all gradients, clipped in place. The same bits on every rank."""
         limit = self._rules.optim.max_grad_norm
         if limit is not None:
             return float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+        return self._total_norm()
+
+    def _total_norm(self) -> float:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
@@ -199,19 +200,24 @@ def test_a_gradient_that_is_not_finite_is_skipped_too():
         assert run_ranks(_gradient_explodes, 2, port) == [(False, True, True)] * 2
 
 
-def _gradient_of_one_rank_is_broken(me, port, recomputes):
+def _gradient_of_one_rank_is_broken(me, port, recomputes, finds_unused):
     """Rank 1's own gradient at step 1; then who says so, and where a next step leads."""
     state = build_state()
 
     def loss(model, batch):
-        value = torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        # A reentrant checkpoint works with plain backward only, and not where DDP looks for unused ones.
+        def made(inputs):
+            return torch.nn.functional.mse_loss(model(inputs), batch[1])
+
+        inputs = batch[0] if finds_unused else batch[0].requires_grad_()
+        value = made(inputs) if finds_unused else checkpoint(made, inputs, use_reentrant=True)
         return value + torch.sqrt(value * 0.0) if batch[2] else value
 
     def given(step):
         return micro_batches(step, me.rank, micro_steps=2, poison=float(me.rank == step == 1))
 
     with join(me, port) as group:
-        replica = build_replica(state, group, loss=loss)
+        replica = build_replica(state, group, loss=loss, find_unused_parameters=finds_unused)
         stepper = build_stepper(
             state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
         )
@@ -222,16 +228,64 @@ def _gradient_of_one_rank_is_broken(me, port, recomputes):
         return result.applied, result.broken_ranks, math.isfinite(norm), bits_of(state)
 
 
-def test_computed_once_more_a_broken_gradient_names_its_rank_and_leaves_no_trace():
+@pytest.mark.parametrize("finds_unused", [True, False])
+def test_computed_once_more_a_broken_gradient_names_its_rank_and_leaves_no_trace(finds_unused):
     """The sum over ranks does not tell whose it was; what follows is as if nobody had asked."""
     with hosted_store() as port:
-        asked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, True)
+        asked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, True, finds_unused)
     with hosted_store() as port:
-        unasked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, False)
+        unasked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, False, finds_unused)
     assert [answer[:3] for answer in asked] == [
         (False, (), True), (False, (), False), (False, (), True)
     ]  # fmt: skip
     assert [answer[3] for answer in asked] == [answer[3] for answer in unasked]
+
+
+class _Branches(torch.nn.Module):
+    """Uses one of two layers at a time, as a mixture of experts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 1), torch.nn.Linear(6, 1)])
+
+    def forward(self, inputs, branch):
+        return self.layers[branch](inputs)
+
+
+def _branches_change_after_a_broken_gradient(me, port, recomputes):
+    """Layer 0 up to step 1, whose gradient is broken on rank 1; layer 1 alone from there on."""
+    torch.manual_seed(3)
+    state = build_state(model=_Branches())
+    step = 0
+
+    def loss(model, batch):
+        value = torch.nn.functional.mse_loss(model(batch[0], int(step > 1)), batch[1])
+        return value + torch.sqrt(value * 0.0) if batch[2] else value
+
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=loss)
+        stepper = build_stepper(
+            state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
+        )
+        applied, norm = [], 0.0
+        for step in range(4):
+            given = micro_batches(step, me.rank, micro_steps=2, poison=float(me.rank == step == 1))
+            applied.append(stepper.run(given, votes=NO_VOTES).applied)
+            if recomputes and not applied[-1]:
+                norm = stepper.own_gradient_norm(given)
+    return applied, math.isfinite(norm), bits_of(state)
+
+
+def test_a_step_that_uses_other_parameters_than_the_one_computed_once_more_works():
+    """What DDP notes as used is of the step that it reduces, never of a look at one before."""
+    with hosted_store() as port:
+        asked = run_ranks(_branches_change_after_a_broken_gradient, 2, port, True)
+    with hosted_store() as port:
+        unasked = run_ranks(_branches_change_after_a_broken_gradient, 2, port, False)
+    assert [answer[:2] for answer in asked] == [
+        ([True, False, True, True], rank == 0) for rank in (0, 1)
+    ]
+    assert [answer[2] for answer in asked] == [answer[2] for answer in unasked]
 
 
 class _Steep(torch.autograd.Function):
