@@ -56,6 +56,7 @@ class Saving:
         self._runtime = runtime
         self._progress = progress
         self._saver = BackgroundSaver()
+        self._begun_step = 0  # of the newest save
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
@@ -85,13 +86,18 @@ class Saving:
             self._put_off = reason
 
     def has_to_make_up(self) -> bool:
-        """Whether the newest save that was due is on no disk: the rank that wrote it has died."""
+        """Whether the newest save that was due is on no disk, nor on its way there.
+
+        The rank that wrote it has died, or a repair came before it.
+        """
         if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
             self._take_over_pace()
         due = last_save_due(
             self._state.committed_step, self._workload.length, self._settings.checkpoint
         )
-        if due <= max(0, self._progress.checkpoint_step) or self._saver.is_busy:
+        if due <= max(0, self._progress.checkpoint_step):
+            return False
+        if self._saver.is_busy and self._begun_step >= due:
             return False
         return all(entry.step < due for entry in self._store.catalog.entries())
 
@@ -167,6 +173,7 @@ class Saving:
         self._pace.began(now_s=time.monotonic() - age_s)
 
     def _begin(self, reason: str) -> None:
+        self._begun_step = self._state.committed_step
         self._put_off, self._is_asked_for = "", False
         self._pace.began(now_s=time.monotonic())
         began_ns = self._enter()

@@ -236,6 +236,35 @@ def test_a_save_that_comes_due_during_another_is_made_once_that_has_ended(tmp_pa
     assert threads == []
 
 
+def _makes_up_beside(me, folder, begun_at):
+    """A save is still being written when a repair leads to step 12; saves are due at 5, 10, ..."""
+    del me
+    gate, state = Gate(), build_state()
+    saving, runtime, _ = make_saving(folder, state, save_every_steps=5)
+    hold(CheckpointStore, "save", gate)
+    state.committed_step = begun_at
+    saving.due("interval")
+    state.committed_step = 12
+    makes_up = saving.has_to_make_up()
+    if makes_up:
+        saving.due("interval")
+    gate.open()
+    saving.settle()
+    boundary(saving)
+    saving.settle()
+    return makes_up, runtime.saved_steps
+
+
+@pytest.mark.parametrize(
+    ("begun_at", "expected"), [(5, (True, [5, 12])), (10, (False, [10])), (11, (False, [11]))]
+)
+def test_a_save_that_a_repair_came_before_is_made_after_the_one_under_way(
+    tmp_path, begun_at, expected
+):
+    """Only an older one stands in its way; controls: the one due is itself under way, or a newer one."""
+    assert run_ranks(_makes_up_beside, 1, tmp_path, begun_at)[0] == expected
+
+
 def _failing_saves(me, folder, failures):
     del me
     state = build_state()
