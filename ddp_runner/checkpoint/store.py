@@ -271,9 +271,12 @@ class CheckpointStore:
         remarks = [f"checkpoint {path} is unusable: {why}" for path, why in loaded.rejected]
         if loaded.remark:
             remarks.append(f"checkpoint {loaded.path} is whole, by its archive: {loaded.remark}")
+        unusable = [path.name for path, _ in loaded.rejected]
         for name in POINTERS:
             problem = self.catalog.pointer_problem(name)
-            if problem is not None and (self.directory / name).exists():
+            if problem is None or not (self.directory / name).exists():
+                continue
+            if not any(known in problem for known in unusable):  # said already
                 remarks.append(f"{problem}: nothing is lost, the next save writes it anew")
         return remarks
 

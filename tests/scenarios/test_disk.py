@@ -121,6 +121,7 @@ def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_
     run = finish(tmp_path, *specs, world=1)
     assert "step_00000024.pt is unusable: its SHA-256" in run.console
     assert (run.checkpoints / "step_00000024.pt.bad.reason").exists()
+    assert "pointer" not in run.console, "that they name it needs no line of its own"
     assert run.digest == peace(1).digest
 
 
