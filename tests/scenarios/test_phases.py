@@ -93,8 +93,8 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(tmp_path):
         first = run.wait_for_event("rank_formed", rank=0)["pid"]
         poll(lambda: list(run.checkpoints.glob(f".*.tmp-{first}")), what="its save")
         run.signal(signal.SIGSTOP, first)
-        run.wait_for_event("fault", kind="rank_hung", rank=0)
-        while not run.events("form")[1:]:
+        generation = run.wait_for_event("fault", kind="rank_hung", rank=0)["generation"]
+        while run.events("form")[-1]["generation"] == generation:
             with contextlib.suppress(ProcessLookupError):
                 run.signal(signal.SIGCONT, first)
             time.sleep(0.001)
