@@ -125,8 +125,10 @@ class SupervisedRuntime:
         if isinstance(message, LoaderWorkers):
             self._loader_pids = message.pids
         if isinstance(message, Faulted):
-            sys.stdout.flush()  # this process may be ended as soon as its fault is known
-            sys.stderr.flush()
+            # This process may be ended as soon as its fault is known.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # user code may have closed it
+                    stream.flush()
         try:
             self._channel.send(message)
         except ChannelClosedError:

@@ -18,6 +18,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import (
     Abort,
     Checkpoint,
+    Faulted,
     Forked,
     Form,
     Ready,
@@ -295,6 +296,32 @@ def _signal_the_rank(me, path, number):
     except ChannelClosedError:
         return asked, code == 5
     return asked, False
+
+
+def _fail_with_words_left(me, runtime):
+    sys.stdout.reconfigure(line_buffering=False)
+    runtime.next_generation(READY)
+    sys.stdout.write("the last words")
+    sys.stderr.close()
+    fault = Fault(kind=FaultKind.RANK_RAISED, rank=0, step=1, cause="a cause")
+    runtime.tell(Faulted(generation=1, fault=fault))
+    runtime.next_generation(READY)
+
+
+def _kill_who_has_failed(me, path):
+    channel, pid = _supervise(me, path, _fail_with_words_left)
+    channel.receive()
+    channel.send(form(1))
+    heard = type(channel.receive()[0])
+    os.kill(pid, signal.SIGKILL)
+    return heard, exit_code_of(pid)
+
+
+def test_what_a_rank_has_printed_is_in_its_log_before_its_fault_is_told(tmp_path):
+    """It is killed as soon as it waits; a stream that user code has closed does not keep it silent."""
+    outcome = run_ranks(_kill_who_has_failed, 1, tmp_path / "rank_0.log")
+    assert outcome == [(Faulted, -signal.SIGKILL)]
+    assert (tmp_path / "rank_0.log").read_text(encoding="utf-8").endswith("the last words")
 
 
 def _judge_faults(me, path):
