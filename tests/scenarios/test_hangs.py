@@ -80,8 +80,7 @@ def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
     with Run(tmp_path / "run", *QUICK, *wait, task=f"{task}:Task") as run:
         assert run.wait() == 1
     assert "the process that imports torch was not ready within 5 s" in run.console
-    assert "(most recent call first)" in run.console
-    assert " in preload\n" in run.console
+    assert re.search(r'.py", line \d+ in \w+', run.console), run.console
 
 
 def test_a_collective_that_one_rank_alone_has_begun_is_named_and_left(tmp_path):
