@@ -63,6 +63,7 @@ class Saving:
         self._is_asked_for = False  # by a person: the next save is tried, whatever failed before
         self._said_waiting = False
         self._pace = SavePace(now_s=time.monotonic())
+        self._knows_the_past = False  # what a process before has seen is counted in the pace
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
         state.before_change = self._release_state
 
@@ -117,6 +118,7 @@ class Saving:
 
     def resumed(self, loaded: Loaded) -> None:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
+        self._knows_the_past = True
         self._pace.go_on_from(loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL)
 
     def compared(self, compare_s: float) -> None:
@@ -164,7 +166,8 @@ class Saving:
         """
         written_s, entries = 0.0, self._store.catalog.entries()
         known = next((entry.manifest.pace for entry in entries if entry.manifest), None)
-        if known and not self._pace.has_learnt:
+        if known and not self._knows_the_past and not self._pace.has_learnt:
+            self._knows_the_past = True
             self._pace.go_on_from(known, after_fault=False)
         for entry in entries:
             with contextlib.suppress(OSError):  # no file, or retention was faster

@@ -515,29 +515,34 @@ def test_ranks_0_that_die_one_after_the_other_put_no_save_off(tmp_path, generati
     assert run_ranks(_takes_over, 1, tmp_path, generation, age_s)[0] == saved
 
 
-def _takes_over_what_was_learnt(me, folder, pace):
-    """A new rank 0 beside a checkpoint whose writer knew the cost of a save."""
+def _takes_over_what_was_learnt(me, folder, pace, resumed):
+    """A new rank 0 beside a checkpoint whose writer may have known the cost of a save."""
     del me
     state = build_state()
     saving, runtime, store = make_saving(folder, state, save_every_steps="auto", save_interval=0)
     store.save({**state.capture()}, **_facts(step=3), pace=pace)
+    if resumed:
+        saving.resumed(store.load())
     state.committed_step = 5
-    runtime.slot.set(Cell.GENERATION, 2)
-    told = []
-    for _ in range(2):  # of one run: the faults of the process before count once
+    for generation in range(2, 5):  # of one run: the faults of the process before count once
+        runtime.slot.set(Cell.GENERATION, generation)
         saving.has_to_make_up()
         boundary(saving)
-        told.append(runtime.log())
-    return told
+    told = runtime.log()
+    saving.finish("stopped")
+    return told, store.load().manifest.pace
 
 
+@pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_new_rank_0_goes_on_at_the_pace_that_the_one_before_has_learnt(tmp_path, known):
+def test_a_new_rank_0_goes_on_at_the_pace_that_the_one_before_has_learnt(tmp_path, known, resumed):
     """It says the choice and its reasons at once; a run that has learnt nothing says nothing."""
     cost = {"compare_s": 0.1, "blocked_s": 0.2, "slowed_s": 0.2, "write_s": 1.0}
-    pace = {"faults": 1, "observed_s": 0.0, **(cost if known else {})}
-    told = run_ranks(_takes_over_what_was_learnt, 1, tmp_path, pace)[0][-1]
-    expected = "saving every 85 s (save_every_steps=auto): a save takes 0.500 s from training"
+    pace = {"faults": 1, "observed_s": 600.0, **(cost if known else {})}
+    told, written = run_ranks(_takes_over_what_was_learnt, 1, tmp_path, pace, resumed)[0]
+    expected = "saving every 87 s (save_every_steps=auto): a save takes 0.500 s from training"
     assert told.count("saving every") == known
     assert (expected in told) == known
-    assert ("1 faults in 0.0 h" in told) == known
+    assert ("1 faults in 0.2 h" in told) == known
+    assert written["faults"] == 1
+    assert 600.0 <= written["observed_s"] < 700.0
