@@ -73,6 +73,7 @@ class World:
         self._store: Channel | None = None
         self._store_pid: int | None = None
         self._store_token = 0
+        self.store_since_s = 0.0
         self._store_output = -1
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
@@ -99,6 +100,19 @@ class World:
         return self._store is not None
 
     @property
+    def store_pid(self) -> int | None:
+        """The store host's process; None while there is none, or none that is known."""
+        return self._store_pid
+
+    @property
+    def fork_owed_since_s(self) -> float | None:
+        """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
+        asked_s = [h.spawned_at_s for h in self.ranks if h.is_alive and h.pid is None]
+        if self._store is not None and self._store_pid is None:
+            asked_s.append(self.store_since_s)
+        return min(asked_s, default=None)
+
+    @property
     def present(self) -> list[RankHandle]:
         """The ranks that are not given up, in order; the first one of them is rank 0."""
         return [handle for handle in self.ranks if handle.given_up_at_s is None]
@@ -119,7 +133,7 @@ class World:
 
     def spawn_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
-        self.store_ready = False
+        self.store_ready, self.store_since_s = False, time.monotonic()
         self._store, theirs = Channel.pair()
         self._store_output = make_output_file("store")
         self._watch(self._store, "store")
@@ -176,7 +190,7 @@ class World:
             if handle.token == forked.token:
                 handle.pid = forked.pid
         ended = self._unclaimed.pop(forked.pid, None)
-        if not self._owes_answers:
+        if self.fork_owed_since_s is None:
             self._unclaimed.clear()  # orphans; their numbers may be given out again
         return ended
 
@@ -220,15 +234,9 @@ class World:
             if handle.pid == ended.pid:
                 handle.machine.advance(RankEvent.EXITED)
                 return RankEnded(ended=ended, handle=handle)
-        if self._owes_answers:
+        if self.fork_owed_since_s is not None:
             self._unclaimed[ended.pid] = ended
         return None
-
-    @property
-    def _owes_answers(self) -> bool:
-        """Whether a fork was asked for whose process is not known yet."""
-        store = self._store is not None and self._store_pid is None
-        return store or any(handle.is_alive and handle.pid is None for handle in self.ranks)
 
     def bury(self, handle: RankHandle) -> None:
         """Close the lines of a rank whose process was reaped."""
@@ -279,6 +287,7 @@ class World:
         elif handle.channel is not None:
             self._forget(handle.channel)
             handle.channel.close()  # it ends itself when it finds nobody listening
+            handle.channel = None
 
     def kill_zygote(self) -> None:
         """SIGKILL the zygote; its departure follows."""

@@ -1,4 +1,4 @@
-"""Keeps a zygote at hand: replaces one that ended, ends one that is stopped or never gets ready."""
+"""Keeps zygote and store at hand: ends one that is stopped or never does its work, starts another."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from ddp_runner.supervisor.world import World
 ZYGOTES_MAX = 20
 ZYGOTES_AT_START_MAX = 3
 STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is killed
+FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
+STORE_TIMEOUT_S = 10.0  # for a store host to be ready, once its process is known
+_BLINK_S = 1.0  # between two looks, which are a tick apart: this process did not run
 _SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)  # what ends a process that did nothing wrong
 
 
@@ -47,10 +50,19 @@ class ZygoteKeeper:
         self._repair = repair
         self._stopped = StoppedWatch()
         self._count = 1
-        self._asked_at_s: float | None = None  # where its import hangs
+        self._asked_at_s: float | None = None  # where it hangs
+        self._hangs = ""  # in what, in words
+        self._looked_at_s = self._awake_since_s = 0.0
 
     def look(self, now_s: float) -> None:
-        """Kill a zygote that is stopped, or that imports for ever; its end follows."""
+        """Kill a zygote or a store that is stopped, or does not do its work; its end follows."""
+        if now_s - self._looked_at_s > _BLINK_S:
+            self._awake_since_s = now_s  # what nobody could do meanwhile is held against nobody
+        self._looked_at_s = now_s
+        self._look_at_zygote(now_s)
+        self._look_at_store(now_s)
+
+    def _look_at_zygote(self, now_s: float) -> None:
         pid = self._world.zygote_pid
         if self._stopped.stopped_s(pid, now_s) > self._settings.hang_min_s:
             self._world.kill_zygote()
@@ -62,18 +74,35 @@ class ZygoteKeeper:
             and not self._world.can_fork
             and now_s > self._world.zygote_since_s + self._settings.startup_timeout_s
         ):
-            self._asked_at_s = now_s
-            self._world.ask_zygote_for_stacks()
+            limit_s = self._settings.startup_timeout_s
+            self._ask_where_it_hangs(now_s, f"was not ready within {limit_s:g} s")
+        elif self._has_had(FORK_TIMEOUT_S, self._world.fork_owed_since_s, now_s):
+            self._ask_where_it_hangs(now_s, f"did not fork within {FORK_TIMEOUT_S:g} s")
+
+    def _ask_where_it_hangs(self, now_s: float, hangs: str) -> None:
+        self._asked_at_s, self._hangs = now_s, hangs
+        self._world.ask_zygote_for_stacks()
+
+    def _look_at_store(self, now_s: float) -> None:
+        pid = self._world.store_pid
+        late = not self._world.store_ready and self._has_had(
+            STORE_TIMEOUT_S, None if pid is None else self._world.store_since_s, now_s
+        )
+        if late or self._stopped.stopped_s(pid, now_s) > self._settings.hang_min_s:
+            self._world.kill_store()
+
+    def _has_had(self, limit_s: float, since_s: float | None, now_s: float) -> bool:
+        """Whether what has been waited for since then had so much time in which this process ran."""
+        return since_s is not None and now_s > max(since_s, self._awake_since_s) + limit_s
 
     def ended(self, ended: Ended, output: str) -> NoZygote | None:
         """Start another one, or say why there will be none."""
         self._records.event("zygote_ended", exit_code=ended.exit_code, signal=ended.signal_number)
-        hung, self._asked_at_s = self._asked_at_s is not None, None
+        hung, self._asked_at_s, self._hangs = self._hangs, None, ""
         self._count += 1
-        if not self._may_start_another(ended, hung=hung):
-            limit_s = self._settings.startup_timeout_s
+        if not self._may_start_another(ended, hung=bool(hung)):
             last = output.splitlines()[-1] if output else "it said nothing"
-            reason = f"was not ready within {limit_s:g} s" if hung else f"died: {last}"
+            reason = hung or f"died: {last}"
             return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
         self._records.say("the zygote died; another one is being started", level="WARNING")
         # Forks that it still owed will never be answered.

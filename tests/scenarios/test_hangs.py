@@ -72,6 +72,21 @@ def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
     assert len(run.events("zygote_ready")) == 2
 
 
+def test_a_store_that_is_stopped_is_replaced(tmp_path):
+    """The world forms through it; nobody waits until forming is overdue."""
+    with Run(tmp_path, *QUICK, "--max-steps", 60) as run:
+        run.wait_for_step(10)
+        run.signal(signal.SIGSTOP, run.named("ddp:store").pid)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    faults = run.summary()["faults"]
+    kinds = [fault["kind"] for fault in faults]
+    assert kinds in (["rank_killed"], ["rank_killed", "store_died"]), faults
+    assert any(event["kind"] == "store_died" for event in run.events("fault"))
+    assert sum(fault["steps_lost"] for fault in faults) == 0
+    assert sum(fault["recovered_s"] for fault in faults) < 30.0
+
+
 def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
     """Within startup_timeout_s, with the stack that it hangs in (which may be torch's own import)."""
     task = tmp_path / "endless.py"

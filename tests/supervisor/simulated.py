@@ -129,6 +129,7 @@ class Simulation:
         self.processes = {}
         self.zygote = None
         self.reaped = []
+        self._unborn = []  # channels of forks that a zygote still owes
         self._broken = 0  # the newest generation that a peer has left
         self.data_s = 0.0  # of every step, for the data of rank 0
         self.is_held = False  # no generation comes to be while it is
@@ -282,6 +283,7 @@ class Simulation:
     def fork(self, request, descriptors):
         """The zygote's answer to a request."""
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
+        self._unborn.append(channel)
         zygote = self.zygote
 
         def born():
@@ -291,6 +293,7 @@ class Simulation:
             if zygote.stopped:
                 self.later(0.01, born)
                 return
+            self._unborn.remove(channel)
             process = self._new(request.rank, channel)
             with contextlib.suppress(ChannelClosedError):
                 zygote.channel.send(Forked(token=request.token, pid=process.pid))
@@ -393,7 +396,8 @@ class Simulation:
         if any(p.dead for p in members):
             self._break(form.generation)
             return
-        if self.rank(-1) is None or self.is_held or any(p.stopped for p in members):
+        store = self.rank(-1)
+        if store is None or store.stopped or self.is_held or any(p.stopped for p in members):
             self.later(FORM_S, lambda: self._try_to_form(form))
             return
         newest = max(process.committed for process in members)
@@ -544,6 +548,8 @@ class Simulation:
     def close(self):
         for process in self.processes.values():
             process.channel.close()
+        for channel in self._unborn:
+            channel.close()
         self.world.close()
 
 

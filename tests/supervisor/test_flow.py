@@ -420,6 +420,80 @@ def test_a_stopped_zygote_is_replaced(simulate):
     assert run.zygotes == 2
 
 
+@pytest.mark.parametrize("startup_timeout_s", [600.0, 2.0], ids=["usual", "short"])
+def test_a_zygote_that_never_forks_is_replaced(simulate, startup_timeout_s):
+    """A hook of the user's that hangs, a disk that does not answer: the system calls it running."""
+    run = simulate(startup_timeout_s=startup_timeout_s, steps=300)
+    run.to_step(15)
+    run.sleep(-2)
+    run.kill(1)
+    run.run_until(lambda: run.events("repaired"), within_s=30.0)
+    assert_done(run)
+    assert run.zygotes == 2
+    assert sum(lost(run)) == 0
+
+
+def test_a_stop_while_a_fork_is_owed_for_ever_ends_the_run_as_usual(simulate):
+    """The rank that is given up on has no process to tell, and no open line."""
+    run = simulate(startup_timeout_s=2.0, steps=300)
+    run.to_step(15)
+    run.sleep(-2)
+    run.kill(1)
+    run.pass_time(5.0)
+    run.supervisor.ask_stop(StopReason.PREEMPTED)
+    assert run.run_to_end().exit_code == ExitCode.PREEMPTED, run.ending
+
+
+def test_a_zygote_that_never_forks_at_all_ends_the_run_with_a_clear_error(simulate):
+    """The next one would run the same hook."""
+    run = simulate()
+    run.run_until(lambda: run.events("zygote_ready"))
+    run.sleep(-2)
+    ending = run.run_to_end(within_s=30.0)
+    assert ending.exit_code == ExitCode.FAILED
+    assert ending.reason == "the process that imports torch did not fork within 20 s"
+
+
+@pytest.mark.parametrize(("stop", "within_s"), [("freeze", 2.0), ("sleep", 11.0)])
+@pytest.mark.parametrize("when", ["at launch", "later"])
+def test_a_store_that_never_gets_ready_is_replaced(simulate, stop, within_s, when):
+    """Whoever would form waits for it."""
+    run = simulate(hang_min_s=1.0)
+    if when == "later":
+        run.to_step(15)
+        run.kill(-1)
+    run.run_until(lambda: run.rank(-1) is not None)
+    stuck = run.rank(-1)
+    getattr(run, stop)(-1)
+    run.run_until(lambda: stuck.dead, within_s=within_s)
+    assert_done(run)
+    assert sum(lost(run)) == 0
+
+
+def test_a_store_that_is_stopped_is_replaced_before_forming_is_overdue(simulate):
+    """The system says so."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    run.kill(1)
+    run.freeze(-1)
+    run.run_until(lambda: run.events("repaired"), within_s=5.0)
+    assert_done(run)
+    assert sum(lost(run)) == 0
+
+
+def test_a_store_that_is_stopped_for_a_moment_stays(simulate):
+    """Control."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(15)
+    store = run.rank(-1)
+    run.freeze(-1)
+    run.pass_time(0.8)
+    run.wake()
+    assert_done(run)
+    assert run.rank(-1) is store
+    assert plans(run) == []
+
+
 def test_a_zygote_that_is_stopped_for_a_moment_stays(simulate):
     """Control."""
     run = simulate(hang_min_s=1.0, steps=300)
