@@ -41,6 +41,7 @@ class Incident:
     committed_step: int
     ever_formed: bool
     generation: int | None = None
+    kept: int | None = None  # the rank that raised and whose process went on all the same
 
     @property
     def culprit(self) -> Fault:
@@ -53,13 +54,15 @@ class WorldFacts:
     """Who is left.
 
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
-    loading one; ``present`` counts the ranks of the generation, the lost ones included. ``parked``
-    ranks raised an exception of their own and wait; they count neither as lost nor as filled.
+    loading one, and ``newest_step`` what the newest of them has committed; ``present`` counts the
+    ranks of the generation, the lost ones included. ``parked`` ranks raised an exception of their
+    own and wait; they count neither as lost nor as filled.
     """
 
     lost: tuple[int, ...]
     filled: bool
     present: int
+    newest_step: int = EMPTY_STEP
     parked: tuple[Standing, ...] = ()
 
 
@@ -69,13 +72,15 @@ class ReplaceRanks:
 
     ``loader`` is the one of them that reads the newest checkpoint, because no replica is left;
     None where a survivor will be the source. With no ranks at all the world just forms again.
-    ``dropped`` ranks are given up: the others take over their share of the global batch.
+    ``dropped`` ranks are given up: the others take over their share of the global batch. ``kept``
+    has raised an exception, and goes on because its state is the newest.
     """
 
     ranks: tuple[int, ...]
     loader: int | None
     delay_s: float
     dropped: tuple[int, ...] = ()
+    kept: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,8 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     settings: RecoverySettings,
 ) -> Plan:
     """What to do about ``incident``; ``history`` holds the earlier ones, oldest first."""
-    fault, world = incident.culprit, judge_parked(world)
+    fault = incident.culprit
+    world, kept = judge_parked(incident, world=world, history=history)
     if fault.kind in NEVER_RETRIED or not fault.may_retry:
         return GiveUp(fault=fault, reason="trying again would not help", status=RunStatus.FAILED)
     starts = fault.phase == Phase.STARTUP.label
@@ -106,16 +112,16 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         fault.kind is FaultKind.RANK_RAISED or (fault.kind is FaultKind.OUT_OF_MEMORY and starts)
     ):
         return GiveUp(fault=fault, reason="it failed while starting", status=RunStatus.FAILED)
-    if fault.kind is FaultKind.RANK_RAISED and any(
-        _same_error(fault, earlier.culprit) for earlier in history
-    ):
+    if fault.kind is FaultKind.RANK_RAISED and _has_come_again(incident, history):
         return GiveUp(
             fault=fault, reason="the same error at the same step again", status=RunStatus.FAILED
         )
     dropped = ranks_to_drop(incident, world=world, history=history, settings=settings)
     if dropped:
-        kept = tuple(rank for rank in world.lost if rank not in dropped)
-        return ReplaceRanks(ranks=kept, loader=_loader(kept, world), delay_s=0.0, dropped=dropped)
+        wanted = tuple(rank for rank in world.lost if rank not in dropped)
+        return ReplaceRanks(
+            ranks=wanted, loader=_loader(wanted, world), delay_s=0.0, dropped=dropped, kept=kept
+        )
     if _is_bounded_by_itself(fault):
         return ReplaceRanks(ranks=world.lost, loader=_loader(world.lost, world), delay_s=0.0)
     counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier.culprit)]
@@ -139,21 +145,52 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         ranks=world.lost,
         loader=_loader(world.lost, world),
         delay_s=backoff_s(len(stuck) - 1, settings),
+        kept=kept,
     )
 
 
-def judge_parked(world: WorldFacts) -> WorldFacts:
-    """Parked ranks are lost as soon as somebody else has a state; else the newest of them is kept."""
-    filled = [standing for standing in world.parked if standing.committed_step > EMPTY_STEP]
-    kept = None
-    if filled and not world.filled:
-        kept = min(filled, key=lambda standing: (-standing.committed_step, standing.rank))
-    lost = {standing.rank for standing in world.parked if standing is not kept}
+def judge_parked(
+    incident: Incident, *, world: WorldFacts, history: Sequence[Incident]
+) -> tuple[WorldFacts, int | None]:
+    """``world`` without parked ranks, and which of them is kept.
+
+    They are lost, except for one that is ahead of all others: with it a committed step would be
+    lost. Never one that was kept once and raised the same again: its process may be what is wrong.
+    """
+    tired = {
+        fault.rank for fault, earlier in _repeated(incident, history) if fault.rank == earlier.kept
+    }
+    ahead = [
+        standing
+        for standing in world.parked
+        if standing.committed_step > world.newest_step and standing.rank not in tired
+    ]
+    newest = min(ahead, key=lambda one: (-one.committed_step, one.rank), default=None)
+    kept = None if newest is None else newest.rank
+    lost = {standing.rank for standing in world.parked if standing.rank != kept}
     return replace(
         world,
         lost=tuple(sorted({*world.lost, *lost})),
         filled=world.filled or kept is not None,
         parked=(),
+    ), kept
+
+
+def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fault, Incident]]:
+    """Each cause that is the same error at the same step as a cause of an earlier incident, with that."""
+    return [
+        (fault, earlier)
+        for fault in incident.attribution.causes
+        for earlier in history
+        if any(_same_error(fault, one) for one in earlier.attribution.causes)
+    ]
+
+
+def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
+    """Whether an error came again in another process than the one that raised it first."""
+    return any(
+        fault.kind is FaultKind.RANK_RAISED and fault.rank != earlier.kept
+        for fault, earlier in _repeated(incident, history)
     )
 
 

@@ -47,7 +47,7 @@ class HangFinder:
             if handle.state is RankState.STARTING and now_s > started_by_s:
                 return [hung(handle, "still starting")]
             if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
-                if not self._holds_the_only_state(handle):
+                if not self._holds_the_only_state(handle, leave_out):
                     return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
                 self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
                 self._world.wake()
@@ -67,11 +67,11 @@ class HangFinder:
             handle, generation=self._facts.generation
         )
 
-    def _holds_the_only_state(self, handle: RankHandle) -> bool:
+    def _holds_the_only_state(self, handle: RankHandle, leave_out: Collection[int]) -> bool:
         return handle.standing.committed_step > EMPTY_STEP and not any(
             other.is_alive and other.standing.committed_step > EMPTY_STEP
             for other in self._world.present
-            if other is not handle
+            if other is not handle and other.rank not in leave_out
         )
 
     def _faults_of(self, verdict: HangVerdict) -> list[Fault]:

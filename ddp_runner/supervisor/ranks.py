@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Sequence
 
 from ddp_runner.channel import Channel
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.election import EMPTY_STEP, Standing
+from ddp_runner.core.faults import PARKED_BY_RANK
 from ddp_runner.core.launch import DevicePlan
 from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
 from ddp_runner.core.messages import Finished, Ready
+from ddp_runner.core.recovery import Incident, WorldFacts
 from ddp_runner.supervisor.children import make_output_file, read_output
 
 
@@ -84,3 +87,30 @@ class RankHandle:
         if self._output >= 0:
             os.close(self._output)
             self._output = -1
+
+
+def who_is_left(
+    handles: Sequence[RankHandle], incident: Incident, *, doomed: Collection[int]
+) -> WorldFacts:
+    """What the ranks of a world have, once ``incident`` has been gathered.
+
+    ``doomed`` ranks may look usable until they are reaped, but nobody gets their state any more.
+    """
+    raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}
+    lost: list[int] = []
+    parked: list[Standing] = []
+    others: list[RankHandle] = []
+    for handle in handles:
+        if handle.rank in doomed or handle.state not in (RankState.READY, RankState.STARTING):
+            lost.append(handle.rank)
+        elif handle.rank in raised and handle.state is RankState.READY:
+            parked.append(handle.standing)
+        else:
+            others.append(handle)
+    return WorldFacts(
+        lost=tuple(lost),
+        filled=any(handle.is_filled for handle in others),
+        newest_step=max((one.standing.committed_step for one in others), default=EMPTY_STEP),
+        present=len(handles),
+        parked=tuple(parked),
+    )

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.divergence import disagreement, inexact_by
-from ddp_runner.core.faults import PARKED_BY_RANK, Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import CollectivesBegun
-from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
+from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, plan_recovery
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.format import rank_list
 from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
 from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.ledger import Ledger
-from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.ranks import RankHandle, who_is_left
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import World
@@ -212,23 +212,14 @@ class Repair:
             ever_formed=self._facts.ever_formed,
             generation=self._facts.generation,
         )
-        usable = (RankState.READY, RankState.STARTING)
-        lost = tuple(handle.rank for handle in ranks if handle.state not in usable)
-        raised = {
-            fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK
-        }
-        parked = [h for h in ranks if h.rank in raised and h.state is RankState.READY]
         plan = plan_recovery(
             incident,
-            world=WorldFacts(
-                lost=lost,
-                filled=any(handle.is_filled for handle in ranks if handle not in parked),
-                present=len(ranks),
-                parked=tuple(handle.standing for handle in parked),
-            ),
+            world=who_is_left(ranks, incident, doomed=self._doomed),
             history=self._ledger.history,
             settings=self._settings,
         )
+        if isinstance(plan, ReplaceRanks):
+            incident = replace(incident, kept=plan.kept)
         last_commit_ns = max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in ranks)
         self._ledger.incident(
             incident,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,23 +119,30 @@ class Model:
         plan = plan_recovery(
             incident,
             world=WorldFacts(
-                lost=lost, filled=best > EMPTY_STEP, present=len(self.present()), parked=parked
+                lost=lost,
+                filled=best > EMPTY_STEP,
+                newest_step=best,
+                present=len(self.present()),
+                parked=parked,
             ),
             history=self.history,
             settings=SETTINGS,
         )
-        self.history.append(incident)
         if isinstance(plan, GiveUp):
             self.ended = plan
             return
+        self.history.append(replace(incident, kept=plan.kept))
         assert isinstance(plan, ReplaceRanks)
         handled = set(plan.ranks) | set(plan.dropped)
         kept = [standing for standing in parked if standing.rank not in handled]
-        if best == EMPTY_STEP and parked:
-            best = max(standing.committed_step for standing in parked)
-            assert [standing.committed_step for standing in kept] == [best], "the newest is kept"
-        else:
-            assert not kept, "who raised is replaced"
+        assert len(kept) <= 1, "one is enough"
+        for standing in kept:
+            assert standing.rank == plan.kept
+            assert standing.committed_step > best, "who raised is replaced, unless it is ahead"
+            best = standing.committed_step
+        kept_before = {earlier.kept for earlier in self.history[:-1]}
+        for standing in parked:
+            assert standing.committed_step <= best or standing.rank in kept_before, "a lost commit"
         expected = {*lost, *(standing.rank for standing in parked)}
         assert handled == expected - {standing.rank for standing in kept}, "nobody is forgotten"
         assert (plan.loader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"

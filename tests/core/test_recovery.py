@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddp_runner.core.classify import Attribution
@@ -44,9 +46,10 @@ def incident(
     )
 
 
-def plan(now, history=(), *, lost=(1,), filled=True, parked=()):
+def plan(now, history=(), *, lost=(1,), newest=10, parked=()):
     standings = tuple(Standing(rank=rank, committed_step=step) for rank, step in parked)
-    world = WorldFacts(lost=lost, filled=filled, present=3, parked=standings)
+    filled = newest > EMPTY_STEP
+    world = WorldFacts(lost=lost, filled=filled, newest_step=newest, present=3, parked=standings)
     return plan_recovery(now, world=world, history=history, settings=SETTINGS)
 
 
@@ -57,7 +60,7 @@ def test_a_killed_rank_alone_is_replaced_at_once():
 
 def test_with_no_replica_left_one_rank_loads_the_checkpoint():
     """All dead: the newest checkpoint is the source, read once."""
-    answer = plan(incident(), lost=(0, 1, 2), filled=False)
+    answer = plan(incident(), lost=(0, 1, 2), newest=EMPTY_STEP)
     assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
 
 
@@ -74,15 +77,44 @@ def test_a_rank_that_raised_is_replaced_where_another_one_has_a_state():
 def test_with_no_replica_left_the_newest_rank_that_raised_is_kept(parked, kept):
     """An exception costs no committed step, even where every rank has raised it."""
     lost = tuple(rank for rank in range(3) if rank not in dict(parked))
-    answer = plan(incident(FaultKind.RANK_RAISED), lost=lost, filled=False, parked=parked)
+    answer = plan(incident(FaultKind.RANK_RAISED), lost=lost, newest=EMPTY_STEP, parked=parked)
     ranks = tuple(rank for rank in range(3) if rank != kept)
-    assert answer == ReplaceRanks(ranks=ranks, loader=None, delay_s=0.0)
+    assert answer == ReplaceRanks(ranks=ranks, loader=None, delay_s=0.0, kept=kept)
+
+
+def test_a_rank_that_raised_ahead_of_all_others_is_kept():
+    """It alone has the newest committed step."""
+    answer = plan(incident(FaultKind.RANK_RAISED), lost=(), newest=10, parked=[(1, 11)])
+    assert answer == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, kept=1)
+
+
+def test_a_process_that_was_kept_and_raises_the_same_again_is_replaced_before_the_run_ends():
+    """What broke may be the process, such as a file that it holds open; a fresh one shows that."""
+    kept = replace(incident(FaultKind.RANK_RAISED, at_s=900.0), kept=1)
+    again = incident(FaultKind.RANK_RAISED)
+    answer = plan(again, [kept], lost=(), newest=EMPTY_STEP, parked=[(1, 10)])
+    assert answer == ReplaceRanks(ranks=(1,), loader=1, delay_s=0.5)
+    assert isinstance(plan(again, [kept, again]), GiveUp)
+
+
+def test_the_same_error_counts_whoever_is_first():
+    """Ranks that all raise, each with words of its own, take turns at being the culprit."""
+    first, second = (
+        Fault(kind=FaultKind.RANK_RAISED, rank=rank, step=10, cause=f"sample {rank} is empty")
+        for rank in (0, 1)
+    )
+    made = incident(FaultKind.RANK_RAISED)
+    before, now = (
+        replace(made, attribution=Attribution(culprit=causes[0], causes=causes, victims=()), kept=0)
+        for causes in ((first, second), (second, first))
+    )
+    assert isinstance(plan(now, [before]), GiveUp)
 
 
 def test_a_rank_that_raised_before_it_had_a_state_is_no_source():
     """Control: the checkpoint is, then."""
     raised = [(0, EMPTY_STEP), (1, EMPTY_STEP)]
-    answer = plan(incident(FaultKind.RANK_RAISED), lost=(2,), filled=False, parked=raised)
+    answer = plan(incident(FaultKind.RANK_RAISED), lost=(2,), newest=EMPTY_STEP, parked=raised)
     assert answer == ReplaceRanks(ranks=(0, 1, 2), loader=0, delay_s=0.0)
 
 

@@ -12,7 +12,7 @@ from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.lifecycle import RankState, RunState
 from ddp_runner.core.phases import Phase
 from ddp_runner.supervisor import stopped
-from tests.supervisor.simulated import Simulation
+from tests.supervisor.simulated import EXIT_S, Simulation
 
 
 @pytest.fixture
@@ -218,6 +218,35 @@ def test_of_ranks_that_all_raised_one_is_kept_as_the_source(simulate, ranks):
     assert_done(run)
     assert [len(replaced) for _, _, replaced in plans(run)] == [ranks - 1]
     assert lost(run) == [0]
+
+
+def test_a_rank_that_raised_one_step_ahead_of_the_others_is_kept(simulate):
+    """With its process the newest committed step would be lost."""
+    run = simulate(ranks=2)
+    run.to_step(17)
+    run.random.random = lambda: 1.0  # nobody commits any more on losing the peer
+    run._commit(run.rank(0))
+    ahead = run.rank(0)
+    assert ahead.committed == run.rank(1).committed + 1
+    run.fail(0)
+    assert_done(run)
+    assert plans(run) == [(0, "rank_raised", ())]
+    assert ahead.seen == [1, 2]
+    assert lost(run) == [0]
+
+
+def test_a_rank_that_is_killed_but_not_reaped_has_no_state_to_give(simulate):
+    """Nobody else lives: one of both loads the checkpoint."""
+    run = simulate(ranks=2)
+    run.to_step(15)
+    reaped_after = iter([EXIT_S])  # rank 1 that raised; all others at once
+    run.random.uniform = lambda low, high: next(reaped_after, low) if high == EXIT_S else low
+    run.fail(1)
+    run.run_until(lambda: run.events("plan"))
+    assert run.world.ranks[1].state is RankState.READY
+    run.kill(0)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_raised", (1,)), (0, "rank_killed", (0, 1))]
 
 
 def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
