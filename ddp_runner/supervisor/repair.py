@@ -238,6 +238,7 @@ class Repair:
             kind=incident.culprit.kind.value,
             replaced=list(plan.ranks) if isinstance(plan, ReplaceRanks) else [],
             dropped=list(plan.dropped) if isinstance(plan, ReplaceRanks) else [],
+            kept=incident.kept,
             victims=[fault.rank for fault in incident.attribution.victims],
         )
         if isinstance(plan, GiveUp):
