@@ -299,8 +299,8 @@ def _signal_the_rank(me, path, number):
 
 
 def _fail_with_words_left(me, runtime):
-    sys.stdout.reconfigure(line_buffering=False)
     runtime.next_generation(READY)
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=4096)
     sys.stdout.write("the last words")
     sys.stderr.close()
     fault = Fault(kind=FaultKind.RANK_RAISED, rank=0, step=1, cause="a cause")
