@@ -178,7 +178,8 @@ class Adjusted:
 class MendedInPlace:
     """Rank -> supervisor: a fault that was repaired within the generation, and how long it took.
 
-    ``inexact_reason``: as of :class:`Adjusted`.
+    ``inexact_reason``: as of :class:`Adjusted`. ``kernel_kills``: so many of this rank's loader
+    workers the kernel has killed for memory.
     """
 
     rank: int
@@ -187,6 +188,7 @@ class MendedInPlace:
     seconds: float
     steps_lost: int = 0
     inexact_reason: str = ""
+    kernel_kills: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from ddp_runner.data.waiting import PoolError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ddp_runner.data.report import LoaderKills
+
 Indices = tuple[int, ...]
 
 
@@ -50,6 +52,7 @@ def load_in_worker(
     rank: int,
     timeout_s: float,
     on_wait: Callable[[], None],
+    kills: LoaderKills,
 ) -> Attempt:
     """Have a worker of its own load ``key``: it may raise, die or hang. Raises PoolError without one."""
     settings = PoolSettings(rank=rank, workers=1, prefetch_factor=1, pin_memory=False)
@@ -59,6 +62,7 @@ def load_in_worker(
     except PoolError as error:
         if error.worker < 0:
             raise
+        kills.has_killed(pool, 0)  # claimed, so that nobody takes it for the end of a rank
         _, sample = pool.suspect(0) or (None, None)
         return Attempt(failed=True, sample=sample)
     finally:

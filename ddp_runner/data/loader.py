@@ -20,6 +20,7 @@ from ddp_runner.data.pool import PoolSettings, WorkerPool
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.report import (
     KillCounter,
+    LoaderKills,
     LoadingMended,
     NoKills,
     fault_of_failure,
@@ -115,12 +116,16 @@ class SafeDataLoader:
         self._on_mended = on_mended
         self._on_wait = on_wait
         self._log = log
-        self._kills = kills or NoKills()
+        self._kills = LoaderKills(kills or NoKills())
         if quarantine is None:
             quarantine = Quarantine(seed=seed, dataset_size=order.dataset_size, bad_max=0)
         self.quarantine = quarantine
         self._mender = Mender(
-            self._source, quarantine=self.quarantine, timeout_s=timeout_s, on_wait=on_wait
+            self._source,
+            quarantine=self.quarantine,
+            timeout_s=timeout_s,
+            on_wait=on_wait,
+            kills=self._kills,
         )
         cores = _cores()
         self.workers = worker_count(

@@ -21,7 +21,7 @@ from ddp_runner.core.loading import (
 )
 from ddp_runner.data.isolate import Attempt, Indices, isolate, load_in_worker
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
-from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended, fault_of_samples
+from ddp_runner.data.report import SAMPLES_REPLACED, LoaderKills, LoadingMended, fault_of_samples
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
 from ddp_runner.data.waiting import PoolError
 
@@ -59,11 +59,13 @@ class Mender:
         quarantine: Quarantine,
         timeout_s: float,
         on_wait: Callable[[], None],
+        kills: LoaderKills,
     ) -> None:
         self._source = source
         self._quarantine = quarantine
         self._timeout_s = timeout_s
         self._on_wait = on_wait
+        self._kills = kills
         self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
         self._broke: dict[BatchKey, int] = {}  # how many workers broke while they loaded it
         self.by_value = False  # how workers hand their batches over
@@ -114,6 +116,8 @@ class Mender:
         now_s = time.monotonic()
         told = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
         self._unreported.clear()
+        if told:
+            told[0] = replace(told[0], kernel_kills=self._kills.take_untold())
         return told
 
     def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
@@ -158,6 +162,7 @@ class Mender:
             rank=trouble.fault.rank,
             timeout_s=self._timeout_s,
             on_wait=self._on_wait,
+            kills=self._kills,
         )
 
     def _others(self, key: BatchKey) -> list[int]:

@@ -27,12 +27,14 @@ class LoadingMended:
     """A fault of loading that was repaired inside the rank, ``seconds`` after it was noticed.
 
     ``inexact_reason`` is empty where every step gets the samples that it would have had.
+    ``kernel_kills``: so many workers the kernel has killed for memory since the last that was told.
     """
 
     fault: Fault
     remedy: str
     seconds: float
     inexact_reason: str = ""
+    kernel_kills: int = 0
 
 
 class KillCounter(Protocol):
@@ -59,11 +61,35 @@ class NoKills:
         return False
 
 
+class LoaderKills:
+    """One loader's claims: each kill is claimed here, and told to who counts them for the ranks."""
+
+    def __init__(self, kills: KillCounter) -> None:
+        self._kills = kills
+        self._untold = 0
+
+    def look_sometimes(self, now_s: float) -> None:
+        """As :class:`KillCounter`."""
+        self._kills.look_sometimes(now_s)
+
+    def has_killed(self, pool: WorkerPool, worker: int) -> bool:
+        """Whether the kernel has killed ``worker`` for memory; to be asked once."""
+        by_sigkill = pool.process(worker).exitcode == -signal.SIGKILL
+        killed = by_sigkill and self._kills.claim(time.monotonic())
+        self._untold += killed
+        return killed
+
+    def take_untold(self) -> int:
+        """How many were claimed since the last call."""
+        untold, self._untold = self._untold, 0
+        return untold
+
+
 def fault_of_worker(
     error: PoolError,
     pool: WorkerPool | None,
     *,
-    kills: KillCounter,
+    kills: LoaderKills,
     rank: int,
     step: int,
     phase: Phase = Phase.DATA,
@@ -76,9 +102,11 @@ def fault_of_worker(
     cause = str(error)
     kind = FaultKind.LOADER_TIMEOUT if late else FaultKind.LOADER_WORKER_DIED
     if pool is not None and error.worker >= 0:
-        exitcode = pool.process(error.worker).exitcode
-        if exitcode == -signal.SIGKILL and kills.claim(time.monotonic()):
+        if kills.has_killed(pool, error.worker):
             kind = FaultKind.OUT_OF_MEMORY
+        for other in range(len(pool.pids)):
+            if other != error.worker:
+                kills.has_killed(pool, other)
         report = worker_report(pool, error.worker, for_memory=kind is FaultKind.OUT_OF_MEMORY)
         cause = f"{error}: {report}" if late or type(error) is PoolError else report
     return Fault(

@@ -154,7 +154,7 @@ class Supervisor:
                 if message.remedy and not message.in_peace:
                     self._repair.note_remedy(message.remedy)
             case MendedInPlace():
-                if message.fault.kind is FaultKind.OUT_OF_MEMORY:
+                for _ in range(message.kernel_kills):
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
                 self._chronicle.mended(message)
             case CollectivesBegun():

@@ -198,5 +198,6 @@ def _tell(mended: LoadingMended, runtime: Runtime) -> None:
             remedy=remedy,
             seconds=mended.seconds,
             inexact_reason=mended.inexact_reason,
+            kernel_kills=mended.kernel_kills,
         )
     )

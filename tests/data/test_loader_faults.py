@@ -20,6 +20,7 @@ from ddp_runner.core.loading import CALM_STEPS, VAIN_WAITS_MAX
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.memory.kernel_kills import KernelKills
 
 BAD = 17
 CONTROL_S = 0.4
@@ -441,6 +442,48 @@ def test_a_sample_that_kills_every_worker_is_found(dataset, workers):
         fault = take_fault(loader)
     assert fault.kind is FaultKind.BAD_SAMPLE
     assert fault.cause.startswith("sample 17 (epoch 0) could not be loaded: no worker survives it")
+
+
+class KilledForMemory(Plain):
+    """Its workers end as the kernel ends them; ``counts``: it counts that too."""
+
+    def __init__(self, root, *, counts):
+        self._events = root / "sys/fs/cgroup/memory.events"
+        self._events.parent.mkdir(parents=True)
+        own = root / "proc/self/cgroup"
+        own.parent.mkdir(parents=True)
+        own.write_text("0::/\n")
+        self._counts = counts
+        self._kills = mmap.mmap(-1, 1)
+        self._tell()
+
+    @property
+    def kills(self):
+        return self._kills[0]
+
+    def _tell(self):
+        self._events.write_text(f"oom_kill {self.kills if self._counts else 0}\n")
+
+    def __getitem__(self, index):
+        if index == BAD:
+            self._kills[0] += 1
+            self._tell()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_kills_for_memory_during_the_search_are_claimed_and_told(tmp_path, counts):
+    """None is left over for a rank that is killed by hand later; control: SIGKILLs that were no such kills."""
+    told, dataset = [], KilledForMemory(tmp_path, counts=counts)
+    kills = KernelKills(tmp_path)
+    with make(dataset, on_mended=told.append, quarantine=quarantine(), kills=kills) as loader:
+        take_on(loader, 0, 4)
+        loader.take(4)
+    assert [mended.fault.kind for mended in told][-1] is FaultKind.BAD_SAMPLE
+    assert dataset.kills > 2
+    assert sum(mended.kernel_kills for mended in told) == (dataset.kills if counts else 0)
+    assert not kills.claim(time.monotonic())
 
 
 def test_a_sample_that_hangs_every_worker_is_found():

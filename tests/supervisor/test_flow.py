@@ -9,8 +9,11 @@ from collections import Counter
 import pytest
 
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.lifecycle import RankState, RunState
+from ddp_runner.core.messages import MendedInPlace
 from ddp_runner.core.phases import Phase
+from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import stopped
 from tests.supervisor.simulated import EXIT_S, Simulation
 
@@ -62,6 +65,26 @@ def test_two_deaths_in_a_row_are_repaired_in_one_or_two_incidents(simulate, apar
     replaced = [rank for _, _, ranks in plans(run) for rank in ranks]
     assert sorted(replaced) == [1, 2]
     assert sum(lost(run)) == 0
+
+
+@pytest.mark.parametrize(("told", "kind"), [(3, "rank_killed"), (1, "out_of_memory")])
+def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_path, told, kind):
+    """Three of one search; control: of two of them nobody says whose they were."""
+    events = tmp_path / "sys/fs/cgroup/memory.events"
+    for path, text in ((events, "oom_kill 0\n"), (tmp_path / "proc/self/cgroup", "0::/\n")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    run = simulate()
+    run.supervisor._kernel_kills = KernelKills(tmp_path)
+    run.to_step(15)
+    events.write_text("oom_kill 3\n")
+    fault = run.fault(run.rank(1), FaultKind.BAD_SAMPLE, "no worker survives it")
+    mended = MendedInPlace(rank=1, fault=fault, remedy="", seconds=1.0, kernel_kills=told)
+    run.send(run.rank(1), mended)
+    run.pass_time(0.1)
+    run.kill(2)
+    assert_done(run)
+    assert plans(run) == [(2, kind, (2,))]
 
 
 def test_a_death_while_forming_starts_the_next_generation(simulate):
