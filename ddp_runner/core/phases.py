@@ -19,6 +19,7 @@ class Phase(IntEnum):
     CHECKPOINT = 8
     EVALUATE = 9
     FINISHED = 10
+    COMPARE = 11  # what the ranks have, their replicas or what must be made up for
 
     @property
     def label(self) -> str:

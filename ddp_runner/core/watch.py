@@ -58,7 +58,7 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     """How long the rank may stay in its phase."""
     if look.phase is Phase.EVALUATE:
         return settings.evaluation_timeout_s
-    if look.phase is Phase.CHECKPOINT:
+    if look.phase in (Phase.CHECKPOINT, Phase.COMPARE):  # as much to read, for both
         return settings.checkpoint_timeout_s
     if look.steps_here < STEPS_TO_SETTLE:
         return settings.first_step_timeout_s

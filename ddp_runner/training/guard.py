@@ -135,7 +135,7 @@ class Guard:
         """
         if self._group.world_size == 1:
             return False
-        hashes = state_hashes(self._state.replicated())
+        hashes = self._hashes()
         mine = combined(list(hashes.values()))
         step = self._state.committed_step
         found = self._exchange(f"weights/{step}", mine)
@@ -161,6 +161,15 @@ class Guard:
                 at_ns=time.monotonic_ns(),
             )
         )
+
+    def _hashes(self) -> dict[str, str]:
+        """Of everything that is replicated. A large state takes longer than a step may."""
+        slot = self._runtime.slot
+        before = Phase(slot.get(Cell.PHASE))
+        slot.stamp(Phase.COMPARE, time.monotonic_ns())
+        hashes = state_hashes(self._state.replicated())
+        slot.stamp(before, time.monotonic_ns())
+        return hashes
 
     def _settle_without_majority(self, step: int) -> None:
         if self._can_roll_back():

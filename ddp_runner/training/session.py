@@ -10,6 +10,7 @@ from functools import partial
 
 from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.replica import Replica
+from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import Duties, duties_after
 from ddp_runner.core.exits import StopReason
@@ -262,7 +263,8 @@ class Session:
         step = self._state.committed_step
         makes_up = self._group.rank == 0 and self._saving.has_to_make_up()
         mine = json.dumps([self._state.attended_step, makes_up])
-        answers = [json.loads(answer) for answer in self._group.exchange("attended", mine)]
+        with waiting_for_peers(self._runtime.slot):
+            answers = [json.loads(answer) for answer in self._group.exchange("attended", mine)]
         if self._at_end():
             return None
         due = self._due(step)

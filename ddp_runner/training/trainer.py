@@ -259,6 +259,8 @@ class DDPTrainer:
                         rebuild_s=time.monotonic() - transferred_s,
                     )
                 )
+                # Forming has a deadline of its own, which ends with the world being formed.
+                slot.stamp(Phase.COMPARE, time.monotonic_ns())
                 reason = session.train()
                 while not session.finish(reason):
                     reason = session.train()

@@ -55,6 +55,7 @@ def test_the_deadline_follows_the_pace_of_the_run():
     [
         (Phase.EVALUATE, 20, 50.0),
         (Phase.CHECKPOINT, 20, 40.0),
+        (Phase.COMPARE, 20, 40.0),
         (Phase.FORWARD, 0, 100.0),
         (Phase.FORWARD, 2, 100.0),
         (Phase.FORWARD, 3, 2.0),
@@ -73,7 +74,9 @@ def test_evaluations_saves_and_first_steps_have_deadlines_of_their_own(phase, st
     )
 
 
-@pytest.mark.parametrize("phase", [*IN_STEP, Phase.REDUCE, Phase.EVALUATE, Phase.CHECKPOINT])
+@pytest.mark.parametrize(
+    "phase", [*IN_STEP, Phase.REDUCE, Phase.EVALUATE, Phase.CHECKPOINT, Phase.COMPARE]
+)
 def test_a_stopped_process_is_hung_in_any_phase(phase):
     """The system says so; no deadline of the phase is waited for."""
     stopped = look(1, phase, 2.1, steps_here=0, stopped=True)

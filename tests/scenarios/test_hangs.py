@@ -16,6 +16,7 @@ QUICK = (
         "recovery.replica_check_steps=5",
         "evaluate_every_steps=25",
         "recovery.evaluation_timeout_s=2",
+        "recovery.checkpoint_timeout_s=3",
     ),
 )
 
@@ -30,7 +31,7 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
         assert run.wait(90.0) == 0, run.console
     faults = run.events("fault")
     causes = [(f["kind"], f["rank"], f["phase"]) for f in faults if f["kind"] == "rank_hung"]
-    assert causes == [("rank_hung", 1, "optimizer"), ("rank_hung", 1, "evaluate")], faults
+    assert causes == [("rank_hung", 1, "compare"), ("rank_hung", 1, "evaluate")], faults
     assert [plan["replaced"] for plan in run.events("plan")] == [[1], [1]]
     waited = {f["phase"] for f in faults if f["kind"] == "collective_failed"}
     assert waited == {"reduce"}
@@ -39,6 +40,16 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
         log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
         assert "(most recent call first):" in log
         assert f" in {where}\n" in log, log
+
+
+def test_a_rank_that_hangs_once_the_world_has_formed_is_found(tmp_path):
+    """Between forming and the first step, where the ranks settle what must be made up for."""
+    hang = ("recovery.replica_check_steps=0", "--inject", "hang:rank=1,step=0,phase=compare")
+    with Run(tmp_path, *QUICK, "--max-steps", 12, *hang) as run:
+        assert run.wait() == 0, run.console
+    [fault] = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_hung", 1, 0)
+    assert [plan["replaced"] for plan in run.events("plan")] == [[1]]
 
 
 def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
@@ -74,17 +85,15 @@ def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
 
 def test_a_store_that_is_stopped_is_replaced(tmp_path):
     """The world forms through it; nobody waits until forming is overdue."""
-    with Run(tmp_path, *QUICK, "--max-steps", 60) as run:
+    with Run(tmp_path, *QUICK, "--max-steps", 60, "recovery.form_timeout_s=600") as run:
         run.wait_for_step(10)
         run.signal(signal.SIGSTOP, run.named("ddp:store").pid)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
     faults = run.summary()["faults"]
-    kinds = [fault["kind"] for fault in faults]
-    assert kinds in (["rank_killed"], ["rank_killed", "store_died"]), faults
-    assert any(event["kind"] == "store_died" for event in run.events("fault"))
+    assert {event["kind"] for event in run.events("fault")} >= {"rank_killed", "store_died"}
+    assert {fault["kind"] for fault in faults} <= {"rank_killed", "store_died"}, faults
     assert sum(fault["steps_lost"] for fault in faults) == 0
-    assert sum(fault["recovered_s"] for fault in faults) < 30.0
 
 
 def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
