@@ -48,6 +48,9 @@ _STOP_SIGNALS = {
 }
 
 
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this very job
+
+
 class OutsideRuntime(LocalRuntime):
     """One generation per restart of the launcher; signals ask for a stop at the step boundary."""
 
@@ -56,7 +59,7 @@ class OutsideRuntime(LocalRuntime):
         super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save.
         self.store_timeout_s = max(STORE_TIMEOUT_S, settings.recovery.checkpoint_timeout_s)
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        restarts = sum(int(os.environ.get(name, "0")) for name in _RESTART_COUNTS)
         # The launcher keeps its store over restarts: the keys of each must differ.
         self.generation = 1 + restarts
         self._told = Told(

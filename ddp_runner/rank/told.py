@@ -28,17 +28,18 @@ KEPT = (Adjusted, Faulted, MendedInPlace, Saved)
 class Told:
     """Appends the messages of this rank. ``learnt`` is the newest tuning that an earlier process told.
 
-    Another launch, which is no restart, begins a new file, and keeps what was learnt only.
+    Another launch, which is no restart, begins a new file: it may be of another job, and what a
+    checkpoint was made with stands in the checkpoint.
     """
 
     def __init__(
         self, log_dir: Path, *, rank: int, is_restart: bool, warn: Callable[[str], None]
     ) -> None:
         path = told_path(log_dir, rank)
-        earlier = list(read_told(path))
+        earlier = list(read_told(path)) if is_restart else []
         tunings = [one for one in earlier if isinstance(one, Adjusted) and one.tuning]
         self.learnt = tunings[-1] if tunings else None
-        self.has_saved = is_restart and any(isinstance(one, Saved) for one in earlier)
+        self.has_saved = any(isinstance(one, Saved) for one in earlier)
         if not is_restart:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
