@@ -17,6 +17,7 @@ STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
 # Per hang verdict in a row without progress, and for ranks that are late together: the pause may be
 # a real one.
 PATIENCE_FACTOR = 4.0
+PATIENT_VERDICTS_MAX = 2  # whose factors add up: what is longer than that is no pause any more
 NEARLY_LATE = (
     0.5  # of a deadline: who has stayed so long while another one is late may stand still too
 )
@@ -132,7 +133,7 @@ class SharedPauses:
 
 def _usual_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
     usual_s = max(settings.hang_min_s, settings.hang_factor * pace.slowest_step_s)
-    return usual_s * PATIENCE_FACTOR**pace.verdicts_in_a_row
+    return usual_s * PATIENCE_FACTOR ** min(pace.verdicts_in_a_row, PATIENT_VERDICTS_MAX)
 
 
 def _verdict(hung: Sequence[RankLook], looks: Sequence[RankLook]) -> HangVerdict:

@@ -157,6 +157,15 @@ def test_verdicts_without_progress_make_the_next_one_patient():
     assert verdict(peer, look(1, Phase.FORWARD, 8.1), verdicts_in_a_row=1) is not None
 
 
+@pytest.mark.parametrize("verdicts_in_a_row", [2, 3, 10])
+def test_patience_has_an_end(verdicts_in_a_row):
+    """Sixteen times the deadline: who hangs at one redone step after another is still found."""
+    peer, late = look(0, Phase.REDUCE, 40.0), look(1, Phase.FORWARD, 32.1)
+    assert verdict(peer, late, verdicts_in_a_row=verdicts_in_a_row) is not None
+    before = look(1, Phase.FORWARD, 31.9)
+    assert verdict(peer, before, verdicts_in_a_row=verdicts_in_a_row) is None
+
+
 def test_a_world_of_nobody_is_not_hung():
     """All have finished."""
     assert verdict() is None
