@@ -29,6 +29,7 @@ from ddp_runner.training.parts import RankParts
 from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
+ROLLBACKS_WITHOUT_MAJORITY_MAX = 2  # to one checkpoint; what then differs again differs every time
 DETAIL_CHARACTERS = 20_000  # a message has room for more, but not for any number
 
 
@@ -52,6 +53,8 @@ class Guard:
         self._runtime = parts.runtime
         self._rank = parts.runtime.place.rank
         self._group = group
+        self._step_rolled_back_to = EMPTY_STEP  # where replicas differed without a majority
+        self._rollbacks_there = 0
 
     def skipped(
         self,
@@ -80,7 +83,8 @@ class Guard:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
         factor = self._state.tuning.rate_factor / 2
-        if factor >= 0.5**self._settings.recovery.rollbacks_max and self._can_roll_back():
+        may_halve = factor >= 0.5**self._settings.recovery.rollbacks_max
+        if may_halve and self._checkpoint_step() != EMPTY_STEP:
             kind = FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE
             reason = f"more than {limit} steps were skipped, the last because {what}"
             self._roll_back(reason, kind=kind, rate_factor=factor)
@@ -172,34 +176,43 @@ class Guard:
         return hashes
 
     def _settle_without_majority(self, step: int) -> None:
-        if self._can_roll_back():
-            factor = self._state.tuning.rate_factor
-            self._roll_back(
-                "the replicas differ and no majority agrees",
-                kind=FaultKind.REPLICA_DIVERGED,
-                rate_factor=factor,
+        checkpoint_step = self._checkpoint_step()
+        if checkpoint_step != self._step_rolled_back_to:
+            self._rollbacks_there = 0
+        why = ""
+        if checkpoint_step == EMPTY_STEP:
+            why = "and there is no checkpoint"
+        elif self._rollbacks_there == ROLLBACKS_WITHOUT_MAJORITY_MAX:
+            why = f"again from the same checkpoint, of step {checkpoint_step}: suspect a device"
+        if why:
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.REPLICA_DIVERGED,
+                    rank=self._group.rank,
+                    step=step,
+                    cause=f"the replicas differ, no majority agrees, {why}",
+                    at_ns=time.monotonic_ns(),
+                    may_retry=False,
+                )
             )
-            return
-        raise FaultError(
-            Fault(
-                kind=FaultKind.REPLICA_DIVERGED,
-                rank=self._group.rank,
-                step=step,
-                cause="the replicas differ, no majority agrees, and there is no checkpoint",
-                at_ns=time.monotonic_ns(),
-                may_retry=False,
-            )
+        self._roll_back(
+            "the replicas differ and no majority agrees",
+            kind=FaultKind.REPLICA_DIVERGED,
+            rate_factor=self._state.tuning.rate_factor,
         )
+        self._step_rolled_back_to = self._state.committed_step
+        self._rollbacks_there += 1
 
-    def _can_roll_back(self) -> bool:
-        """Whether rank 0 has a checkpoint; every rank must ask."""
+    def _checkpoint_step(self) -> int:
+        """The step of rank 0's newest checkpoint, or EMPTY_STEP; every rank must ask."""
         # All wait for rank 0's disk from here to the next step, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
+        newest = EMPTY_STEP
         if self._group.rank == 0:
             self._saving.settle()  # what is being written is the newest there will be
-        has = self._group.rank == 0 and bool(self._store.catalog.entries())
+            newest = max((entry.step for entry in self._store.catalog.entries()), default=newest)
         step = self._state.committed_step
-        return self._exchange(f"has_checkpoint/{step}", str(int(has)))[0] == "1"
+        return int(self._exchange(f"checkpoint/{step}", str(newest))[0])
 
     def _exchange(self, name: str, value: str) -> list[str]:
         with waiting_for_peers(self._runtime.slot):
@@ -213,7 +226,7 @@ class Guard:
         others = [rank for rank in range(self._group.world_size) if rank != 0]
         if self._group.rank == 0:
             loaded = self._store.load("auto", set_bad_aside=True)
-            assert loaded is not None, "can_roll_back() was asked"
+            assert loaded is not None, "there was one a moment ago"
             self._saving.rolled_back()
             self._state.restore(loaded.state)
             send_state(self._group, self._state.capture(), to=others)
