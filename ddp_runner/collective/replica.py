@@ -82,7 +82,6 @@ class Replica:
     ) -> None:
         self.group = group
         self._module = _LossModule(model, loss, device=group.device, rank=group.rank)
-        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
         self._slot = slot
         self._reduce_since_ns = time.monotonic_ns()
         self._ddp = DistributedDataParallel(
@@ -194,15 +193,15 @@ class Replica:
             raise RuntimeError("signals are known only after backward")
         return [float(value) / scale for value in gradient.tolist()]
 
-    def share_buffers(self) -> None:
-        """Make rank 0's buffers everyone's, within the step that changed them.
+    def share_buffers(self, buffers: list[Tensor]) -> None:
+        """Make rank 0's ``buffers`` everyone's, within the step that changed them.
 
         DDP would do so at the next forward; then the death of rank 0 would lose running statistics
         that no survivor holds.
         """
-        if self._buffers and self.group.world_size > 1:
+        if buffers and self.group.world_size > 1:
             group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
-            _broadcast_coalesced(group, self._buffers, BROADCAST_BYTES, 0)
+            _broadcast_coalesced(group, buffers, BROADCAST_BYTES, 0)
 
     def stamp_reduce(self) -> None:
         """Note on the board that this rank's own share of the backward is done."""

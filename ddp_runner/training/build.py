@@ -212,7 +212,7 @@ def load_start(
         weights = load_weights(Path(settings.run.init_from))
         _check_fits(weights, state.model, option="--init-from", value=settings.run.init_from)
         state.model.load_state_dict(weights)
-        state.keep_buffers()
+        state.buffers.keep()
     state.committed_step = 0
     return None
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddp_runner.training.buffers import persistent_buffers
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -35,7 +37,7 @@ class Ema:
         """Walk the modules of ``model`` once: doing so at every step takes longer than averaging."""
         self._model = model
         self._live_parameters = _float_parameters(model)
-        self._buffer_owners = _persistent_buffers(model)
+        self._buffer_owners = persistent_buffers(model)
 
     def _live_buffers(self) -> dict[str, Tensor]:
         """The buffers as they are now: a module may assign a new tensor at any time."""
@@ -156,20 +158,6 @@ def _float_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
     }
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where the buffers of the model's state live: name -> (module, attribute).
-
-    A mask that is rebuilt at construction is no part of the state.
-    """
-    saved = model.state_dict(keep_vars=True).keys()
-    owners = {}
-    for name, _ in model.named_buffers():
-        if name in saved:
-            path, _, key = name.rpartition(".")
-            owners[name] = (model.get_submodule(path), key)
-    return owners
 
 
 def _average_dtype(tensor: Tensor) -> torch.dtype:

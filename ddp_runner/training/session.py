@@ -305,6 +305,8 @@ class Session:
                 step=self._state.committed_step,
                 stop_asked=self._runtime.stop_asked,
             )
+        # What is saved, and compared at the end, is what the steps made.
+        self._state.buffers.drop()
         slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
         if evaluation.loss is None:
             return evaluation.stop

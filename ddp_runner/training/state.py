@@ -12,6 +12,7 @@ from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamPosition
+from ddp_runner.training.buffers import Buffers
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
@@ -25,6 +26,7 @@ class TrainState:
     ``committed_step`` counts the optimizer steps applied; :data:`EMPTY_STEP` means that this process
     has not loaded anything and must receive its state before it trains. ``before_change`` returns
     once nobody reads the steady tensors in the background; whoever changes them calls it first.
+    ``buffers`` are those of the last commit once dropped: what forward made of a bad batch is forgotten.
     """
 
     def __init__(
@@ -56,8 +58,7 @@ class TrainState:
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
         self.attended_step = 0  # up to where evaluations and saves that were due have been made
         self.before_change: Callable[[], None] = _nobody_reads
-        self._buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-        self._committed_buffers = [buffer.detach().clone() for buffer in self._buffers]
+        self.buffers = Buffers(model)
 
     def capture(self) -> dict[str, Any]:
         """References, not copies: valid until the next optimizer step."""
@@ -94,7 +95,7 @@ class TrainState:
             tensors += [value for value in entry.values() if isinstance(value, Tensor)]
         if self.ema is not None:
             tensors += self.ema.averages()
-        written = {storage_key(buffer) for buffer in self._buffers}
+        written = {storage_key(buffer) for buffer in self.buffers.live()}
         return [tensor for tensor in tensors if storage_key(tensor) not in written]
 
     def replicated(self) -> dict[str, Tensor]:
@@ -134,24 +135,13 @@ class TrainState:
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
-        self.keep_buffers()
+        self.buffers.keep()
         self.committed_step = int(state["counters"]["committed_step"])
-
-    def keep_buffers(self) -> None:
-        """Remember the buffers as they are now, at a commit."""
-        if self._buffers:
-            torch._foreach_copy_(self._committed_buffers, self._buffers)
 
     def drop_unfinished_step(self) -> None:
         """Forget what an unfinished step changed: gradients, and buffers that forward updated."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.drop_buffers()
-
-    def drop_buffers(self) -> None:
-        """Take the buffers back to the last commit: what forward made of a bad batch is forgotten."""
-        if self._buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._committed_buffers)
+        self.buffers.drop()
 
     def trainable(self) -> list[Tensor]:
         """The parameters that the optimizer updates."""

@@ -106,7 +106,7 @@ class Stepper:
         scaler = self._state.precision.scaler
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         signals = self._replica.signals(scale=scale)
-        self._replica.share_buffers()
+        self._replica.share_buffers(self._state.buffers.live())
         # INVARIANT copied-before-change: a checkpoint is of exactly one committed step: weights,
         # optimizer and average wait for the copy that a save may still be making of them.
         # Broken if: something that changes them runs without before_change().
@@ -221,9 +221,9 @@ class Stepper:
         if state.precision.scaler.is_enabled():
             state.precision.scaler.update()
         if applied:
-            state.keep_buffers()
+            state.buffers.keep()
         else:
-            state.drop_buffers()
+            state.buffers.drop()
         state.committed_step += 1
         state.samples += self._rules.global_batch
         slot.set(Cell.COMMITTED_STEP, state.committed_step)

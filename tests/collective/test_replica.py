@@ -376,7 +376,7 @@ def _share_statistics(me, port):
         replica = make_replica(model, group)
         replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
         own = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        replica.share_buffers()
+        replica.share_buffers(list(model.buffers()))
         return own, dict(model.named_buffers())
 
 

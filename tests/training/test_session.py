@@ -277,6 +277,39 @@ def test_without_validation_data_nothing_is_evaluated(tmp_path):
     assert not [m for m in told(messages, Metrics) if "validation_loss" in m.values]
 
 
+class Counting(nn.Linear):
+    """Counts its forwards, in place and anew, in evaluations too."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.register_buffer("in_place", torch.zeros(1))
+        self.register_buffer("anew", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.in_place += 1
+        self.anew = self.anew + 1
+        return super().forward(inputs)
+
+
+class CountingTask(Task):
+    """Its model has a state that an evaluation changes."""
+
+    def build_model(self):
+        return Counting()
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+def test_an_evaluation_leaves_no_trace_in_the_state(tmp_path, ema_decay):
+    """What is saved after it is what the steps before it made, whatever eval mode changed."""
+    config = settings(tmp_path, task=f"{__file__}:CountingTask", keep_last=9, ema_decay=ema_decay)
+    report, messages, _ = train(config)
+    assert "validation_loss" in report.figures
+    for saved in told(messages, Saved):
+        path = tmp_path / "checkpoints" / f"step_{saved.step:08d}.pt"
+        model = torch.load(path, weights_only=True)["model"]
+        assert (int(model["in_place"]), int(model["anew"])) == (saved.step, saved.step)
+
+
 def test_a_run_of_several_epochs_can_evaluate_at_its_end_only(tmp_path):
     """Interval 0."""
     _, messages, _ = train(settings(tmp_path, evaluate_interval=0, save_interval=0))

@@ -31,7 +31,7 @@ def advance(state, steps):
         state.monitor.observe(
             step=state.committed_step, epoch=0, loss=float(loss.detach()), applied=True
         )
-        state.keep_buffers()
+        state.buffers.keep()
 
 
 def test_a_fresh_state_is_empty():
@@ -155,6 +155,51 @@ def test_an_unfinished_step_is_dropped():
     assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
+class _Moving(torch.nn.Module):
+    """Assigns its statistics anew at each forward, as models do that were not written for DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", None)
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, inputs):
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+        self.cache = inputs.flatten()
+        return self.layer(inputs - self.mean)
+
+
+def test_a_buffer_that_was_assigned_anew_is_dropped_too():
+    """The module has the tensor of the last commit again, with its values; the batch is untouched."""
+    state = build_state(model=_Moving(), ema=False)
+    advance(state, 2)
+    mean, committed = state.model.mean, bits_of(state)
+    inputs = micro_batches(3, 0)[0].batch[0]
+    given = inputs.clone()
+    for _ in range(2):
+        state.model(inputs).mean().backward()
+    mean.add_(1.0)
+    assert bits_of(state) != committed
+    state.drop_unfinished_step()
+    assert bits_of(state) == committed
+    assert state.model.mean is mean
+    assert torch.equal(inputs, given)
+
+
+def test_a_buffer_that_changes_its_shape_is_kept_as_it_is():
+    """One that is filled by the first forward, or grows."""
+    state = build_state(model=_Moving(), ema=False)
+    state.model.mean = torch.zeros(0)
+    state.buffers.keep()
+    state.model.mean = torch.arange(4.0)
+    state.buffers.keep()
+    state.model.mean = torch.zeros(9)
+    state.drop_unfinished_step()
+    assert state.model.mean.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_dropping_right_after_a_commit_changes_nothing():
     """Control: what was committed stays."""
     state = build_state()
@@ -178,7 +223,7 @@ def test_buffers_received_with_a_state_count_as_committed():
 def test_a_model_without_buffers_has_nothing_to_drop():
     """The empty case of the fused copies."""
     state = build_state(model=torch.nn.Linear(6, 1))
-    state.keep_buffers()
+    state.buffers.keep()
     state.drop_unfinished_step()
     assert state.trainable()
 

@@ -241,6 +241,43 @@ def test_computed_once_more_a_broken_gradient_names_its_rank_and_leaves_no_trace
     assert [answer[3] for answer in asked] == [answer[3] for answer in unasked]
 
 
+class _AssignsStatistics(torch.nn.Module):
+    """Its moving mean is a new tensor at each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("own", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs):
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(0)
+        self.own = inputs[: torch.distributed.get_rank() + 1]  # of another shape on each rank
+        return self.layer(inputs - self.mean)
+
+
+def _train_with_assigned_statistics(me, port):
+    torch.manual_seed(3)
+    state, means = build_state(model=_AssignsStatistics()), []
+    with join(me, port) as group:
+        replica = build_replica(state, group)
+        stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
+        for step, poison in enumerate((0.0, 0.0, math.nan, 0.0)):
+            stepper.run(micro_batches(step, me.rank, poison=poison), votes=NO_VOTES)
+            means.append(state.model.mean.tolist())
+    return means, bits_of(state)
+
+
+def test_buffers_that_a_module_assigns_anew_are_rank_0_s_everywhere():
+    """Its state is the same on all ranks after each commit, and a skipped step leaves it alone."""
+    with hosted_store() as port:
+        first, other = run_ranks(_train_with_assigned_statistics, 2, port)
+    assert first == other
+    means, _ = first
+    assert means[1] == means[2]
+    assert means[0] != means[1] != means[3]
+
+
 class _Branches(torch.nn.Module):
     """Uses one of two layers at a time, as a mixture of experts does."""
 
