@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -208,6 +211,10 @@ VALUES = {
     "generator": np.random.RandomState(5).get_state(),
     "bits": np.random.default_rng(5).bit_generator.state,
     "tensor": torch.arange(3),
+    "ordered": OrderedDict(b=1, a=OrderedDict(c=np.zeros(2))),
+    "counter": Counter("abca"),
+    "deque": deque([1, (2, 3)], maxlen=4),
+    "empty": [OrderedDict(), Counter(), deque()],
     "nested": [(1, None, "x", b"y", True), {"a": 1.5}],
     np.int64(3): {(1, "key"): 2},
 }
@@ -217,6 +224,7 @@ VALUES = {
 def test_a_state_may_hold_what_numpy_and_torch_hold(name):
     """Stored and sent as plain values, given back alike, and cut off from the original."""
     plain = to_plain({name: VALUES[name]})
+    assert not any(type(item) in (OrderedDict, Counter, deque) for item in plain.values())
     stored_bytes(plain)
     file = io.BytesIO()
     torch.save(plain, file)
@@ -224,6 +232,42 @@ def test_a_state_may_hold_what_numpy_and_torch_hold(name):
     (back,) = from_plain(torch.load(file, weights_only=True)).values()
     assert repr(back) == repr(VALUES[name])
     assert type(back) is type(VALUES[name])
+
+
+class Pair(NamedTuple):
+    """A tuple whose names a state would lose."""
+
+    a: int
+    b: int
+
+
+class Mode(enum.IntEnum):
+    """A number with a name."""
+
+    FAST = 3
+
+
+class Split(str, enum.Enum):
+    """A string with a name, which str() gives."""
+
+    TRAIN = "train"
+
+
+class Share(float):
+    """A number that shows itself in a way of its own."""
+
+    def __repr__(self):
+        return "half"
+
+
+@pytest.mark.parametrize(
+    ("value", "base"), [(Mode.FAST, 3), (Split.TRAIN, "train"), (Share(0.5), 0.5)]
+)
+def test_of_a_type_of_its_own_a_state_keeps_the_value(value, base):
+    """Equal to what it was, as a value and as a key."""
+    back = from_plain(to_plain({value: value}))
+    assert repr(back) == repr({base: base})
+    assert back == {value: value}
 
 
 def test_a_state_that_was_noted_does_not_change_with_the_dataset():
@@ -258,6 +302,8 @@ class Odd(Stream):
     [
         ({1, 2}, "builtins.set"),
         (random.Random(1), "random.Random"),
+        (defaultdict(int), "collections.defaultdict"),
+        (Pair(1, 2), "tests.data.test_stream.Pair"),
         (np.array([object()]), "numpy.ndarray"),
     ],
 )
