@@ -5,9 +5,27 @@ from __future__ import annotations
 import re
 import signal
 
+import pytest
+
 from tests.scenarios.harness import WORKLOAD, Run
 from tests.scenarios.workload import TROUBLE_NAME
 
+HOOKED = """
+import os, pathlib, time
+from tests.scenarios.workload import PacedTask
+
+flag = pathlib.Path({flag!r})
+
+def hang_once():
+    if flag.exists():
+        flag.unlink()
+        time.sleep(1000)
+
+os.register_at_fork(before=hang_once)
+
+class HookedTask(PacedTask):
+    pass
+"""
 QUICK = (
     *("-b", 8, "num_workers=1", "task.pace_s=0.01", "log.display=plain", "--audit"),
     *("save_every_steps=10", "save_interval=0", "evaluate_interval=0"),
@@ -80,6 +98,22 @@ def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait(90.0) == 0, run.console
     assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
+    assert len(run.events("zygote_ready")) == 2
+
+
+@pytest.mark.slow
+def test_a_zygote_that_hangs_in_a_fork_is_replaced(tmp_path):
+    """In a hook that the user's module has registered; the system calls it asleep like any other."""
+    flag, task = tmp_path / "hang", tmp_path / "hooked.py"
+    task.write_text(HOOKED.format(flag=str(flag)), encoding="utf-8")
+    steps = ("--max-steps", 60, "num_workers=0")
+    with Run(tmp_path / "run", *QUICK, *steps, task=f"{task}:HookedTask") as run:
+        run.wait_for_step(10)
+        flag.touch()
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait(120.0) == 0, run.console
+    [fault] = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_killed", 1, 0)
     assert len(run.events("zygote_ready")) == 2
 
 
