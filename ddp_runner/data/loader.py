@@ -174,6 +174,10 @@ class SafeDataLoader:
         self.waited_s = time.monotonic() - started_s
         return batches
 
+    def gives_again(self, step: int) -> bool:
+        """Whether ``take`` has ``step``, a former one, at no more than a restart of the workers."""
+        return 0 <= step < self.total_steps
+
     def seek(self, step: int) -> None:
         """Make ``step`` the next one, exactly. ValueError outside the run, whose end is allowed."""
         if not 0 <= step <= self.total_steps:

@@ -139,6 +139,13 @@ class StreamLoader:
         self.waited_s = time.monotonic() - began_s
         return self._delivered.batches
 
+    def gives_again(self, step: int) -> bool:
+        """Whether ``take`` has ``step``, the last one, without skipping what comes before it."""
+        if self._delivered is not None and self._delivered.is_intact(step):
+            return True
+        mark = self._position.before(step)
+        return mark is not None and (mark.state is not None or mark.items == 0)
+
     def assign(self, *, rank: int, world_size: int, micro_batch_size: int) -> None:
         """Take this share, cut so, from the next ``take`` on."""
         asked = (rank, world_size, micro_batch_size)

@@ -62,13 +62,13 @@ class Guard:
         verdict: Verdict,
         micro_batches: list[MicroBatch],
         *,
-        recompute: Callable[[], float],
+        recompute: Callable[[], float | None],
     ) -> bool:
         """A step without effect, on all ranks: bounded, then a roll-back at half the rate, then the end.
 
         Returns whether the state is now another one. ``recompute`` tells the norm of this rank's own
-        gradient, computed once more. Raises FaultError (NON_FINITE, LOSS_EXPLODED)
-        at the end.
+        gradient, computed once more; None where it cannot be. Raises FaultError (NON_FINITE,
+        LOSS_EXPLODED) at the end.
         """
         if result.overflowed:
             scale = float(self._state.precision.scaler.get_scale())
@@ -91,16 +91,17 @@ class Guard:
             return True
         raise FaultError(self._hopeless(result, what, micro_batches, origin))
 
-    def _origin(self, result: StepResult, recompute: Callable[[], float]) -> _Origin:
+    def _origin(self, result: StepResult, recompute: Callable[[], float | None]) -> _Origin:
         """Where it came from. A rank's loss tells by itself; a sum of gradients does not."""
         ranks, found = result.broken_ranks, bool(result.broken_ranks)
         if not found and math.isfinite(result.loss):
-            answers = self._exchange(f"gradient/{result.step}", repr(recompute()))
-            ranks = broken_gradients(
-                [float(answer) for answer in answers],
-                limit=self._state.explosions.limits().grad_norm,
-            )
-            found = True
+            mine = recompute()
+            told = self._exchange(f"gradient/{result.step}", json.dumps(mine))
+            norms = [json.loads(answer) for answer in told]
+            found = None not in norms
+            if found:
+                limit = self._state.explosions.limits().grad_norm
+                ranks = broken_gradients(norms, limit=limit)
         if not found:
             words = ""
         elif ranks:

@@ -91,7 +91,7 @@ class Session:
     def settle(self) -> None:
         """Bring DDP's bucket layout to its final form where that needs a first backward."""
         if not self._state.tuning.find_unused_parameters and not self._at_end():
-            self._stepper.settle(self._take())
+            self._stepper.settle(self._take(self._state.committed_step))
 
     def train(self) -> StopReason:
         """Train to the end of the run or to a stop that the ranks agreed on."""
@@ -104,7 +104,7 @@ class Session:
             slot = self._runtime.slot
             if slot.get(Cell.FIRST_STEP_NS) == 0:
                 slot.set(Cell.FIRST_STEP_NS, began_ns)
-            micro_batches = self._take()
+            micro_batches = self._take(self._state.committed_step)
             waited_ns = int(self._loader.waited_s * 1e9)
             asks = self._group.rank == 0 and self._saving.asks()
             if self._runtime.save_asked():
@@ -174,8 +174,13 @@ class Session:
     def _at_end(self) -> bool:
         return self._state.committed_step >= self._workload.length.total_steps
 
-    def _take(self) -> list[MicroBatch]:
-        step = self._state.committed_step
+    def _own_gradient_norm(self, step: int) -> float | None:
+        """Of ``step``, from what it was given; None where that cannot be had again in short time."""
+        if not self._loader.gives_again(step):
+            return None
+        return self._stepper.own_gradient_norm(self._take(step))
+
+    def _take(self, step: int) -> list[MicroBatch]:
         slot = self._runtime.slot
         slot.set(Cell.STEP, step)
         slot.set(Cell.EPOCH, self._workload.length.epoch_of(step))
@@ -217,7 +222,7 @@ class Session:
             result,
             verdict,
             micro_batches,
-            recompute=partial(self._stepper.own_gradient_norm, micro_batches),
+            recompute=partial(self._own_gradient_norm, result.step - 1),
         ):
             return result.stop
         self._memory.after_step(result.step)

@@ -186,6 +186,17 @@ def test_the_last_step_is_taken_again_for_free_and_a_later_one_is_known():
     assert position.to_record(3)["state"]["next"] == 18
 
 
+@pytest.mark.parametrize(("kind", "gives"), [(Stateful, True), (Stream, False)])
+def test_a_step_is_given_again_where_nothing_has_to_be_skipped(kind, gives):
+    """While its batch is intact it always is; then only by a state of the stream's own."""
+    loader = make(kind())
+    loader.take(0)
+    loader.take(1)
+    assert loader.gives_again(1)
+    loader.take(1)[0].batch.add_(1.0)
+    assert loader.gives_again(1) is gives
+
+
 def test_going_back_and_another_share_are_exact():
     """After a roll-back and with fewer ranks: the same items, from the record of that step."""
     expected = all_steps(make(), range(6))

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ddp_runner.config import from_flat
+from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import FaultError, FaultKind
-from tests.processes import hosted_store, run_ranks
+from ddp_runner.core.phases import Phase
+from ddp_runner.training.guard import Guard
+from ddp_runner.training.loss_monitor import Verdict
+from ddp_runner.training.step import StepResult
+from tests.collective.joining import join
+from tests.processes import hosted_store, poll, ranks, run_ranks
+from tests.training.building import build_state, make_slot
 from tests.training.test_trainer import STEPS, SmallTask, _train_in_a_world, settings
 
 
@@ -71,3 +81,64 @@ def test_replicas_that_differ_now_and_then_do_not_end_it(tmp_path, at, back_to):
     assert [log.count(f"no majority agrees: rolled back to step {step}") for step in (5, 10)] == [
         back_to.count(5), back_to.count(10)
     ]  # fmt: skip
+
+
+def _broken_step():
+    return StepResult(
+        step=3, loss=1.0, grad_norm=float("nan"), learning_rate=0.1, applied=False, explosion="",
+        overflowed=False, broken_ranks=(), waited_ns=0, stop=None, save=False,
+    )  # fmt: skip
+
+
+def _trace(me, port, norms, waits):
+    """Look for where a broken gradient came from; rank 1 computes until it is told to stop."""
+    slot, lines = make_slot(), []
+    logger = SimpleNamespace(warning=lines.append)
+    runtime = SimpleNamespace(slot=slot, logger=logger, place=SimpleNamespace(rank=me.rank))
+    parts = SimpleNamespace(
+        settings=from_flat({}), state=build_state(), store=None, saving=None, runtime=runtime
+    )
+
+    def recompute():
+        slot.stamp(Phase.BACKWARD, 1)
+        if waits and me.rank == 1:
+            me.hear()
+        return norms[me.rank]
+
+    def watch():
+        poll(lambda: slot.get(Cell.PHASE) == Phase.REDUCE, what="waiting for rank 1")
+        me.say("waits")
+
+    watcher = threading.Thread(target=watch)
+    with join(me, port) as group:
+        if waits and me.rank == 0:
+            watcher.start()
+        guard = Guard(parts, group)
+        assert not guard.skipped(_broken_step(), Verdict.CONTINUE, [], recompute=recompute)
+        if waits and me.rank == 0:
+            watcher.join()
+    return lines
+
+
+def test_who_waits_for_another_s_gradient_is_not_late_itself():
+    """It stands in the reduction, so that of the two only the one that computes is late."""
+    with hosted_store() as port, ranks(_trace, 2, port, (1.0, 1.0), True) as world:
+        assert world[0].hear() == "waits"
+        world[1].say("go on")
+        for process in world:
+            assert "on no rank when computed once more" in process.result()[0]
+
+
+@pytest.mark.parametrize(
+    ("norms", "words"),
+    [
+        ((1.0, float("nan")), "gradient norm is nan, first on rank 1: step"),
+        ((1.0, None), "gradient norm is nan: step"),
+    ],
+    ids=["one is broken", "one cannot tell"],
+)
+def test_a_broken_gradient_is_traced_where_all_can_tell(norms, words):
+    """Where one rank cannot compute it again nobody is blamed."""
+    with hosted_store() as port:
+        for (line,) in run_ranks(_trace, 2, port, norms, False):
+            assert words in line

@@ -407,6 +407,24 @@ def test_more_skipped_steps_than_allowed_in_an_epoch_end_the_run(tmp_path):
     assert reading.committed_step == 5
 
 
+class ScalesItsBatch(Task):
+    """Doubles its inputs in place; at four times what they were, the gradient is no number."""
+
+    def loss(self, model, batch):
+        inputs = batch[0].mul_(2.0)
+        self._calls += model.training
+        loss = nn.functional.mse_loss(model(inputs), batch[1])
+        breaks = self._calls == 3 or float(inputs.max()) > 8.0  # twice the largest sample
+        return loss + torch.sqrt(loss * 0.0) if breaks and model.training else loss
+
+
+def test_what_is_computed_once_more_has_the_samples_of_the_step(tmp_path):
+    """Not what the first try has made of them in place."""
+    train(settings(tmp_path, max_steps=6, task=f"{__file__}:ScalesItsBatch"))
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("gradient norm is nan, on no rank when computed once more") == 1
+
+
 def test_the_budget_of_skipped_steps_is_per_epoch(tmp_path):
     """Control: as many in all, in two epochs, do not end the run."""
     config = settings(tmp_path, max_errors_per_epoch=2, **{"task.nan_at": "1+3+7+8"})
