@@ -20,6 +20,31 @@ def test_equal_bytes_have_equal_hashes_and_one_flipped_bit_shows(size, dtype):
         assert tensor_hash(other) != tensor_hash(tensor)
 
 
+@pytest.mark.parametrize("bit", [62, 63, 30, 31, 0])
+@pytest.mark.parametrize(
+    "words",
+    [(0, 1), (1, 3), (0, 2**18), (0, 1, 2, 3), (1, 2, 4, 5), (5, 2**18, 2**18 + 1, 2**18 + 2)],
+)
+def test_the_same_bit_flipped_in_several_words_shows(words, bit):
+    """Also the topmost, of which a product modulo 2**64 keeps one bit; whatever the bits were."""
+    torch.manual_seed(len(words))
+    for tensor in (torch.randn(2**19 + 100).view(torch.int64), torch.zeros(2**18 + 50).long()):
+        other = tensor.clone()
+        other[list(words)] ^= torch.tensor(1 << bit if bit < 63 else -(2**63))
+        assert tensor_hash(other) != tensor_hash(tensor)
+
+
+@pytest.mark.parametrize("flips", [2, 4, 50])
+def test_signs_that_change_at_random_show(flips):
+    """Of a few small weights, where a hash that kept one bit would miss half of the cases."""
+    generator = torch.Generator().manual_seed(flips)
+    for _ in range(200):
+        tensor = torch.randn(200, generator=generator)
+        other = tensor.clone()
+        other[torch.randperm(200, generator=generator)[:flips]] *= -1
+        assert tensor_hash(other) != tensor_hash(tensor)
+
+
 @pytest.mark.parametrize("distance", [74, 2**18, 2**19])
 def test_two_values_that_changed_places_show(distance):
     """A plain sum would not notice; nor would multipliers that come again in each chunk of 2**18."""
