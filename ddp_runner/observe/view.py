@@ -55,6 +55,7 @@ class RunView:
     logged_step: int | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
+    inexact_reasons: tuple[str, ...] = ()
 
 
 def status_record(view: RunView) -> dict[str, object]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ddp_runner.core.classify import VICTIM_KINDS
@@ -25,6 +28,14 @@ class RunFacts:
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+
+    def take_up(self, run_id: str, log_dir: str) -> None:
+        """Go on with a run; why it is not exact any more stands in its newest status.json."""
+        self.run_id = run_id
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            status = json.loads(Path(log_dir, "status.json").read_bytes())
+            if status.get("run_id") == run_id:
+                self.inexact_reasons += [str(reason) for reason in status["inexact_reasons"]]
 
 
 def fault_fields(fault: Fault, *, generation: int) -> dict[str, Any]:

@@ -186,9 +186,8 @@ class _Loop:
         return run_view(
             self._plan,
             self._world.ranks,
-            run_id=supervisor.facts.run_id,
+            facts=supervisor.facts,
             state=supervisor.machine.state,
-            generation=supervisor.facts.generation,
             began_s=supervisor.ledger.began_s,
             faults_total=supervisor.ledger.faults_total,
             restarts=supervisor.ledger.restarts,

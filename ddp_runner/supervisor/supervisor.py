@@ -311,7 +311,7 @@ class Supervisor:
         """Every rank has built what it trains: the disk may be touched from here on."""
         first = self.world.present[0].ready
         assert first is not None
-        self.facts.run_id = first.run_id or uuid.uuid4().hex[:12]
+        self.facts.take_up(first.run_id or uuid.uuid4().hex[:12], self.plan.settings.run.log_dir)
         try:
             claim_directories(self.plan.settings, self._lock)
         except BadInputError as error:

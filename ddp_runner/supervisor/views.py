@@ -13,6 +13,7 @@ from ddp_runner.core.board import SlotReading
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.observe.view import RankView, RunView
+from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.ranks import RankHandle
 
 
@@ -28,9 +29,8 @@ def run_view(
     plan: LaunchPlan,
     handles: list[RankHandle],
     *,
-    run_id: str,
+    facts: RunFacts,
     state: RunState,
-    generation: int,
     began_s: float,
     faults_total: int,
     restarts: int,
@@ -51,10 +51,10 @@ def run_view(
     per_epoch = max(1, first.ready.steps_per_epoch) if first.ready is not None else 0
     logged = first.metrics.get("step")
     return RunView(
-        run_id=run_id,
+        run_id=facts.run_id,
         pid=os.getpid(),
         state=state.value,
-        generation=generation,
+        generation=facts.generation,
         world_size=sum(handle.given_up_at_s is None for handle in handles),
         step=step,
         max_steps=total,
@@ -75,6 +75,7 @@ def run_view(
         logged_step=None if logged is None else int(logged),
         learning_rate=first.metrics.get("learning_rate"),
         grad_norm=first.metrics.get("grad_norm"),
+        inexact_reasons=tuple(facts.inexact_reasons),
     )
 
 

@@ -97,6 +97,12 @@ def test_a_rank_that_falls_behind_while_it_mends_itself_stays_mended(tmp_path):
     assert run.summary()["inexact_reasons"] == ["micro-batches of 4 samples from step 5"]
     saved = torch.load(run.checkpoints / "step_00000010.pt", weights_only=True)
     assert saved["tuning"]["micro_batch_size"] == 4
+    resumed = finish(tmp_path, "--max-steps", 12, task=PLAIN)
+    assert resumed.summary()["steps"] == 12
+    reasons = resumed.summary()["inexact_reasons"]
+    assert reasons == ["micro-batches of 4 samples from step 5"], "also in the next launch"
+    another = finish(tmp_path, "--max-steps", 2, "--resume", "none", task=PLAIN)
+    assert another.summary()["exact"] is True, "a run of its own"
 
 
 def test_an_evaluation_out_of_memory_shrinks_the_evaluation_only(tmp_path):

@@ -15,6 +15,7 @@ from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
 from ddp_runner.observe.view import status_record
+from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.views import measure_memory, run_view
 
@@ -55,9 +56,8 @@ def plan():
 
 def look(handles, **changes):
     arguments = {
-        "run_id": "a run",
+        "facts": RunFacts(run_id="a run", generation=2, inexact_reasons=["a reason"]),
         "state": RunState.RUNNING,
-        "generation": 2,
         "began_s": time.monotonic() - 5.0,
         "faults_total": 1,
         "restarts": 1,
@@ -93,7 +93,7 @@ def train(handle, *, step, loss=0.5, total=25):
 
 def test_a_run_that_has_just_begun_knows_nothing_yet(handles):
     """None stands for "not known", never a zero that looks like a measurement."""
-    view = look(handles, state=RunState.STARTING, generation=0)
+    view = look(handles, state=RunState.STARTING, facts=RunFacts())
     assert (view.step, view.max_steps, view.epochs) == (0, 0, 3)
     assert (view.loss, view.samples_per_s, view.eta_s, view.logged_step) == (None,) * 4
     assert [rank.loss for rank in view.ranks] == [None, None]
@@ -109,6 +109,7 @@ def test_a_run_that_trains_is_told_from_the_board(handles):
     view = look(handles)
     assert (view.step, view.max_steps, view.epoch, view.epochs) == (13, 25, 1, 3)
     assert (view.generation, view.faults_total, view.restarts) == (2, 1, 1)
+    assert view.inexact_reasons == ("a reason",)
     assert view.loss == 0.5
     assert view.elapsed_s == pytest.approx(5.0, abs=1.0)
     assert [rank.step for rank in view.ranks] == [12, 13]
