@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.training.fingerprint import state_hashes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,6 +152,14 @@ class Ours(Contender):
         self._saver.take_ended(None).result()
 
 
+class OursCompared(Ours):
+    """With what several ranks do first: each hashes its state, to compare it with the others'."""
+
+    def save(self) -> None:
+        state_hashes({str(number): one for number, one in enumerate(self.training.tensors())})
+        super().save()
+
+
 class OursAtOnce(Ours):
     """The last save of a run: in the training thread, from the live tensors."""
 
@@ -172,6 +181,7 @@ def measure(training: Training, *, rounds: int, directory: Path) -> None:
         "async_save": AsyncSave,
         "raw write + fsync": RawSynced,
         "ours, beside": Ours,
+        "the same, compared": OursCompared,
         "ours, at once": OursAtOnce,
     }
     contenders = {}
