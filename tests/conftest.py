@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
+
+# Started in the background (`&`, nohup), tests would hand ignored signals on to the runs they start.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tests.processes import poll
 
 CPU = torch.device("cpu")
 STORE_TIMEOUT_S = 20.0
+GONE_WITHIN_S = 5.0
 
 
 _links: dict[int, StoreLink] = {}
@@ -60,7 +61,7 @@ def trip_when_told(me, switch):
         moments.append(time.monotonic())
         switch.trip()
 
-    threading.Thread(target=wait_and_trip, daemon=True).start()
+    threading.Thread(target=wait_and_trip, name="trip", daemon=True).start()
     return moments
 
 
@@ -79,7 +80,11 @@ def held():
 def held_once_left():
     """The same, when nothing of a generation that broke is left."""
     poll(
-        lambda: not any(thread.name == "leave" for thread in threading.enumerate()),
+        lambda: not any(thread.name in ("leave", "trip") for thread in threading.enumerate()),
         what="the end of what was left",
     )
+    # A thread that has ended stands in /proc a moment longer.
+    by_s = time.monotonic() + GONE_WITHIN_S
+    while held()[1] > threading.active_count() and time.monotonic() < by_s:
+        time.sleep(0.002)
     return held()
