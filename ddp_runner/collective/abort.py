@@ -64,12 +64,24 @@ class AbortSwitch:
         self._forming: frozenset[int] | None = None  # inodes from before the block being watched
         self._peers = 0
         self._tripped = False
+        self._tripped_before_release: bool | None = None
         self._closed = False
 
     @property
     def tripped(self) -> bool:
         """Whether this generation was aborted."""
         return self._tripped
+
+    @property
+    def aborted(self) -> bool:
+        """Whether an abort made this rank leave, or will.
+
+        One that comes once it is leaving by an error of its own was caused by that: its peers have
+        seen it hang up.
+        """
+        if self._tripped_before_release is None:
+            return self._tripped
+        return self._tripped_before_release
 
     @contextlib.contextmanager
     def watch_new_sockets(self, *, peers: int) -> Iterator[None]:
@@ -160,6 +172,7 @@ class AbortSwitch:
         shut both ways, answers what still comes in with a reset, and that fails the peers' writes.
         """
         with self._lock:
+            self._tripped_before_release = self._tripped
             if not self._tripped:
                 self._shut_down_all(socket.SHUT_WR)
             left, self._sockets = self._sockets, []

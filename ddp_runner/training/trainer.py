@@ -214,7 +214,7 @@ class DDPTrainer:
                 rank=self._place.rank,
                 step=max(0, parts.state.committed_step),
                 phase=self._runtime.slot.read().phase.label,
-                aborted=generation.switch.tripped,
+                aborted=generation.switch.aborted,
             )
 
     def _join_and_train(self, generation: Generation, parts: RankParts) -> TrainReport:

@@ -288,6 +288,18 @@ def _is_asleep(process):
     return psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING
 
 
+@pytest.mark.parametrize("abort_comes_first", [True, False])
+def test_an_abort_that_follows_an_error_of_ones_own_is_not_its_cause(abort_comes_first):
+    """The peers see this rank hang up, and the supervisor aborts, before the error has been told."""
+    switch = AbortSwitch()
+    assert not switch.aborted
+    acts = [switch.trip, switch.release]
+    for act in acts if abort_comes_first else acts[::-1]:
+        act()
+    assert switch.tripped
+    assert switch.aborted is abort_comes_first
+
+
 def _join_when_tripped_already(me, port):
     switch = AbortSwitch()
     switch.trip()
