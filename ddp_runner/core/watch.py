@@ -18,9 +18,8 @@ STEPS_TO_SETTLE = 3  # of a process, before its own pace is believed
 # a real one.
 PATIENCE_FACTOR = 4.0
 PATIENT_VERDICTS_MAX = 2  # whose factors add up: what is longer than that is no pause any more
-NEARLY_LATE = (
-    0.5  # of a deadline: who has stayed so long while another one is late may stand still too
-)
+# Of a deadline: who has stayed so long while another one is late may stand still too.
+NEARLY_LATE = 0.5
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
 
 
