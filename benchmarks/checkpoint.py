@@ -1,9 +1,10 @@
 """Seconds that a checkpoint takes from training, against copying, torch.save, async_save and a plain write.
 
-Run by hand: ``python benchmarks/checkpoint.py [--parameters MILLIONS] [--rounds N] [--batch N]``. A
+Run by hand: ``python benchmarks/checkpoint.py [--parameters MILLIONS] [--rounds N] [--batch N] [--only NAME ...]``. A
 model of square layers trains with AdamW (12 bytes a parameter to save); in each round every contender
 saves once, after an optimizer step, in an order that rotates. *Blocked* is what the training thread
-gives to the save: the call, and for ours the wait before the next optimizer step. *Step* is that
+gives to the save: the call, and for ours the wait before the next optimizer step, for the hash of what
+several ranks compare and for the copy. *Step* is that
 next step as a whole (forward, backward, optimizer), against one without a save. *Written* is from the
 call until everything is on disk. Background work ends before the next contender begins.
 """
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.training.fingerprint import state_hashes
+from ddp_runner.training.hashing import StateHashing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +65,11 @@ class Training:
     def state(self) -> dict[str, object]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def tensors(self) -> list[torch.Tensor]:
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """As a rank's state names what it hashes."""
+        return {str(number): tensor for number, tensor in enumerate(self.steady_tensors())}
+
+    def steady_tensors(self) -> list[torch.Tensor]:
         kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
         return [*(parameter.detach() for parameter in self.model.parameters()), *kept]
 
@@ -90,7 +96,7 @@ class Copy(Contender):
 
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)
-        self._pairs = [(torch.empty_like(tensor), tensor) for tensor in training.tensors()]
+        self._pairs = [(torch.empty_like(tensor), tensor) for tensor in training.steady_tensors()]
 
     def save(self) -> None:
         for target, source in self._pairs:
@@ -109,7 +115,7 @@ class RawSynced(Contender):
 
     def save(self) -> None:
         with (self.directory / "raw.bin").open("wb", buffering=0) as file:
-            for tensor in self.training.tensors():
+            for tensor in self.training.steady_tensors():
                 file.write(tensor.reshape(-1).numpy().data)
             os.fsync(file.fileno())
 
@@ -143,7 +149,13 @@ class Ours(Contender):
 
     def save(self) -> None:
         write = partial(self._store.save, **self._facts())
-        self._saver.begin(self.training.state(), steady=self.training.tensors(), write=write)
+        self._save = self._saver.begin(
+            self.training.state(), steady=self.training.steady_tensors(), write=write
+        )
+        self.prove()
+
+    def prove(self) -> None:
+        self._save.prove()
 
     def wait(self) -> None:
         self._saver.release_state()
@@ -153,10 +165,26 @@ class Ours(Contender):
 
 
 class OursCompared(Ours):
-    """With what several ranks do first: each hashes its state, to compare it with the others'."""
+    """With what several ranks do: each hashes its state, the saving one its copy, beside the step."""
 
     def save(self) -> None:
-        state_hashes({str(number): one for number, one in enumerate(self.training.tensors())})
+        super().save()
+        self._hashing = StateHashing(self.training, source=self._save.copies_of)
+
+    def prove(self) -> None:
+        """Where nothing is compared, nothing is waited for."""
+
+    def wait(self) -> None:
+        self._hashing.result()  # a rank now exchanges a line with the others
+        self._save.prove()
+        super().wait()
+
+
+class OursComparedFirst(Ours):
+    """The same comparison between two steps, as it was before."""
+
+    def save(self) -> None:
+        state_hashes(self.training.replicated())
         super().save()
 
 
@@ -173,23 +201,26 @@ class OursAtOnce(Ours):
         """As above."""
 
 
-def measure(training: Training, *, rounds: int, directory: Path) -> None:
-    kinds = {
-        "no save": Contender,
-        "memcpy": Copy,
-        "torch.save": TorchSave,
-        "async_save": AsyncSave,
-        "raw write + fsync": RawSynced,
-        "ours, beside": Ours,
-        "the same, compared": OursCompared,
-        "ours, at once": OursAtOnce,
-    }
+KINDS: dict[str, type[Contender]] = {
+    "no save": Contender,
+    "memcpy": Copy,
+    "torch.save": TorchSave,
+    "async_save": AsyncSave,
+    "raw write + fsync": RawSynced,
+    "ours, beside": Ours,
+    "compared beside": OursCompared,
+    "compared first": OursComparedFirst,
+    "ours, at once": OursAtOnce,
+}
+
+
+def measure(training: Training, names: list[str], *, rounds: int, directory: Path) -> None:
+    kinds = {name: KINDS[name] for name in names}
     contenders = {}
     for number, (name, kind) in enumerate(kinds.items()):
         (directory / str(number)).mkdir()
         contenders[name] = kind(training, directory / str(number))
     figures = {name: [] for name in kinds}
-    names = list(kinds)
     for index in range(rounds + 1):
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
@@ -221,7 +252,7 @@ def one_save(training: Training, contender: Contender) -> dict[str, float]:
 
 
 def report(training: Training, figures: dict[str, list[dict[str, float]]], rounds: int) -> None:
-    size_bytes = sum(tensor.nbytes for tensor in training.tensors())
+    size_bytes = sum(tensor.nbytes for tensor in training.steady_tensors())
 
     def median(name: str, column: str) -> float:
         return statistics.median(row[column] for row in figures[name])
@@ -247,6 +278,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=50, help="millions")
     parser.add_argument("--batch", type=int, default=48, help="samples: how long a step computes")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=tuple(KINDS), default=list(KINDS))
     parser.add_argument("--threads", type=int, default=1, help="of a rank: cores / ranks")
     parser.add_argument(
         "--directory", type=Path, help="where to write (default: the temporary one)"
@@ -258,7 +290,8 @@ def main() -> None:
     training = Training(int(arguments.parameters * 1e6), arguments.batch)
     training.step()  # the optimizer's state is there from now on
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        measure(training, rounds=arguments.rounds, directory=Path(directory))
+        names = ["memcpy", *(name for name in arguments.only if name != "memcpy")]
+        measure(training, names, rounds=arguments.rounds, directory=Path(directory))
     dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _LAUNCHED = "DDP_RUNNER_LAUNCHED"
 # The child ties its life to ours before it does anything else. Unlike subprocess's preexec_fn this
 # runs in a fresh interpreter, so that threads of this program cannot deadlock it.
+_HEARS = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]);"
 _CHILD = (
     "import sys; from ddp_runner.lifeline import die_with_parent;"
     " die_with_parent(int(sys.argv[1]));"
@@ -151,22 +152,28 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 def _run_child(words: Sequence[str]) -> int:
     """Run ``train`` with ``words``; forwards output and interrupts."""
-    command = [sys.executable, "-c", _CHILD, str(os.getpid()), "train", *words]
+    command = [sys.executable, "-c", _HEARS + _CHILD, str(os.getpid()), "train", *words]
     inherits = _writes_to_descriptor_1()
-    # A session of its own: the terminal's Ctrl-C then reaches the run once, through us, and not
-    # a second time as a member of the foreground group, which would end it without saving.
-    with subprocess.Popen(  # noqa: S603 - our own interpreter
-        command,
-        env=_child_environment(),
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=None if inherits else subprocess.PIPE,
-        stderr=None if inherits else subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as child:
+    # INVARIANT no-run-without-a-waiter: an interrupt comes once there is a child to pass it on to.
+    # Broken if: it may be raised inside Popen, which leaves a run behind that nobody waits for.
+    # Guarded by: test_an_interrupt_while_the_run_is_started_reaches_it.
+    with (
+        _interrupts_held() as before,
+        # A session of its own: the terminal's Ctrl-C then reaches the run once, through us, and not
+        # a second time as a member of the foreground group, which would end it without saving.
+        subprocess.Popen(  # noqa: S603 - our own interpreter
+            command,
+            env=_child_environment(),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=None if inherits else subprocess.PIPE,
+            stderr=None if inherits else subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as child,
+    ):
         try:
-            while (exit_code := _wait(child)) is None:
+            while (exit_code := _wait(child, before)) is None:
                 child.send_signal(signal.SIGINT)
         except BaseException:
             child.kill()
@@ -174,9 +181,20 @@ def _run_child(words: Sequence[str]) -> int:
     return exit_code
 
 
-def _wait(child: subprocess.Popen[str]) -> int | None:
-    """Copy the child's output until it ends; None when interrupted before."""
+@contextmanager
+def _interrupts_held() -> Iterator[set[signal.Signals]]:
+    """Hold interrupts of this thread back; gives what was held back before, as it is afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
+        yield {signal.Signals(number) for number in before}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(child: subprocess.Popen[str], held: set[signal.Signals]) -> int | None:
+    """Copy the child's output until it ends; None when interrupted before, as by what came earlier."""
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if child.stdout is not None:
             for line in child.stdout:
                 sys.stdout.write(line)

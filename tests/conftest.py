@@ -5,12 +5,29 @@ from __future__ import annotations
 import signal
 import sys
 
+import hypothesis
 import pytest
+
+# The same examples every time, and no limit on how long one takes: that is the machine's matter. Its
+# own profile for continuous integration is alike, but only where a variable says that this is one.
+hypothesis.settings.register_profile(
+    "steady",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("steady")
 
 # Started in the background (`&`, nohup), tests would hand ignored signals on to the runs they start.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+def pytest_collection_finish(session):
+    """One thread each: the test processes share the cores, where torch's threads wait for each other."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

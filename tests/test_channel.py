@@ -95,7 +95,7 @@ def test_a_receive_that_waits_ends_with_its_peer(ends):
     thread = threading.Thread(target=receive)
     thread.start()
     other.close()
-    thread.join(10)
+    thread.join(60)
     assert outcome == ["closed"]
 
 

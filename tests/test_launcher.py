@@ -42,7 +42,7 @@ class Checkout:
             env={**clean, "DDP_RUNNER_PYTHON": "", **variables},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=250,
             check=False,
         )
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_gone_does_not_stop_the_command(checkout, tmp_path):
         env={**os.environ, "DDP_RUNNER_PYTHON": sys.executable, "STUB_CWD": "gone"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -320,7 +320,7 @@ def free_program(tmp_path, monkeypatch):
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=250,
             check=False,
         )
 
@@ -429,16 +429,42 @@ def test_an_interrupt_reaches_the_run_once(tmp_path):
     program, pid = started(tmp_path)
     assert os.getpgid(pid) != os.getpgid(program.pid)
     program.send_signal(signal.SIGINT)
-    output, _ = program.communicate(timeout=30)
+    output, _ = program.communicate(timeout=120)
     assert output == "exit 130\n"
     assert program.returncode == 0
+
+
+EARLY = f"""
+import os, signal, subprocess
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGINT)
+subprocess.Popen = Popen
+{PROGRAM}
+"""
+
+
+def test_an_interrupt_while_the_run_is_started_reaches_it(tmp_path):
+    """Raised at once it would leave behind a run that nobody waits for."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("exit ")
 
 
 def test_the_run_dies_with_the_program(tmp_path):
     """SIGKILL on the program leaves no run behind."""
     program, pid = started(tmp_path)
     program.kill()
-    program.communicate(timeout=30)
+    program.communicate(timeout=120)
     deadline_s = time.monotonic() + 10
     while is_running(pid):
         assert time.monotonic() < deadline_s, "the child outlived its program"

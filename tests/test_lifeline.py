@@ -50,7 +50,7 @@ def test_children_and_grandchildren_die_with_a_killed_parent():
         pids = parent.hear()
         created = {pid: psutil.Process(pid).create_time() for pid in pids}
         parent.signal(signal.SIGKILL)
-        poll(lambda: all(is_gone(pid, created=created[pid]) for pid in pids), timeout_s=2.0)
+        poll(lambda: all(is_gone(pid, created=created[pid]) for pid in pids), what="the ends")
 
 
 def _orphan_that_stays(me):

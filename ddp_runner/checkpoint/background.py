@@ -1,7 +1,8 @@
 """One save at a time beside training: a thread copies the state, then writes it. Never decides when.
 
-All methods belong to the training thread. The thread of a save is its own and touches nothing but
-the snapshot and the disk; it is no daemon, so that a plain script's end waits for its last save.
+All methods belong to the training thread, but for :meth:`BackgroundSave.copies_of`. The thread of a
+save is its own and touches nothing but the snapshot and the disk; it is no daemon, so that a plain
+script's end waits for its last save.
 """
 
 from __future__ import annotations
@@ -13,55 +14,98 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_runner.checkpoint.snapshot import HostMemory, Snapshot
+from ddp_runner.checkpoint.snapshot import HostMemory, Snapshot, borrowed
 from ddp_runner.checkpoint.store import Saved
 
 Write = Callable[[dict[str, Any]], Saved]
 
 
 class BackgroundSave:
-    """A save under way. ``blocked_s`` is what the training thread has given it so far."""
+    """A save under way. ``blocked_s`` is what the training thread has given it so far.
+
+    Nothing is written before :meth:`prove`, and nothing at all after :meth:`drop`.
+    """
 
     def __init__(self, snapshot: Snapshot, write: Write) -> None:
         self.blocked_s = 0.0
         self._snapshot = snapshot
         self._write = write
         self._copied = threading.Event()
+        self._is_whole = False
+        self._decided = threading.Event()
+        self._is_proven = False
         self._saved: Saved | None = None
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint-save")
         self._thread.start()
 
     def _run(self) -> None:
-        """Thread: copy, let training change the state again, write."""
+        """Thread: copy, let training change the state again, write what is proven."""
         try:
             try:
                 self._snapshot.copy_steady()
+                self._is_whole = True
             finally:
                 self._copied.set()
-            self._saved = self._write(self._snapshot.content)
+            self._decided.wait()
+            if self._is_proven:
+                self._saved = self._write(self._snapshot.content)
         except BaseException as error:  # noqa: BLE001 - top of a thread: result() raises it
             self._failure = error
 
     @property
-    def is_copied(self) -> bool:
-        """Whether the state may be changed."""
-        return self._copied.is_set()
+    def is_decided(self) -> bool:
+        """Whether it was proven or dropped."""
+        return self._decided.is_set()
 
-    def wait_copied(self) -> None:
+    def prove(self) -> None:
+        """The copy is what it should be: it is written."""
+        self._is_proven = True
+        self._decided.set()
+
+    def drop(self) -> None:
+        """The copy is not to be written."""
+        self._decided.set()
+
+    def copies_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What will be written for these steady tensors. Waits for the copy; for any thread.
+
+        The tensors themselves where the copy has failed: it is not written then.
+        """
+        self._copied.wait()
+        if not self._is_whole:
+            return tensors
+        return {name: self._snapshot.copy_of(tensor) for name, tensor in tensors.items()}
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the state may not be changed yet."""
+        if self._snapshot.borrows:
+            return self._thread.is_alive()
+        return not self._copied.is_set()
+
+    def wait_released(self) -> None:
         """Return once the state may be changed."""
+        if self._snapshot.borrows:
+            # INVARIANT verdict-before-change: who is about to change the state knows by then whether
+            # what it was is to be written. Broken if: a commit or a restore comes before prove() or
+            # drop(): it would wait for ever.
+            # Guarded by: test_a_save_without_room_is_written_before_the_state_changes.
+            assert self.is_decided, "the state changes before the verdict on it"
+            self._thread.join()
         self._copied.wait()
 
     def wait_ended(self, timeout_s: float | None) -> bool:
         """Whether the save has ended, within the time; None: however long it takes."""
+        assert self.is_decided or timeout_s is not None, "waits for a verdict that nobody gives"
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def result(self) -> Saved:
-        """What was saved, once it has ended. Raises what the save raised."""
+    def result(self) -> Saved | None:
+        """What was saved, once it has ended; None where it was dropped. Raises what the save raised."""
         if self._failure is not None:
             raise self._failure
-        assert self._saved is not None, "result() of a save that has not ended"
+        assert self._saved is not None or not self._is_proven, "result() before the end"
         return self._saved
 
 
@@ -77,26 +121,45 @@ class BackgroundSaver:
         """Whether a save is under way, or has ended and was not taken yet."""
         return self._save is not None
 
-    def begin(self, state: Mapping[str, Any], *, steady: Iterable[Tensor], write: Write) -> None:
+    def begin(
+        self, state: Mapping[str, Any], *, steady: Iterable[Tensor], write: Write
+    ) -> BackgroundSave:
         """Start saving ``state``; ``steady`` tensors must not change until :meth:`release_state`.
 
-        Raises RuntimeError or MemoryError when there is no memory for the copy.
+        Raises RuntimeError or MemoryError when there is no memory, or no thread, for the copy.
         """
-        assert self._save is None, "one save at a time"
         began_s = time.perf_counter()
-        self._save = BackgroundSave(self.memory.snapshot(state, steady=steady), write)
+        return self._start(self.memory.snapshot(state, steady=steady), write, began_s=began_s)
+
+    def begin_borrowing(
+        self, state: Mapping[str, Any], *, steady: Iterable[Tensor], write: Write
+    ) -> BackgroundSave:
+        """As :meth:`begin`, without a copy: the state is released when it is written."""
+        began_s = time.perf_counter()
+        return self._start(borrowed(state, steady=steady), write, began_s=began_s)
+
+    def _start(self, snapshot: Snapshot, write: Write, *, began_s: float) -> BackgroundSave:
+        assert self._save is None, "one save at a time"
+        self._save = BackgroundSave(snapshot, write)
         self._save.blocked_s = time.perf_counter() - began_s
+        return self._save
+
+    @property
+    def undecided(self) -> BackgroundSave | None:
+        """The save whose verdict has not come, if there is one."""
+        save = self._save
+        return None if save is None or save.is_decided else save
 
     @property
     def reads_state(self) -> bool:
-        """Whether steady tensors are still being copied."""
-        return self._save is not None and not self._save.is_copied
+        """Whether steady tensors are still being read."""
+        return self._save is not None and self._save.reads_state
 
     def release_state(self) -> None:
         """Wait until the steady tensors may change."""
-        if self._save is not None and not self._save.is_copied:
+        if self._save is not None and self._save.reads_state:
             began_s = time.perf_counter()
-            self._save.wait_copied()
+            self._save.wait_released()
             self._save.blocked_s += time.perf_counter() - began_s
 
     def take_ended(self, timeout_s: float | None = 0.0) -> BackgroundSave | None:

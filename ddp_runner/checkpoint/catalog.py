@@ -7,8 +7,10 @@ checked by the CRC-32 that its own archive keeps of each record.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import stat
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from pathlib import Path
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
 from ddp_runner.checkpoint.publish import writer_of
+from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
 
 POINTERS = ("last", "best")
@@ -49,6 +52,16 @@ class Catalog:
         steps = {step for name in self._names() if (step := step_of(name)) is not None}
         return [self._entry(self.directory, step) for step in sorted(steps, reverse=True)]
 
+    def published(self) -> frozenset[tuple[str, int]]:
+        """The manifests and when each was written, to tell later what is new. Never raises."""
+        found = set()
+        with contextlib.suppress(OSError):
+            for name in self._names():
+                if step_of(name) is not None and name.endswith(".json"):
+                    with contextlib.suppress(FileNotFoundError):  # retention works beside us
+                        found.add((name, (self.directory / name).stat().st_mtime_ns))
+        return frozenset(found)
+
     def verify(self, entry: Entry) -> str | None:
         """Read the whole file; None if it is what its manifest says, else the reason in words.
 
@@ -65,6 +78,8 @@ class Catalog:
         except FileNotFoundError:
             return NO_FILE
         except OSError as error:
+            if lacks_memory(error):
+                raise
             return f"cannot be read: {error.strerror or error}"
         return None
 
@@ -113,6 +128,22 @@ class Catalog:
         Returns that directory (a number is added if it exists), None if there was nothing to move.
         """
         return self.set_aside([name for name in self._names() if _is_ours(name)], stamp)
+
+    def set_later_aside(self, step: int, stamp: str) -> Path | None:
+        """The same with what is later than ``step``, and with pointers that name such a one."""
+        later = {name for name in self._names() if (step_of(name) or 0) > step}
+        named = {name: self.pointer(name) for name in POINTERS}
+        pointers = [name for name, path in named.items() if path is not None and path.name in later]
+        return self.set_aside([*sorted(later), *pointers], stamp)
+
+    def set_other_course_aside(self, begun_from: Path | None, stamp: str) -> Path | None:
+        """The same with what a run does not go on from: what is later, or all where it began elsewhere.
+
+        Until its first save, the newest one that is left is ``begun_from``, which is None if it starts anew.
+        """
+        if begun_from is None or begun_from.parent.resolve() != self.directory.resolve():
+            return self.set_all_aside(stamp)
+        return self.set_later_aside(step_of(begun_from.name) or 0, stamp)
 
     def set_aside(self, names: list[str], stamp: str) -> Path | None:
         """Move the files called ``names`` into a new ``set_aside_<stamp>/``; None if there are none."""
@@ -167,10 +198,11 @@ class Catalog:
             problem = f"its manifest cannot be read: {error.strerror or error}"
         except ValueError as error:
             problem = f"its manifest is damaged: {error}"
-        if not path.is_file():
+        size_bytes = _size_of(path)
+        if size_bytes is None:
             problem = NO_FILE
-        elif manifest is not None and path.stat().st_size != manifest.size_bytes:
-            problem = f"{path.stat().st_size} bytes, its manifest says {manifest.size_bytes}"
+        elif manifest is not None and size_bytes != manifest.size_bytes:
+            problem = f"{size_bytes} bytes, its manifest says {manifest.size_bytes}"
         return Entry(step=step, path=path, manifest=manifest, problem=problem)
 
     def _follow(self, name: str) -> tuple[Path | None, str | None]:
@@ -218,6 +250,15 @@ def sha256_of(path: Path) -> str:
         while count := file.readinto(piece):
             digest.update(piece[:count])
     return digest.hexdigest()
+
+
+def _size_of(path: Path) -> int | None:
+    """The size of a file, in one look: retention works beside us. None where there is no such file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _archive_problem(path: Path, size_bytes: int) -> str | None:

@@ -33,11 +33,11 @@ class HostMemory:
 
         What it does not know is left in place, for the store to refuse. Raises RuntimeError (of torch's allocator) when there is no memory for it; then nothing is held.
         """
-        walk = _Walk(self._pieces, {storage_key(tensor) for tensor in steady})
+        walk = _Walk(self._pieces, steady=_keys(steady))
         self._pieces = []
         content = {key: walk.tree(value) for key, value in state.items()}
         self._pieces = walk.pieces
-        return Snapshot(content, walk.waiting)
+        return Snapshot(content, walk)
 
     @property
     def size_bytes(self) -> int:
@@ -45,12 +45,20 @@ class HostMemory:
         return sum(piece.nbytes() for piece in self._pieces)
 
 
+def borrowed(state: Mapping[str, Any], *, steady: Iterable[Tensor]) -> Snapshot:
+    """A snapshot that copies only what is not steady; the rest must stay as it is while it is used."""
+    walk = _Walk([], borrowed=_keys(steady))
+    return Snapshot({key: walk.tree(value) for key, value in state.items()}, walk)
+
+
 class Snapshot:
     """A state's copy: whole once :meth:`copy_steady` has returned."""
 
-    def __init__(self, content: dict[str, Any], waiting: list[tuple[_Storage, _Storage]]) -> None:
+    def __init__(self, content: dict[str, Any], walk: _Walk) -> None:
         self.content = content
-        self._waiting = waiting
+        self.borrows = bool(walk.borrowed)
+        self._copies = walk.copies
+        self._waiting = waiting = walk.waiting
         self._device = next((s.device for _, s in waiting if s.device.type == "cuda"), None)
         self._ready: Any = None
         if self._device is not None:
@@ -76,16 +84,28 @@ class Snapshot:
         if on_device:
             stream.synchronize()
 
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """What the snapshot holds for a tensor of the state; the tensor itself where it has no copy."""
+        storage = self._copies.get(storage_key(tensor))
+        return tensor.detach() if storage is None else _like(tensor, storage)
+
 
 class _Walk:
     """One pass over a state: rebuilds its containers around tensors in host memory."""
 
-    def __init__(self, spare: list[_Storage], steady: set[int]) -> None:
+    def __init__(
+        self,
+        spare: list[_Storage],
+        *,
+        steady: frozenset[int] = frozenset(),
+        borrowed: frozenset[int] = frozenset(),
+    ) -> None:
         self.pieces: list[_Storage] = []
         self.waiting: list[tuple[_Storage, _Storage]] = []
+        self.copies: dict[int, _Storage] = {}
+        self.borrowed = borrowed
         self._spare = spare
         self._steady = steady
-        self._copies: dict[int, _Storage] = {}
 
     def tree(self, value: Any) -> Any:
         kind = type(value)
@@ -103,20 +123,21 @@ class _Walk:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor.cpu().clone()
-        storage = self._copy_of(tensor.untyped_storage(), storage_key(tensor))
-        view = torch.empty(0, dtype=tensor.dtype)
-        return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        key = storage_key(tensor)
+        if key in self.borrowed:
+            return tensor
+        return _like(tensor, self._copy_of(tensor.untyped_storage(), key))
 
     def _copy_of(self, source: _Storage, key: int) -> _Storage:
-        if key not in self._copies:
+        if key not in self.copies:
             target = self._piece(source.nbytes(), pinned=source.device.type == "cuda")
             self.pieces.append(target)
-            self._copies[key] = target
+            self.copies[key] = target
             if key in self._steady:
                 self.waiting.append((target, source))
             else:
                 _bytes_of(target).copy_(_bytes_of(source))
-        return self._copies[key]
+        return self.copies[key]
 
     def _piece(self, size_bytes: int, *, pinned: bool) -> _Storage:
         """The piece that had this place in the copy before, if its size still fits."""
@@ -124,6 +145,16 @@ class _Walk:
         if place < len(self._spare) and self._spare[place].nbytes() == size_bytes:
             return self._spare[place]
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+
+
+def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(storage_key(tensor) for tensor in tensors)
+
+
+def _like(tensor: Tensor, storage: _Storage) -> Tensor:
+    """``tensor`` as it would be in ``storage``."""
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _bytes_of(storage: _Storage) -> Tensor:

@@ -7,6 +7,7 @@ A checkpoint is one file for plain ``torch.load(weights_only=True)``: the caller
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import platform
 import time
@@ -77,6 +78,8 @@ class CheckpointStore:
         self._disk: Disk = RealDisk() if disk is None else disk
         self.catalog = Catalog(self.directory, disk=self._disk)
         self._has_cleaned = False
+        self._proved: set[int] = set()  # steps whose files were read once more and found whole
+        self._told_damaged: set[int] = set()
         self._notes: list[str] = []
 
     def save(
@@ -186,11 +189,7 @@ class CheckpointStore:
     def _point_and_retain(self, published: Manifest) -> None:
         """Everything that follows from a published checkpoint; none of it is needed to load one."""
         directory = self.directory
-        left = [entry for entry in self.catalog.entries() if entry.step > published.step]
-        names = [entry.path.name for entry in left]
-        names += [manifest_name(entry.step) for entry in left]
-        present = [name for name in names if (directory / name).exists()]
-        aside = self.catalog.set_aside(present, _utc("%Y%m%dT%H%M%SZ"))
+        aside = self.catalog.set_later_aside(published.step, _utc("%Y%m%dT%H%M%SZ"))
         if aside is not None:
             self._notes.append(f"the checkpoints of a later course are now in {aside}")
         publish_text(self._disk, directory / "last", f"{published.file}\n")
@@ -203,14 +202,18 @@ class CheckpointStore:
     def _retain(self, published: Manifest, *, best: Entry | None) -> None:
         """Delete what is older than the newest ``keep_last`` sound checkpoints, save the best."""
         entries = self.catalog.entries()
-        sound = [entry.step for entry in entries if entry.problem is None]
-        if len(sound) <= self.keep_last:
+        if sum(entry.problem is None for entry in entries) <= self.keep_last:
             return
-        oldest_kept = sound[self.keep_last - 1]
         # INVARIANT replaced-first: only what newer, synced and published checkpoints replace is
-        # deleted, never the one just written.
+        # deleted, each of which was read once more since it was written, save the one of now.
         # Broken if: retention runs before the manifest is synced, or counts damaged entries.
-        # Guarded by: test_retention_counts_only_sound_checkpoints.
+        # Guarded by: test_retention_counts_only_sound_checkpoints, also with a bit flipped.
+        self._proved.discard(published.step)
+        sound = (entry.step for entry in entries if self._is_sound(entry, published))
+        kept = list(itertools.islice(sound, self.keep_last))
+        if len(kept) < self.keep_last:
+            return
+        oldest_kept = kept[-1]
         assert oldest_kept <= published.step
         for entry in entries:
             if entry.step < oldest_kept and (best is None or entry.step != best.step):
@@ -218,6 +221,20 @@ class CheckpointStore:
                     if path.exists():
                         self._disk.remove(path)
         self._disk.sync_directory(self.directory)
+
+    def _is_sound(self, entry: Entry, published: Manifest) -> bool:
+        """Whether it can take the place of older ones; its content is read once, not at each save."""
+        if entry.problem is not None:
+            return False
+        if entry.step == published.step or entry.step in self._proved:
+            return True
+        damage = self.catalog.verify(entry)
+        if damage is None:
+            self._proved.add(entry.step)
+        elif entry.step not in self._told_damaged:
+            self._told_damaged.add(entry.step)
+            self._notes.append(f"{entry.path} is damaged ({damage}): an older one is kept for it")
+        return damage is None
 
     def load(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddp_runner.checkpoint.codec import strip_prefixes
+from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
 
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
@@ -23,13 +24,13 @@ class UnreadableError(Exception):
 def read_archive(path: Path, *, map_location: str | torch.device) -> Any:
     """What plain ``torch.load(weights_only=True)`` gives.
 
-    Raises UnreadableError, except for a device that is out of memory: that is no fault of the file.
+    Raises UnreadableError; what is raised for want of memory stays, since that is no fault of the file.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
-    except torch.OutOfMemoryError:
-        raise
     except _LOAD_ERRORS as error:
+        if lacks_memory(error):
+            raise
         text = str(error).strip() or type(error).__name__
         raise UnreadableError(text.splitlines()[0]) from error
 

@@ -5,7 +5,9 @@ checkpoints  `checkpoints list|verify`
 report       `report`: a run's summary for people
 doctor       `doctor`: can this machine train?
 demo         `demo`: train in peace and under faults, and compare the weights
-repairs      a journal's incidents, for the demo's table
+acts         the faults of the demo, and the settings of its runs
+repairs      a journal's incidents, as values
+tables       the demo's tables of them
 options      the options of `train` as a table
 parser       words -> files and assignments, with did-you-mean
 usage        the help texts, made from the tables

@@ -1,4 +1,4 @@
-"""``demo``: trains twice, once in peace and once under faults, and compares the weights.
+"""``demo``: trains in peace and under faults, and compares the weights.
 
 The faults are those of ``--inject``, so they come from the operating system or from inside a real
 rank; everything told afterwards is read from the journal of the run.
@@ -10,16 +10,19 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.cli.acts import CHANGING_SETTINGS, SETTINGS, Blow, Script, script_for
 from ddp_runner.cli.arguments import parse_small
-from ddp_runner.cli.repairs import read_journal, read_repairs, show_table
+from ddp_runner.cli.repairs import Repaired, read_journal, read_repairs
+from ddp_runner.cli.tables import show_changes, show_repairs
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.injection import InjectKind
 from ddp_runner.launcher import RunResult, launch
 
 if TYPE_CHECKING:
@@ -30,41 +33,16 @@ KEEP = "--keep"
 RANKS_MIN, RANKS_MAX = 2, 8
 HELP = f"""Usage:  ./launch_training.sh demo [-n N] [--keep]
 
-Trains a small model twice on the CPU, in a temporary folder: once in peace,
-and once while ranks are killed, stopped and crashed, and loader workers are
-killed and stopped. Ends with a table of the faults, and says whether both runs
-ended with the same weights, bit for bit: exit 0 if so, 1 if not. Takes about
-half a minute on two cores. Ctrl-C ends it and removes the folder.
+Trains a small model three times on the CPU, in a temporary folder: in peace;
+under every kind of fault that leaves no trace in the weights (ranks, loader
+workers, memory, disk, a flipped bit); and under those that change what is
+computed, which it says. Each has a table of the faults. Ends with whether the
+first two runs have the same weights, bit for bit: exit 0 if so, 1 if not, or
+if a fault was not noticed. Takes about a minute on two cores. Ctrl-C ends it
+and removes the folder.
 
   -n, --nproc-per-node N    ranks, {RANKS_MIN} to {RANKS_MAX} [2]
-      --keep                keep the folder: logs and checkpoints of both runs"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
-    """What the demo does. ``faults``: (kind, phase) in order, ``fault_interval_steps`` apart."""
-
-    world_size: int = 2
-    steps: int = 320
-    fault_interval_steps: int = 40
-    faults: tuple[tuple[str, str], ...] = (
-        ("kill", "reduce"),
-        ("kill", "commit"),
-        ("raise", "forward"),
-        ("exit", "backward"),
-        ("loader_kill", "data"),
-        ("loader_stop", "data"),
-        ("stop", "forward"),
-    )
-
-    @property
-    def injections(self) -> list[str]:
-        """The faults as specs of ``--inject``, on one rank after the other."""
-        return [
-            f"{kind}:rank={number % self.world_size},step={number * self.fault_interval_steps},"
-            f"phase={phase}"
-            for number, (kind, phase) in enumerate(self.faults, start=1)
-        ]
+      --keep                keep the folder: logs and checkpoints of the runs"""
 
 
 def run(words: Sequence[str]) -> int:
@@ -80,16 +58,16 @@ def run(words: Sequence[str]) -> int:
             text,
             f"must be {RANKS_MIN} to {RANKS_MAX}: what is left of a world repairs it",
         )
-    return perform(Script(world_size=int(text)), keep=KEEP in arguments.switches)
+    return perform(script_for(int(text)), keep=KEEP in arguments.switches)
 
 
 def perform(script: Script, *, keep: bool) -> int:
-    """Train twice in a temporary folder and compare; the exit code."""
+    """Train in a temporary folder and compare; the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="ddp_runner_demo_"))
     kept = keep
     try:
         with _ended_by_signals():
-            exit_code = _train_twice(script, folder)
+            exit_code = _train_and_compare(script, folder)
         kept = keep or exit_code is ExitCode.FAILED
     except KeyboardInterrupt:
         exit_code = ExitCode.INTERRUPTED
@@ -99,34 +77,57 @@ def perform(script: Script, *, keep: bool) -> int:
     if exit_code is ExitCode.INTERRUPTED:
         _say("\ndemo: interrupted; everything it started has ended")
     if kept:
-        _say(f"logs and checkpoints of both runs: {folder}")
+        _say(f"logs and checkpoints of the runs: {folder}")
     return exit_code
 
 
-def _train_twice(script: Script, folder: Path) -> ExitCode:
-    count = len(script.faults)
-    _say(f"demo: {script.world_size} ranks train the same small model twice, {script.steps} steps")
-    _say("\n1 of 2: in peace\n")
-    peace = _train(script, folder / "peace", injections=[])
-    if peace.summary is None or peace.exit_code != ExitCode.DONE:
-        return _unfinished(peace)
-    _say(f"\n2 of 2: {count} faults, one every {script.fault_interval_steps} steps\n")
-    storm = _train(script, folder / "faults", injections=script.injections)
-    if storm.summary is None or storm.exit_code != ExitCode.DONE:
-        return _unfinished(storm)
-    repairs = read_repairs(read_journal(storm.log_dir))
-    show_table(repairs)
-    identical = peace.summary["weights_sha256"] == storm.summary["weights_sha256"]
-    complete = len([repair for repair in repairs if repair.noticed_s is not None]) == count
-    for name, run_summary in (("in peace", peace.summary), ("under faults", storm.summary)):
-        print(f" {name:<13} {run_summary['wall_s']:5.1f} s   weights {_digest(run_summary)}")
-    if not complete:
-        print(f" only {len(repairs)} of {count} faults are in the journal")
+def _train_and_compare(script: Script, folder: Path) -> ExitCode:
+    apart = f"one every {script.fault_interval_steps} steps"
+    acts = (
+        ("in peace", (), "in peace"),
+        ("under faults", script.harmless, f"faults that leave no trace in the weights, {apart}"),
+        ("with changes", script.changing, f"faults that change what is computed, {apart}"),
+    )
+    played = [act for act in acts if act[1] or act is acts[0]]
+    _say(f"demo: {script.world_size} ranks train the same small model, {script.steps} steps")
+    runs: list[tuple[str, Mapping[str, Any]]] = []
+    complete = True
+    for number, (name, blows, title) in enumerate(played, start=1):
+        count = f"{sum(map(len, blows))} " if blows else ""
+        _say(f"\n{number} of {len(played)}: {count}{title}\n")
+        result = _train(script, folder / name.replace(" ", "_"), blows)
+        if result.summary is None or result.exit_code != ExitCode.DONE:
+            return _unfinished(result)
+        runs.append((name, result.summary))
+        if blows:
+            repairs = read_repairs(read_journal(result.log_dir))
+            (show_repairs if blows is script.harmless else show_changes)(repairs)
+            complete &= _are_all_there(repairs, blows)
+        for reason in result.summary["inexact_reasons"]:
+            _say(f" exact: false, {reason}")
+    _say("")
+    for name, summary in runs:
+        print(
+            f" {name:<13} {summary['wall_s']:5.1f} s   weights {str(summary['weights_sha256'])[:16]}"
+            f"   loss {summary['final_loss']:.4f}"
+        )
+    alike = [summary for (_, summary), act in zip(runs, played, strict=True) if act is not acts[2]]
+    identical = len({summary["weights_sha256"] for summary in alike}) == 1
     _say(f" identical weights: {'yes' if identical else 'no'}")
     return ExitCode.DONE if identical and complete else ExitCode.FAILED
 
 
-def _train(script: Script, folder: Path, *, injections: Sequence[str]) -> RunResult:
+def _are_all_there(repairs: Sequence[Repaired], blows: tuple[Blow, ...]) -> bool:
+    """Whether each fault of the act has an incident of its own."""
+    asked = Counter(InjectKind(spec.partition(":")[0]) for blow in blows for spec in blow)
+    found = Counter(repair.injected for repair in repairs)
+    seen = sum(min(count, found[kind]) for kind, count in asked.items())
+    if seen < asked.total():
+        _say(f" only {seen} of {asked.total()} faults are in the journal")
+    return seen == asked.total()
+
+
+def _train(script: Script, folder: Path, blows: tuple[Blow, ...]) -> RunResult:
     """One run as a child process; its output, live on a terminal, goes to ours."""
     arguments = [
         "--cpu",
@@ -134,12 +135,9 @@ def _train(script: Script, folder: Path, *, injections: Sequence[str]) -> RunRes
         f"--checkpoint-dir={folder / 'checkpoints'}",
         f"--max-steps={script.steps}",
         "--resume=none",
-        *("model.vocab_size=64", "model.dataset_size=20000", "model.seq_len=64"),
-        *("model.hidden_size=64", "model.num_layers=2", "model.num_heads=2", "model.dropout=0.1"),
-        *("data.batch_size=16", "data.num_workers=1"),
-        *("optim.learning_rate=3e-3", "optim.warmup_steps=20"),
-        *("checkpoint.save_every_steps=100", "log.evaluate_every_steps=0", "log.log_interval=10"),
-        *(f"--inject={spec}" for spec in injections),
+        *SETTINGS,
+        *(CHANGING_SETTINGS if blows and blows is script.changing else ()),
+        *(f"--inject={spec}" for spec in script.injections(blows)),
     ]
     return launch("synthetic", nproc=script.world_size, arguments=arguments)
 
@@ -150,10 +148,6 @@ def _unfinished(result: RunResult) -> ExitCode:
         return ExitCode.INTERRUPTED
     _say(f"demo: that run ended with exit code {result.exit_code}")
     return ExitCode.FAILED
-
-
-def _digest(summary: Mapping[str, Any]) -> str:
-    return str(summary["weights_sha256"])[:16]
 
 
 def _say(text: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader")
 _QUERY_TIMEOUT_S = 30.0
 AUTO_CPU_RANKS = 2
+CPU_RANKS_MAX = 64  # or one a core: each takes some 200 MB, and a share of a core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def parse_query(text: str) -> tuple[Gpu, ...]:
     found = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) >= 4 and cells[0].isdigit():
+        if len(cells) >= 4 and cells[0].isdecimal():
             name = ", ".join(cells[2:-1])
             found.append(Gpu(index=int(cells[0]), uuid=cells[1], name=name, memory=cells[-1]))
     return tuple(sorted(found, key=lambda gpu: gpu.index))
@@ -95,7 +96,7 @@ def visible(present: Sequence[Gpu], mask: str | None) -> VisibleGpus:
 
 
 def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
-    if entry.isdigit():
+    if entry.isdecimal():
         return next((gpu for gpu in present if gpu.index == int(entry)), None)
     if entry.startswith("MIG-"):
         return Gpu(index=-1, uuid=entry, name="MIG slice", memory="")
@@ -109,6 +110,11 @@ def plan_devices(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple
     if run.device == "cpu" or (run.device == "auto" and not run.gpus and not found.gpus):
         count = run.nproc_per_node
         ranks = min(AUTO_CPU_RANKS, cores) if count == "auto" else count
+        most = max(CPU_RANKS_MAX, cores)
+        if ranks > most:
+            raise BadInputError("--nproc-per-node", ranks, f"must be at most {most} on the CPU")
+        if settings.ddp.backend == "nccl":
+            raise BadInputError("ddp.backend", "nccl", "needs GPUs, and this run is on the CPU")
         return (DevicePlan(device="cpu", name="CPU", visible_index=None),) * ranks
     if not found.gpus:
         option, value = ("--gpus", _comma(run.gpus)) if run.gpus else ("run.device", "cuda")

@@ -129,7 +129,7 @@ GROUPS = (
                 long="--resume",
                 key="run.resume",
                 metavar="WHICH",
-                says="auto, last, best, PATH, or none: set old checkpoints aside",
+                says="auto: the newest, if any; last, best, PATH; none: set old ones aside",
             ),
             Option(
                 long="--max-restarts",
@@ -165,7 +165,7 @@ GROUPS = (
                 long="--inject",
                 key="run.inject",
                 metavar="SPEC",
-                says="cause a fault, such as kill:rank=1,step=20; may be repeated",
+                says="cause a fault, such as kill:rank=1,step=20 (below); may be repeated",
             ),
         ),
     ),

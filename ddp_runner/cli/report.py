@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.arguments import LOG_DIR, parse_small
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.settings import RunSettings
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.report import fault_sentence
@@ -23,8 +25,10 @@ HELP = """Usage:  ./launch_training.sh report [-l DIR]
 Shows how the newest run in DIR ended: result, time, faults and their repair.
 
   -l, --log-dir DIR         [logs]"""
+_RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
 _FAULTS_SHOWN_MAX = 20
 _LABEL_COLUMNS = 12
+_ENDED = (RunState.DONE.value, RunState.FAILED.value)
 
 
 def run(words: Sequence[str]) -> int:
@@ -51,20 +55,41 @@ def run(words: Sequence[str]) -> int:
 
 
 def _report_unfinished(text: str, directory: Path) -> int:
-    """A run that goes on, or that was killed before it could sum up: its newest status."""
+    """A run that goes on, or that could not sum up: its newest status, and whether it is alive."""
     try:
         status = json.loads((directory / "status.json").read_bytes())
-        line = (
-            f"run {status['run_id']}: {status['state']} at step {status['step']} of "
-            f"{status['max_steps']}, {status['world_size']} ranks, {status['faults_total']} faults"
+        pid, state = int(status["pid"]), str(status["state"])
+        place = (
+            f"at step {status['step']} of {status['max_steps']}, {status['world_size']} ranks, "
+            f"{status['faults_total']} faults"
         )
+        run = f"run {status['run_id']}"
     except FileNotFoundError:
         raise BadInputError("--log-dir", text, "holds no run: no summary.json") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
-    print(line)
-    print("no summary yet: the run goes on, or was killed; the same command resumes it")
+    if _is_alive(pid):
+        print(f"{run}: {state} {place}")
+        print(f"no summary yet: the run goes on (process {pid})")
+    elif state in _ENDED:
+        print(f"{run}: {state} {place}")
+        print("the run has ended, and its summary.json could not be written")
+    else:
+        print(f"{run}: last seen {state} {place}")
+        print(f"the run is no longer alive (no process {pid} here); its end was not recorded")
+        print("the same command resumes it")
     return ExitCode.DONE
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether there is such a process, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def summary_lines(summary: RunSummary) -> Iterator[str]:
@@ -78,6 +103,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         ("wall time", duration(summary.wall_s)),
         ("goodput", percent(summary.goodput)),
         ("time in", _times(summary)),
+        ("own time", _own_times(summary)),
         ("memory", _memory(summary)),
         ("exact", "yes" if summary.exact else "no: " + "; ".join(summary.inexact_reasons)),
         ("weights", (summary.weights_sha256 or "-")[:12]),
@@ -113,6 +139,20 @@ def _times(summary: RunSummary) -> str:
     return (
         ", ".join(f"{name} {duration(seconds)}" for name, seconds in shares if seconds > 0) or "-"
     )
+
+
+def _own_times(summary: RunSummary) -> str:
+    """Who made the others wait: each rank's part of a step that is its own."""
+    times = [(f"rank {rank}", seconds * 1e3) for rank, seconds in summary.own_step_s.items()]
+    if len(times) > _RANKS_SHOWN_MAX:
+        by_time = sorted(times, key=lambda one: one[1])
+        times = [by_time[0], by_time[len(by_time) // 2], by_time[-1]]
+    parts = [f"{who} {time_ms:.1f} ms" for who, time_ms in times]
+    slow = [
+        f"rank {rank} persistently {factor:.1f} times as slow as the others"
+        for rank, factor in summary.stragglers.items()
+    ]
+    return "; ".join([", ".join(parts) + " a step outside collectives", *slow]) if parts else "-"
 
 
 def _memory(summary: RunSummary) -> str:

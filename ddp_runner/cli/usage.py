@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.options import GROUPS, Option
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.presets import PRESETS
+from ddp_runner.core.injection import PHASES, InjectKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,6 +36,23 @@ _EXIT_CODES = (
 )
 
 
+_INJECTIONS = (
+    ("  kinds", ", ".join(kind.value for kind in InjectKind)),
+    ("  rank=N|all", "whose [the last one]"),
+    ("  step=N", "when, counted from 0 [10]"),
+    ("  phase=PHASE", ", ".join(PHASES) + " [forward]"),
+    ("  times=N", "how often, on each rank [1]"),
+    ("  seconds=S", "of slow, disk_full and slow_disk [1]"),
+    (
+        "  random:KEY=VALUE,...",
+        (
+            "at moments that the same seed draws again: mtbf_s=S apart [10], seed=N [0], "
+            "kinds=KIND+KIND [kill+stop+raise], times=N [0: no bound]"
+        ),
+    ),
+)
+
+
 def train_help() -> str:
     """The text of ``--help``."""
     lines = [
@@ -49,6 +67,9 @@ def train_help() -> str:
         lines += ["", f"{group.title}:"]
         for option in group.options:
             lines += _entry(_flags(option), option.says + _default(option))
+    lines += ["", "Faults on request: --inject KIND:KEY=VALUE,..."]
+    for left, right in _INJECTIONS:
+        lines += _entry(left, right)
     lines += ["", "Settings:"]
     lines += textwrap.wrap(
         "Any setting can be given as SECTION.KEY=VALUE, or without its section where only one "

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,6 +27,7 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.store import StoreLink
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
+_never_freed: list[dist.ProcessGroup] = []  # groups of generations that could not be left in peace
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
 
 
@@ -52,6 +53,8 @@ class Group:
         self._store = store
         self._switch = switch
         self._asked: Counter[str] = Counter()
+        # Whether a collective that an abort cuts short ends like one that is whole.
+        self.ends_in_silence = False
 
     @property
     def rank(self) -> int:
@@ -74,6 +77,27 @@ class Group:
         with self._switch.using_store():
             self._store.set(f"{key}/{self.rank}", value)
             return [self._store.get(f"{key}/{rank}").decode() for rank in range(self.world_size)]
+
+    def note(self, name: str) -> None:
+        """Let those who :meth:`await_notes` of this ``name`` know that this rank is here. Once a name."""
+        with self._switch.using_store():
+            self._store.set(f"{name}/noted/{self.rank}", "")
+
+    def await_notes(self, name: str, ranks: Iterable[int]) -> None:
+        """Return once each of ``ranks`` has said so. Raises as :meth:`exchange` does."""
+        with self._switch.using_store():
+            for rank in ranks:
+                self._store.get(f"{name}/noted/{rank}")
+
+    def confirm(self) -> None:
+        """Raise ConnectionError if what the device has computed may be of collectives cut short.
+
+        To be called once the device has finished it. NCCL's abort ends kernels, and nothing else
+        tells that they had not come to their end; gloo's collectives raise by themselves, and what
+        is whole stays valid when an abort comes after it: a peer may have committed the step.
+        """
+        if self.ends_in_silence:
+            _refuse_if_tripped(self._switch, "aborted before the device had finished")
 
 
 def _use_loopback(host: str) -> None:
@@ -120,8 +144,10 @@ def joined(
             switch.on_trip(_abort_communicators)
         if "gloo" in backend:
             switch.on_trip(functools.partial(_fail_operations, _default_group()))
-        _refuse_if_tripped(switch)
-        yield Group(membership, scoped, device=device, switch=switch)
+        _refuse_if_tripped(switch, "aborted while forming")
+        group = Group(membership, scoped, device=device, switch=switch)
+        group.ends_in_silence = "nccl" in backend
+        yield group
     except BaseException:
         # Peers may be blocked in a collective that this rank will never enter: destroying the group
         # alone would leave them there until their timeout.
@@ -140,11 +166,27 @@ def _leave_broken(connections: list[socket.socket]) -> None:
         remains.append(_default_group())
         if "gloo" in dist.get_backend():
             _fail_operations(remains[0])
-        dist.destroy_process_group()
-    if remains or connections:
-        threading.Thread(
-            target=_let_go, args=(remains, connections), name="leave", daemon=True
-        ).start()
+        if "nccl" in dist.get_backend():
+            _abort_communicators()  # leaves nothing to destroy
+        else:
+            dist.destroy_process_group()
+    if not remains and not connections:
+        return
+    leave = threading.Thread(target=_let_go, args=(remains, connections), name="leave", daemon=True)
+    try:
+        leave.start()
+    except RuntimeError:
+        # No memory for its stack, so that what broke this generation must not be hidden by this. The
+        # group is never freed here: nobody may wait for its threads.
+        _never_freed.extend(remains)
+        _close(connections)
+
+
+def _close(connections: list[socket.socket]) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):  # the peer has closed it
+            connection.shutdown(socket.SHUT_RD)
+        connection.close()
 
 
 def _let_go(remains: list[dist.ProcessGroup], connections: list[socket.socket]) -> None:
@@ -205,9 +247,9 @@ def _restart_group_names() -> None:
         world.group_count = 0
 
 
-def _refuse_if_tripped(switch: AbortSwitch) -> None:
+def _refuse_if_tripped(switch: AbortSwitch, why: str) -> None:
     if switch.tripped:
-        raise ConnectionError("aborted while forming")
+        raise ConnectionError(why)
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -236,7 +278,11 @@ def collectives_begun() -> int:
     """
     if not dist.is_initialized():
         return -1
-    count = getattr(_default_group(), "_get_sequence_number_for_group", None)
+    try:
+        group = _default_group()
+    except ValueError:  # the rank's own thread has just left it
+        return -1
+    count = getattr(group, "_get_sequence_number_for_group", None)
     return -1 if count is None else int(count())
 
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import DdpSettings
 
 BROADCAST_BYTES = 25 * 1024 * 1024
@@ -63,7 +63,13 @@ class _LossModule(nn.Module):
         self._untold.fill_(1.0)
 
     def forward(self, batch: Any, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
-        weighted = self._loss(self.model, batch).float() * weight
+        loss = self._loss(self.model, batch)
+        if loss.numel() != 1:
+            shape = tuple(loss.shape)
+            raise ValueError(
+                f"loss() gave a tensor of shape {shape}: it must be the mean, a scalar"
+            )
+        weighted = loss.float().reshape(()) * weight
         # d(result)/d(signal) = carried, whatever the signal's own value (zero).
         own = weighted.detach()
         # Once a step, however many micro-batches are broken: the numbers are summed over those too.
@@ -208,6 +214,10 @@ class Replica:
         self._reduce_since_ns = time.monotonic_ns()
         self._slot.stamp(Phase.REDUCE, self._reduce_since_ns)
 
+    def reach(self, moment: Moment) -> None:
+        """Be at ``moment`` of the step."""
+        self._slot.reach(moment)
+
     def waited_ns(self) -> int:
         """How long this rank has waited for the others since its own share was done."""
         return time.monotonic_ns() - self._reduce_since_ns
@@ -217,7 +227,9 @@ class Replica:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.group.device)
         with waiting_for_peers(self._slot):
             dist.all_reduce(tensor)
-            return [float(value) for value in tensor.tolist()]
+            summed = [float(value) for value in tensor.tolist()]
+            self.group.confirm()
+            return summed
 
 
 def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -229,6 +241,8 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     if bucket.is_last():
         replica.stamp_reduce()
     work = dist.all_reduce(bucket.buffer(), async_op=True)
+    if bucket.is_last():
+        replica.reach(Moment.REDUCING)
     future: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
     return future
 

@@ -9,4 +9,5 @@ watch       who is hung                                   straggler   who is per
 divergence  whose replica is the odd one                  pressure    levels of memory use
 leak        slow, steady growth                           injection   faults on request
 launch      a checked run, ready to start                 settings    every setting, its legal range
+spare       when a process is kept at hand                wishes    saves that were asked for
 """

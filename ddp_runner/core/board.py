@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Moment, Phase
 
 CELLS_PER_SLOT = 32
 SLOT_BYTES = CELLS_PER_SLOT * 8
@@ -40,7 +40,9 @@ class Cell(IntEnum):
     OWN_STEPS = 18  # how many steps OWN_NS sums up
     BUSY_NS = 19  # of STEP_NS, what was spent neither on data nor in the reduction
     REDUCE_NS = 20  # of STEP_NS, in the reduction, the wait for later ranks included
-    COLLECTIVES = 21  # begun in the generation when its newest step began
+    COLLECTIVES = 21  # begun in the generation when the newest step was committed
+    CONDEMNED = 22  # written by the supervisor: the rank hangs and is about to be killed
+    SAMPLE = 23  # loaded in the rank itself: its index + 1, negative of validation; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class SlotReading:
 
 
 class Slot:
-    """One rank's cells. Written by that rank's main thread only; read by anyone."""
+    """One rank's cells. Written by that rank's main thread, but for ``CONDEMNED``; read by anyone."""
 
     __slots__ = ("_base", "_floats", "_ints")
 
@@ -98,6 +100,9 @@ class Slot:
         # can only delay a hang verdict, never hasten one.
         self._ints[self._base + Cell.PHASE_SINCE_NS] = now_ns
         self._ints[self._base + Cell.PHASE] = phase
+
+    def reach(self, moment: Moment) -> None:
+        """Be at ``moment``: for those who inject faults, and nothing to anybody else."""
 
     def release(self) -> None:
         """Let go of the board's memory; the slot is of no use afterwards."""

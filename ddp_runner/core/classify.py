@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.last_words import LastWords
 
 VICTIM_KINDS = frozenset({FaultKind.COLLECTIVE_FAILED})
 
@@ -23,7 +24,10 @@ def signal_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How a rank's process ended: ``exit_code`` or ``signal_number``, the other is None."""
+    """How a rank's process ended: ``exit_code`` or ``signal_number``, the other is None.
+
+    ``crash`` is its own account, where it died of its own doing, and ``place`` where its code was then.
+    """
 
     rank: int
     step: int
@@ -33,16 +37,26 @@ class RankExit:
     signal_number: int | None
     killed_for_memory: bool = False  # by the kernel
     last_words: str = ""
+    crash: LastWords | None = None
+    place: str = ""
 
 
 def classify_exit(end: RankExit) -> Fault:
     """A rank that ended before it had finished. Exit 0 is a fault too: its peers wait for it."""
+    mismatch = None if end.crash is None else end.crash.mismatch
     if end.killed_for_memory:
         kind = FaultKind.OUT_OF_MEMORY
         cause = f"rank {end.rank} killed by the kernel: out of memory"
+    elif mismatch is not None:
+        # gloo ends whoever is sent more than it expects; who sent it may be as wrong.
+        kind = FaultKind.COLLECTIVE_STUCK
+        cause = (
+            f"the ranks disagree on a collective: rank {end.rank} was sent {mismatch[0]} bytes "
+            f"where it expected {mismatch[1]}"
+        )
     elif end.signal_number is not None:
         kind = FaultKind.RANK_KILLED
-        cause = f"rank {end.rank} killed ({signal_name(end.signal_number)})"
+        cause = f"rank {end.rank} killed ({_signal_in_words(end, end.signal_number)})"
     elif end.exit_code == 0:
         kind = FaultKind.RANK_EXITED
         cause = f"rank {end.rank} exited with code 0 before the end"
@@ -51,13 +65,22 @@ def classify_exit(end: RankExit) -> Fault:
         cause = f"rank {end.rank} exited with code {end.exit_code}"
     return Fault(
         kind=kind,
-        rank=end.rank,
+        rank=end.rank if mismatch is None else -1,
         step=end.step,
         cause=cause,
         phase=end.phase,
-        detail=end.last_words,
+        detail=end.last_words or ("" if end.crash is None else end.crash.text),
         at_ns=end.at_ns,
+        is_disagreement=mismatch is not None,
     )
+
+
+def _signal_in_words(end: RankExit, number: int) -> str:
+    """``SIGKILL``, or ``SIGABRT in loss, task.py:31: free(): invalid pointer``."""
+    if end.crash is None:
+        return signal_name(number)
+    where = f"{signal_name(number)} {end.place}".rstrip()
+    return f"{where}: {end.crash.reason}" if end.crash.reason else where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +96,14 @@ def attribute(faults: Sequence[Fault]) -> Attribution:
     """Separate the first cause from its consequences. Raises ValueError for no faults.
 
     A lost peer is never a culprit while any other cause exists; a rank that reported a cause and
-    then died of it counts once, with what it reported.
+    then died of it counts once, with what it reported. Where all wait in a collective and one rank
+    does not leave it when it is told to, the others have waited for that one.
     """
     if not faults:
         raise ValueError("nothing to attribute")
     by_time = sorted(faults, key=lambda fault: fault.at_ns)
+    if any(fault.kind is FaultKind.RANK_HUNG for fault in faults):
+        by_time = [fault for fault in by_time if not _is_of_all_alike(fault)]
     causes: list[Fault] = []
     for fault in by_time:
         if fault.kind in VICTIM_KINDS or any(seen.rank == fault.rank for seen in causes):
@@ -92,6 +118,11 @@ def attribute(faults: Sequence[Fault]) -> Attribution:
     return Attribution(culprit=causes[0], causes=tuple(causes), victims=victims)
 
 
+def _is_of_all_alike(fault: Fault) -> bool:
+    return fault.kind is FaultKind.COLLECTIVE_STUCK and fault.rank < 0 and not fault.is_disagreement
+
+
+_OUT_OF_MEMORY_TYPES = ("OutOfMemoryError", "MemoryError")  # numpy: _ArrayMemoryError
 _OUT_OF_MEMORY_TEXTS = (
     "out of memory",
     "can't allocate memory",
@@ -132,7 +163,7 @@ def classify_error(  # noqa: PLR0911 - a table in the order of precedence
     then this runner's own doing. Texts are those of torch 2.6 to 2.13 and gloo.
     """
     lowered = text.lower()
-    if type_name in ("OutOfMemoryError", "MemoryError"):
+    if type_name.endswith(_OUT_OF_MEMORY_TYPES):
         return FaultKind.OUT_OF_MEMORY
     if any(part in lowered for part in _OUT_OF_MEMORY_TEXTS):
         return FaultKind.OUT_OF_MEMORY
@@ -147,3 +178,9 @@ def classify_error(  # noqa: PLR0911 - a table in the order of precedence
     if aborted and type_name in ("RuntimeError", "ConnectionError", "TimeoutError"):
         return FaultKind.COLLECTIVE_FAILED
     return FaultKind.RANK_RAISED
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an allocation was refused: that says nothing about what was being read or loaded."""
+    kind = classify_error(type_name=type(error).__name__, text=str(error), aborted=False)
+    return kind is FaultKind.OUT_OF_MEMORY

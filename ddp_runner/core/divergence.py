@@ -27,7 +27,7 @@ def compare_replicas(hashes: Sequence[str]) -> Comparison:
 
 
 def disagreement(begun: Mapping[int, int]) -> str:
-    """Who has begun more or fewer collectives than most ranks, in words; empty where all agree.
+    """How many each rank that is not like most has begun, in words; empty where all agree.
 
     Ranks that wait for each other for ever are mostly in different collectives.
     """
@@ -38,7 +38,20 @@ def disagreement(begun: Mapping[int, int]) -> str:
     counts = ", ".join(f"rank {ranks[i]} {begun[ranks[i]]}" for i in compared.odd)
     usual = {begun[rank] for i, rank in enumerate(ranks) if i not in compared.odd}
     rest = f", every other {usual.pop()}" if usual else ""
-    return f"they are not in the same one: begun in this step has {counts}{rest}"
+    return f"{counts}{rest}"
+
+
+def where_each_was(places: Mapping[int, str]) -> str:
+    """Ranks by what they were doing, such as ``rank 1 in loss, task.py:31; ranks 0,2 in backward``."""
+    ranks_at: dict[str, list[int]] = {}
+    for rank in sorted(rank for rank, place in places.items() if place):
+        ranks_at.setdefault(places[rank], []).append(rank)
+    if len(ranks_at) == 1:
+        return f"all {next(iter(ranks_at))}"
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {','.join(map(str, ranks))} {place}"
+        for place, ranks in ranks_at.items()
+    )
 
 
 def inexact_by(fault: Fault) -> str:

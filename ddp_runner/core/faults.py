@@ -102,6 +102,9 @@ class Fault:
     detail: str = ""
     at_ns: int = 0
     may_retry: bool = True  # False: whoever could mend it has nothing left to change
+    is_disagreement: bool = (
+        False  # of a stuck collective: the ranks are known to do different things
+    )
 
     @property
     def scope(self) -> Scope:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Moment, Phase
 
 OPTION = "--inject"
-COMMIT = "commit"  # a moment inside the optimizer, while the board says dirty
 EVERY_RANK = -1  # written ``rank=all``
-PHASES = (*(phase.label for phase in Phase if phase not in (Phase.IDLE, Phase.FINISHED)), COMMIT)
+PHASES = (
+    *(phase.label for phase in Phase if phase not in (Phase.IDLE, Phase.FINISHED)),
+    *(moment.value for moment in Moment),
+)
 
 
 class InjectKind(Enum):
@@ -203,7 +205,7 @@ def _rank(text: str, values: dict[str, str], world_size: int) -> int:
 
 def _integer(text: str, values: dict[str, str], key: str, default: int) -> int:
     raw = values.pop(key, str(default))
-    if not raw.isdigit():
+    if not raw.isdecimal():
         raise BadInputError(OPTION, text, f"{key} is a whole number, 0 or more")
     return int(raw)
 

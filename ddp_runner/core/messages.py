@@ -14,6 +14,8 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 
 WIRE_VERSION = 1
+STORE_RANK, SPARE_RANK = -1, -2  # in a Fork: processes that are no ranks
+NO_PROCESS = 0  # in a Forked
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
 
 
@@ -47,9 +49,10 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivesBegun:
-    """Rank -> supervisor, answering ``Stacks``: how many in its step; below 0: it is in none."""
+    """Rank -> supervisor, answering ``Stacks``: how many since it committed ``step``; below 0: in no group."""
 
     rank: int
+    step: int
     count: int
 
 
@@ -80,6 +83,8 @@ class Injected:
     rank: int
     number: int
     kind: str
+    step: int = 0
+    phase: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +143,7 @@ class Saved:
     path: str
     blocked_s: float
     size_bytes: int
+    sha256: str  # of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +169,7 @@ class Adjusted:
     ``remedy`` belongs into the line that tells of the fault; empty where no fault follows.
     ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
     ``in_peace``: no repair follows; else this is the remedy of the fault that is reported next, and
-    ``tuning`` what this rank computes with from now on.
+    ``tuning`` what this rank computes with from now on. ``once_more``: nothing was left to change.
     """
 
     rank: int
@@ -172,6 +178,7 @@ class Adjusted:
     inexact_reason: str
     in_peace: bool = False
     tuning: dict[str, object] = field(default_factory=dict)
+    once_more: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +199,15 @@ class MendedInPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Rank -> supervisor: a fault that needs no repair, and how the run goes on in spite of it."""
+
+    rank: int
+    fault: Fault
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Rank -> supervisor: the trainer returned. ``report`` is what summary.json needs of it."""
 
@@ -202,8 +218,31 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lived:
+    """Rank under an outside launcher -> its next restart: how far this one has come, and by when.
+
+    ``spent_ns``: where the time went, as the board counts it, and ``first_step_ns`` when the first
+    step began (0: not yet). ``clock`` names the boot that times count from. ``step`` is -1 at first.
+    """
+
+    rank: int
+    generation: int
+    run_id: str
+    clock: str
+    began_ns: int
+    at_ns: int
+    step: int = -1
+    formed_ns: int = 0
+    first_step_ns: int = 0
+    spent_ns: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Supervisor -> zygote: fork a rank (or the store host, with ``rank`` -1); descriptors come along."""
+    """Supervisor -> zygote: fork a rank, or what :data:`STORE_RANK`, :data:`SPARE_RANK` stand for.
+
+    Supervisor -> spare: become that rank. Descriptors come along.
+    """
 
     token: int
     rank: int
@@ -213,7 +252,10 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """Zygote -> supervisor: the process of ``token`` runs as ``pid``, a child of the supervisor."""
+    """Zygote -> supervisor: the process of ``token`` runs as ``pid``, a child of the supervisor.
+
+    :data:`NO_PROCESS` where a spare could not be forked; the run can do without.
+    """
 
     token: int
     pid: int
@@ -238,6 +280,11 @@ class StoreReady:
     port: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareReady:
+    """Spare -> supervisor: it is warm, and waits to become a rank."""
+
+
 Message = (
     Form
     | Abort
@@ -256,11 +303,14 @@ Message = (
     | StopAsked
     | Adjusted
     | MendedInPlace
+    | Noted
     | Finished
+    | Lived
     | Fork
     | Forked
     | ZygoteReady
     | StoreReady
+    | SpareReady
 )
 _TYPES: dict[str, type[Message]] = {
     kind.__name__: kind
@@ -282,18 +332,21 @@ _TYPES: dict[str, type[Message]] = {
         StopAsked,
         Adjusted,
         MendedInPlace,
+        Noted,
         Finished,
+        Lived,
         Fork,
         Forked,
         ZygoteReady,
         StoreReady,
+        SpareReady,
     )
 }
 
 
 def encode(message: Message) -> bytes:
     """One packet, a fault's texts cut to what is kept of them. Raises :class:`WireError` if too long."""
-    if isinstance(message, (Faulted, MendedInPlace)):
+    if isinstance(message, (Faulted, MendedInPlace, Noted)):
         message = replace(message, fault=message.fault.bounded())
     body: dict[str, object] = {"v": WIRE_VERSION, "type": type(message).__name__, **asdict(message)}
     packet = json.dumps(body, default=_encode_value).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class Phase(IntEnum):
@@ -25,3 +25,11 @@ class Phase(IntEnum):
     def label(self) -> str:
         """The lower-case name that people and files see."""
         return self.name.lower()
+
+
+class Moment(Enum):
+    """Places inside a phase where ``--inject`` may strike. They do not stand on the board."""
+
+    REDUCING = "reducing"  # in ``reduce``: this rank's last all-reduce of the step is under way
+    REDUCED = "reduced"  # in ``reduce``: the sums are there, rank 0's buffers are not
+    COMMIT = "commit"  # in ``optimizer``: the board says dirty

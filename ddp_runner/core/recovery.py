@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ddp_runner.core.classify import Attribution
 from ddp_runner.core.election import EMPTY_STEP, Standing
@@ -28,8 +29,12 @@ NEVER_RETRIED = frozenset(
 
 # Each try changes something that can be changed only so often (a batch is halved, a flag is set), so
 # neither budget nor lack of progress counts; ``may_retry`` is False after the last. A rank that does
-# not even start changes nothing.
+# not even start changes nothing, nor does one that only tries ``once_more``.
 _BOUNDED_BY_THEMSELVES = frozenset({FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED})
+
+INJECTED_ERROR = "InjectedError"  # its type's name
+
+_FRAME = re.compile(r'^  File "(.+", line \d+), in ', re.MULTILINE)  # of a traceback
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,8 @@ class Incident:
     ever_formed: bool
     generation: int | None = None
     kept: int | None = None  # the rank that raised and whose process went on all the same
+    dropped: tuple[int, ...] = ()  # ranks that were given up for it
+    once_more: bool = False  # nothing was left to change, and the same was tried again
 
     @property
     def culprit(self) -> Fault:
@@ -56,7 +63,8 @@ class WorldFacts:
     ``lost`` ranks have no usable process; ``filled`` says whether another one has a state, or is
     loading one, and ``newest_step`` what the newest of them has committed; ``present`` counts the
     ranks of the generation, the lost ones included. ``parked`` ranks raised an exception of their
-    own and wait; they count neither as lost nor as filled.
+    own and wait; they count neither as lost nor as filled. ``unending`` ranks were killed, and their
+    processes (rank -> pid) do not end; they are lost too.
     """
 
     lost: tuple[int, ...]
@@ -64,6 +72,7 @@ class WorldFacts:
     present: int
     newest_step: int = EMPTY_STEP
     parked: tuple[Standing, ...] = ()
+    unending: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +125,28 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         return GiveUp(
             fault=fault, reason="the same error at the same step again", status=RunStatus.FAILED
         )
+    if _disagree_again(incident, history):
+        return GiveUp(
+            fault=fault, reason="the ranks disagreed at this step before", status=RunStatus.FAILED
+        )
     dropped = ranks_to_drop(incident, world=world, history=history, settings=settings)
-    if dropped:
-        wanted = tuple(rank for rank in world.lost if rank not in dropped)
+    wanted = tuple(rank for rank in world.lost if rank not in dropped)
+    unending = [pid for rank, pid in world.unending.items() if rank in wanted]
+    if unending:  # its successor might meet it
+        return GiveUp(
+            fault=fault,
+            reason=f"process {unending[0]} does not end, though it was killed",
+            status=RunStatus.GAVE_UP,
+        )
+    if not dropped and _is_bounded_by_itself(incident) and not _will_change_nothing(fault, history):
+        return ReplaceRanks(ranks=wanted, loader=_loader(wanted, world), delay_s=0.0)
+    counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier)]
+    stuck = _row_without_progress(incident, counted)
+    given_up_before = {rank for earlier in stuck for rank in earlier.dropped}
+    if dropped and not given_up_before.issuperset(dropped):
         return ReplaceRanks(
             ranks=wanted, loader=_loader(wanted, world), delay_s=0.0, dropped=dropped, kept=kept
         )
-    if _is_bounded_by_itself(fault):
-        return ReplaceRanks(ranks=world.lost, loader=_loader(world.lost, world), delay_s=0.0)
-    counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier.culprit)]
-    stuck = _row_without_progress(incident, counted)
     tries = _count_tries(stuck)
     if tries >= settings.no_progress_generations:
         return GiveUp(
@@ -142,9 +163,10 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
             status=RunStatus.GAVE_UP,
         )
     return ReplaceRanks(
-        ranks=world.lost,
-        loader=_loader(world.lost, world),
+        ranks=wanted,
+        loader=_loader(wanted, world),
         delay_s=backoff_s(len(stuck) - 1, settings),
+        dropped=dropped,
         kept=kept,
     )
 
@@ -194,6 +216,12 @@ def _has_come_again(incident: Incident, history: Sequence[Incident]) -> bool:
     )
 
 
+def _disagree_again(incident: Incident, history: Sequence[Incident]) -> bool:
+    """Whether the ranks did different things at a step twice: no process is to blame for that."""
+    earlier = [one.culprit.step for one in history if one.culprit.is_disagreement]
+    return incident.culprit.is_disagreement and incident.culprit.step in earlier
+
+
 def _count_tries(row: Sequence[Incident]) -> int:
     """Different ranks that are lost one after the other in one generation are one try.
 
@@ -205,8 +233,16 @@ def _count_tries(row: Sequence[Incident]) -> int:
     return max(len(generations) + unknown, *by_rank.values())
 
 
-def _is_bounded_by_itself(fault: Fault) -> bool:
-    return fault.kind in _BOUNDED_BY_THEMSELVES and fault.phase != Phase.STARTUP.label
+def _is_bounded_by_itself(incident: Incident) -> bool:
+    fault = incident.culprit
+    is_bounded = fault.kind in _BOUNDED_BY_THEMSELVES and fault.phase != Phase.STARTUP.label
+    return is_bounded and not incident.once_more
+
+
+def _will_change_nothing(fault: Fault, history: Sequence[Incident]) -> bool:
+    """Whether the last try of this kind changed nothing; what a replacement changes it tells only later."""
+    earlier = [one.once_more for one in history if one.culprit.kind is fault.kind]
+    return earlier[-1:] == [True]
 
 
 def ranks_to_drop(
@@ -218,8 +254,9 @@ def ranks_to_drop(
 ) -> tuple[int, ...]:
     """The lost ranks that are not worth another try, if enough others are left without them.
 
-    A lost device does not come back by itself; any other rank is given up once it was a cause
-    ``slot_failures_max`` times within the window. Never a rank that the state would die with.
+    A lost device does not come back by itself, and a process that does not end blocks its slot; any
+    other rank is given up once it was a cause ``slot_failures_max`` times within the window. Never a
+    rank that the state would die with.
     """
     if not settings.min_ranks or not world.filled:
         return ()
@@ -229,7 +266,8 @@ def ranks_to_drop(
     hopeless = tuple(
         rank
         for rank in world.lost
-        if sum(fault.rank == rank for fault in causes) >= settings.slot_failures_max
+        if rank in world.unending
+        or sum(fault.rank == rank for fault in causes) >= settings.slot_failures_max
         or any(
             fault.rank == rank and fault.kind is FaultKind.DEVICE_LOST
             for fault in incident.attribution.causes
@@ -251,8 +289,31 @@ def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
     )
 
 
+def regrow_delay_s(failed_returns: int, settings: RecoverySettings) -> float:
+    """Wait before a given-up rank is tried again: longer after each return that did not last.
+
+    Never longer than ``restart_window_s``, after which its faults are forgotten anyway.
+    """
+    longest_s = max(settings.regrow_after, settings.restart_window_s)
+    return min(longest_s, settings.regrow_after * 2.0 ** min(failed_returns, 60))
+
+
 def _same_error(fault: Fault, earlier: Fault) -> bool:
-    return (fault.kind, fault.step, fault.cause) == (earlier.kind, earlier.step, earlier.cause)
+    return (fault.kind, fault.step, _what_was_raised(fault)) == (
+        earlier.kind,
+        earlier.step,
+        _what_was_raised(earlier),
+    )
+
+
+def _what_was_raised(fault: Fault) -> tuple[str, str]:
+    """Type and raising line, where a traceback tells: a message may hold an address, a pid, a time.
+
+    Injected errors are all raised in one line, and are numbered.
+    """
+    frames = _FRAME.findall(fault.detail)
+    name = fault.cause.partition(":")[0]
+    return (name, frames[-1]) if frames and name != INJECTED_ERROR else (fault.cause, "")
 
 
 def _row_without_progress(incident: Incident, history: Sequence[Incident]) -> list[Incident]:

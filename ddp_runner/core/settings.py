@@ -147,7 +147,7 @@ class LogSettings:
     log_interval: Positive = 10  # steps between metric lines
     evaluate_interval: NonNegative = 1  # epochs between evaluations; 0: at the end only
     evaluate_every_steps: NonNegative = 0
-    evaluate_batches: NonNegative = 0  # per rank; 0: the whole validation set
+    evaluate_batches: NonNegative = 0  # of batch_size, per rank; 0: the whole validation set
     display: Literal["auto", "live", "plain", "none"] = "auto"
 
 
@@ -167,6 +167,7 @@ class RecoverySettings:
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
     startup_timeout_s: Seconds = 600.0
     form_timeout_s: Seconds = 60.0
+    warm_spare: bool = True  # on CPUs: keep a process at hand that becomes the next lost rank
     hang_min_s: Seconds = 2.0  # a phase of a step is never called hung sooner
     hang_factor: Annotated[float, Field(gt=1)] = 10.0  # times the slowest recent step
     first_step_timeout_s: Seconds = 600.0  # of a process: compilation, caches, device start

@@ -7,6 +7,7 @@ more likely on a machine that stood still than hung, so they are given more time
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,15 @@ PATIENCE_FACTOR = 4.0
 PATIENT_VERDICTS_MAX = 2  # whose factors add up: what is longer than that is no pause any more
 # Of a deadline: who has stayed so long while another one is late may stand still too.
 NEARLY_LATE = 0.5
+# Of a deadline, over a phase that lasted so long and then went on by itself.
+LONG_PHASE_FACTOR = 3.0
+LONG_PHASE_STEPS = 1000  # for which it is remembered: what is slow now and then is so again
+LONG_PHASE_S = 0.3  # shorter ones are below most deadlines, and the pace has them soon
+LONG_PHASES_KEPT = 1000
+# Of a deadline in the first steps of a process: over the longest phase of those before it, and at least.
+FIRST_FACTOR = 10.0
+FIRST_LEAST = 5.0  # of ``hang_min_s``
+_OWN_WORK = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
 
 
@@ -40,10 +50,16 @@ class RankLook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """``slowest_step_s`` of the recent steps; ``verdicts_in_a_row`` without a commit in between."""
+    """``slowest_step_s`` of the recent steps; ``verdicts_in_a_row`` without a commit in between.
+
+    ``longest_phase_s``: of phases that are rare and long (:class:`LongPhases`). ``first_s``: in the
+    first steps of a process (:class:`FirstSteps`).
+    """
 
     slowest_step_s: float
     verdicts_in_a_row: int
+    longest_phase_s: float = 0.0
+    first_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +76,11 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
         return settings.evaluation_timeout_s
     if look.phase in (Phase.CHECKPOINT, Phase.COMPARE):  # as much to read, for both
         return settings.checkpoint_timeout_s
-    if look.steps_here < STEPS_TO_SETTLE:
+    if look.steps_here >= STEPS_TO_SETTLE:
+        return _usual_deadline_s(pace, settings)
+    if look.phase is Phase.DATA:  # it may skip to where it was: the further that is, the longer
         return settings.first_step_timeout_s
-    return _usual_deadline_s(pace, settings)
+    return _first_deadline_s(pace, settings)
 
 
 def late_ranks(
@@ -111,9 +129,10 @@ def find_hung(
         is_due = any(over_s[look.rank] > grace_s for look in late)
         return _verdict(late, looks) if is_due else None
     if looks and all(look.phase is Phase.REDUCE for look in looks):
-        youngest = min(looks, key=lambda look: look.age_s)
-        if over_s[youngest.rank] > 0:
-            return HangVerdict(ranks=(), waited_s=youngest.age_s)
+        # A new communicator may take its time with the first collective of a new process.
+        youngest_s = min(look.age_s for look in looks)
+        if youngest_s > max(phase_deadline_s(look, pace, settings) for look in looks):
+            return HangVerdict(ranks=(), waited_s=youngest_s)
     return None
 
 
@@ -130,8 +149,95 @@ class SharedPauses:
         return late[0] if left else None
 
 
+class LongPhases:
+    """Remembers how long ranks stayed in a phase of their own work and went on by themselves.
+
+    The pace is of the steps that a look happens upon, which a slow one among many fast ones is
+    seldom. One for whose step a rank was called hung before was no hang: it is never forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[int, tuple[int, int, int, float]] = {}  # process, since when, step, age
+        self._ended: deque[tuple[int, float]] = deque(maxlen=LONG_PHASES_KEPT)
+        self._paused: dict[int, int] = {}  # since when, of a phase that a pause has lengthened
+        self._doubted: set[int] = set()
+        self._outlasted_s = 0.0
+
+    def observe(self, look: RankLook, *, process: int, since_ns: int, step: int) -> None:
+        """One look at a rank that trains; ``since_ns`` tells one phase of it from the next."""
+        before = self._now.pop(look.rank, None)
+        if before is not None and before[0] == process and before[1] != since_ns:
+            self._note(before[2], before[3])
+        if look.stopped:
+            self._paused[look.rank] = since_ns
+        works = look.phase in _OWN_WORK and since_ns != self._paused.get(look.rank)
+        if works and look.age_s >= LONG_PHASE_S:
+            self._now[look.rank] = process, since_ns, step, look.age_s
+
+    def excuse(self, late: tuple[int, ...]) -> None:
+        """Ranks that are late together are more likely paused than at work; ``late``: :func:`late_ranks`."""
+        for rank in late if len(late) > 1 else ():
+            if rank in self._now:
+                self._paused[rank] = self._now.pop(rank)[1]
+
+    def doubt(self, step: int) -> None:
+        """A rank was called hung in ``step``: should that be done in spite of it, it was slow."""
+        self._doubted.add(step)
+
+    def forget_open(self) -> None:
+        """The ranks leave their phases for a repair, not by themselves."""
+        self._now.clear()
+
+    def longest_s(self, step: int) -> float:
+        """The longest one to reckon with at ``step``."""
+        recent = [lasted_s for at, lasted_s in self._ended if at > step - LONG_PHASE_STEPS]
+        return max(self._outlasted_s, *recent, 0.0)
+
+    def _note(self, step: int, lasted_s: float) -> None:
+        self._ended.append((step, lasted_s))
+        if step in self._doubted:
+            self._outlasted_s = max(self._outlasted_s, lasted_s)
+
+
+class FirstSteps:
+    """How long the longest phase of own work was in the first steps of a process that got through them.
+
+    What is slow there (compilation, lazy loading, autotuning) is so for each new process. It is as long
+    as the looks have seen it; a phase that fell between two of them counts as nothing.
+    """
+
+    def __init__(self) -> None:
+        self.longest_s: float | None = None  # no process has got through them yet
+        self._now: dict[int, tuple[int, float]] = {}  # process, longest so far
+
+    def observe(self, look: RankLook, *, process: int) -> None:
+        """One look at a rank that trains."""
+        known, seen_s = self._now.pop(look.rank, (process, 0.0))
+        if known != process:
+            seen_s = 0.0
+        if look.steps_here >= STEPS_TO_SETTLE:
+            self.longest_s = max(self.longest_s or 0.0, seen_s)
+            return
+        if look.phase in _OWN_WORK:
+            seen_s = max(seen_s, look.age_s)
+        self._now[look.rank] = process, seen_s
+
+
+def _first_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
+    if pace.first_s is None:
+        return settings.first_step_timeout_s
+    first_s = max(FIRST_LEAST * settings.hang_min_s, FIRST_FACTOR * pace.first_s)
+    patience = PATIENCE_FACTOR ** min(pace.verdicts_in_a_row, PATIENT_VERDICTS_MAX)
+    learnt_s = max(first_s * patience, _usual_deadline_s(pace, settings))
+    return min(settings.first_step_timeout_s, learnt_s)
+
+
 def _usual_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
-    usual_s = max(settings.hang_min_s, settings.hang_factor * pace.slowest_step_s)
+    usual_s = max(
+        settings.hang_min_s,
+        settings.hang_factor * pace.slowest_step_s,
+        LONG_PHASE_FACTOR * pace.longest_phase_s,
+    )
     return usual_s * PATIENCE_FACTOR ** min(pace.verdicts_in_a_row, PATIENT_VERDICTS_MAX)
 
 

@@ -83,13 +83,10 @@ def collate_batch(samples: list[Any]) -> Any:
 
 
 def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
-    first = samples[0]
-    in_worker = get_worker_info() is not None
-    plain = first.layout is torch.strided and not first.is_nested and first.device.type == "cpu"
-    alike = all(one.shape == first.shape and one.dtype == first.dtype for one in samples)
-    if not (in_worker and plain and alike and first.numel()):
+    if get_worker_info() is None or not _are_of_one_kind(samples):
         stacked: Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
         return stacked
+    first = samples[0]
     if not BATCH.may_open:
         return torch.stack(samples)
     try:
@@ -99,6 +96,14 @@ def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
         return torch.stack(samples)  # the transport finds another way, or says what is missing
     out = torch.empty(0, dtype=first.dtype).set_(storage)  # type: ignore[call-overload,unused-ignore]
     return torch.stack(samples, out=out.view(len(samples), *first.shape))
+
+
+def _are_of_one_kind(samples: list[Tensor]) -> bool:
+    """Whether they are plain tensors that fill one storage; costs as much as stacking small ones."""
+    first = samples[0]
+    plain = first.layout is torch.strided and not first.is_nested and first.device.type == "cpu"
+    alike = all(one.shape == first.shape and one.dtype == first.dtype for one in samples)
+    return plain and alike and bool(first.numel())
 
 
 _COLLATE = {**default_collate_fn_map, Tensor: _stacked}

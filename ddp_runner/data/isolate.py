@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.data.pool import PoolSettings, WorkerPool
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
@@ -67,4 +67,13 @@ def load_in_worker(
         return Attempt(failed=True, sample=sample)
     finally:
         pool.end(grace_s=0.0)
-    return Attempt(failed=isinstance(batch, SampleFailed))
+    return Attempt(failed=is_failed(batch))
+
+
+def is_failed(loaded: Any) -> bool:
+    """Whether loading has failed by the samples' own fault. Raises PoolError for want of memory."""
+    if not isinstance(loaded, SampleFailed):
+        return False
+    if loaded.for_memory:
+        raise PoolError(f"out of memory: {loaded.error}", worker=-1)
+    return True

@@ -10,12 +10,13 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.data import limits
 from ddp_runner.data.delivered import Delivered, MicroBatch
 from ddp_runner.data.files import collate_batch
 from ddp_runner.data.mending import Mender, Trouble
-from ddp_runner.data.order import SampleOrder, micro_batches, share, share_size
+from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share, share_size
 from ddp_runner.data.pool import PoolSettings, WorkerPool
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.report import (
@@ -24,6 +25,7 @@ from ddp_runner.data.report import (
     LoadingMended,
     NoKills,
     fault_of_failure,
+    fault_of_samples,
     fault_of_worker,
 )
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
@@ -73,6 +75,9 @@ class SafeDataLoader:
     workers, retries or the world size. Without workers the samples are loaded inside ``take``;
     the caller's generators are given back as they were, and ``timeout_s`` does not apply.
 
+    ``on_sample`` is told which sample is loaded in this process, and None after it. ``suspect`` is
+    the one that a process before was loading so when it ended: a worker tries it first.
+
     All ranks take the same steps, but there is no communication. Call from the rank's main
     thread: the kernel ties the workers to the thread that forks them.
     """
@@ -101,6 +106,8 @@ class SafeDataLoader:
         quarantine: Quarantine | None = None,
         kills: KillCounter | None = None,
         phase: Phase = Phase.DATA,
+        on_sample: Callable[[int | None], None] = _ignore,
+        suspect: int | None = None,
     ) -> None:
         self._source = SampleSource(dataset, seed=seed, collate=collate_fn or collate_batch)
         self._order = order
@@ -115,6 +122,8 @@ class SafeDataLoader:
         self._on_workers = on_workers
         self._on_mended = on_mended
         self._on_wait = on_wait
+        self._on_sample = on_sample
+        self._suspect = suspect
         self._log = log
         self._kills = LoaderKills(kills or NoKills())
         if quarantine is None:
@@ -148,7 +157,8 @@ class SafeDataLoader:
         Blocks until they are loaded, ``waited_s`` in all. The last step may be taken again at no
         cost, which is what a repair does; any other but the next restarts the workers there.
         A worker that dies or hangs is replaced meanwhile, a bad sample as the quarantine allows;
-        ``on_mended`` hears of it. Raises :class:`FaultError` (BAD_SAMPLE) with no worker left;
+        ``on_mended`` hears of it. Raises :class:`FaultError` with no worker left: BAD_SAMPLE, or
+        OUT_OF_MEMORY where the rank itself cannot load for want of it;
         ValueError outside the run or once closed.
         """
         started_s = time.monotonic()
@@ -253,6 +263,7 @@ class SafeDataLoader:
             self._end_pool(grace_s=_GRACE_S)
             self._log(f"loading with {wanted} workers again, instead of {self.workers}")
             self.workers = wanted
+        self._examine_suspect()
         while True:
             try:
                 batches = self._take_once()
@@ -266,6 +277,24 @@ class SafeDataLoader:
                 return batches
             self._end_pool(grace_s=0.0)
             self.workers = self._mender.mend(trouble, workers=self.workers)
+
+    def _examine_suspect(self) -> None:
+        """A sample that hung, or broke, the process before this one would do so again."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is None or self.workers > 0:
+            return  # workers have their own way to find it
+        epoch, _ = self._order.position(self._step)
+        fault = fault_of_samples(
+            (suspect,),
+            "no process survives it",
+            detail="",
+            rank=self._rank,
+            step=self._step,
+            epoch=epoch,
+            phase=self._phase.label,
+        )
+        key = BatchKey(epoch=epoch, indices=(suspect,))
+        self._mender.examine(Trouble(fault=fault, why="no process survives it", key=key))
 
     def _trouble_of(self, error: PoolError) -> Trouble:
         pool = self._pool
@@ -282,6 +311,11 @@ class SafeDataLoader:
         fault = fault_of_failure(
             failed, rank=self._rank, step=self._step, epoch=key.epoch, phase=self._phase
         )
+        if failed.for_memory:
+            # Fewer workers need less of it; in the rank itself, smaller micro-batches do.
+            if self.workers == 0:
+                raise FaultError(fault)
+            return Trouble(fault=fault, why=failed.error)
         suspect = failed.indices[0] if len(failed.indices) == 1 else None
         return Trouble(fault=fault, why=failed.error, key=key, suspect=suspect, raised=True)
 
@@ -302,10 +336,17 @@ class SafeDataLoader:
     def _batches_due(self) -> int:
         total = len(self._order.indices(self._step))
         size = share_size(total, rank=self._rank, world_size=self._world_size)
-        return -(-size // self._micro_batch_size)
+        return micro_batch_count(size, self._micro_batch_size)
 
     def _load_here(self, key: BatchKey) -> Any:
-        return self._source.load_here(key, on_sample=lambda _index: self._on_wait())
+        def on_sample(index: int) -> None:
+            self._on_sample(index)
+            self._on_wait()
+
+        try:
+            return self._source.load_here(key, on_sample=on_sample)
+        finally:
+            self._on_sample(None)
 
     def _start_pool(self) -> None:
         self._pool = WorkerPool(

@@ -19,10 +19,10 @@ from ddp_runner.core.loading import (
     plan_loader_repair,
     workers_to_use,
 )
-from ddp_runner.data.isolate import Attempt, Indices, isolate, load_in_worker
+from ddp_runner.data.isolate import Attempt, Indices, is_failed, isolate, load_in_worker
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
 from ddp_runner.data.report import SAMPLES_REPLACED, LoaderKills, LoadingMended, fault_of_samples
-from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.source import BatchKey, SampleSource
 from ddp_runner.data.waiting import PoolError
 
 if TYPE_CHECKING:
@@ -99,6 +99,26 @@ class Mender:
         self._note(LoadingMended(fault=fault, remedy=plan.remedy, seconds=0.0), began_s)
         return plan.workers
 
+    def examine(self, trouble: Trouble) -> None:
+        """Replace the suspect of a process that has ended, if a worker cannot load it either.
+
+        Raises FaultError (BAD_SAMPLE) as :meth:`mend` does.
+        """
+        key, began_s = trouble.key, time.monotonic()
+        assert key is not None
+
+        def fails(index: int) -> bool:
+            part = BatchKey(epoch=key.epoch, indices=(index,))
+            return self._load_in_worker(self._source, part, trouble).failed
+
+        (suspect,) = key.indices
+        try:
+            if not fails(suspect) or fails(self._quarantine.draw(suspect)):
+                return  # it was a chance, or this dataset does not load in any worker
+        except PoolError:
+            return
+        self._replace((suspect,), trouble, began_s=began_s)
+
     def _count_break(self, key: BatchKey) -> int:
         self._broke[key] = self._broke.pop(key, 0) + 1
         while len(self._broke) > _BROKE_KEPT:
@@ -129,7 +149,7 @@ class Mender:
             part = BatchKey(epoch=key.epoch, indices=indices)
             if workers == 0:
                 loaded = self._source.load_here(part, on_sample=lambda _index: self._on_wait())
-                return isinstance(loaded, SampleFailed)
+                return is_failed(loaded)
             return self._load_in_worker(self._source, part, trouble).failed
 
         try:
@@ -139,7 +159,7 @@ class Mender:
             # Where no sample can be loaded, it is not the sample.
             others = [index for index in self._others(key) if index not in bad][:OTHERS_TRIED]
             return bad if bad and not all(fails((index,)) for index in others) else ()
-        except PoolError:  # no worker can be started: nothing is known about any sample
+        except PoolError:  # no worker, or no memory: nothing is known about any sample
             return ()
 
     def _find_breaking(
@@ -194,7 +214,7 @@ class Mender:
         if not trouble.raised:
             # What is left of the batch broke these workers as well, if it does so again.
             left = tuple(self._quarantine.stand_in(one) for one in key.indices)
-            self._broke[key._replace(indices=left)] = self._broke.pop(key)
+            self._broke[key._replace(indices=left)] = self._broke.pop(key, 0)
         self._note(
             LoadingMended(
                 fault=named,

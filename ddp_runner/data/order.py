@@ -127,8 +127,17 @@ def share(indices: Indices, *, rank: int, world_size: int) -> Indices:
     return indices[first : first + size]
 
 
-def micro_batches(indices: Indices, size: int) -> list[Indices]:
-    """``indices`` cut into pieces of ``size``; the last one may be shorter."""
+def micro_batch_count(samples: int, size: int) -> int:
+    """Into how many micro-batches of at most ``size`` a share of ``samples`` is cut."""
     if size < 1:
         raise ValueError(f"micro_batch_size={size}: at least 1")
-    return [indices[first : first + size] for first in range(0, len(indices), size)]
+    return -(-samples // size)
+
+
+def micro_batches(indices: Indices, size: int) -> list[Indices]:
+    """``indices`` cut into as few pieces of at most ``size`` as there can be, nearly equal ones.
+
+    A remainder would be a small batch, perhaps of one sample, which batch normalisation refuses.
+    """
+    count = micro_batch_count(len(indices), size)
+    return [share(indices, rank=number, world_size=count) for number in range(count)]

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ddp_runner.data.source import BatchKey, SampleSource
     from ddp_runner.data.waiting import Patience
 
-_REAP_S = 0.5
+_REAP_S = 5.0
 _LONG_MESSAGE = -1
 
 
@@ -131,7 +131,7 @@ class _Receiver:
         ended = wait([worker.sentinel for worker in self._workers], timeout=0)
         for number, worker in enumerate(self._workers):
             if worker.sentinel in ended:
-                worker.join(_REAP_S)  # its files close a moment before its status is there
+                _await_status(worker)
             if worker.sentinel in ended or worker.exitcode is not None:
                 raise WorkerDiedError("a loader worker died", worker=number)
 
@@ -345,6 +345,16 @@ def _as_it_is(batch: Any) -> Any:
 
 def _current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+
+def _await_status(worker: BaseProcess) -> None:
+    """Give a worker whose files are closed the time to end, which a busy machine may put off.
+
+    Not by ``join``, which waits without limit once they are: user code may have closed them.
+    """
+    give_up_s = time.monotonic() + _REAP_S
+    while worker.exitcode is None and time.monotonic() < give_up_s:
+        time.sleep(0.002)
 
 
 def _end(workers: list[BaseProcess], *, grace_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
@@ -148,8 +148,8 @@ def fault_of_samples(
 def fault_of_failure(
     failed: SampleFailed, *, rank: int, step: int, epoch: int, phase: Phase = Phase.DATA
 ) -> Fault:
-    """An exception of the dataset or the collate function as a fault."""
-    return fault_of_samples(
+    """An exception of the dataset or the collate function as a fault; refused memory is no bad sample."""
+    fault = fault_of_samples(
         failed.indices,
         failed.error,
         detail=failed.traceback,
@@ -158,6 +158,9 @@ def fault_of_failure(
         epoch=epoch,
         phase=phase.label,
     )
+    if not failed.for_memory:
+        return fault
+    return replace(fault, kind=FaultKind.OUT_OF_MEMORY, cause=f"out of memory: {fault.cause}")
 
 
 def worker_report(pool: WorkerPool, worker: int, *, for_memory: bool) -> str:

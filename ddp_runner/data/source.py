@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ddp_runner.core.classify import lacks_memory
 from ddp_runner.data.order import mix64
 
 if TYPE_CHECKING:
@@ -40,11 +41,15 @@ def unobserved(_index: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailed:
-    """The dataset or the collate function raised. ``indices`` are the samples to suspect."""
+    """The dataset or the collate function raised. ``indices`` are the samples to suspect.
+
+    ``for_memory``: an allocation was refused, which says nothing about any sample.
+    """
 
     indices: tuple[int, ...]
     error: str
     traceback: str
+    for_memory: bool
 
 
 def seeding_base(*, seed: int, epoch: int) -> int:
@@ -153,9 +158,10 @@ class SampleSource:
 def failed(error: Exception, *, indices: Sequence[int]) -> SampleFailed:
     """``error`` as a value; called while it is handled."""
     lines = str(error).splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    name = type(error).__name__
     return SampleFailed(
         indices=tuple(indices),
-        error=text,
+        error=f"{name}: {lines[0]}" if lines else name,
         traceback="".join(traceback.format_exception(error)),
+        for_memory=lacks_memory(error),
     )

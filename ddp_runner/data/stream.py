@@ -6,11 +6,14 @@ same on all ranks: any of them can hand it on, and all end an epoch at the same 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.core.faults import BadInputError, FaultError
@@ -117,7 +120,15 @@ class StreamLoader:
         # Where an epoch begins; the dataset itself may go on where it was left.
         self._initial = to_plain(dataset.state_dict()) if self._has_state else None
         self._delivered: Delivered | None = None
+        self._first_item: tuple[int, int, str] | None = None
         self.waited_s = 0.0
+
+    def position(self) -> tuple[int, int, tuple[int, int, str]]:
+        """Epoch, items drawn in it, and the first item that this process drew: its place, a hash.
+
+        The hash is empty for an item of a type of its own.
+        """
+        return self._mark.epoch, self._mark.items, self._first_item or (0, 0, "")
 
     def take(self, step: int) -> list[MicroBatch]:
         """The rank's micro-batches of ``step``, in order; [] if its share is empty.
@@ -222,10 +233,13 @@ class StreamLoader:
 
     def _open(self, *, epoch: int, state: Any) -> None:
         dataset = self._dataset
-        if hasattr(dataset, "set_epoch"):
+        begins = state is None
+        if begins and self._has_state:
+            dataset.load_state_dict(from_plain(self._initial))
+        if hasattr(dataset, "set_epoch"):  # after the state of the first epoch, which may name it
             dataset.set_epoch(epoch)
-        if self._has_state:
-            dataset.load_state_dict(from_plain(self._initial if state is None else state))
+        if not begins and self._has_state:
+            dataset.load_state_dict(from_plain(state))
         seed_generators(seeding_base(seed=self._order.seed, epoch=epoch), index=_FIRST)
         try:
             self._iterator = iter(dataset)
@@ -269,6 +283,8 @@ class StreamLoader:
             return None
         except Exception as error:
             raise self._fault(error) from error
+        if self._first_item is None:
+            self._first_item = (mark.epoch, mark.items, _content(item))
         self._mark = replace(mark, items=mark.items + 1)
         return (item,)
 
@@ -295,3 +311,24 @@ class StreamLoader:
 
 def _has_state(owner: object) -> bool:
     return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
+
+
+def _content(item: Any) -> str:
+    """A hash of tensors, arrays, numbers and texts, also in lists, tuples and dicts; "" for others."""
+    digest = hashlib.sha256()
+    pending = [item]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        if isinstance(value, np.ndarray):
+            digest.update(value.tobytes())
+        elif isinstance(value, dict):
+            pending += [part for pair in value.items() for part in pair]
+        elif isinstance(value, (list, tuple)):
+            pending += value
+        elif isinstance(value, (bool, int, float, str, bytes)):
+            digest.update(repr(value).encode())
+        else:
+            return ""
+    return digest.hexdigest()[:16]

@@ -26,10 +26,13 @@ class KernelKills:
         if now_s >= self._looked_s + LOOK_EVERY_S:
             self._look(now_s)
 
-    def claim(self, now_s: float) -> bool:
-        """Whether a process that has just ended of SIGKILL was most likely killed for memory."""
+    def claim(self, now_s: float, *, before_it: int = 0) -> bool:
+        """Whether a process that has just ended of SIGKILL was most likely killed for memory.
+
+        ``before_it``: so many others have, which are likelier to have been and have not claimed yet.
+        """
         self._look(now_s)
-        if not self._unclaimed:
+        if len(self._unclaimed) <= before_it:
             return False
         self._unclaimed.popleft()
         return True

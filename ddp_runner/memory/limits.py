@@ -123,7 +123,7 @@ def _read_text(path: Path) -> str | None:
 def _read_size(path: Path) -> int | None:
     """A size in bytes; None for no such file, ``max``, or a number that stands for "no limit"."""
     text = (_read_text(path) or "").strip()
-    if not text.isdigit() or int(text) >= _UNLIMITED_BYTES:
+    if not text.isdecimal() or int(text) >= _UNLIMITED_BYTES:
         return None
     return int(text)
 
@@ -131,4 +131,4 @@ def _read_size(path: Path) -> int | None:
 def _read_table(path: Path) -> dict[str, int]:
     """The lines ``name number`` of a kernel file."""
     rows = (line.split() for line in (_read_text(path) or "").splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit()}
+    return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}

@@ -6,6 +6,7 @@ methods run in the rank's main thread, at a step boundary.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from ddp_runner.memory.reclaim import empty_device_cache, reclaim
 from ddp_runner.memory.uses import GB, exceeds_hard_limit, tightest_use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -56,6 +57,7 @@ class MemoryManager:
         self._settings = settings
         self._rank = rank
         self._loader_pids = loader_pids
+        self._pids_beside: Callable[[], tuple[int, ...]] = tuple
         self._shrink_prefetch = shrink_prefetch
         self._log = log
         self._device = device
@@ -88,6 +90,19 @@ class MemoryManager:
         if step % self._settings.memory_check_interval == 0:
             self._look(step)
 
+    @contextlib.contextmanager
+    def beside(self, loader_pids: Callable[[], tuple[int, ...]]) -> Iterator[None]:
+        """Within the block the workers of another loader, as of an evaluation, count too."""
+        self._pids_beside = loader_pids
+        try:
+            yield
+        finally:
+            self._pids_beside = tuple
+
+    def in_evaluation(self, step: int) -> None:
+        """Look now, and react. It is no sign of a leak. Raises FaultError as :meth:`after_step`."""
+        self._judge(step, self._measure())
+
     @property
     def suspected_leaks(self) -> tuple[Mapping[str, object], ...]:
         """The newest suspicion of each place: rank, where, bytes_per_1000_steps, since_step."""
@@ -114,8 +129,11 @@ class MemoryManager:
     def _look(self, step: int) -> None:
         """Measure, follow the level, react, enforce the hard limit."""
         reading = self._measure()
-        self._report_kills(reading)
         self._report_leaks(step, reading)
+        self._judge(step, reading)
+
+    def _judge(self, step: int, reading: Reading) -> None:
+        self._report_kills(reading)
         self._looks_since_reaction += 1
         self._follow_level(reading)
         if self._level >= Level.REACT and self._looks_since_reaction > _LOOKS_BETWEEN_REACTIONS:
@@ -124,7 +142,7 @@ class MemoryManager:
 
     def _measure(self) -> Reading:
         """One reading, kept in the peaks."""
-        reading = self._read(self._loader_pids())
+        reading = self._read((*self._loader_pids(), *self._pids_beside()))
         for name, size in (
             ("peak_rss_bytes", max(reading.rss_bytes, reading.rss_peak_bytes)),
             ("peak_loader_bytes", reading.loader_bytes),

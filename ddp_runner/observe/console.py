@@ -27,8 +27,11 @@ REPEAT_WINDOW_S = 10.0
 _REPEATS_KEPT_MAX = 256
 _DRAIN_ROUNDS_MAX = 2 * BACKLOG_BYTES_MAX // CHUNK_BYTES
 _ALARMS = ("WARNING", "ERROR")
-# What faulthandler writes when stacks are asked for: meant for the file.
-_STACK_LINE = re.compile(r'(?:Current thread|Thread) 0x[0-9a-f]+|  File ".*", line \d+ in ')
+# What faulthandler writes when stacks are asked for, or when the process crashes: meant for the file.
+_STACK_LINE = re.compile(
+    r'(?:Current thread|Thread) 0x[0-9a-f]+|  File ".*", line \d+ in |Extension modules: '
+    r"|Fatal Python error: |  <no Python frame>"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

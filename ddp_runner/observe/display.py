@@ -160,7 +160,8 @@ class PlainDisplay:
         if self._last is not None and self._news(self._last):
             self._show_progress(self._last)
         if summary is not None:
-            for text in ("", *summary_block(summary, log_dir=self._log_dir)):
+            block = summary_block(summary, log_dir=self._log_dir, width=self._out.columns)
+            for text in ("", *block):
                 self._held.add(text, "INFO")
         self._out.drain(timeout_s=_FINISH_TIMEOUT_S)
         self._flush()

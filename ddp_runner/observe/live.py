@@ -145,7 +145,8 @@ class LiveDisplay:
             self._draw()
         self._live.stop()
         if summary is not None:
-            block = summary_block(summary, log_dir=self._log_dir)
+            width = self._console.size.width
+            block = summary_block(summary, log_dir=self._log_dir, width=width)
             self._print([[], *([Span(line)] for line in block)])
         self._out.close(timeout_s=_FINISH_TIMEOUT_S)
 

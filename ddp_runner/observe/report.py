@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 FAULTS_SHOWN_MAX = 8
 CAUSE_CHARACTERS_MAX = 120  # the whole text stands in events.jsonl
-BLOCK_COLUMNS = 79  # a path may be longer: it is never broken
+BLOCK_COLUMNS_MIN, BLOCK_COLUMNS_MAX = 24, 79  # a path may be longer: it is never broken
 _LABEL_COLUMNS = 12
 _HEADLINE = {
     RunStatus.COMPLETED: "completed",
@@ -52,8 +52,8 @@ def progress_line(view: RunView) -> str:
     return "  ".join(parts)
 
 
-def summary_block(summary: RunSummary, *, log_dir: str) -> list[str]:
-    """The last lines of a run, for people."""
+def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]:
+    """The last lines of a run, for people, on a terminal of ``width`` columns; broken between words."""
     rows = [
         ("status", _HEADLINE[summary.status]),
         ("run", summary.run_id),
@@ -69,12 +69,17 @@ def summary_block(summary: RunSummary, *, log_dir: str) -> list[str]:
         ("checkpoint", summary.checkpoint or "none"),
         ("logs", log_dir),
     ]
-    labels = max(_LABEL_COLUMNS, *(len(label) + 2 for label, _ in rows))
-    room = BLOCK_COLUMNS - labels - 1
+    columns = max(BLOCK_COLUMNS_MIN, min(width - 1, BLOCK_COLUMNS_MAX))
+    # A label that would take more than half of the line gets one of its own.
+    beside = (len(label) + 2 for label, _ in rows if len(label) + 2 <= columns // 2)
+    labels = max(_LABEL_COLUMNS, *beside)
     block = []
+    room = columns - labels - 1
     for label, text in rows:
         wrapped = wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
-        block += [f" {label:<{labels}}{wrapped[0]}"]
+        is_long = len(label) + 2 > labels
+        block += [f" {label}"] if is_long else []
+        block += [f" {'' if is_long else label:<{labels}}{wrapped[0]}"]
         block += [" " * (labels + 1) + line for line in wrapped[1:]]
     return block
 

@@ -75,6 +75,8 @@ class RunSummary:
     peak_device_bytes: int | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     suspected_leaks: tuple[Mapping[str, object], ...] = ()
+    # rank -> mean seconds of a step outside collectives, the wait for data included
+    own_step_s: Mapping[str, float] = field(default_factory=dict)
     stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
 
     @property

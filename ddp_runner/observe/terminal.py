@@ -36,6 +36,14 @@ class ConsoleWriter:
         self._thread: threading.Thread | None = None
 
     @property
+    def columns(self) -> int:
+        """How wide the terminal is; as wide as usual where there is none, or it does not say."""
+        try:
+            return (os.get_terminal_size(self._fd).columns if self._fd is not None else 0) or 80
+        except OSError:
+            return 80
+
+    @property
     def busy(self) -> bool:
         """Whether the terminal has not yet taken what it was given."""
         with self._changed:

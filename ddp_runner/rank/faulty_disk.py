@@ -6,16 +6,18 @@ import errno
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.manifest import manifest_name, step_of
+from ddp_runner.rank.fenced_disk import FencedDisk, never
 
 
-class FaultyDisk(RealDisk):
+class FaultyDisk(FencedDisk):
     """The system's own disk until it is asked for trouble. Asked by the training thread, used by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_condemned: Callable[[], bool] = never) -> None:
+        super().__init__(is_condemned)
         self._full_until_s = 0.0
         self._delay_s = 0.0
         self._fails_sync = False
@@ -23,7 +25,7 @@ class FaultyDisk(RealDisk):
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether this process has published one that can be damaged."""
+        """Whether this process has published one that can be damaged, and writes no newer one."""
         newest = self._newest
         return newest is not None and _manifest_of(newest).exists()
 
@@ -47,6 +49,12 @@ class FaultyDisk(RealDisk):
             middle = file.seek(0, os.SEEK_END) // 2
             byte = os.pread(file.fileno(), 1, middle)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 0xFF]), middle)
+
+    def open_temporary(self, path: Path) -> int:
+        """As the system does it; what comes to be is no checkpoint yet."""
+        if ".pt." in path.name:
+            self._newest = None
+        return super().open_temporary(path)
 
     def write(self, handle: int, data: memoryview) -> None:
         """Append all of ``data``, unless the system refuses it: by a limit on the size of files."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ddp_runner.collective.replica import Loss
 from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.injection import COMMIT, KINDS_IN_LOSS, Injection, InjectKind
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind
+from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.rank.faulty_disk import FaultyDisk
 
 FOREVER_S = 1e6
@@ -60,14 +60,18 @@ class InjectingSlot(Slot):
         super().stamp(phase, now_ns)
         self._look(phase.label)
 
+    def reach(self, moment: Moment) -> None:
+        """Do what is due at ``moment``."""
+        self._look(moment.value)
+
     def set(self, cell: Cell, value: int) -> None:
-        """Store; the moment at which the board turns dirty is the place called ``commit``."""
+        """Store; the board turns dirty at :attr:`Moment.COMMIT`."""
         super().set(cell, value)
         # A new generation stores it too, before the step is done again.
         if cell is Cell.COMMITTED_STEP and value > self.get(Cell.STEP):
             self._ruined.clear()
         if cell is Cell.DIRTY and value:
-            self._look(COMMIT)
+            self.reach(Moment.COMMIT)
 
     def ruinous(self, loss: Loss) -> Loss:
         """``loss`` with what is injected into it; a step that is redone is ruined again."""

@@ -14,11 +14,11 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from ddp_runner import lifeline
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import inexact_by
@@ -31,11 +31,30 @@ from ddp_runner.core.exits import (
 )
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 from ddp_runner.core.launch import DevicePlan
-from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Message, Metrics
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    Formed,
+    Lived,
+    MendedInPlace,
+    Message,
+    Metrics,
+    Saved,
+)
 from ddp_runner.core.settings import Settings
+from ddp_runner.directories import RunDirectories
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
-from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
+from ddp_runner.observe.summary import RunSummary, write_summary
+from ddp_runner.rank.restarts import (
+    SPENT,
+    faults_between,
+    mended_record,
+    restarts_of,
+    seconds_since,
+    time_shares,
+)
+from ddp_runner.rank.signals import take_signals
 from ddp_runner.rank.told import Told, read_told, told_path
 from ddp_runner.training.report import TrainReport
 from ddp_runner.training.runtime import STORE_TIMEOUT_S, LocalRuntime, Place
@@ -48,6 +67,8 @@ _STOP_SIGNALS = {
 }
 
 
+_LIVED_EVERY_S = 5.0  # a rank that is killed takes at most so much of the account of its time along
+_PREDECESSOR_ENDS_S = 5.0  # the ranks that this one replaces, with their loader workers
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this very job
 
 
@@ -66,12 +87,16 @@ class OutsideRuntime(LocalRuntime):
             log_dir, rank=place.rank, is_restart=restarts > 0, warn=self.logger.warning
         )
         self.place = replace(place, learnt=self._told.learnt)
+        # Told once the ranks have agreed: rank 0 says which run it is.
+        self.run_id = self._told.run_id or self.run_id
+        self._began_ns, self._formed_ns, self._lived_at_ns = time.monotonic_ns(), 0, 0
+        self._clock = _boot()
         self._stop: StopReason | None = None
         self._store: TCPStore | None = None
         is_first = place.rank == 0
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
+        take_signals(_STOP_SIGNALS, self._on_signal)
+        self._told.keep(self.lived(step=-1))
 
     def store_link(self) -> StoreLink:
         """The launcher's store; without one (srun), rank 0 hosts it on the port that is named."""
@@ -89,12 +114,47 @@ class OutsideRuntime(LocalRuntime):
 
     def tell(self, message: Message) -> None:
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
+        self._keep_time(message)
         self._told.keep(message)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
             sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
             sys.stdout.flush()
+
+    def _keep_time(self, message: Message) -> None:
+        """Write down where the time went, at what a later restart may go on from, and now and then."""
+        match message:
+            case Formed(committed_step=step):
+                self._formed_ns = time.monotonic_ns()
+                self._told.keep(self.lived(step=step))
+            case _ if self.place.rank:
+                pass  # the run's time is that of its rank 0
+            case Saved(step=step):
+                self._told.keep(self.lived(step=step))
+            case Faulted():
+                self._told.keep(self.lived())
+            case Metrics() if time.monotonic_ns() - self._lived_at_ns > _LIVED_EVERY_S * 1e9:
+                self._told.keep(self.lived())
+            case _:
+                pass
+
+    def lived(self, *, step: int | None = None) -> Lived:
+        """How far this process has come, and where its time went; ``step``: of that, if not the newest."""
+        self._lived_at_ns = time.monotonic_ns()
+        reading = self.slot.read()
+        return Lived(
+            rank=self.place.rank,
+            generation=self.generation,
+            run_id=self.run_id,
+            clock=self._clock,
+            began_ns=self._began_ns,
+            at_ns=self._lived_at_ns,
+            step=reading.committed_step if step is None else step,
+            formed_ns=self._formed_ns,
+            first_step_ns=self.slot.get(Cell.FIRST_STEP_NS),
+            spent_ns={name: getattr(reading, f"{name}_ns") for name in SPENT},
+        )
 
     def resume_word(self, asked: str) -> str:
         """What this process resumes: the user's choice, until this launch has saved something."""
@@ -104,15 +164,18 @@ class OutsideRuntime(LocalRuntime):
         """What a signal asked for."""
         return self._stop
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._stop = self._stop or _STOP_SIGNALS[signal.Signals(number)]
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._stop = self._stop or _STOP_SIGNALS[number]
 
 
 def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:
     """Run the rank that RANK and WORLD_SIZE name; returns its exit code. ``cores``: of the machine."""
-    began_s = time.monotonic()
     place = _place(device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
+        lifeline.die_with_parent(os.getppid())
+    directories = RunDirectories(settings.run)
+    if place.rank == 0:  # who saves; held to the end of the process
+        directories.claim(patience_s=_PREDECESSOR_ENDS_S)
     _share_cores(settings, place, cores=cores)
     runtime = OutsideRuntime(place=place, settings=settings)
     install_root_handler(runtime.logger)
@@ -127,7 +190,7 @@ def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:
         return int(ExitCode.FAILED)
     status = STATUS_OF_REASON[report.reason]
     if place.rank == 0:
-        _write_summary(settings, runtime, report, status=status, wall_s=time.monotonic() - began_s)
+        _write_summary(settings, runtime, report, status=status)
     return int(EXIT_CODE_OF_STATUS[status])
 
 
@@ -165,27 +228,20 @@ def _place(device: DevicePlan) -> Place:
 
 
 def _write_summary(
-    settings: Settings,
-    runtime: OutsideRuntime,
-    report: TrainReport,
-    *,
-    status: RunStatus,
-    wall_s: float,
+    settings: Settings, runtime: OutsideRuntime, report: TrainReport, *, status: RunStatus
 ) -> None:
-    reading = runtime.slot.read()
-    startup_s = wall_s
-    first_ns = runtime.slot.get(Cell.FIRST_STEP_NS)
-    if first_ns:
-        startup_s = max(0.0, wall_s - (time.monotonic_ns() - first_ns) / 1e9)
+    """Of all restarts of this job, which are one run."""
     # Every rank has told all it had to tell before the ranks compared their weights.
     log_dir = Path(settings.run.log_dir)
-    told = [
-        message
-        for rank in range(runtime.place.world_size)
-        for message in read_told(told_path(log_dir, rank))
-    ]
-    mended = [message for message in told if isinstance(message, MendedInPlace)]
-    reasons = tuple(dict.fromkeys(filter(None, map(_inexact_reason, told))))
+    told = {
+        rank: list(read_told(told_path(log_dir, rank))) for rank in range(runtime.place.world_size)
+    }
+    messages = [message for own in told.values() for message in own]
+    # Rank 0's own file may be on a disk that is full.
+    restarts = restarts_of([*told[0], runtime.lived()])
+    faults = faults_between(restarts, told)
+    mended = [mended_record(one, restarts) for one in messages if isinstance(one, MendedInPlace)]
+    reasons = tuple(dict.fromkeys(filter(None, map(_inexact_reason, messages))))
     summary = RunSummary(
         run_id=runtime.run_id,
         status=status,
@@ -198,15 +254,9 @@ def _write_summary(
         weights_sha256=report.weights_sha256,
         exact=not reasons,
         inexact_reasons=reasons,
-        wall_s=round(wall_s, 3),
-        time_s=TimeShares(
-            startup=round(startup_s, 3),
-            productive=round(reading.productive_ns / 1e9, 3),
-            data_wait=round(reading.data_wait_ns / 1e9, 3),
-            checkpoint=round(reading.checkpoint_ns / 1e9, 3),
-            evaluation=round(reading.evaluation_ns / 1e9, 3),
-        ),
-        faults=tuple(_record(one, began_s=time.monotonic() - wall_s) for one in mended),
+        wall_s=round(seconds_since(restarts, time.monotonic_ns()), 3),
+        time_s=time_shares(restarts, faults),
+        faults=tuple(sorted([*faults, *mended], key=lambda record: record.detected_s)),
         checkpoint=report.checkpoint or None,
         peak_rss_bytes=report.peaks.get("peak_rss_bytes"),
         peak_device_bytes=report.peaks.get("peak_device_bytes") or None,
@@ -226,19 +276,9 @@ def _inexact_reason(message: Message) -> str:
             return ""
 
 
-def _record(message: MendedInPlace, *, began_s: float) -> FaultRecord:
-    """A fault that a rank mended; one of an earlier restart counts from the start of this one."""
-    fault = message.fault
-    detected_s = max(0.0, fault.at_ns / 1e9 - began_s)
-    return FaultRecord(
-        kind=fault.kind.value,
-        rank=fault.rank,
-        step=fault.step,
-        cause=fault.cause,
-        detected_s=round(detected_s, 3),
-        recovered_s=round(detected_s + message.seconds, 3),
-        steps_lost=message.steps_lost,
-        generation=0,
-        detail=fault.detail,
-        seconds={"total": round(message.seconds, 4)},
-    )
+def _boot() -> str:
+    """What this machine's monotonic clock counts from."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -22,6 +22,7 @@ from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.faults import ToldFaultError
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Faulted, Fork
+from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import lossy_text
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
@@ -52,9 +53,10 @@ def main(request: Fork, descriptors: list[int]) -> int:
         local_world_size=int(spec["local_world_size"]),
         device=str(spec["device"]),
         loads=bool(spec["loads"]),
-        spares_memory=bool(spec["spares_memory"]),
+        short_of_memory_in=str(spec["short_of_memory_in"]),
     )
     slot = _map_slot(board, place)
+    slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun
     link = StoreLink(
         str(spec["store_host"]),
         int(spec["store_port"]),

@@ -10,10 +10,9 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 
 from ddp_runner.channel import Channel, ChannelClosedError
-from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, collectives_begun
 from ddp_runner.collective.replica import Loss
@@ -40,7 +39,9 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.faulty_disk import FaultyDisk
+from ddp_runner.rank.fenced_disk import FencedDisk
 from ddp_runner.rank.injection import InjectingSlot
+from ddp_runner.rank.signals import take_signals
 from ddp_runner.training.runtime import Generation, Place
 
 
@@ -99,7 +100,7 @@ class SupervisedRuntime:
         self.place = place
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
-        self.disk: Disk = RealDisk()
+        self.disk: Disk = FencedDisk(lambda: bool(slot.get(Cell.CONDEMNED)))
         self.slot = slot if injections is None else self._injecting(slot, injections)
         self.logger = logger
         self._channel = channel
@@ -110,8 +111,7 @@ class SupervisedRuntime:
         self._stop: StopReason | None = None
         self._save = threading.Event()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_signal)
+        take_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
 
     def next_generation(self, ready: Ready) -> Generation:
         """Report, then wait for a Form; the first one also opens this rank's log file."""
@@ -160,20 +160,26 @@ class SupervisedRuntime:
         return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
 
     def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
-        self.disk = disk = FaultyDisk()
+        self.disk = disk = FaultyDisk(lambda: bool(slot.get(Cell.CONDEMNED)))
         return InjectingSlot(
             slot,
             injections,
             announce=lambda number, kind: self.tell(
-                Injected(rank=self.place.rank, number=number, kind=kind.value)
+                Injected(
+                    rank=self.place.rank,
+                    number=number,
+                    kind=kind.value,
+                    step=slot.get(Cell.STEP),
+                    phase=slot.read().phase.label,
+                )
             ),
             loader_pids=lambda: self._loader_pids,
             disk=disk,
         )
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""
-        del number, frame
+        del number
         self.tell(StopAsked(rank=self.place.rank, reason=StopReason.PREEMPTED))
 
     def _listen(self) -> None:
@@ -183,9 +189,10 @@ class SupervisedRuntime:
                 message, _ = self._channel.receive()
                 self._act(message)
         except ChannelClosedError:
-            os._exit(1)
+            pass
         except BaseException:  # noqa: BLE001 - top of a thread: a deaf rank must not live on
-            traceback.print_exc()
+            traceback.print_exc()  # raises where user code has closed stderr
+        finally:
             os._exit(1)
 
     def _act(self, message: Message) -> None:
@@ -203,7 +210,8 @@ class SupervisedRuntime:
             case Stacks():
                 write_stacks()
                 count = collectives_begun() - self.slot.get(Cell.COLLECTIVES)
-                self.tell(CollectivesBegun(rank=self.place.rank, count=count))
+                step = self.slot.get(Cell.COMMITTED_STEP)
+                self.tell(CollectivesBegun(rank=self.place.rank, step=step, count=count))
             case Stop(reason=reason):
                 self._stop = reason
             case Checkpoint():
@@ -216,10 +224,10 @@ class SupervisedRuntime:
 
 
 def write_stacks() -> None:
-    """Write the stack of every other thread to stderr, as faulthandler does.
+    """Write the stack of every other thread where stderr leads, as faulthandler does.
 
     By a thread that holds the GIL, so that no frame changes meanwhile; faulthandler's own signal
-    handler cannot wait for that.
+    handler cannot wait for that. Past ``sys.stderr``, which user code may have closed or replaced.
     """
     here, names = threading.get_ident(), {t.ident: t.name for t in threading.enumerate()}
     lines = []
@@ -231,8 +239,8 @@ def write_stacks() -> None:
             f'  File "{frame.f_code.co_filename}", line {line} in {frame.f_code.co_name}'
             for frame, line in traceback.walk_stack(top)
         ]
-    sys.stderr.write("\n".join(lines) + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk: no stack is worth a rank
+        os.write(2, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
 
 
 def _membership(form: Form) -> Membership:

@@ -1,7 +1,8 @@
 """What a rank under an outside launcher has told, in a file of its own: it outlives restarts.
 
-A supervisor remembers why a run is not exact, what was learnt of its memory and whether it has saved
-anything. Without one the ranks of the next restart read it here. Decides nothing.
+A supervisor remembers which run this is, why it is not exact, what was learnt of its memory, whether it
+has saved anything and where its time went. Without one the ranks of the next restart read it here.
+Decides nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from ddp_runner.core.messages import (
     Adjusted,
     Faulted,
+    Finished,
+    Lived,
     MendedInPlace,
     Message,
     Saved,
@@ -22,12 +25,13 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.observe.files import LineFile
 
-KEPT = (Adjusted, Faulted, MendedInPlace, Saved)
+KEPT = (Adjusted, Faulted, Finished, Lived, MendedInPlace, Saved)
 
 
 class Told:
-    """Appends the messages of this rank. ``learnt`` is the newest tuning that an earlier process told.
+    """Appends the messages of this rank.
 
+    ``learnt`` is the newest tuning that an earlier process told, ``run_id`` the run that it was of.
     Another launch, which is no restart, begins a new file: it may be of another job, and what a
     checkpoint was made with stands in the checkpoint.
     """
@@ -40,6 +44,9 @@ class Told:
         tunings = [one for one in earlier if isinstance(one, Adjusted) and one.tuning]
         self.learnt = tunings[-1] if tunings else None
         self.has_saved = any(isinstance(one, Saved) for one in earlier)
+        self.run_id = next(
+            (x.run_id for x in earlier[::-1] if isinstance(x, Lived) and x.run_id), ""
+        )
         if not is_restart:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -20,9 +20,16 @@ from pathlib import Path
 
 from ddp_runner import lifeline
 from ddp_runner.channel import Channel, ChannelClosedError
-from ddp_runner.core.messages import Fork, Forked, ZygoteReady
+from ddp_runner.core.messages import (
+    NO_PROCESS,
+    SPARE_RANK,
+    STORE_RANK,
+    Fork,
+    Forked,
+    ZygoteReady,
+)
+from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 
-STORE_RANK = -1
 STACKS_SIGNAL = signal.SIGUSR2
 
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
@@ -35,6 +42,7 @@ _PRELOADED = (
     "torch.utils.data",
     "ddp_runner.training.trainer",
     "ddp_runner.rank.process",
+    "ddp_runner.rank.spare",
     "ddp_runner.rank.store_host",
 )
 
@@ -67,7 +75,8 @@ def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
     "child subreaper", the supervisor. So a rank outlives its zygote, and dies with its supervisor.
     """
     reader, writer = os.pipe()
-    between = os.fork()
+    with stops_held():
+        between = os.fork()
     if between == 0:
         # Asked before the fork: a child that is scheduled late has its new parent already.
         between_pid = os.getpid()
@@ -92,6 +101,8 @@ def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> No
     """In the new process: wait for the new parent, run, never return."""
     status = 1
     try:
+        leave_stops_to_supervisor()  # until a rank takes them
+        release_stops()
         while os.getppid() == between_pid:
             time.sleep(0.0005)
         lifeline.die_with_parent(supervisor_pid)
@@ -107,7 +118,7 @@ def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> No
 
 def serve(channel: Channel, supervisor_pid: int) -> None:
     """Fork whatever is asked for, until the supervisor closes the channel."""
-    from ddp_runner.rank import process, store_host  # noqa: PLC0415 - imported by preload
+    from ddp_runner.rank import process, spare, store_host  # noqa: PLC0415 - imported by preload
 
     while True:
         try:
@@ -122,9 +133,16 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
             channel.close()
             if request.rank == STORE_RANK:
                 return store_host.host(*inherited)
+            if request.rank == SPARE_RANK:
+                return spare.wait(request, inherited)
             return process.main(request, inherited)
 
-        pid = fork_to_supervisor(supervisor_pid, run)
+        try:
+            pid = fork_to_supervisor(supervisor_pid, run)
+        except OSError:
+            if message.rank != SPARE_RANK:
+                raise
+            pid = NO_PROCESS
         for descriptor in descriptors:
             os.close(descriptor)
         channel.send(Forked(token=message.token, pid=pid))
@@ -146,7 +164,7 @@ def main(arguments: list[str]) -> int:
     lifeline.die_with_parent(supervisor_pid)
     lifeline.set_process_name("ddp:zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_stops_to_supervisor()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
     import_s = preload(arguments[2] if len(arguments) > 2 else "")

@@ -7,7 +7,11 @@ hangs       who hangs, anywhere in its life             watcher     who hangs or
 stopped     whom the system holds stopped
 ranks       one rank as the supervisor sees it          striker     what --inject still owes
 claim       directories, lock, port, the board's memory environment what stands before torch
-facts       what is known of the run                    ledger      time, faults, the summary
-records     every file and screen that shows the run    views       one look at everything
-chronicle   what ranks tell, in every record
+returning   slots that were given up, and come back     ledger      time, faults, the summary
+facts       what is known of the run                    views       one look at everything
+records     every file and screen that shows the run    sparing     one more process at hand, in peace
+chronicle   what ranks tell, in every record            helpers     the store host, and that process
+departures  whose process has ended                     published   saves that nobody has told of
+endings     how a rank ended, by its last words         incident    one thing that goes wrong
+stacks      where those stand who answer nothing
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -16,8 +18,12 @@ import psutil
 
 from ddp_runner.channel import Channel
 from ddp_runner.core.messages import Fork
+from ddp_runner.supervisor.stopped import stat_fields
 
 OUTPUT_SHOWN_BYTES = 8_000
+WORDS_BYTES = 64_000  # that a process may take to say why it dies: the stacks of all its threads
+_EXITING = 0x4  # PF_EXITING of Linux, in a process's flags
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a place for our own files
 
 
@@ -36,11 +42,29 @@ def make_output_file(name: str) -> int:
     return os.memfd_create(name)
 
 
-def read_output(descriptor: int) -> str:
+def read_output(descriptor: int, limit_bytes: int = OUTPUT_SHOWN_BYTES) -> str:
     """The end of what was written to an output file."""
     size = os.fstat(descriptor).st_size
-    start = max(0, size - OUTPUT_SHOWN_BYTES)
-    return os.pread(descriptor, OUTPUT_SHOWN_BYTES, start).decode(errors="replace").strip()
+    start = max(0, size - limit_bytes)
+    return os.pread(descriptor, limit_bytes, start).decode(errors="replace").strip()
+
+
+def file_size(path: Path) -> int:
+    """How long the file is; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def read_end(path: Path, *, begin: int) -> str:
+    """The end of what stands in a log from ``begin`` on; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(begin, file_size(path) - WORDS_BYTES))
+            return file.read(WORDS_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 class Zygote:
@@ -108,6 +132,15 @@ def reap_children() -> Iterator[Ended]:
         )
 
 
+def is_killed(pid: int | None) -> bool:
+    """Whether a child that is not reaped has got SIGKILL; also while the kernel still frees its memory."""
+    fields = stat_fields(pid)
+    if not fields:
+        return False
+    is_ending = fields[0] == "Z" or int(fields[6]) & _EXITING
+    return bool(is_ending) and int(fields[-1]) & 0x7F == signal.SIGKILL
+
+
 def _remove_segments(pid: int) -> None:
     """Remove the shared memory that a process was making when it died.
 
@@ -128,6 +161,20 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
         raise ValueError(f"pid={pid} is no process")
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Signal a child's main thread, which acts on it before its next instruction (tgkill(2)).
+
+    A signal to the whole process is taken by any of its threads. When a stopped process is woken its
+    main thread may be past the place where it stood before another thread has taken the signal.
+    Raises ValueError for a number that would mean a group of processes.
+    """
+    tgkill = getattr(_LIBC, "tgkill", None)  # glibc 2.30
+    if pid <= 0 or tgkill is None:
+        kill(pid, number)
+    elif tgkill(pid, pid, number) and ctypes.get_errno() != errno.ESRCH:
+        raise OSError(ctypes.get_errno(), f"no signal {number} to the main thread of {pid}")
 
 
 def end_descendants(*, timeout_s: float) -> list[int]:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from ddp_runner.core.messages import Adjusted, Formed, MendedInPlace, Metrics, Saved
+from ddp_runner.core.launch import LaunchPlan
+from ddp_runner.core.messages import (
+    Adjusted,
+    Formed,
+    MendedInPlace,
+    Metrics,
+    Noted,
+    Ready,
+    Saved,
+)
 from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
-from ddp_runner.supervisor.ledger import Ledger
+from ddp_runner.supervisor.ledger import Ledger, OpenFault
+from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 
@@ -12,11 +22,33 @@ from ddp_runner.supervisor.records import Records
 class Chronicle:
     """One line in each place for each thing that happened."""
 
-    def __init__(self, *, facts: RunFacts, ledger: Ledger, records: Records) -> None:
+    def __init__(
+        self, *, facts: RunFacts, ledger: Ledger, records: Records, published: Published
+    ) -> None:
         self._facts = facts
         self._ledger = ledger
         self._records = records
+        self._published = published
         self._parts: dict[str, float] = {}  # seconds of the generation that forms
+
+    def begun(self, plan: LaunchPlan, first: Ready) -> None:
+        """The run begins, with what its first rank has built."""
+        self._published.begin()
+        self._records.event(
+            "run_begins",
+            run_id=self._facts.run_id,
+            command=list(plan.command),
+            world_size=plan.world_size,
+            resumed_step=first.committed_step,
+            total_steps=first.total_steps,
+        )
+        for note in plan.notes:
+            self._records.say(note)
+        resumed = f", resumed at step {first.committed_step:,}" if first.committed_step else ""
+        self._records.say(
+            f"{first.parameters:,} parameters, {first.train_samples:,} samples, "
+            f"{first.total_steps:,} steps{resumed}"
+        )
 
     def metrics(self, handle: RankHandle, message: Metrics) -> None:
         """A rank's newest figures."""
@@ -27,13 +59,29 @@ class Chronicle:
         """A checkpoint is on disk."""
         self._facts.saved_any = True
         self._ledger.saved(message.step, message.path, productive_ns)
-        self._records.event(
-            "checkpoint_saved",
-            step=message.step,
-            path=message.path,
-            blocked_s=message.blocked_s,
-            size_bytes=message.size_bytes,
-        )
+        if self._published.is_news(message):
+            self._records.event(
+                "checkpoint_saved",
+                step=message.step,
+                path=message.path,
+                blocked_s=message.blocked_s,
+                size_bytes=message.size_bytes,
+            )
+
+    def saved_untold(self) -> None:
+        """Checkpoints that are on disk, of ranks that may not have lived to tell of them."""
+        for manifest in self._published.find():
+            path = str(self._published.directory / manifest.file)
+            self._facts.saved_any = True
+            self._ledger.checkpoint = path
+            self._records.event(
+                "checkpoint_saved",
+                step=manifest.step,
+                path=path,
+                blocked_s=None,  # nobody has told
+                size_bytes=manifest.size_bytes,
+            )
+            self._records.say(f"{path} is on disk; its rank has not told of it")
 
     def mended(self, message: MendedInPlace) -> None:
         """A rank, or all of them together, mended a fault within the generation."""
@@ -42,7 +90,11 @@ class Chronicle:
             "fault", **fault_fields(fault, generation=self._facts.generation)
         )
         self._records.event(
-            "mended", cause=event_id, remedy=message.remedy, seconds=round(message.seconds, 4)
+            "mended",
+            cause=event_id,
+            remedy=message.remedy,
+            seconds=round(message.seconds, 4),
+            steps_lost=message.steps_lost,
         )
         self._ledger.mended(
             fault,
@@ -51,6 +103,11 @@ class Chronicle:
             generation=self._facts.generation,
         )
         self._note_inexact(message.inexact_reason)
+
+    def noted(self, message: Noted) -> None:
+        """A fault costs what it costs: there is nothing to repair, so it is no entry of the ledger."""
+        fields = fault_fields(message.fault, generation=self._facts.generation)
+        self._records.event("noted", **fields, remedy=message.remedy)
 
     def adjusted(self, message: Adjusted) -> None:
         """A rank changed how it computes."""
@@ -97,21 +154,25 @@ class Chronicle:
             productive_ns=productive_ns,
             parts=self._parts,
         )
-        if repaired is None:
+        if not repaired:
             self._records.event("world_formed", generation=self._facts.generation)
-            return
-        took_s = now_s - repaired.began_s
+        for fault in repaired:
+            self._tell_repaired(fault, took_s=now_s - fault.began_s, step=committed_step)
+        if repaired:
+            self.saved_untold()
+
+    def _tell_repaired(self, fault: OpenFault, *, took_s: float, step: int) -> None:
         self._records.event(
             "repaired",
-            cause=repaired.event_id,
+            cause=fault.event_id,
             generation=self._facts.generation,
-            steps_lost=repaired.steps_lost,
+            steps_lost=fault.steps_lost,
             seconds=round(took_s, 4),
         )
-        where = f", going on from step {committed_step}" if repaired.steps_lost else ""
+        where = f", going on from step {step}" if fault.steps_lost else ""
         self._records.say(
-            f"{told(repaired.incident.culprit)} -> {repaired.outcome}{where}, "
-            f"{repaired.steps_lost} steps lost, {took_s:.2f} s"
+            f"{told(fault.incident.culprit)} -> {fault.outcome}{where}, "
+            f"{fault.steps_lost} steps lost, {took_s:.2f} s"
         )
 
     def _note_inexact(self, reason: str) -> None:

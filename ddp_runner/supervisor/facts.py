@@ -9,7 +9,38 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the run ends. ``error_line`` goes to stderr; ``detail`` may hold a traceback."""
+
+    status: RunStatus
+    exit_code: ExitCode
+    reason: str
+    error_line: str = ""
+    detail: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        status: RunStatus,
+        reason: str,
+        *,
+        exit_code: ExitCode | None = None,
+        error_line: str = "",
+        detail: str = "",
+    ) -> Ending:
+        """With the exit code that belongs to ``status``, or ``exit_code``."""
+        return cls(
+            status=status,
+            exit_code=EXIT_CODE_OF_STATUS[status] if exit_code is None else exit_code,
+            reason=reason,
+            error_line=error_line,
+            detail=detail,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +54,7 @@ class RunFacts:
     run_id: str = ""
     generation: int = 0
     committed_step: int = 0
+    steps_per_epoch: int = 0  # 0: no rank has told yet; it outlives the rank that told
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that

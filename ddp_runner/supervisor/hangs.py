@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
@@ -14,6 +15,7 @@ from ddp_runner.core.watch import HangVerdict
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.stacks import wake
 from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.watcher import Watcher
 from ddp_runner.supervisor.world import World
@@ -50,11 +52,12 @@ class HangFinder:
                 if not self._holds_the_only_state(handle, leave_out):
                     return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
                 self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
-                self._world.wake()
+                wake(self._world.ranks)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
                 # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
                 self._world.kill_store()
-                return [self._stuck(f"not formed within {self._settings.form_timeout_s:g} s")]
+                cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
+                return [self._stuck(cause, Phase.FORMING)]
         verdict = self.watcher.look(self._world.present)
         return [] if verdict is None else self._faults_of(verdict)
 
@@ -79,14 +82,14 @@ class HangFinder:
             what = f"no sign of life for {verdict.waited_s:.1f} s"
             return [hung(self._world.ranks[rank], what) for rank in verdict.ranks]
         waited = f"{verdict.waited_s:.1f} s"
-        return [self._stuck(f"every rank has waited in a collective for {waited}")]
+        return [self._stuck(f"every rank has waited in a collective for {waited}", Phase.REDUCE)]
 
-    def _stuck(self, cause: str) -> Fault:
+    def _stuck(self, cause: str, phase: Phase) -> Fault:
         return Fault(
             kind=FaultKind.COLLECTIVE_STUCK,
             rank=-1,
             step=self._facts.committed_step,
-            phase=Phase.REDUCE.label,
+            phase=phase.label,
             cause=cause,
             at_ns=time.monotonic_ns(),
         )
@@ -94,7 +97,9 @@ class HangFinder:
 
 def hung(handle: RankHandle, what: str) -> Fault:
     """That a rank hangs, as it stands on the board."""
-    reading = handle.slot.read()
+    reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
+    if sample and reading.phase in (Phase.DATA, Phase.EVALUATE):
+        what += f", loading {'validation ' if sample < 0 else ''}sample {abs(sample) - 1}"
     return Fault(
         kind=FaultKind.RANK_HUNG,
         rank=handle.rank,

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import ExitCode, RunStatus
@@ -45,6 +45,7 @@ class Ledger:
         self._mended_last: deque[FaultRecord] = deque(maxlen=MENDED_KEPT)
         self._mended_left_out = 0
         self.checkpoint = ""
+        self._launch_step: int | None = None
         self._productive_at_save: dict[int, int] = {}
         self._lost_ns = 0
         self._recovery_s = 0.0
@@ -119,6 +120,13 @@ class Ledger:
         self._mended_left_out += len(self._mended_last) == MENDED_KEPT
         self._mended_last.append(record)
 
+    def once_more(self, rank: int) -> None:
+        """The process that follows this rank's has nothing left to change: its end is to count."""
+        for fault in reversed(self.faults):
+            if any(cause.rank == rank for cause in fault.incident.attribution.causes):
+                fault.incident = replace(fault.incident, once_more=True)
+                return
+
     def forming(self, now_s: float) -> None:
         """Every rank that is needed is there: what follows is the forming of the generation."""
         for fault in self.faults:
@@ -127,25 +135,34 @@ class Ledger:
 
     def repaired(
         self, *, now_s: float, committed_step: int, productive_ns: int, parts: Mapping[str, float]
-    ) -> OpenFault | None:
-        """The world trains again, at ``committed_step``; returns the newest fault that was repaired.
+    ) -> list[OpenFault]:
+        """The world trains again, at ``committed_step``; returns the faults that were repaired, oldest first.
 
         ``parts``: the seconds of the slowest rank for ``group``, ``transfer`` and ``rebuild``.
         """
         open_faults = [fault for fault in self.faults if fault.recovered_s is None]
-        if not open_faults:
-            return None
-        before = max(fault.incident.committed_step for fault in open_faults)
+        before = max((f.incident.committed_step for f in open_faults), default=committed_step)
         lost = max(0, before - committed_step)
         if lost:
-            kept_ns = self._productive_at_save.get(committed_step, 0)
-            self._lost_ns += max(0, productive_ns - kept_ns - self._lost_ns)
+            net_ns = productive_ns - self._lost_ns
+            self._lost_ns += max(0, net_ns - self._kept_ns(committed_step, before, net_ns))
+        elif self._launch_step is None:
+            self._launch_step = committed_step
+        if not open_faults:
+            return []
         for fault in open_faults:
             fault.recovered_s = now_s
             fault.seconds.update(parts, total=now_s - fault.began_s)
         open_faults[-1].steps_lost = lost
         self._recovery_s += now_s - min(fault.began_s for fault in open_faults)
-        return open_faults[-1]
+        return open_faults
+
+    def _kept_ns(self, step: int, before: int, net_ns: int) -> int:
+        """Of the work up to step ``before``, that up to ``step``: shared out evenly since a save."""
+        known = {self._launch_step or 0: 0, **self._productive_at_save}
+        saved = max((one for one in known if one <= step), default=step)
+        saved_ns = known.get(saved, 0)
+        return saved_ns + (net_ns - saved_ns) * (step - saved) // (before - saved)
 
     def summary(
         self,
@@ -157,6 +174,7 @@ class Ledger:
         steps_per_epoch: int,
         finished: Sequence[Finished],
         facts: RunFacts,
+        own_step_s: Mapping[int, float | None],
         now_s: float,
     ) -> RunSummary:
         """How the run ended. ``reading`` is rank 0's slot, ``finished`` what the ranks reported."""
@@ -194,6 +212,11 @@ class Ledger:
             suspected_leaks=tuple(
                 leak for report in finished for leak in _leaks(report.report.get("leaks"))
             ),
+            own_step_s={
+                str(rank): round(seconds, 6)
+                for rank, seconds in own_step_s.items()
+                if seconds is not None
+            },
             stragglers={str(rank): factor for rank, factor in facts.stragglers.items()},
         )
 

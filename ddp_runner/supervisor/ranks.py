@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from ddp_runner.channel import Channel
 from ddp_runner.core.board import Cell, Slot
@@ -13,13 +14,22 @@ from ddp_runner.core.launch import DevicePlan
 from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.recovery import Incident, WorldFacts
-from ddp_runner.supervisor.children import make_output_file, read_output
+from ddp_runner.supervisor.children import (
+    WORDS_BYTES,
+    file_size,
+    make_output_file,
+    read_end,
+    read_output,
+)
+
+# For a killed process to end; freeing much memory takes seconds, a file system that does not answer for ever.
+REAP_TIMEOUT_S = 60.0
 
 
 class RankHandle:
     """Owned by the supervisor's loop. ``pid`` is None while the zygote has not answered."""
 
-    def __init__(self, rank: int, *, device: DevicePlan, slot: Slot) -> None:
+    def __init__(self, rank: int, *, device: DevicePlan, slot: Slot, log_dir: Path) -> None:
         self.rank = rank
         self.device = device
         self.slot = slot
@@ -30,15 +40,20 @@ class RankHandle:
         self.ready: Ready | None = None
         self.finished: Finished | None = None
         self.loads = False
+        self.was_spare = False  # the process waited for this rank's death; it was not forked for it
         self.given_up_at_s: float | None = None  # None: part of the world
         self.is_returning = False  # given up, and being tried again
         self.has_log = False  # it has joined a generation, and writes to a file from then on
         self.steps_before = 0  # done in this slot by the processes before this one
         self.spawned_at_s = 0.0
+        self.killed_at_s: float | None = None  # when SIGKILL was sent, for the first time
         self.loader_pids: tuple[int, ...] = ()
         self.metrics: dict[str, float] = {}
         self.rss_bytes = 0
+        self.asked_bytes: int | None = None  # that it had written when asked where it hangs
         self._output = -1
+        self._log_path = log_dir / f"rank_{rank}.log"
+        self._log_begin = 0  # where the lines of this process begin, behind those before it
 
     @property
     def state(self) -> RankState:
@@ -49,6 +64,22 @@ class RankHandle:
     def is_alive(self) -> bool:
         """Whether a process was asked for and has not been reaped."""
         return self.state is not RankState.DEAD
+
+    @property
+    def own_step_s(self) -> float | None:
+        """A step's mean time outside collectives, over all processes of this rank; None: no step yet."""
+        steps = self.slot.get(Cell.OWN_STEPS)
+        return self.slot.get(Cell.OWN_NS) / 1e9 / steps if steps else None
+
+    def does_not_end(self, now_s: float) -> bool:
+        """Whether it was killed and has not been reaped for too long: it waits inside the kernel."""
+        killed_at_s = self.killed_at_s
+        return self.is_alive and killed_at_s is not None and now_s > killed_at_s + REAP_TIMEOUT_S
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process has shown itself on the board since it was asked for."""
+        return self.slot.get(Cell.PHASE_SINCE_NS) >= int(self.spawned_at_s * 1e9)
 
     @property
     def is_filled(self) -> bool:
@@ -68,8 +99,10 @@ class RankHandle:
         self.close_lines()
         self.channel, theirs = Channel.pair()
         self._output = make_output_file(f"rank_{self.rank}")
-        self.pid, self.token, self.spawned_at_s = None, token, now_s
+        self._log_begin = file_size(self._log_path)
+        self.pid, self.token, self.spawned_at_s, self.killed_at_s = None, token, now_s, None
         self.ready, self.finished, self.has_log = None, None, False
+        self.was_spare, self.asked_bytes = False, None
         self.steps_before = self.slot.get(Cell.OWN_STEPS)
         self.loader_pids, self.metrics = (), {}
         self.machine.advance(RankEvent.SPAWNED)
@@ -78,6 +111,33 @@ class RankHandle:
     def last_words(self) -> str:
         """What the process wrote before it had a log file."""
         return read_output(self._output) if self._output >= 0 else ""
+
+    @property
+    def written_bytes(self) -> int:
+        """How much there is of what the rank wrote, before it had a log file and since."""
+        before = os.fstat(self._output).st_size if self._output >= 0 else 0
+        return file_size(self._log_path) + before
+
+    def said_since(self, written_bytes: int) -> str:
+        """What the rank wrote since there were so many :attr:`written_bytes`, to whichever place."""
+        more_bytes = min(self.written_bytes - written_bytes, WORDS_BYTES)
+        before = read_output(self._output, more_bytes) if self._output >= 0 else ""
+        return before + read_end(self._log_path, begin=file_size(self._log_path) - more_bytes)
+
+    def said_last(self) -> str:
+        """The end of what the process wrote, to its log file or, where it has not come so far, before."""
+        logged = read_end(self._log_path, begin=self._log_begin)
+        return logged or (read_output(self._output, WORDS_BYTES) if self._output >= 0 else "")
+
+    def mark_asked(self) -> int:
+        """From so many bytes on it tells where it hangs; asked twice for one fault, it counts once."""
+        if self.asked_bytes is None:
+            self.asked_bytes = self.written_bytes
+        return self.asked_bytes
+
+    def said_when_asked(self) -> str:
+        """What it wrote since it was asked where it hangs."""
+        return self.said_since(self.asked_bytes or 0)
 
     def close_lines(self) -> None:
         """Close channel and output; a stale process behind them ends of it."""
@@ -90,18 +150,20 @@ class RankHandle:
 
 
 def who_is_left(
-    handles: Sequence[RankHandle], incident: Incident, *, doomed: Collection[int]
+    handles: Sequence[RankHandle], incident: Incident, *, doomed: Collection[int], now_s: float
 ) -> WorldFacts:
     """What the ranks of a world have, once ``incident`` has been gathered.
 
     ``doomed`` ranks may look usable until they are reaped, but nobody gets their state any more.
     """
+    unending = {h.rank: h.pid or 0 for h in handles if h.does_not_end(now_s)}
     raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}
     lost: list[int] = []
     parked: list[Standing] = []
     others: list[RankHandle] = []
     for handle in handles:
-        if handle.rank in doomed or handle.state not in (RankState.READY, RankState.STARTING):
+        is_usable = handle.state in (RankState.READY, RankState.STARTING)
+        if handle.rank in doomed or handle.rank in unending or not is_usable:
             lost.append(handle.rank)
         elif handle.rank in raised and handle.state is RankState.READY:
             parked.append(handle.standing)
@@ -113,4 +175,5 @@ def who_is_left(
         newest_step=max((one.standing.committed_step for one in others), default=EMPTY_STEP),
         present=len(handles),
         parked=tuple(parked),
+        unending=unending,
     )

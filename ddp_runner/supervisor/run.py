@@ -19,10 +19,11 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
+from ddp_runner.directories import RunDirectories
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.children import end_descendants, reap_children
-from ddp_runner.supervisor.claim import DirectoryLock, remove_temporary_files
+from ddp_runner.supervisor.claim import remove_temporary_files
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.supervisor import Supervisor
@@ -90,22 +91,22 @@ def supervise(plan: LaunchPlan) -> int:
     Must be called from the main thread. Raises BadInputError before any process was started; after
     that, every ending is an exit code.
     """
-    lock = DirectoryLock(Path(plan.settings.run.checkpoint_dir))
-    lock.refuse_if_held()
+    directories = RunDirectories(plan.settings.run)
+    directories.refuse_if_held()
     lifeline.adopt_orphans()
     lifeline.set_process_name("ddp:supervisor")
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
         world = World(plan, selector)
         records = Records(plan.settings, ranks=plan.world_size)
-        supervisor = Supervisor(plan, world, records, lock)
+        supervisor = Supervisor(plan, world, records, directories)
         loop = _Loop(supervisor, signals=signals, selector=selector)
         try:
             return loop.run()
         finally:
             end_descendants(timeout_s=10.0)
             world.close()
-            lock.release()
+            directories.release()
 
 
 class _Loop:
@@ -156,6 +157,8 @@ class _Loop:
         handle = who if isinstance(who, RankHandle) else None
         if handle is not None and handle.channel is not channel:
             return  # a process that was replaced in this very round
+        if channel.fileno() < 0:
+            return  # closed in this very round
         try:
             message, _ = channel.receive()
         except ChannelClosedError:
@@ -204,6 +207,7 @@ class _Loop:
         if records.may_write:
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
                 records.say(f"removed {path}, which a save that was cut off had left")
+            supervisor.chronicle.saved_untold()
         self._say_ending()
         summary = self._summary()
         records.event("run_ends", status=ending.status.value, exit_code=int(ending.exit_code))
@@ -238,8 +242,9 @@ class _Loop:
             exit_code=ending.exit_code,
             world_size=self._plan.world_size,
             reading=first.slot.read(),
-            steps_per_epoch=first.ready.steps_per_epoch if first.ready is not None else 1,
+            steps_per_epoch=supervisor.facts.steps_per_epoch,
             finished=finished if complete else [],
             facts=supervisor.facts,
+            own_step_s={handle.rank: handle.own_step_s for handle in self._world.ranks},
             now_s=time.monotonic(),
         )

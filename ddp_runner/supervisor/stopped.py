@@ -34,8 +34,13 @@ class StoppedWatch:
 
 def is_stopped(pid: int | None) -> bool:
     """Whether the kernel holds the process stopped by a signal (state T, not a debugger's t)."""
+    return stat_fields(pid)[:1] == ["T"]
+
+
+def stat_fields(pid: int | None) -> list[str]:
+    """What the kernel tells of a process from its state on, proc(5); empty where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
+        return []
+    return text.rpartition(")")[2].split()

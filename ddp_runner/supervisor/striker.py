@@ -21,6 +21,7 @@ from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.world import World
 
 _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
+_ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
 
 
 class Striker:
@@ -42,6 +43,7 @@ class Striker:
         self._random = [spec for spec in specs if isinstance(spec, RandomPlan)]
         self._drawn = [0] * len(self._random)
         self._due_s: list[float | None] = [None] * len(self._random)
+        self._ending: int | None = None  # the process that a strike ends
 
     def left_for(self, rank: int) -> dict[str, int]:
         """Number -> times, of what is still to happen to ``rank``."""
@@ -55,10 +57,24 @@ class Striker:
         """An injection happens now: it must not happen again to the process that comes after."""
         place = (message.number, message.rank)
         self._left[place] = max(0, self._left[place] - 1)
-        self._records.event("injected", kind=message.kind, rank=message.rank, number=message.number)
+        self._records.event(
+            "injected",
+            kind=message.kind,
+            rank=message.rank,
+            number=message.number,
+            step=message.step,
+            phase=message.phase,
+        )
 
     def strike_if_due(self, now_s: float) -> None:
-        """Let random plans strike. Called only while the run is in peace."""
+        """Let random plans strike. Called only while the run is in peace.
+
+        A process may take a while to die, and what strikes it meanwhile would be lost.
+        """
+        if self._ending is not None:
+            if any(handle.pid == self._ending for handle in self._world.ranks):
+                return
+            self._ending = None
         for index, plan in enumerate(self._random):
             strike = draw_strike(plan, self._drawn[index], world_size=len(self._world.ranks))
             due_s = self._due_s[index]
@@ -75,7 +91,16 @@ class Striker:
         handle = self._world.ranks[strike.rank]
         if handle.state is not RankState.TRAINING or handle.pid is None:
             return
-        self._records.event("injected", kind=strike.kind.value, rank=strike.rank)
+        reading = handle.slot.read()
+        self._records.event(
+            "injected",
+            kind=strike.kind.value,
+            rank=strike.rank,
+            step=reading.step,
+            phase=reading.phase.label,
+        )
+        if strike.kind in _ENDS_PROCESS:
+            self._ending = handle.pid
         number = _SIGNALS.get(strike.kind)
         if number is not None:
             kill(handle.pid, number)

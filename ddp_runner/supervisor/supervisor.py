@@ -9,12 +9,11 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from dataclasses import dataclass
+from pathlib import Path
 
 from ddp_runner.core.board import Cell
-from ddp_runner.core.classify import VICTIM_KINDS, RankExit, classify_exit
+from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
 from ddp_runner.core.exits import (
-    EXIT_CODE_OF_STATUS,
     STATUS_OF_REASON,
     ExitCode,
     RunStatus,
@@ -24,6 +23,7 @@ from ddp_runner.core.faults import BadInputError, Fault, FaultKind
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, RunEvent, RunState
 from ddp_runner.core.messages import (
+    NO_PROCESS,
     Adjusted,
     CollectivesBegun,
     Faulted,
@@ -35,46 +35,41 @@ from ddp_runner.core.messages import (
     MendedInPlace,
     Message,
     Metrics,
+    Noted,
     Ready,
     Saved,
+    SpareReady,
     Stop,
     StopAsked,
     StoreReady,
     ZygoteReady,
 )
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.directories import RunDirectories
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.chronicle import Chronicle
-from ddp_runner.supervisor.claim import DirectoryLock, claim_directories
-from ddp_runner.supervisor.facts import RunFacts, told
+from ddp_runner.supervisor.departures import RankEnded, SpareEnded, StoreEnded, ZygoteEnded
+from ddp_runner.supervisor.endings import exit_of, store_died
+from ddp_runner.supervisor.facts import Ending, RunFacts, told
 from ddp_runner.supervisor.ledger import Ledger
+from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.repair import Repair
+from ddp_runner.supervisor.sparing import SpareKeeper
 from ddp_runner.supervisor.striker import Striker
-from ddp_runner.supervisor.world import RankEnded, StoreEnded, World, ZygoteEnded
+from ddp_runner.supervisor.world import World
 from ddp_runner.supervisor.zygotes import ZygoteKeeper
 
 EXIT_TIMEOUT_S = 15.0  # for a finished rank to exit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How the run ends. ``error_line`` goes to stderr; ``detail`` may hold a traceback."""
-
-    status: RunStatus
-    exit_code: ExitCode
-    reason: str
-    error_line: str = ""
-    detail: str = ""
 
 
 class Supervisor:
     """One run, from the first fork to its ending. Driven by ``run``; never waits for anything."""
 
     def __init__(
-        self, plan: LaunchPlan, world: World, records: Records, lock: DirectoryLock
+        self, plan: LaunchPlan, world: World, records: Records, directories: RunDirectories
     ) -> None:
         self.plan = plan
         self.world = world
@@ -83,7 +78,10 @@ class Supervisor:
         self.facts = RunFacts()
         self.ending: Ending | None = None
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
-        self._chronicle = Chronicle(facts=self.facts, ledger=self.ledger, records=records)
+        published = Published(Path(plan.settings.run.checkpoint_dir))
+        self.chronicle = Chronicle(
+            facts=self.facts, ledger=self.ledger, records=records, published=published
+        )
         self._striker = Striker(plan, world, records)
         self._repair = Repair(
             plan.settings,
@@ -92,11 +90,15 @@ class Supervisor:
             records=records,
             ledger=self.ledger,
             striker=self._striker,
+            published=published,
         )
         self._zygotes = ZygoteKeeper(
             plan.settings.recovery, self.facts, world=world, records=records, repair=self._repair
         )
-        self._lock = lock
+        self._spares = SpareKeeper(
+            plan, self.facts, world=world, records=records, repair=self._repair
+        )
+        self._directories = directories
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._was_signalled = False  # this process, by a person or a scheduler
@@ -105,6 +107,8 @@ class Supervisor:
 
     def on_message(self, message: Message, handle: RankHandle | None) -> None:
         """A message came in; ``handle`` is its rank, None for the zygote or the store host."""
+        if self.ending is not None:
+            return
         match message:
             case ZygoteReady():
                 self.world.zygote_is_ready()
@@ -114,11 +118,11 @@ class Supervisor:
                 if message.warning:
                     self.records.say(message.warning, level="WARNING")
             case Forked():
-                ended = self.world.claim(message)
-                if ended is not None:
-                    self.on_ended(ended)
+                self._on_forked(message)
             case StoreReady():
-                self.world.store_ready = True
+                self.world.store_is_ready()
+            case SpareReady():
+                self._spares.is_ready()
             case StopAsked():
                 self.records.event("stop_signal_at_rank", rank=message.rank)
                 self._begin_stop(message.reason)
@@ -127,15 +131,23 @@ class Supervisor:
             case _:
                 raise TypeError(f"unexpected {type(message).__name__}")
 
+    def _on_forked(self, forked: Forked) -> None:
+        ended = self.world.claim(forked)
+        if forked.pid == NO_PROCESS:
+            self._spares.lost(time.monotonic())
+        if ended is not None:
+            self.on_ended(ended)
+
     def _on_rank_message(  # noqa: C901, PLR0912 - one row a message
         self, message: Message, handle: RankHandle
     ) -> None:
         match message:
             case Ready():
                 handle.ready = message
+                self.facts.steps_per_epoch = message.steps_per_epoch
                 handle.machine.advance(RankEvent.GOT_READY)
-                if handle.is_returning and not self._is_ending:
-                    self._repair.take_back(handle)
+                if handle.is_returning:
+                    self._repair.returning.got_ready(handle)
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
                 self._on_formed(message)
@@ -146,17 +158,18 @@ class Supervisor:
             case Faulted():
                 self._report(message.fault)
             case Metrics():
-                self._chronicle.metrics(handle, message)
+                self.chronicle.metrics(handle, message)
             case Saved():
-                self._chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
+                self.chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
             case Adjusted():
-                self._chronicle.adjusted(message)
-                if message.remedy and not message.in_peace:
-                    self._repair.note_remedy(message.remedy)
+                self.chronicle.adjusted(message)
+                self._repair.note_remedy(message)
             case MendedInPlace():
                 for _ in range(message.kernel_kills):
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
-                self._chronicle.mended(message)
+                self.chronicle.mended(message)
+            case Noted():
+                self.chronicle.noted(message)
             case CollectivesBegun():
                 self._repair.note_collectives(message)
             case Injected():
@@ -177,19 +190,17 @@ class Supervisor:
             case RankEnded(handle=rank):
                 self._on_rank_ended(rank, ended)
             case ZygoteEnded(output=output) if self.ending is None:
+                if self.world.spare is not None and self.world.spare.pid is None:
+                    self._spares.lost(time.monotonic())  # perhaps the fork of it was the cause
                 none = self._zygotes.ended(ended, output)
                 if none is not None:
-                    self._end(RunStatus.FAILED, none.reason, detail=none.detail)
+                    self._end(Ending.of(RunStatus.FAILED, none.reason, detail=none.detail))
+            case SpareEnded(output=output):
+                if ended.signal_number == signal.SIGKILL:
+                    self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
+                self._spares.lost(time.monotonic(), ended, output=output)
             case StoreEnded():
-                self._report(
-                    Fault(
-                        kind=FaultKind.STORE_DIED,
-                        rank=-1,
-                        step=self.facts.committed_step,
-                        cause="the store process died",
-                        at_ns=ended.at_ns,
-                    )
-                )
+                self._report(store_died(ended, step=self.facts.committed_step))
             case ZygoteEnded() | None:
                 pass
 
@@ -198,23 +209,30 @@ class Supervisor:
         """Whether ranks finish, or are asked to: nobody is taken back into such a world."""
         return self._stop is not None or any(handle.finished for handle in self.world.present)
 
+    @property
+    def _is_in_peace(self) -> bool:
+        trains = all(handle.state is RankState.TRAINING for handle in self.world.present)
+        return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
+
     def _on_rank_ended(self, handle: RankHandle, ended: Ended) -> None:
         if handle.is_returning:
-            self._repair.returning_rank_ended(handle)
+            self._repair.returning.ended(handle)
+        elif handle.was_spare and not handle.has_begun:
+            self._repair.owe(handle)  # it was ended as a spare
         elif not self._repair.expects_end_of(handle) and handle.finished is None:
-            reading = handle.slot.read()
-            exit_facts = RankExit(
-                rank=handle.rank,
-                step=reading.step,
-                phase=reading.phase.label,
-                at_ns=ended.at_ns,
-                exit_code=ended.exit_code,
-                signal_number=ended.signal_number,
+            end = exit_of(
+                handle,
+                ended,
                 killed_for_memory=ended.signal_number == signal.SIGKILL
-                and self._kernel_kills.claim(time.monotonic()),
-                last_words=handle.last_words() if not self.records.may_write else "",
+                and self._kernel_kills.claim(
+                    time.monotonic(), before_it=self._repair.larger_ones_killed(handle)
+                ),
+                was_asked=self._repair.was_asked(handle),
+                keeps_all=not self.records.may_write,
             )
-            self._report(classify_exit(exit_facts))
+            fault = classify_exit(end)
+            self._report(fault)
+            self._repair.note_end(handle, fault)
         if not handle.has_log:
             self.records.keep_words(handle.rank, handle.last_words())
         self.world.bury(handle)
@@ -225,7 +243,7 @@ class Supervisor:
             return
         if self._was_signalled or not self.facts.ever_formed:
             word = "again: ended at once" if self._was_signalled else "before training began"
-            self._end(STATUS_OF_REASON[reason], f"{reason.value} {word}")
+            self._end(Ending.of(STATUS_OF_REASON[reason], f"{reason.value} {word}"))
             return
         self._was_signalled = True
         self._begin_stop(reason)
@@ -245,7 +263,7 @@ class Supervisor:
         self.world.stop(Stop(reason=reason))
 
     def _report(self, fault: Fault) -> None:
-        if self._repair.is_regrouping and fault.kind in VICTIM_KINDS:
+        if self._repair.returning.is_regrouping and fault.kind in VICTIM_KINDS:
             return  # it was told to leave
         if self.ending is None and self._finished_at_s is None and self._repair.report(fault):
             self.machine.advance(RunEvent.INCIDENT_BEGAN)
@@ -275,9 +293,12 @@ class Supervisor:
         self._repair.respawn(now_s)
         if self.machine.state is RunState.RUNNING:
             self._striker.strike_if_due(now_s)
-            self._repair.try_given_up_ranks(now_s)
+            self._repair.returning.try_again(now_s)
+            if not self._repair.is_open and not self._is_ending:
+                self._repair.returning.take_back(now_s)
             self._repair.name_stragglers()
         self._form(now_s)
+        self._spares.look(now_s, in_peace=self._is_in_peace)
         self._end_if_stopping_takes_too_long(now_s)
 
     def _give_up(self, plan: GiveUp) -> None:
@@ -285,24 +306,26 @@ class Supervisor:
         if fault.kind is FaultKind.BAD_INPUT:
             self._end_as_bad_input(fault.cause)
             return
-        log = (
-            f"; see {self.plan.settings.run.log_dir}/rank_{fault.rank}.log"
-            if fault.rank >= 0 and self.records.may_write
-            else ""
-        )
-        detail = "" if self.records.may_write else fault.detail
-        self._end(plan.status, f"{told(fault)} ({plan.reason}){log}", detail=detail)
+        has_log = self.records.may_write
+        log_dir = self.plan.settings.run.log_dir
+        log = f"; see {log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
+        reason = f"{told(fault)} ({plan.reason}){log}"
+        self._end(Ending.of(plan.status, reason, detail="" if has_log else fault.detail))
 
     def _form(self, now_s: float) -> None:
-        ready = all(handle.state is RankState.READY for handle in self.world.present)
-        if not ready or self._repair.is_open or not self.world.store_ready:
+        # A rank may be ready before its zygote has told who it is. Until then nobody could end it.
+        ready = all(
+            handle.state is RankState.READY and handle.pid is not None
+            for handle in self.world.present
+        )
+        if not ready or self._repair.is_open or not self.world.has_ready_store:
             return
         if not self.records.may_write and not self._begin():
             return
         self.facts.generation += 1
         self.facts.formed_at_s = now_s
-        self._repair.is_regrouping = False
-        self._chronicle.forming(now_s)
+        self._repair.returning.is_regrouping = False
+        self.chronicle.forming(now_s)
         self.world.form(self.facts.generation, run_id=self.facts.run_id)
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
@@ -313,37 +336,23 @@ class Supervisor:
         assert first is not None
         self.facts.take_up(first.run_id or uuid.uuid4().hex[:12], self.plan.settings.run.log_dir)
         try:
-            claim_directories(self.plan.settings, self._lock)
+            self._directories.claim()
         except BadInputError as error:
             self._end_as_bad_input(str(error))
             return False
         self.records.open()
-        self.records.event(
-            "run_begins",
-            run_id=self.facts.run_id,
-            command=list(self.plan.command),
-            world_size=self.plan.world_size,
-            resumed_step=first.committed_step,
-            total_steps=first.total_steps,
-        )
-        for note in self.plan.notes:
-            self.records.say(note)
-        resumed = f", resumed at step {first.committed_step:,}" if first.committed_step else ""
-        self.records.say(
-            f"{first.parameters:,} parameters, {first.train_samples:,} samples, "
-            f"{first.total_steps:,} steps{resumed}"
-        )
+        self.chronicle.begun(self.plan, first)
         return True
 
     def _on_formed(self, formed: Formed) -> None:
         if formed.generation != self.facts.generation:
             return
-        self._chronicle.rank_formed(formed, pid=self.world.ranks[formed.rank].pid)
+        self.chronicle.rank_formed(formed, pid=self.world.ranks[formed.rank].pid)
         if any(handle.state is not RankState.TRAINING for handle in self.world.present):
             return
         self.facts.ever_formed = True
         self.machine.advance(RunEvent.WORLD_FORMED)
-        self._chronicle.world_formed(
+        self.chronicle.world_formed(
             time.monotonic(),
             committed_step=formed.committed_step,
             productive_ns=self.world.present[0].slot.read().productive_ns,
@@ -363,37 +372,24 @@ class Supervisor:
         assert finished is not None
         self.machine.advance(RunEvent.ALL_FINISHED)
         status = STATUS_OF_REASON[finished.reason]
-        self.ending = Ending(
-            status=status, exit_code=EXIT_CODE_OF_STATUS[status], reason=status.value
-        )
+        self.ending = Ending.of(status, status.value)
 
     def _end_if_stopping_takes_too_long(self, now_s: float) -> None:
         if self._stop is not None and now_s > self._stop_by_s:
             limit_s = self.plan.settings.recovery.stop_timeout_s
-            self._end(RunStatus.FAILED, f"the ranks did not stop within {limit_s:g} s")
+            self._end(Ending.of(RunStatus.FAILED, f"the ranks did not stop within {limit_s:g} s"))
 
     def fail(self, detail: str) -> None:
-        """End the run because this supervisor is at fault itself."""
+        """End the run because this supervisor is at fault itself; one that has ended stays so."""
+        if self.ending is not None:
+            self.records.say(detail.strip(), level="ERROR")
+            return
         last = detail.strip().splitlines()[-1]
-        self._end(RunStatus.FAILED, f"a bug in the supervisor: {last}", detail=detail)
+        self._end(Ending.of(RunStatus.FAILED, f"a bug in the supervisor: {last}", detail=detail))
 
     def _end_as_bad_input(self, line: str) -> None:
-        self._end(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line)
+        self._end(Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line))
 
-    def _end(
-        self,
-        status: RunStatus,
-        reason: str,
-        *,
-        exit_code: ExitCode | None = None,
-        error_line: str = "",
-        detail: str = "",
-    ) -> None:
+    def _end(self, ending: Ending) -> None:
         self.machine.advance(RunEvent.GAVE_UP)
-        self.ending = Ending(
-            status=status,
-            exit_code=EXIT_CODE_OF_STATUS[status] if exit_code is None else exit_code,
-            reason=reason,
-            error_line=error_line,
-            detail=detail,
-        )
+        self.ending = ending

@@ -18,11 +18,12 @@ from ddp_runner.supervisor.ranks import RankHandle
 
 
 def measure_memory(handles: list[RankHandle]) -> None:
-    """Refresh each rank's resident memory; a few microseconds each."""
+    """Refresh each rank's resident memory; a few microseconds each. One that ends has what it had."""
     for handle in handles:
         if handle.pid is not None:
             with contextlib.suppress(psutil.Error):
-                handle.rss_bytes = psutil.Process(handle.pid).memory_info().rss
+                size = psutil.Process(handle.pid).memory_info().rss
+                handle.rss_bytes = size or handle.rss_bytes
 
 
 def run_view(
@@ -48,7 +49,7 @@ def run_view(
     remaining = max(0, total - step)
     batch = plan.settings.data.batch_size * plan.world_size
     eta_s = remaining * batch / rate if rate else (remaining * step_s if step_s else None)
-    per_epoch = max(1, first.ready.steps_per_epoch) if first.ready is not None else 0
+    per_epoch = facts.steps_per_epoch
     logged = first.metrics.get("step")
     return RunView(
         run_id=facts.run_id,

@@ -11,7 +11,9 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
 from ddp_runner.core.watch import (
+    FirstSteps,
     HangVerdict,
+    LongPhases,
     Pace,
     RankLook,
     SharedPauses,
@@ -41,7 +43,10 @@ class Watcher:
         self._verdicts_in_a_row = 0
         self._looked_at_ns = self._awake_since_ns = time.monotonic_ns()
         self._pauses = SharedPauses()
+        self._long_phases = LongPhases()
+        self._first_steps = FirstSteps()
         self._anew_since_ns: dict[int, int] = {}  # ranks that were the last of a shared pause
+        self._finished = 0  # ranks
         self._own: dict[int, tuple[int, int]] = {}
         self._straggler_watch = StragglerWatch()
 
@@ -50,17 +55,32 @@ class Watcher:
         self._notice_pauses()
         self._keep_pace(handles)
         training = [handle for handle in handles if handle.finished is None]
+        self._notice_finished(len(handles) - len(training))
         if any(handle.state is not RankState.TRAINING for handle in training):
             self._pauses.observe(())
+            self._long_phases.forget_open()
             return None
         looks = [self._look_at(handle) for handle in training]
-        left = self._pauses.observe(late_ranks(looks, self._pace(), self._settings))
+        for handle, look in zip(training, looks, strict=True):
+            self._first_steps.observe(look, process=handle.pid or 0)
+            self._long_phases.observe(
+                look,
+                process=handle.pid or 0,
+                since_ns=handle.slot.get(Cell.PHASE_SINCE_NS),
+                step=handle.slot.get(Cell.STEP),
+            )
+        late = late_ranks(looks, self._pace(), self._settings)
+        self._long_phases.excuse(late)
+        left = self._pauses.observe(late)
         if left is not None:
             self._anew_since_ns[left] = time.monotonic_ns()
             looks = [self._look_at(handle) for handle in training]
         verdict = find_hung(looks, self._pace(), self._settings)
         if verdict is not None:
             self._verdicts_in_a_row += 1
+            for handle in training:
+                if handle.rank in verdict.ranks:
+                    self._long_phases.doubt(handle.slot.get(Cell.STEP))
         return verdict
 
     def stragglers(self, handles: list[RankHandle]) -> dict[int, float]:
@@ -122,10 +142,21 @@ class Watcher:
             self._awake_since_ns = now_ns
         self._looked_at_ns = now_ns
 
+    def _notice_finished(self, finished: int) -> None:
+        """Whoever waited for a rank that has finished waits no longer: what all waited for has come.
+
+        Perhaps for its last save, for longer than a step may take; it only has to wake up.
+        """
+        if finished != self._finished:
+            self._awake_since_ns = time.monotonic_ns()
+        self._finished = finished
+
     def _pace(self) -> Pace:
         return Pace(
             slowest_step_s=max(self._step_s, default=0.0),
             verdicts_in_a_row=self._verdicts_in_a_row,
+            longest_phase_s=self._long_phases.longest_s(self._seen_step),
+            first_s=self._first_steps.longest_s,
         )
 
     def _keep_pace(self, handles: list[RankHandle]) -> None:

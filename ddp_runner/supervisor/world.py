@@ -5,50 +5,38 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 
 from ddp_runner import config
 from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.core.board import Cell
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RankEvent, RankState
-from ddp_runner.core.messages import Abort, Fork, Forked, Form, Message, Stacks, Stop
-from ddp_runner.supervisor.children import Ended, Zygote, kill, make_output_file, read_output
+from ddp_runner.core.messages import (
+    NO_PROCESS,
+    Abort,
+    Fork,
+    Forked,
+    Form,
+    Message,
+    Stacks,
+    Stop,
+)
+from ddp_runner.supervisor.children import Ended, Zygote, kill, read_output
 from ddp_runner.supervisor.claim import BoardMemory, bind_store_port
+from ddp_runner.supervisor.departures import (
+    Departure,
+    RankEnded,
+    SpareEnded,
+    StoreEnded,
+    ZygoteEnded,
+)
 from ddp_runner.supervisor.environment import zygote_environment
+from ddp_runner.supervisor.helpers import Helper, Spare, StoreHost
 from ddp_runner.supervisor.ranks import RankHandle
-
-STORE_RANK = -1
-STACKS_SIGNAL = signal.SIGUSR2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZygoteEnded:
-    """The zygote is gone; ``output`` is what it said last."""
-
-    ended: Ended
-    output: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreEnded:
-    """The store host is gone; ``output`` is what it said last."""
-
-    ended: Ended
-    output: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnded:
-    """A rank's process is gone."""
-
-    ended: Ended
-    handle: RankHandle
-
-
-Departure = ZygoteEnded | StoreEnded | RankEnded
+from ddp_runner.supervisor.stacks import STACKS_SIGNAL
 
 
 class World:
@@ -64,17 +52,18 @@ class World:
         self._listening = bind_store_port(plan.settings.ddp.port)
         self._memory = BoardMemory(plan.world_size)
         self.ranks = [
-            RankHandle(rank, device=device, slot=self._memory.board.slot(rank))
+            RankHandle(
+                rank,
+                device=device,
+                slot=self._memory.board.slot(rank),
+                log_dir=Path(plan.settings.run.log_dir),
+            )
             for rank, device in enumerate(plan.devices)
         ]
-        self.store_ready = False
+        self.store: StoreHost | None = None
+        self.spare: Spare | None = None
         self._zygote: Zygote | None = None
         self.zygote_since_s = 0.0
-        self._store: Channel | None = None
-        self._store_pid: int | None = None
-        self._store_token = 0
-        self.store_since_s = 0.0
-        self._store_output = -1
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
@@ -90,26 +79,25 @@ class World:
         return self._zygote is not None and self._zygote.ready
 
     @property
+    def has_ready_store(self) -> bool:
+        """Whether ranks can find each other."""
+        return self.store is not None and self.store.is_ready
+
+    @property
+    def has_warm_spare(self) -> bool:
+        """Whether a process waits to become a rank."""
+        return self.spare is not None and self.spare.is_warm
+
+    @property
     def zygote_pid(self) -> int | None:
         """The process that forks the others; None while there is none."""
         return None if self._zygote is None else self._zygote.pid
 
     @property
-    def has_store(self) -> bool:
-        """Whether a store host was forked and has not ended."""
-        return self._store is not None
-
-    @property
-    def store_pid(self) -> int | None:
-        """The store host's process; None while there is none, or none that is known."""
-        return self._store_pid
-
-    @property
     def fork_owed_since_s(self) -> float | None:
         """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
         asked_s = [h.spawned_at_s for h in self.ranks if h.is_alive and h.pid is None]
-        if self._store is not None and self._store_pid is None:
-            asked_s.append(self.store_since_s)
+        asked_s += [helper.since_s for helper in self._helpers if helper.pid is None]
         return min(asked_s, default=None)
 
     @property
@@ -131,18 +119,16 @@ class World:
         if self._zygote is not None:
             self._zygote.ready = True
 
-    def spawn_store(self) -> None:
+    def store_is_ready(self) -> None:
+        """Note that ranks can find each other from now on."""
+        if self.store is not None:
+            self.store.is_ready = True
+
+    def start_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
-        self.store_ready, self.store_since_s = False, time.monotonic()
-        self._store, theirs = Channel.pair()
-        self._store_output = make_output_file("store")
-        self._watch(self._store, "store")
-        self._store_token = self._take_token()
-        descriptors = [theirs.detach(), self._listening.fileno(), self._store_output]
-        self._fork(
-            Fork(token=self._store_token, rank=STORE_RANK, local_rank=STORE_RANK), descriptors
-        )
-        os.close(descriptors[0])
+        self.store = StoreHost(token=self._take_token(), now_s=time.monotonic())
+        self._watch(self.store.channel, self.store.name)
+        self._fork_helper(self.store.request(), self.store.descriptors(self._listening.fileno()))
 
     def spawn_rank(
         self,
@@ -151,15 +137,19 @@ class World:
         loads: bool,
         resume: str,
         injections_left: dict[str, int],
-        spares_memory: bool = False,
-    ) -> None:
-        """Fork a process for a rank that has none. ``resume``: what it loads, if it loads.
+        short_of_memory_in: str = "",
+    ) -> bool:
+        """A process for a rank that has none: the spare, or else a fork. ``resume``: what it loads.
 
-        ``spares_memory``: its predecessor had too little, so that this one halves the micro-batch.
+        False where there is neither: the spare has just ended, and no zygote is ready.
+
+        ``short_of_memory_in``: the phase in which its predecessor had too little, so that this one
+        halves the micro-batch, or what it evaluates at a time; empty where it did not.
         """
         plan = self._plan
         token = self._take_token()
         handle.loads = loads
+        handle.slot.set(Cell.CONDEMNED, 0)  # its predecessor was
         theirs, output = handle.open_lines(token=token, now_s=time.monotonic())
         assert handle.channel is not None
         handle.channel.set_blocking(blocking=False)
@@ -174,18 +164,47 @@ class World:
             "store_port": self.store_port,
             "loads": loads,
             "resume": resume,
-            "spares_memory": spares_memory,
+            "short_of_memory_in": short_of_memory_in,
             "injections_left": injections_left,
             "detect_anomaly": plan.settings.run.detect_anomaly,
         }
         request = Fork(token=token, rank=handle.rank, local_rank=handle.rank, spec=spec)
-        self._fork(request, [theirs, self._memory.descriptor, output])
+        descriptors = [theirs, self._memory.descriptor, output]
+        has_process = True
+        if not self._spare_becomes(handle, request, descriptors):
+            if self.can_fork:
+                self._fork(request, descriptors)
+            else:
+                self.forget_start(handle)
+                has_process = False
         os.close(theirs)
+        return has_process
+
+    def start_spare(self) -> None:
+        """Fork a process ahead of need; ``SpareReady`` follows."""
+        self.spare = Spare(token=self._take_token(), now_s=time.monotonic())
+        self._watch(self.spare.channel, self.spare.name)
+        spec = {"settings": self._settings_record, "threads": self._plan.threads_per_rank}
+        self._fork_helper(self.spare.request(spec), self.spare.descriptors())
+
+    def _spare_becomes(self, handle: RankHandle, request: Fork, descriptors: list[int]) -> bool:
+        spare = self.spare
+        # One that is tried again may take its time.
+        if spare is None or handle.is_returning:
+            return False
+        if not spare.becomes(request, descriptors):
+            return False
+        handle.pid, handle.was_spare = spare.pid, True
+        self._close(spare)
+        return True
 
     def claim(self, forked: Forked) -> Ended | None:
         """Learn a fork's pid; returns its end if it has been reaped already."""
-        if forked.token == self._store_token and self._store is not None:
-            self._store_pid = forked.pid
+        for helper in self._helpers:
+            if helper.token == forked.token:
+                helper.pid = forked.pid
+                if forked.pid == NO_PROCESS:
+                    self._close(helper)
         for handle in self.ranks:
             if handle.token == forked.token:
                 handle.pid = forked.pid
@@ -212,10 +231,16 @@ class World:
                 return
             yield message, handle
 
-    def forget_owed_store(self) -> None:
-        """A store host that was asked of a zygote that died, without an answer, will never come."""
-        if self._store_pid is None:
-            self._close_store()
+    def forget_start(self, handle: RankHandle) -> None:
+        """No process comes of what was asked for this rank."""
+        handle.machine.advance(RankEvent.EXITED)
+        self.bury(handle)
+
+    def forget_owed(self) -> None:
+        """What was asked of a zygote that died, without an answer, will never come; ranks aside."""
+        for helper in self._helpers:
+            if helper.pid is None:
+                self._close(helper)
 
     def departed(self, ended: Ended) -> Departure | None:
         """Whose process ended; None for an orphan that we merely adopted."""
@@ -223,13 +248,15 @@ class World:
             zygote, self._zygote = self._zygote, None
             output = read_output(zygote.output)
             zygote.mark_reaped(ended.exit_code if ended.exit_code is not None else -1)
-            self._forget(zygote.channel)
+            self.forget_channel(zygote.channel)
             zygote.close()
             return ZygoteEnded(ended=ended, output=output)
-        if ended.pid == self._store_pid:
-            output = read_output(self._store_output)
-            self._close_store()
-            return StoreEnded(ended=ended, output=output)
+        for helper in self._helpers:
+            if helper.pid == ended.pid:
+                output, is_store = helper.last_words(), helper is self.store
+                self._close(helper)
+                kind = StoreEnded if is_store else SpareEnded
+                return kind(ended=ended, output=output)
         for handle in self.ranks:
             if handle.pid == ended.pid:
                 handle.machine.advance(RankEvent.EXITED)
@@ -241,7 +268,7 @@ class World:
     def bury(self, handle: RankHandle) -> None:
         """Close the lines of a rank whose process was reaped."""
         if handle.channel is not None:
-            self._forget(handle.channel)
+            self.forget_channel(handle.channel)
         handle.pid, handle.loader_pids, handle.rss_bytes = None, (), 0
         handle.close_lines()
 
@@ -284,8 +311,10 @@ class World:
         """SIGKILL a rank; its departure follows. One whose pid is not known yet is cut off."""
         if handle.pid is not None:
             kill(handle.pid)
+            if handle.killed_at_s is None:
+                handle.killed_at_s = time.monotonic()
         elif handle.channel is not None:
-            self._forget(handle.channel)
+            self.forget_channel(handle.channel)
             handle.channel.close()  # it ends itself when it finds nobody listening
             handle.channel = None
 
@@ -301,39 +330,20 @@ class World:
 
     def kill_store(self) -> None:
         """SIGKILL the store host; its departure follows, and another one takes its socket over."""
-        if self._store_pid is not None:
-            kill(self._store_pid)
+        if self.store is not None and self.store.pid is not None:
+            kill(self.store.pid)
+
+    def kill_spare(self) -> None:
+        """SIGKILL the spare; its departure follows."""
+        if self.spare is not None and self.spare.pid is not None:
+            kill(self.spare.pid)
 
     def ask_stacks(self) -> None:
         """Have every rank that can still answer write its stacks to its log, before it is aborted."""
         for handle in self.ranks:
             if handle.state in (RankState.FORMING, RankState.TRAINING):
+                handle.mark_asked()
                 self.send(handle, Stacks())
-
-    def force_stacks(self, condemned: tuple[int, ...]) -> None:
-        """Have ranks that answer nothing write theirs by signal, once they are awake."""
-        # INVARIANT only-the-condemned: a healthy rank never gets this signal. The handler walks the
-        # frames of threads that go on running, which now and then ends the process (SIGSEGV; seen in
-        # one of about 30 runs of four hangs each; CPython issue 116008).
-        # Broken if: survivors are made to dump this way.
-        # Guarded by: test_survivors_write_their_stacks_and_live.
-        for rank in condemned:
-            handle = self.ranks[rank]
-            if handle.pid is not None:
-                kill(handle.pid, STACKS_SIGNAL)
-
-    def wake(self) -> None:
-        """Let stopped ranks go on: the condemned to write their stacks, a spared one to leave.
-
-        The generation has been aborted by now, so a rank that wakes up finds itself fenced out.
-        """
-        for handle in self.ranks:
-            if handle.pid is not None:
-                kill(handle.pid, signal.SIGCONT)
-
-    def forget_channel(self, channel: Channel) -> None:
-        """Stop reading a channel whose other end is closed; its process is reaped by itself."""
-        self._forget(channel)
 
     def close(self) -> None:
         """Let go of everything; the processes have been ended."""
@@ -341,22 +351,31 @@ class World:
             self.bury(handle)
         if self._zygote is not None:
             self._zygote.mark_reaped(-9)
-            self._forget(self._zygote.channel)
+            self.forget_channel(self._zygote.channel)
             self._zygote.close()
             self._zygote = None
-        self._close_store()
+        for helper in self._helpers:
+            self._close(helper)
         self._listening.close()
         for handle in self.ranks:
             handle.slot.release()
         self._memory.close()
 
-    def _close_store(self) -> None:
-        if self._store is not None:
-            self._forget(self._store)
-            self._store.close()
-            os.close(self._store_output)
-        self._store, self._store_pid, self._store_output = None, None, -1
-        self.store_ready = False
+    @property
+    def _helpers(self) -> list[Helper]:
+        return [helper for helper in (self.store, self.spare) if helper is not None]
+
+    def _close(self, helper: Helper) -> None:
+        self.forget_channel(helper.channel)
+        helper.close()
+        if helper is self.store:
+            self.store = None
+        else:
+            self.spare = None
+
+    def _fork_helper(self, request: Fork, descriptors: list[int]) -> None:
+        self._fork(request, descriptors)
+        os.close(descriptors[0])
 
     def _take_token(self) -> int:
         self._next_token += 1
@@ -371,6 +390,7 @@ class World:
     def _watch(self, channel: Channel, who: object) -> None:
         self._selector.register(channel, selectors.EVENT_READ, (channel, who))
 
-    def _forget(self, channel: Channel) -> None:
+    def forget_channel(self, channel: Channel) -> None:
+        """Stop reading a channel whose other end is closed; its process is reaped by itself."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)

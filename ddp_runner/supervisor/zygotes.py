@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.facts import RunFacts
@@ -84,11 +83,13 @@ class ZygoteKeeper:
         self._world.ask_zygote_for_stacks()
 
     def _look_at_store(self, now_s: float) -> None:
-        pid = self._world.store_pid
-        late = not self._world.store_ready and self._has_had(
-            STORE_TIMEOUT_S, None if pid is None else self._world.store_since_s, now_s
-        )
-        if late or self._stopped.stopped_s(pid, now_s) > self._settings.hang_min_s:
+        store = self._world.store
+        pid = None if store is None else store.pid
+        stands_s = self._stopped.stopped_s(pid, now_s)
+        if store is None or pid is None:
+            return
+        late = not store.is_ready and self._has_had(STORE_TIMEOUT_S, store.since_s, now_s)
+        if late or stands_s > self._settings.hang_min_s:
             self._world.kill_store()
 
     def _has_had(self, limit_s: float, since_s: float | None, now_s: float) -> bool:
@@ -106,11 +107,10 @@ class ZygoteKeeper:
             return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
         self._records.say("the zygote died; another one is being started", level="WARNING")
         # Forks that it still owed will never be answered.
-        self._world.forget_owed_store()
+        self._world.forget_owed()
         for handle in self._world.ranks:
             if handle.is_alive and handle.pid is None:
-                handle.machine.advance(RankEvent.EXITED)
-                self._world.bury(handle)
+                self._world.forget_start(handle)
                 self._repair.owe(handle)
         self._world.start_zygote()
         return None

@@ -7,5 +7,7 @@ state       model, optimizer, counters as one value       runtime       what sur
 evaluation  validation loss over all ranks                failure       exception -> Fault
 audit       who gave which samples to a step                report        how training ended
 saving      when a rank saves, beside training            progress      what else a rank knows
+hashing     what replicas are compared by, beside it      fingerprint   the hash of a tensor
+disk_faults what the disk refused or damaged, told
 schedule, ema, buffers, precision, optimizer, loss_monitor, rng    rules and small parts of the step
 """

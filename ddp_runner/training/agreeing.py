@@ -14,17 +14,18 @@ from ddp_runner.training.tuning import Tuning, mend
 
 
 def agree_on_tuning(
-    group: Group, parts: RankParts, *, mended: Tuning | None, spares_memory: bool
+    group: Group, parts: RankParts, *, mended: Tuning | None, short_of_memory_in: str
 ) -> None:
     """Take what suits every rank, and cut this rank's share accordingly. Every rank must call it.
 
     ``mended``: what this rank has just changed for a fault of its own; the state that it received
     since then, where the others had gone on without it, knows nothing of that.
-    ``spares_memory``: this rank's predecessor ended for lack of memory, so that it asks for half.
+    ``short_of_memory_in``: the phase in which this rank's predecessor ended for lack of memory, if it
+    did, so that it asks for half.
     Raises FaultError (OUT_OF_MEMORY) where that cannot be halved.
     """
     state = parts.state
-    mine = _halved(parts) if spares_memory else state.tuning
+    mine = _halved(parts, short_of_memory_in) if short_of_memory_in else state.tuning
     if mended is not None:
         mine = mine.agreed_with([mine, mended])
     records = group.exchange("tuning", json.dumps(mine.to_record()))
@@ -48,14 +49,15 @@ def recalled(parts: RankParts) -> Tuning | None:
     return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
 
-def _halved(parts: RankParts) -> Tuning:
+def _halved(parts: RankParts, phase: str) -> Tuning:
     """What a rank does about its own lack of memory, done for its predecessor."""
     state, runtime = parts.state, parts.runtime
     fault = Fault(
         kind=FaultKind.OUT_OF_MEMORY,
         rank=runtime.place.rank,
         step=state.committed_step,
-        cause="this rank ended for lack of memory, with micro-batches of one sample",
+        cause="this rank ended for lack of memory, with single samples",
+        phase=phase,
         at_ns=time.monotonic_ns(),
         may_retry=False,
     )
@@ -70,6 +72,7 @@ def _halved(parts: RankParts) -> Tuning:
             remedy=mended.remedy,
             inexact_reason=mended.inexact_reason,
             in_peace=True,
+            once_more=mended.once_more,
         )
     )
     return mended.tuning

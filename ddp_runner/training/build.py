@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ddp_runner import config
-from ddp_runner.checkpoint.codec import check_state_dict, strip_prefixes
+from ddp_runner.checkpoint.codec import check_state_dict, stored_bytes, strip_prefixes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
+from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
@@ -73,6 +75,7 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
     )
     seed_all(settings.run.seed)
     model = task.build_model().to(device)
+    _refuse_sparse_gradients(model, settings)
     meaning = dict(config.meaning(settings, world_size=place.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     meaning["data fingerprint"] = datasets.fingerprint or named
@@ -88,7 +91,23 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
     )
-    return workload, _empty_state(settings, model, device, workload=workload)
+    state = _empty_state(settings, model, device, workload=workload)
+    try:
+        stored_bytes(state.capture())
+    except TypeError as error:  # told now, not at the first save
+        raise BadInputError("--task", settings.run.task, f"its {error}") from error
+    return workload, state
+
+
+def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise BadInputError(
+                "--task",
+                settings.run.task,
+                f"{name or 'its model'} has sparse gradients, which are neither clipped nor"
+                " compared here: make it with sparse=False",
+            )
 
 
 def _sample_order(
@@ -197,7 +216,8 @@ def load_start(
 ) -> Loaded | None:
     """Fill ``state`` from the checkpoint that ``--resume`` names, or make it a fresh step 0.
 
-    Raises BadInputError where the checkpoint is of another run or does not fit the model.
+    Raises BadInputError where there is none that was asked for by name, or where it is of another
+    run, does not fit the model, or lies beyond the end.
     """
     loaded = (
         None
@@ -207,14 +227,59 @@ def load_start(
     if loaded is not None:
         _refuse_other_meaning(settings, workload, loaded)
         _restore(settings, state, loaded.state, where=str(loaded.path))
+        _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
         return loaded
+    if settings.run.resume in ("last", "best"):
+        raise BadInputError(
+            "--resume",
+            settings.run.resume,
+            f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
+        )
     if settings.run.init_from:
         weights = load_weights(Path(settings.run.init_from))
-        _check_fits(weights, state.model, option="--init-from", value=settings.run.init_from)
+        _check_fits(weights, state, option="--init-from", value=settings.run.init_from)
         state.model.load_state_dict(weights)
         state.buffers.keep()
     state.committed_step = 0
     return None
+
+
+def leave_other_course(
+    settings: Settings, store: CheckpointStore, *, begun_from: str, say: Callable[[str], None]
+) -> None:
+    """Set aside what the run does not go on from, before it saves: a roll-back would read that.
+
+    ``begun_from``: the file that was loaded, if one was. The newest has no other course beside it.
+    """
+    if settings.run.resume in ("auto", "last"):
+        return
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    origin = Path(begun_from) if begun_from else None
+    aside = store.catalog.set_other_course_aside(origin, stamp)
+    if aside is not None:
+        say(f"checkpoints that this run does not go on from are now in {aside}")
+
+
+def restore_newest(state: TrainState, store: CheckpointStore) -> Loaded:
+    """Back to this run's newest checkpoint that verifies; what was learnt since then holds.
+
+    Raises FaultError (CHECKPOINT_BAD) where there is none.
+    """
+    tuning = state.tuning  # DDP and loader are made for it
+    loaded = store.load("auto", set_bad_aside=True)
+    if loaded is None:
+        raise FaultError(
+            Fault(
+                kind=FaultKind.CHECKPOINT_BAD,
+                rank=-1,
+                step=0,
+                cause=f"no checkpoint is left in {store.directory}",
+                at_ns=time.monotonic_ns(),
+            )
+        )
+    state.restore(loaded.state)
+    state.tuning = tuning
+    return loaded
 
 
 def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:
@@ -228,8 +293,25 @@ def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded
         )
 
 
-def _check_fits(weights: Mapping[str, Any], model: nn.Module, *, option: str, value: str) -> None:
-    differences = check_state_dict(weights, model.state_dict())
+def _refuse_earlier_end(
+    settings: Settings, workload: Workload, state: TrainState, *, where: str
+) -> None:
+    """Nothing would be trained, and what would be called done is not what was asked for."""
+    end, run = workload.length.total_steps, settings.run
+    if state.committed_step <= end:
+        return
+    option, value = ("--max-steps", run.max_steps) if run.max_steps else ("--epochs", run.epochs)
+    raise BadInputError(
+        option,
+        value,
+        f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
+        "give a larger end, or start anew with --resume none",
+    )
+
+
+def _check_fits(weights: Mapping[str, Any], state: TrainState, *, option: str, value: str) -> None:
+    state.buffers.make_room(weights)
+    differences = check_state_dict(weights, state.model.state_dict())
     if differences:
         shown = "; ".join(differences[:3]) + ("; ..." if len(differences) > 3 else "")
         raise BadInputError(option, value, f"holds another model: {shown}")
@@ -239,10 +321,12 @@ def _restore(
     settings: Settings, state: TrainState, saved: Mapping[str, Any], *, where: str
 ) -> None:
     weights = strip_prefixes(saved["model"])
-    _check_fits(weights, state.model, option="--resume", value=where)
+    _check_fits(weights, state, option="--resume", value=where)
     try:
         state.restore({**saved, "model": weights})
     except (KeyError, ValueError, RuntimeError) as error:
+        if lacks_memory(error):
+            raise
         raise BadInputError(
             "--resume", settings.run.resume, f"{where} does not fit this run: {error}"
         ) from error

@@ -40,8 +40,9 @@ class Ema:
         self._buffer_owners = persistent_buffers(model)
 
     def _live_buffers(self) -> dict[str, Tensor]:
-        """The buffers as they are now: a module may assign a new tensor at any time."""
-        return {name: getattr(owner, key) for name, (owner, key) in self._buffer_owners.items()}
+        """The buffers as they are now: a module may assign a new tensor at any time, or fill one late."""
+        found = {name: getattr(owner, key) for name, (owner, key) in self._buffer_owners.items()}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     @property
     def started(self) -> bool:
@@ -56,7 +57,10 @@ class Ema:
             name: live.detach().to(_average_dtype(live), copy=True)
             for name, live in self._live_parameters.items()
         }
-        self._buffers = {name: live.detach().clone() for name, live in self._live_buffers().items()}
+        self._buffers = self._buffer_copies()
+
+    def _buffer_copies(self) -> dict[str, Tensor]:
+        return {name: live.detach().clone() for name, live in self._live_buffers().items()}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -64,6 +68,8 @@ class Ema:
         if not self.started:
             self.start(model)
             return
+        if model is self._model and self._buffers.keys() != self._live_buffers().keys():
+            self._buffers = self._buffer_copies()  # one registered as None was filled
         self._attach(model)
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))

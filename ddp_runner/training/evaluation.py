@@ -42,6 +42,7 @@ def evaluate(
     seed: int,
     step: int,
     stop_asked: Callable[[], StopReason | None],
+    after_round: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """The mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
 
@@ -60,6 +61,7 @@ def evaluate(
             loss, samples = _one_round(
                 task, model, batches, device=group.device, precision=precision
             )
+            after_round()
             reason = stop_asked()
             loss, count, preempted, interrupted = replica.sum_over_ranks(
                 [

@@ -73,7 +73,10 @@ def make_loader(
             micro_batch_size=data.micro_batch_size or data.batch_size,
             on_wait=on_wait,
             log=runtime.logger.info,
+            collate_fn=workload.datasets.collate,
         )
+    left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
+    runtime.slot.set(Cell.SAMPLE, 0)
     dataset = with_bad_samples(
         workload.datasets.train,
         bad,
@@ -99,8 +102,20 @@ def make_loader(
         on_wait=on_wait,
         log=runtime.logger.info,
         quarantine=state.quarantine,
+        collate_fn=workload.datasets.collate,
         kills=KernelKills(),
+        on_sample=_stamping(runtime, sign=1),
+        suspect=left - 1 if left > 0 else None,
     )
+
+
+def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
+    """Has the board say which sample is loaded in the rank itself, for whoever finds it stuck."""
+
+    def on_sample(index: int | None) -> None:
+        runtime.slot.set(Cell.SAMPLE, 0 if index is None else sign * (index + 1))
+
+    return on_sample
 
 
 def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
@@ -108,13 +123,14 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
     settings, workload, runtime = parts.settings, parts.workload, parts.runtime
     batch_size = parts.state.tuning.evaluation_batch_size
     rank, step = runtime.place.rank, parts.state.committed_step
+    # The same samples however few fit at once, so that the figures can be compared.
+    asked = settings.log.evaluate_batches * settings.data.batch_size * runtime.place.world_size
     order = WholeOrder(
         seed=settings.run.seed,
-        dataset_size=workload.validation_samples,
+        dataset_size=min(asked, workload.validation_samples) or workload.validation_samples,
         global_batch_size=batch_size * group.world_size,
     )
-    batches = min(order.steps_per_epoch, settings.log.evaluate_batches or order.steps_per_epoch)
-    training_pids = parts.loader.worker_pids
+    batches = order.steps_per_epoch
 
     def on_mended(mended: LoadingMended) -> None:
         # What is trained does not depend on it; the figure does, and the line says so.
@@ -133,14 +149,16 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         prefetch_factor=settings.data.prefetch_factor,
         timeout_s=settings.data.loader_timeout_s,
         on_workers=lambda pids: runtime.tell(
-            LoaderWorkers(rank=rank, pids=(*training_pids, *pids))
+            LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
         ),
         on_mended=on_mended,
         on_wait=parts.on_wait,
         log=runtime.logger.info,
         quarantine=parts.state.validation_quarantine,
+        collate_fn=workload.datasets.collate,
         kills=KernelKills(),
         phase=Phase.EVALUATE,
+        on_sample=_stamping(runtime, sign=-1),
     )
 
 

@@ -5,27 +5,31 @@ Every decision here is taken from what all ranks know alike, so that all take th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
-from ddp_runner.core.divergence import compare_replicas, first_difference
+from ddp_runner.core.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.explosion import broken_gradients
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Adjusted, MendedInPlace
+from ddp_runner.core.messages import Adjusted, MendedInPlace, Noted
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
+from ddp_runner.training.build import restore_newest
 from ddp_runner.training.fingerprint import combined, state_hashes
+from ddp_runner.training.hashing import StateHashing
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
+from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import StepResult
 
 INDICES_SHOWN = 16
@@ -55,6 +59,10 @@ class Guard:
         self._group = group
         self._step_rolled_back_to = EMPTY_STEP  # where replicas differed without a majority
         self._rollbacks_there = 0
+        self._compares = group.world_size > 1 and bool(self._settings.recovery.replica_check_steps)
+        self._hashing: StateHashing | None = None  # of the state that the step in hand began with
+        self._begun_ns = 0  # what it took to begin with it
+        self.compared_ns = 0  # of steps, so far: waiting for verdicts
 
     def skipped(
         self,
@@ -79,6 +87,16 @@ class Guard:
         origin = self._origin(result, recompute)
         what = (result.explosion or f"gradient norm is {result.grad_norm}") + origin.words
         self._runtime.logger.warning(f"{what}: step skipped on all ranks")
+        if self._group.rank == 0:
+            fault = Fault(
+                kind=FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE,
+                rank=origin.ranks[0] if len(origin.ranks) == 1 else -1,
+                step=result.step - 1,
+                cause=what,
+                at_ns=time.monotonic_ns(),
+            )
+            remedy = "step skipped on all ranks"
+            self._runtime.tell(Noted(rank=self._rank, fault=fault, remedy=remedy))
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
@@ -133,28 +151,114 @@ class Guard:
             at_ns=time.monotonic_ns(),
         )
 
+    def begin_comparison(self) -> None:
+        """Have the state as it is at this boundary hashed beside the next step.
+
+        Of the rank that saves, what it has copied for that: a bit that flips on the way to the file
+        shows. Nothing may change the state before :meth:`may_commit`, which gives the verdict.
+        """
+        if not self._compares:
+            self._saving.prove()
+            return
+        began_ns = time.monotonic_ns()
+        with self._comparing():
+            self._hashing = StateHashing(self._state, source=self._saving.copies_of)
+        self._begun_ns = time.monotonic_ns() - began_ns
+
+    def may_commit(self) -> bool:
+        """Whether the step in hand, whose reduction is complete, may change the state.
+
+        False where it is now another one, after a roll-back. Raises FaultError where ranks differ from
+        a majority: on those, and on the others too, for the step's gradient is partly of the odd ones.
+        """
+        hashing, self._hashing = self._hashing, None
+        if hashing is None:
+            return True
+        began_ns = time.monotonic_ns()
+        with self._comparing():
+            hashes = hashing.result()
+        comparison = self._judge(hashes)
+        if not comparison.odd:
+            took_ns = time.monotonic_ns() - began_ns
+            self.compared_ns += took_ns
+            self._saving.compared((self._begun_ns + took_ns) / 1e9)
+            return True
+        if not comparison.has_majority:
+            return False
+        raise FaultError(
+            Fault(
+                kind=FaultKind.COLLECTIVE_FAILED,  # of whoever is at fault, who tells it
+                rank=self._group.rank,
+                step=self._state.committed_step,
+                cause=f"the step has a gradient of {rank_list(comparison.odd)}, whose state differs",
+                at_ns=time.monotonic_ns(),
+            )
+        )
+
     def compare_replicas(self) -> bool:
-        """Find a replica whose state has silently changed. Raises FaultError on that rank.
+        """Find a replica whose state has silently changed, at once. Raises FaultError on that rank.
 
         Returns whether the state is now another one, after a roll-back.
         """
-        if self._group.world_size == 1:
+        if not self._compares:
             return False
-        hashes = self._hashes()
+        with self._comparing():
+            hashes = state_hashes(self._state.replicated())
+        comparison = self._judge(hashes)
+        # With a majority, the next collective fails, and its state is what the odd one receives.
+        return bool(comparison.odd) and not comparison.has_majority
+
+    def close(self) -> None:
+        """The generation ends: a verdict that has not come does not come, and another state is saved."""
+        # INVARIANT compared-before-save: what is saved is what all replicas have, so that there is a
+        # checkpoint to go back to when they differ and no majority can be believed.
+        # Broken if: a save is proven by anything but the comparison of that very state.
+        # Guarded by: test_what_one_rank_alone_has_is_never_saved.
+        if self._saving.drop():
+            self._saving.put_off(INTERVAL)
+        if self._hashing is not None:
+            self._hashing.drop()
+
+    @contextlib.contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """On the board: a large state takes longer than a step may."""
+        slot = self._runtime.slot
+        before = Phase(slot.get(Cell.PHASE))
+        slot.stamp(Phase.COMPARE, time.monotonic_ns())
+        yield
+        slot.stamp(before, time.monotonic_ns())
+
+    def _judge(self, hashes: Mapping[str, str]) -> Comparison:
+        """The verdict of all ranks, also on the save under way. Raises FaultError on an odd rank.
+
+        Without a majority all are rolled back.
+        """
         mine = combined(list(hashes.values()))
         step = self._state.committed_step
         found = self._exchange(f"weights/{step}", mine)
         comparison = compare_replicas(found)
+        rank = self._group.rank
         if not comparison.odd:
-            return False
+            self._saving.prove()
+            return comparison
         # Rare, and worth a longer message: which tensor.
         everybody = self._exchange(f"tensors/{step}", json.dumps(list(hashes.values())))
         if not comparison.has_majority:
+            self._saving.drop()
             self._settle_without_majority(step)
-            return True
-        rank = self._group.rank
+            return comparison
+        # What was evaluated at this boundary was not of one model: it is done again.
+        self._state.attended_step = min(self._state.attended_step, step - 1)
         if rank not in comparison.odd:
-            return False  # the next collective fails, and this rank's state is what the odd one receives
+            self._saving.prove()  # what is saved is the majority's
+            # INVARIANT odd-ones-first: whoever is told of first makes all leave, and a rank that was held
+            # up would never read that its state is wrong, and keep it.
+            # Broken if: a rank of the majority leaves before the odd ones know.
+            # Guarded by: test_the_majority_leaves_when_the_odd_one_knows.
+            with waiting_for_peers(self._runtime.slot):
+                self._group.await_notes(f"odd/{step}", comparison.odd)
+            return comparison
+        self._group.note(f"odd/{step}")
         usual = next(r for r in range(len(found)) if r not in comparison.odd)
         where = first_difference(list(hashes.values()), json.loads(everybody[usual]), list(hashes))
         raise FaultError(
@@ -166,15 +270,6 @@ class Guard:
                 at_ns=time.monotonic_ns(),
             )
         )
-
-    def _hashes(self) -> dict[str, str]:
-        """Of everything that is replicated. A large state takes longer than a step may."""
-        slot = self._runtime.slot
-        before = Phase(slot.get(Cell.PHASE))
-        slot.stamp(Phase.COMPARE, time.monotonic_ns())
-        hashes = state_hashes(self._state.replicated())
-        slot.stamp(before, time.monotonic_ns())
-        return hashes
 
     def _settle_without_majority(self, step: int) -> None:
         checkpoint_step = self._checkpoint_step()
@@ -222,35 +317,60 @@ class Guard:
     def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
         """Go back to the newest checkpoint that verifies, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
-        # What was learnt since that checkpoint holds, and DDP and loader are made for it.
-        kept = self._state.tuning
-        others = [rank for rank in range(self._group.world_size) if rank != 0]
+        lowered = rate_factor != self._state.tuning.rate_factor
         if self._group.rank == 0:
-            loaded = self._store.load("auto", set_bad_aside=True)
-            assert loaded is not None, "there was one a moment ago"
-            self._saving.rolled_back()
-            self._state.restore(loaded.state)
+            self._tell_inexact(step, lowered=lowered)  # also where what follows is cut short
+        self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
+        # INVARIANT left-for-good: after a roll-back has begun, no rank stands with the state that is left.
+        # Broken if: a rank fails in here while its committed_step is still the old one.
+        # Guarded by: test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left.
+        self._state.committed_step = EMPTY_STEP
+        if self._group.rank == 0:
+            loaded = restore_newest(self._state, self._store)
+            self._saving.rolled_back(loaded)
+            if lowered:
+                self._state.monitor.start_count_anew()
+            others = [rank for rank in range(self._group.world_size) if rank != 0]
             send_state(self._group, self._state.capture(), to=others)
         else:
-            self._state.committed_step = EMPTY_STEP  # what is being left must not be elected again
             with waiting_for_peers(self._runtime.slot):
                 received = receive_state(self._group, source=0)
             self._state.restore(received)
-        lowered = rate_factor != kept.rate_factor
-        self._state.tuning = replace(kept, rate_factor=rate_factor)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
         remedy = f"rolled back to step {self._state.committed_step}"
         if lowered:
             remedy += f", learning rate x {rate_factor:g}"
         if self._group.rank == 0:
             self._runtime.logger.warning(f"{reason}: {remedy}", step=step)
-            fault = Fault(kind=kind, rank=-1, step=step, cause=reason, at_ns=time.monotonic_ns())
-            self._report_roll_back(fault, remedy, lowered=lowered, began_s=began_s)
+            fault = Fault(
+                kind=kind,
+                rank=-1,
+                step=step,
+                cause=reason,
+                phase=Phase.COMPARE.label if kind is FaultKind.REPLICA_DIVERGED else "",
+                at_ns=time.monotonic_ns(),
+            )
+            self._report_roll_back(fault, remedy, began_s=began_s)
 
-    def _report_roll_back(
-        self, fault: Fault, remedy: str, *, lowered: bool, began_s: float
-    ) -> None:
-        step = fault.step
+    def _tell_inexact(self, step: int, *, lowered: bool) -> None:
+        """The state gone back to is one that all ranks had: computed as before, the same steps follow."""
+        searches = self._state.tuning.find_unused_parameters
+        inexact = ""
+        if self._settings.ddp.find_unused_parameters == "auto" and not searches:
+            inexact = f"not searching for unused parameters, as learnt by step {step}"
+        if lowered:
+            inexact = f"learning rate lowered after step {step}"
+        self._runtime.tell(
+            Adjusted(
+                rank=self._rank,
+                step=step,
+                remedy="going back to the newest checkpoint",
+                inexact_reason=inexact,
+                in_peace=True,
+            )
+        )
+
+    def _report_roll_back(self, fault: Fault, remedy: str, *, began_s: float) -> None:
         took_s = time.monotonic() - began_s
         self._runtime.tell(
             MendedInPlace(
@@ -258,15 +378,7 @@ class Guard:
                 fault=fault,
                 remedy=remedy,
                 seconds=took_s,
-                steps_lost=step - self._state.committed_step,
-            )
-        )
-        inexact = f"the replicas had diverged by step {step}"
-        if lowered:
-            inexact = f"learning rate lowered after step {step}"
-        self._runtime.tell(
-            Adjusted(
-                rank=self._rank, step=step, remedy=remedy, inexact_reason=inexact, in_peace=True
+                steps_lost=fault.step - self._state.committed_step,
             )
         )
 

@@ -7,6 +7,8 @@ from collections import deque
 from enum import Enum
 from typing import Any
 
+CALM_STEPS = 10
+
 
 class Verdict(Enum):
     """What the trainer should do after a step."""
@@ -36,6 +38,7 @@ class LossMonitor:
         self._epoch = 0
         self._errors = 0
         self._last_step = -1
+        self._last_error: int | None = None
         self._best: float | None = None
 
     @property
@@ -79,6 +82,7 @@ class LossMonitor:
             return Verdict.CONTINUE
         if not applied:
             self._errors += 1
+            self._last_error = step
             too_many = self._errors > self._max_errors
             return Verdict.TOO_MANY_ERRORS if too_many else Verdict.CONTINUE
         self._losses.append(loss)
@@ -92,6 +96,18 @@ class LossMonitor:
         if self._best is None or smoothed < self._best:
             self._best = smoothed
         return Verdict.TARGET_REACHED if self.target_reached else Verdict.CONTINUE
+
+    def start_count_anew(self) -> None:
+        """After a remedy: what was skipped before it is not held against it."""
+        self._errors = 0
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether enough steps have been applied since the last one that was not.
+
+        A state in between may be what they came from: it is nothing to go back to.
+        """
+        return self._last_error is None or self._last_step - self._last_error >= CALM_STEPS
 
     @property
     def _is_full(self) -> bool:
@@ -112,6 +128,7 @@ class LossMonitor:
             "epoch": self._epoch,
             "errors": self._errors,
             "last_step": self._last_step,
+            "last_error": self._last_error,
             "best": self._best,
         }
 
@@ -122,4 +139,6 @@ class LossMonitor:
         self._epoch = int(state["epoch"])
         self._errors = int(state["errors"])
         self._last_step = int(state["last_step"])
+        last_error = state.get("last_error")  # checkpoints of earlier versions have none
+        self._last_error = None if last_error is None else int(last_error)
         self._best = None if state["best"] is None else float(state["best"])

@@ -30,8 +30,8 @@ STORE_TIMEOUT_S = 60.0
 class Place:
     """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
 
-    ``spares_memory``: whether its predecessor did not get by with the memory there is; ``learnt``:
-    what that one changed, and told, before it ended.
+    ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
+    ``learnt``: what that one changed, and told, before it ended.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Place:
     local_world_size: int
     device: str
     loads: bool
-    spares_memory: bool = False
+    short_of_memory_in: str = ""
     learnt: Adjusted | None = None
 
 
@@ -108,8 +108,8 @@ class LocalRuntime:
         self._formed = False
 
     def next_generation(self, ready: Ready) -> Generation:
-        """The one generation there is."""
-        del ready
+        """The one generation there is; what is resumed goes on as the run that it was."""
+        self.run_id = ready.run_id or self.run_id
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")
         self._formed = True

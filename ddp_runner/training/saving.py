@@ -13,25 +13,31 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ddp_runner.checkpoint.background import BackgroundSaver
+from torch import Tensor
+
+from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import last_save_due, saves_to_skip
-from ddp_runner.core.faults import FaultError, FaultKind
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.wishes import Wishes
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.build import Workload, versions
+from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
 INTERVAL = "interval"  # the reason of a save between others
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
-ROOM_SHARE_MAX = 0.5  # of the memory that is left, for the copy of the state
+# Before each further try: a stop before a preemption has no time for more.
+LAST_SAVE_PAUSES_S = (0.2, 1.0)
+ROOM_SHARE_MAX = 0.5  # of the memory that is left, for a copy of the state
 
 
 class Saving:
@@ -55,12 +61,13 @@ class Saving:
         self._memory = memory
         self._runtime = runtime
         self._progress = progress
+        self._disk_faults = DiskFaults(state, runtime)
         self._saver = BackgroundSaver()
         self._begun_step = 0  # of the newest save
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
-        self._is_asked_for = False  # by a person: the next save is tried, whatever failed before
+        self.wishes = Wishes()
         self._said_waiting = False
         self._pace = SavePace(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the pace
@@ -68,34 +75,64 @@ class Saving:
         state.before_change = self._release_state
 
     def due(self, reason: str) -> None:
-        """Save the state as it is at this boundary, beside the next step.
+        """Save the state as it is at this boundary, beside the next step, once it is proven.
 
-        While another save is under way this one is put off: made of a later step, once that ended.
+        Before the state changes, :meth:`prove` or :meth:`drop` must be called. While another save is under way this one is put off: made of a later step, once that ended.
         """
-        if not self._put_off and self._saver.is_busy:
-            self._collect(timeout_s=PATIENCE_S)
-        if self._skips and not self._is_asked_for:
+        # One that was dropped has put this one off, and has ended by now.
+        self._collect(timeout_s=0.0 if self._put_off else PATIENCE_S)
+        if self._skips and not self.wishes.is_open:
             self._skips -= 1
+            self._put_off = ""  # it is the one left out
             return
         if not self._saver.is_busy:
             self._begin(reason)
         elif not self._put_off:
+            step = self._state.committed_step
             self._runtime.logger.info(
-                "the checkpoint before is still being written: this one waits for it",
-                step=self._state.committed_step,
+                f"the checkpoint before is still being written: that of step {step} waits for it",
+                step=step,
             )
             self._put_off = reason
+
+    def put_off(self, reason: str) -> None:
+        """Save not now but at a later boundary: :meth:`asks` says so until it has come."""
+        self._put_off = self._put_off or reason
+
+    def copies_of(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What is to be saved of these steady tensors; themselves, where no save waits for a proof.
+
+        For any thread: it waits for the copy.
+        """
+        save = self._saver.undecided
+        return tensors if save is None else save.copies_of(tensors)
+
+    def prove(self) -> None:
+        """The state that the save under way was begun with is what it should be: it is written."""
+        if save := self._saver.undecided:
+            save.prove()
+
+    def drop(self) -> bool:
+        """Never write the save that waits for a proof. Whether there was one."""
+        save = self._saver.undecided
+        if save is None:
+            return False
+        save.drop()
+        self._begun_step = 0
+        return True
 
     def has_to_make_up(self) -> bool:
         """Whether the newest save that was due is on no disk, nor on its way there.
 
-        The rank that wrote it has died, or a repair came before it.
+        The rank that wrote it has died, or a repair came before it. One that failed is followed by
+        the next that comes due after the pause: a repair does not shorten that.
         """
+        if self._failures and not self.wishes.is_open:
+            return False
         if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
             self._take_over_pace()
-        due = last_save_due(
-            self._state.committed_step, self._workload.length, self._settings.checkpoint
-        )
+        step, length = self._state.committed_step, self._workload.length
+        due = last_save_due(step, length, self._settings.checkpoint)
         if due <= max(0, self._progress.checkpoint_step):
             return False
         if self._saver.is_busy and self._begun_step >= due:
@@ -105,33 +142,41 @@ class Saving:
     def asks(self) -> bool:
         """Between two steps: report the save that has ended; whether one should come after the next.
 
-        That is the one that was put off, or one whose time has come.
+        That is one that was put off, that a person waits for (again, where its save was given up with
+        the state that it was of), or whose time has come.
         """
         self._collect(timeout_s=0.0)
         if self._put_off:
             return not self._saver.is_busy
+        if self.wishes.is_new or (self.wishes.is_open and not self._saver.is_busy):
+            return True
         return self._saves_by_time and self._is_time()
 
-    def asked_for(self) -> None:
-        """A person wants the next save: it is tried, however many have failed."""
-        self._is_asked_for = True
+    def covered_step(self) -> int:
+        """Up to which step what was wanted is written, on its way, or refused by the disk."""
+        if self._failures and not self.wishes.is_open:
+            return self._state.committed_step
+        newest = max((entry.step for entry in self._store.catalog.entries()), default=0)
+        return max(newest, self._begun_step) if self._saver.is_busy else newest
 
     def resumed(self, loaded: Loaded) -> None:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
         self._knows_the_past = True
         self._pace.go_on_from(loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL)
+        self._disk_faults.tell_of_unusable(self._store, loaded)
 
     def compared(self, compare_s: float) -> None:
-        """So long all ranks have compared their replicas, for a save's sake."""
+        """So long training has waited for the comparison of the replicas, for a save's sake."""
         self._pace.compared(compare_s)
 
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
         self._pace.stepped(step_s, beside_save=self._saver.is_busy)
 
-    def rolled_back(self) -> None:
+    def rolled_back(self, loaded: Loaded) -> None:
         """A checkpoint was needed within this process."""
         self._pace.faults += 1
+        self._disk_faults.tell_of_unusable(self._store, loaded)
 
     def settle(self) -> None:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
@@ -141,7 +186,7 @@ class Saving:
         """Have the state as it is now on disk. Raises FaultError if it cannot be saved."""
         self.settle()
         if self._progress.checkpoint_step != self._state.committed_step:
-            self._report(self._save_at_once(reason))
+            self._report(self._save_persistently(reason))
 
     def report_ended(self) -> None:
         """Report the save that has ended, if one has; for a rank that leaves its generation."""
@@ -177,22 +222,30 @@ class Saving:
 
     def _begin(self, reason: str) -> None:
         self._begun_step = self._state.committed_step
-        self._put_off, self._is_asked_for = "", False
+        self._put_off = ""
+        self.wishes.begun()
         self._pace.began(now_s=time.monotonic())
         began_ns = self._enter()
         try:
-            state = self._captured()
-            if self._has_room_for(state):
-                try:
-                    write = self._writer(reason)
-                    self._saver.begin(state, steady=self._state.steady_tensors(), write=write)
-                except (RuntimeError, MemoryError) as error:  # no memory, or no thread, for it
-                    self._say_waiting(f"no copy of the state can be made ({error})")
-                else:
-                    return
+            self._start_saving(reason)
+        except (RuntimeError, MemoryError) as error:
+            cause = f"no checkpoint could be begun ({type(error).__name__}: {error})"
+            self._failed(self._disk_faults.storage_failed(cause))
         finally:
             self._leave(began_ns)
-        self._conclude(partial(self._save_at_once, reason))
+
+    def _start_saving(self, reason: str) -> None:
+        """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
+        state, steady = self._captured(), self._state.steady_tensors()
+        write = self._writer(reason)
+        if self._has_room_for(state):
+            try:
+                self._saver.begin(state, steady=steady, write=write)
+            except (RuntimeError, MemoryError) as error:
+                self._say_waiting(f"no copy of the state can be made ({error})")
+            else:
+                return
+        self._saver.begin_borrowing(state, steady=steady, write=write)
 
     def _has_room_for(self, state: Mapping[str, Any]) -> bool:
         """Whether a copy of the state fits beside it."""
@@ -239,6 +292,19 @@ class Saving:
         finally:
             self._leave(began_ns)
 
+    def _save_persistently(self, reason: str) -> Saved:
+        """No later save makes up for the last one: what may be a passing error is tried again."""
+        for pause_s in LAST_SAVE_PAUSES_S:
+            try:
+                return self._save_at_once(reason)
+            except FaultError as error:
+                is_of_disk = error.fault.kind is FaultKind.STORAGE_FAILED
+                if not is_of_disk or self._runtime.slot.get(Cell.CONDEMNED):
+                    raise
+                self._disk_faults.warn(error.fault, f"tried again in {pause_s:g} s")
+            time.sleep(pause_s)
+        return self._save_at_once(reason)
+
     def _collect(self, *, timeout_s: float | None) -> None:
         """Report the save under way if it ends within the time."""
         if not self._saver.is_busy:
@@ -250,38 +316,39 @@ class Saving:
             if began_ns is not None:
                 self._leave(began_ns)
         if ended is not None:
-            self._conclude(ended.result, blocked_s=ended.blocked_s)
+            self._conclude(ended)
 
-    def _conclude(self, result: Callable[[], Saved], *, blocked_s: float | None = None) -> None:
+    def _conclude(self, ended: BackgroundSave) -> None:
         """Report a save between others: one that the disk refused costs a warning, and a pause."""
         try:
-            saved = result()
+            saved = ended.result()
         except FaultError as error:
             if error.fault.kind is not FaultKind.STORAGE_FAILED:
                 raise
-            self._failed(error.fault.cause)
+            self._failed(error.fault)
             return
-        except (
-            MemoryError,
-            OSError,
-            RuntimeError,
-        ) as error:  # no memory, or no thread, to write it
-            self._failed(f"a checkpoint could not be written ({type(error).__name__}: {error})")
+        except (MemoryError, OSError, RuntimeError) as error:
+            # No memory, or no thread, to write it.
+            cause = f"a checkpoint could not be written ({type(error).__name__}: {error})"
+            self._failed(self._disk_faults.storage_failed(cause))
             return
-        self._report(saved, blocked_s=blocked_s)
+        if saved is not None:
+            self._report(saved, blocked_s=ended.blocked_s)
 
-    def _failed(self, cause: str) -> None:
+    def _failed(self, fault: Fault) -> None:
+        if self._runtime.slot.get(Cell.CONDEMNED):
+            return  # no disk refused it but the fence, and this process is about to be killed
         self._failures += 1
         self._skips = saves_to_skip(self._failures)
-        if not self._is_asked_for:
+        self.wishes.answered()
+        if not self.wishes.is_open:
             self._put_off = ""  # it belongs to the pause
         pause = f", without the next {self._skips} checkpoints" if self._skips else ""
-        self._runtime.logger.warning(
-            f"{cause}; training goes on{pause}", step=self._state.committed_step
-        )
+        self._disk_faults.warn(fault, f"training goes on{pause}")
 
     def _report(self, saved: Saved, *, blocked_s: float | None = None) -> None:
         self._failures = self._skips = 0
+        self.wishes.answered()
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
         self._pace.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)
@@ -299,6 +366,7 @@ class Saving:
                 path=str(saved.path),
                 blocked_s=blocked_s,
                 size_bytes=saved.manifest.size_bytes,
+                sha256=saved.manifest.sha256,
             )
         )
 

@@ -17,6 +17,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Adjusted, Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.evaluation import evaluate
 from ddp_runner.training.feeding import make_validation_loader
@@ -25,8 +26,13 @@ from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes
+from ddp_runner.training.streams import StreamWatch
 from ddp_runner.training.task import NamesLoss
 from ddp_runner.training.tuning import AdaptRules, adapt
+
+WHOLE_STREAM = (
+    "Every rank must read the whole stream; it keeps its own share of each step's samples"
+)
 
 
 class Session:
@@ -52,11 +58,13 @@ class Session:
         self._logged_at_ns = time.monotonic_ns()
         self._logged_samples = state.samples
         self._waited_ns = 0
+        self._streams = StreamWatch(group, parts.runtime)
         if group.rank != 0:
             self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything
 
     def close(self) -> None:
-        """Unwrap the model and close the audit file."""
+        """Unwrap the model and close the audit file; what was not proven to be sound is not saved."""
+        self._guard.close()
         self._replica.close()
         if self._audit is not None:
             self._audit.close()
@@ -97,6 +105,7 @@ class Session:
         """Train to the end of the run or to a stop that the ranks agreed on."""
         if self._state.monitor.target_reached:  # by the run that is being resumed
             return StopReason.COMPLETED
+        self._runtime.slot.set(Cell.COLLECTIVES, collectives_begun())
         stop = self._attend_to_unattended()
         while stop is None and not self._at_end():
             self._adapt()
@@ -106,18 +115,31 @@ class Session:
                 slot.set(Cell.FIRST_STEP_NS, began_ns)
             micro_batches = self._take(self._state.committed_step)
             waited_ns = int(self._loader.waited_s * 1e9)
-            asks = self._group.rank == 0 and self._saving.asks()
-            if self._runtime.save_asked():
-                self._saving.asked_for()
-                asks = True
-            votes = Votes(stop=self._runtime.stop_asked(), save=asks)
-            saving_ns = slot.get(Cell.CHECKPOINT_NS)
+            votes = Votes(stop=self._runtime.stop_asked(), save=self._wants_save())
+            aside_ns = self._aside_ns()
+            result = self._stepper.run(
+                micro_batches, votes=votes, may_commit=self._guard.may_commit
+            )
             slot.set(Cell.COLLECTIVES, collectives_begun())
-            result = self._stepper.run(micro_batches, votes=votes)
-            saving_ns = slot.get(Cell.CHECKPOINT_NS) - saving_ns
-            self._account(began_ns, result, waited_ns=waited_ns, saving_ns=saving_ns)
+            if result is None:  # the state is an older one
+                continue
+            aside_ns = self._aside_ns() - aside_ns
+            self._account(began_ns, result, waited_ns=waited_ns, aside_ns=aside_ns)
+            if result.save:
+                is_first = self._group.rank == 0
+                self._saving.wishes.heard(result.step, is_mine=votes.save, fulfils=is_first)
             stop = self._after(result, micro_batches)
         return stop or StopReason.COMPLETED
+
+    def _wants_save(self) -> bool:
+        """Whether this rank votes for a save: again and again, until all have heard of it."""
+        if self._runtime.save_asked():
+            self._saving.wishes.ask()
+        return self._saving.asks() if self._group.rank == 0 else self._saving.wishes.is_open
+
+    def _aside_ns(self) -> int:
+        """What of steps was given to saves and comparisons, so far."""
+        return self._runtime.slot.get(Cell.CHECKPOINT_NS) + self._guard.compared_ns
 
     def _adapt(self) -> None:
         """Try what may be faster, on all ranks at the same step; a fault takes it back."""
@@ -160,7 +182,7 @@ class Session:
         False after a roll-back: there is more to train. Raises FaultError if the save fails.
         """
         # Before the last save: what is saved is what a majority has.
-        if self._replicas_differed():
+        if self._guard.compare_replicas():
             return False
         if reason is StopReason.COMPLETED:
             self._evaluate()
@@ -188,16 +210,14 @@ class Session:
         self._runtime.logger.step = step
         return self._loader.take(step)
 
-    def _account(
-        self, began_ns: int, result: StepResult, *, waited_ns: int, saving_ns: int
-    ) -> None:
+    def _account(self, began_ns: int, result: StepResult, *, waited_ns: int, aside_ns: int) -> None:
         now_ns = time.monotonic_ns()
         slot = self._runtime.slot
         if self._group.rank == 0:
-            self._saving.stepped((now_ns - began_ns - saving_ns) / 1e9)
-        slot.add(Cell.OWN_NS, now_ns - began_ns - result.waited_ns - saving_ns)
+            self._saving.stepped((now_ns - began_ns - aside_ns) / 1e9)
+        slot.add(Cell.OWN_NS, now_ns - began_ns - result.waited_ns - aside_ns)
         slot.add(Cell.OWN_STEPS, 1)
-        slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns - saving_ns)
+        slot.add(Cell.PRODUCTIVE_NS, now_ns - began_ns - waited_ns - aside_ns)
         slot.add(Cell.DATA_WAIT_NS, waited_ns)
         slot.set(Cell.STEP_NS, now_ns - began_ns)
         slot.set(Cell.BUSY_NS, now_ns - began_ns - waited_ns - result.waited_ns)
@@ -232,27 +252,22 @@ class Session:
             )
             return StopReason.COMPLETED
         due = self._due(result.step)
+        if isinstance(self._loader, StreamLoader):
+            self._streams.compare(self._loader, step=result.step, is_due=due.compare)
         if due.log:
             self._log(result, epoch)
-        save_now = due.save or result.save
-        # INVARIANT compared-before-save: what is saved is what all replicas have, so that there is a
-        # checkpoint to go back to when they differ and no majority can be believed.
-        # Broken if: a save begins at a boundary at which the replicas were not compared.
-        # Guarded by: test_what_one_rank_alone_has_is_never_saved.
-        if (due.compare or save_now) and self._replicas_differed():
-            return result.stop
-        if result.stop is not None:
-            return result.stop
-        return self._attend(evaluate_now=due.evaluate, save_now=save_now)
+        if result.stop is not None or self._at_end():
+            return result.stop  # the end of the run compares, evaluates and saves by itself
+        save_now = self._may_save(wanted=due.save or result.save)
+        return self._attend(evaluate_now=due.evaluate, save_now=save_now, compare_now=due.compare)
 
-    def _replicas_differed(self) -> bool:
-        """Compare them, if that is wanted at all. Whether the state is now an older one."""
-        if not self._settings.recovery.replica_check_steps:
+    def _may_save(self, *, wanted: bool) -> bool:
+        """Not amid skipped steps: a roll-back would lead into them again. It is made up for later."""
+        if wanted and not self._state.monitor.is_calm:
+            if self._group.rank == 0:
+                self._saving.put_off(INTERVAL)
             return False
-        began_s = time.monotonic()
-        differed = self._guard.compare_replicas()
-        self._saving.compared(time.monotonic() - began_s)
-        return differed
+        return wanted
 
     def _due(self, step: int) -> Duties:
         return duties_after(
@@ -266,20 +281,28 @@ class Session:
     def _attend_to_unattended(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        makes_up = self._group.rank == 0 and self._saving.has_to_make_up()
-        mine = json.dumps([self._state.attended_step, makes_up])
+        saves, wanted_step = self._group.rank == 0, self._saving.wishes.wanted_step
+        makes_up = saves and self._saving.has_to_make_up()
+        covered_step = self._saving.covered_step() if saves else 0
+        mine = json.dumps([self._state.attended_step, makes_up, wanted_step, covered_step])
         with waiting_for_peers(self._runtime.slot):
             answers = [json.loads(answer) for answer in self._group.exchange("attended", mine)]
         if self._at_end():
             return None
         due = self._due(step)
-        unattended = min(attended for attended, _ in answers) < step
-        save_now = (unattended and due.save) or answers[0][1]
-        if save_now and self._replicas_differed():
-            return None
-        return self._attend(evaluate_now=unattended and due.evaluate, save_now=save_now)
+        unattended = min(attended for attended, *_ in answers) < step
+        is_lost = (
+            max(wanted for _, _, wanted, _ in answers) > answers[0][3]
+        )  # with the rank 0 before
+        save_now = self._may_save(wanted=(unattended and due.save) or answers[0][1] or is_lost)
+        return self._attend(
+            evaluate_now=unattended and due.evaluate, save_now=save_now, compare_now=False
+        )
 
-    def _attend(self, *, evaluate_now: bool, save_now: bool) -> StopReason | None:
+    def _attend(
+        self, *, evaluate_now: bool, save_now: bool, compare_now: bool
+    ) -> StopReason | None:
+        """What is due at this boundary. What is to be saved is compared too."""
         if evaluate_now:
             stop = self._evaluate()
             if stop is not None:
@@ -287,6 +310,8 @@ class Session:
         self._state.attended_step = self._state.committed_step
         if save_now and self._group.rank == 0:
             self._saving.due(INTERVAL)
+        if save_now or compare_now:
+            self._guard.begin_comparison()
         return None
 
     def _evaluate(self) -> StopReason | None:
@@ -299,6 +324,7 @@ class Session:
         with (
             contextlib.nullcontext() if ema is None else ema.swapped_in(model),
             make_validation_loader(self._parts, self._group) as loader,
+            self._memory.beside(lambda: loader.worker_pids),
         ):
             evaluation = evaluate(
                 self._workload.task,
@@ -309,6 +335,7 @@ class Session:
                 seed=self._settings.run.seed,
                 step=self._state.committed_step,
                 stop_asked=self._runtime.stop_asked,
+                after_round=partial(self._memory.in_evaluation, self._state.committed_step),
             )
         # What is saved, and compared at the end, is what the steps made.
         self._state.buffers.drop()

@@ -77,6 +77,8 @@ class TrainState:
                 "all_used_steps": self.all_used_steps,
             },
         }
+        if followed := self.buffers.followed_names():
+            state["followed"] = followed
         if self.validation_quarantine is not None:
             state["validation_quarantine"] = self.validation_quarantine.to_record()
         if self.stream is not None:
@@ -88,14 +90,14 @@ class TrainState:
     def steady_tensors(self) -> list[Tensor]:
         """What of a captured state only a commit or a restore changes, never forward or backward.
 
-        A tensor that shares its memory with a buffer is none of them: forward may write buffers.
+        A tensor that shares its memory with what forward may write is none of them.
         """
         tensors = [parameter.detach() for parameter in self.model.parameters()]
         for entry in self.optimizer.state.values():
             tensors += [value for value in entry.values() if isinstance(value, Tensor)]
         if self.ema is not None:
             tensors += self.ema.averages()
-        written = {storage_key(buffer) for buffer in self.buffers.live()}
+        written = {storage_key(one) for one in (*self.buffers.live(), *self.buffers.followed())}
         return [tensor for tensor in tensors if storage_key(tensor) not in written]
 
     def replicated(self) -> dict[str, Tensor]:
@@ -118,6 +120,7 @@ class TrainState:
         """
         self.before_change()
         self.committed_step = EMPTY_STEP
+        self.buffers.make_room(state["model"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
@@ -135,8 +138,15 @@ class TrainState:
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
+        self.buffers.follow(state.get("followed", ()))
         self.buffers.keep()
         self.committed_step = int(state["counters"]["committed_step"])
+
+    def hold_frozen(self, *, room_bytes: float) -> None:
+        """Keep what forward may begin to write, where there is room; if it is much, for the first step."""
+        is_wanted = self.committed_step == 0 or self.buffers.holds_for_good
+        if is_wanted and self.buffers.frozen_bytes() <= room_bytes:
+            self.buffers.hold_frozen()
 
     def drop_unfinished_step(self) -> None:
         """Forget what an unfinished step changed: gradients, and buffers that forward updated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_runner.collective.replica import Replica, Signal
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.explosion import Limits
@@ -89,10 +89,16 @@ class Stepper:
         self._replica.check_reduced()
         self._state.drop_unfinished_step()
 
-    def run(self, micro_batches: Sequence[MicroBatch], *, votes: Votes) -> StepResult:
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        votes: Votes,
+        may_commit: Callable[[], bool] = lambda: True,
+    ) -> StepResult | None:
         """Forward, backward, reduce, check, commit. Raises whatever a part of it raises.
 
-        Nothing that survives has been changed when it raises before the commit; a rank that fails
+        Just before the commit ``may_commit`` is asked, on every rank: None where it says no. Nothing that survives has been changed when it raises before the commit; a rank that fails
         inside the commit stands as dirty on the board.
         """
         limits = self._state.explosions.limits()
@@ -106,7 +112,10 @@ class Stepper:
         scaler = self._state.precision.scaler
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         signals = self._replica.signals(scale=scale)
+        self._slot.reach(Moment.REDUCED)
         self._replica.share_buffers(self._state.buffers.live())
+        if not may_commit():
+            return None
         # INVARIANT copied-before-change: a checkpoint is of exactly one committed step: weights,
         # optimizer and average wait for the copy that a save may still be making of them.
         # Broken if: something that changes them runs without before_change().
@@ -116,6 +125,10 @@ class Stepper:
         if scaler.is_enabled():
             scaler.unscale_(self._state.optimizer)
         norm = self._gradient_norm()
+        # INVARIANT confirmed-before-commit: a step is committed only if its collectives came to
+        # their end. Broken if: what was read from the device is used before confirm().
+        # Guarded by: test_a_step_that_an_abort_may_have_cut_short_is_not_committed.
+        self._replica.group.confirm()
         scheduled = learning_rate(
             self._state.committed_step,
             total_steps=self._rules.total_steps,
@@ -220,6 +233,7 @@ class Stepper:
                 state.ema.update(state.model)
         if state.precision.scaler.is_enabled():
             state.precision.scaler.update()
+        state.buffers.notice()
         if applied:
             state.buffers.keep()
         else:

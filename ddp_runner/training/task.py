@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +22,9 @@ class Datasets:
     share of it. It needs a length or ``--max-steps``, and resumes exactly if it, or its iterator,
     has ``state_dict`` and ``load_state_dict``.
 
+    ``collate`` makes a batch of a list of samples, as a DataLoader's ``collate_fn`` (that is the
+    default); it must be importable or a function of the task's, and draw no random numbers.
+
     A dataset whose ``__getitem__`` draws no random numbers may set ``deterministic = True``; its
     samples are then fetched without seeding first.
     """
@@ -30,6 +33,7 @@ class Datasets:
     validation: Dataset[Any] | None = None
     fingerprint: str = ""
     notes: Sequence[str] = ()
+    collate: Callable[[list[Any]], Batch] | None = None
 
 
 @runtime_checkable
@@ -48,7 +52,12 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the samples of ``batch``, a scalar with a graph to the parameters."""
+        """The mean loss over the samples of ``batch``, a scalar with a graph to the parameters.
+
+        A step's loss is the mean over its samples: means of micro-batches are weighted by their
+        numbers of samples. A sum, or a mean over anything else, as the tokens of padded samples,
+        would depend on how a step is cut.
+        """
         ...
 
 

@@ -41,7 +41,12 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.agreeing import agree_on_tuning, recalled
 from ddp_runner.training.audit import Crew, complete_audits
-from ddp_runner.training.build import build_workload, load_start
+from ddp_runner.training.build import (
+    build_workload,
+    leave_other_course,
+    load_start,
+    restore_newest,
+)
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.feeding import (
     collective_timeout_s,
@@ -53,8 +58,9 @@ from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.report import TrainReport, finished_message, report_of
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
-from ddp_runner.training.saving import Saving
+from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import ReportsSample
 from ddp_runner.training.tuning import Tuning, free_memory, mend
 
@@ -82,7 +88,7 @@ class DDPTrainer:
         self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
         self._place = self._runtime.place
         self._began = False
-        self._spares_memory = self._place.spares_memory
+        self._short_of_memory_in = self._place.short_of_memory_in
         self._tuning_mended: Tuning | None = None  # until the ranks have agreed on it
         self._crew: Crew | None = None  # of the newest generation that this process trained in
         self._switch = AbortSwitch()  # of the generation that this rank is in
@@ -137,6 +143,7 @@ class DDPTrainer:
                 remedy=mended.remedy,
                 inexact_reason=mended.inexact_reason,
                 tuning=dict(mended.tuning.to_record()),
+                once_more=mended.once_more,
             )
         )
         return fault
@@ -144,7 +151,9 @@ class DDPTrainer:
     def _log_fault(self, fault: Fault) -> None:
         """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
         logger = self._runtime.logger
-        if fault.kind in VICTIM_KINDS or (fault.kind in MENDED_BY_RANK and fault.may_retry):
+        # Where a disk refused us is in our own code; what it refused is told with the plan.
+        for_file = fault.kind in VICTIM_KINDS | {FaultKind.STORAGE_FAILED}
+        if for_file or (fault.kind in MENDED_BY_RANK and fault.may_retry):
             logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)
         else:
             logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)
@@ -167,8 +176,6 @@ class DDPTrainer:
                 run_id = loaded.manifest.run_id
                 progress.checkpoint = str(loaded.path)
                 progress.checkpoint_step = state.committed_step
-                for remark in store.remarks(loaded):
-                    self._runtime.logger.warning(remark)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
         loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)
@@ -209,16 +216,17 @@ class DDPTrainer:
         try:
             return self._join_and_train(generation, parts)
         except Exception as error:  # noqa: BLE001 - the step boundary: becomes a Fault
+            slot, step = self._runtime.slot, parts.state.committed_step
             return fault_of(
                 error,
                 rank=self._place.rank,
-                step=max(0, parts.state.committed_step),
-                phase=self._runtime.slot.read().phase.label,
+                step=slot.get(Cell.COMMITTED_STEP) if step == EMPTY_STEP else step,
+                phase=slot.read().phase.label,
                 aborted=generation.switch.aborted,
             )
 
     def _join_and_train(self, generation: Generation, parts: RankParts) -> TrainReport:
-        settings, slot = self.settings, self._runtime.slot
+        settings, slot, state = self.settings, self._runtime.slot, parts.state
         self._switch = generation.switch
         began_s = time.monotonic()
         slot.set(Cell.GENERATION, generation.membership.generation)
@@ -232,16 +240,25 @@ class DDPTrainer:
             switch=generation.switch,
         ) as group:
             joined_s = time.monotonic()
-            self._set_old_files_aside(parts)
             source = self._agree_on_state(group, parts)
+            if self._place.loads and group.rank == source and not self._began:
+                leave_other_course(
+                    settings,
+                    parts.store,
+                    begun_from=parts.progress.checkpoint,
+                    say=self._runtime.logger.info,
+                )
+            if state.buffers.frozen_bytes():
+                room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
+                state.hold_frozen(room_bytes=room_bytes / self._place.local_world_size)
             transferred_s = time.monotonic()
             agree_on_tuning(
                 group,
                 parts,
                 mended=self._tuning_mended or (None if self._began else recalled(parts)),
-                spares_memory=self._spares_memory,
+                short_of_memory_in=self._short_of_memory_in,
             )
-            self._tuning_mended, self._spares_memory = None, False
+            self._tuning_mended, self._short_of_memory_in = None, ""
             open_quarantine(parts, is_first=not self._began)
             session = Session(parts, group=group)
             self._began = True
@@ -252,7 +269,7 @@ class DDPTrainer:
                     Formed(
                         rank=self._place.rank,
                         generation=generation.membership.generation,
-                        committed_step=parts.state.committed_step,
+                        committed_step=state.committed_step,
                         source=source,
                         group_s=joined_s - began_s,
                         transfer_s=transferred_s - joined_s,
@@ -266,20 +283,16 @@ class DDPTrainer:
                     reason = session.train()
             return self._conclude(group, parts, reason)
 
-    def _set_old_files_aside(self, parts: RankParts) -> None:
-        """With ``--resume none``, move what is there out of the way, once, before anything is saved."""
-        if self.settings.run.resume != "none" or not self._place.loads or self._began:
-            return
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        aside = parts.store.catalog.set_all_aside(stamp)
-        if aside is not None:
-            self._runtime.logger.info(f"the checkpoints that were there are now in {aside}")
-
     def _agree_on_state(self, group: Group, parts: RankParts) -> int:
         """Bring every rank to the newest committed step; returns the rank it came from."""
         state, slot = parts.state, self._runtime.slot
-        standing = json.dumps([state.committed_step, self._place.rank])
-        answers = [json.loads(answer) for answer in group.exchange("committed_step", standing)]
+        answers = self._standings(group, state, "committed_step")
+        if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
+            slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
+            if group.rank == 0:
+                parts.saving.rolled_back(restore_newest(state, parts.store))
+            answers = self._standings(group, state, "restored_step")
+            slot.stamp(Phase.FORMING, time.monotonic_ns())
         election = elect_source(
             [Standing(rank=rank, committed_step=step) for rank, (step, _) in enumerate(answers)]
         )
@@ -295,10 +308,12 @@ class DDPTrainer:
                 warn=self._runtime.logger.warning,
             )
         if election.receivers and group.rank == election.source:
-            send_state(group, state.capture(), to=election.receivers, on_piece=self._show_progress)
+            send_state(
+                group, state.capture(), to=election.receivers, on_progress=self._show_progress
+            )
         elif group.rank in election.receivers:
             state.restore(
-                receive_state(group, source=election.source, on_piece=self._show_progress)
+                receive_state(group, source=election.source, on_progress=self._show_progress)
             )
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
@@ -309,6 +324,13 @@ class DDPTrainer:
             first_step=state.committed_step,
         )
         return election.source
+
+    def _standings(self, group: Group, state: TrainState, name: str) -> list[tuple[int, int]]:
+        """Committed step and slot of every rank of the group; all take over the first one's run id."""
+        mine = json.dumps([state.committed_step, self._place.rank, self._runtime.run_id])
+        answers = [json.loads(answer) for answer in group.exchange(name, mine)]
+        self._runtime.run_id = answers[0][2]  # without a supervisor each rank has made one
+        return [(step, slot) for step, slot, _ in answers]
 
     def _show_progress(self) -> None:
         """A transfer may take longer than forming may; it shows that it goes on."""

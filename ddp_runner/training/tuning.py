@@ -13,6 +13,8 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 
 WAIT_DOUBLINGS = 20
+SINGLE_RETRIES_MAX = 2  # of one step, with single samples
+_READY_TWICE = "Expected to mark a variable ready only once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +22,22 @@ class Tuning:
     """The same on every rank of a generation; part of the saved and the sent state.
 
     ``rate_factor`` scales the learning rate (below 1 after a roll-back for explosions);
-    ``found_unused`` says that relaxing ``find_unused_parameters`` was a mistake once. The micro-batch
-    was halved ``reductions`` times, and last changed at ``resized_at_step``.
+    ``found_unused`` says that relaxing ``find_unused_parameters`` was a mistake once, and
+    ``must_not_search`` that DDP cannot have it, because of reentrant activation checkpoints. The micro-batch
+    was halved ``reductions`` times, and last changed at ``resized_at_step``. At ``retried_at_step`` a
+    single sample did not fit, and was tried ``retries_there`` times more.
     """
 
     micro_batch_size: int
     evaluation_batch_size: int
     find_unused_parameters: bool
     found_unused: bool = False
+    must_not_search: bool = False
     rate_factor: float = 1.0
     reductions: int = 0
     resized_at_step: int = 0
+    retried_at_step: int = -1
+    retries_there: int = 0
 
     def to_record(self) -> dict[str, int | float | bool]:
         """Plain values, for checkpoint and wire."""
@@ -44,15 +51,22 @@ class Tuning:
     def agreed_with(self, others: list[Tuning]) -> Tuning:
         """What suits every rank: the smallest sizes, and caution if anybody needs it."""
         found_unused = any(other.found_unused for other in others)
+        must_not_search = any(other.must_not_search for other in others)
+        retried_at_step = max(other.retried_at_step for other in others)
         return Tuning(
             micro_batch_size=min(other.micro_batch_size for other in others),
             evaluation_batch_size=min(other.evaluation_batch_size for other in others),
-            find_unused_parameters=found_unused
-            or any(other.find_unused_parameters for other in others),
+            find_unused_parameters=not must_not_search
+            and (found_unused or any(other.find_unused_parameters for other in others)),
             found_unused=found_unused,
-            rate_factor=self.rate_factor,
+            must_not_search=must_not_search,
+            rate_factor=min(other.rate_factor for other in others),
             reductions=max(other.reductions for other in others),
             resized_at_step=max(other.resized_at_step for other in others),
+            retried_at_step=retried_at_step,
+            retries_there=max(
+                other.retries_there for other in others if other.retried_at_step == retried_at_step
+            ),
         )
 
 
@@ -60,12 +74,13 @@ class Tuning:
 class Mended:
     """A change of the tuning: how a rank mends a fault of its own, or what a run in peace tries.
 
-    ``inexact_reason`` is empty where no bit changes.
+    ``inexact_reason`` is empty where no bit changes; ``once_more``: nor does anything else.
     """
 
     tuning: Tuning
     remedy: str
     inexact_reason: str
+    once_more: bool = False
 
 
 def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
@@ -76,7 +91,7 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
     match fault.kind:
         case FaultKind.OUT_OF_MEMORY if fault.phase == Phase.EVALUATE.label:
             if tuning.evaluation_batch_size == 1:
-                return None
+                return _once_more(fault, tuning)
             size = tuning.evaluation_batch_size // 2
             return Mended(
                 tuning=replace(tuning, evaluation_batch_size=size),
@@ -86,7 +101,7 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
         case FaultKind.OUT_OF_MEMORY:
             size = min(tuning.micro_batch_size, samples) // 2
             if size == 0:
-                return None
+                return _once_more(fault, tuning)
             return Mended(
                 tuning=replace(
                     tuning,
@@ -97,14 +112,45 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
                 remedy=f"micro-batches of {size} samples, same global batch",
                 inexact_reason=f"micro-batches of {size} samples from step {fault.step}",
             )
-        case FaultKind.REDUCTION_UNFINISHED if not tuning.find_unused_parameters:
-            return Mended(
-                tuning=replace(tuning, find_unused_parameters=True, found_unused=True),
-                remedy="find_unused_parameters=True from here on",
-                inexact_reason=f"find_unused_parameters turned on at step {fault.step}",
-            )
+        case FaultKind.REDUCTION_UNFINISHED:
+            return _search_changed(fault, tuning)
         case _:
             return None
+
+
+def _once_more(fault: Fault, tuning: Tuning) -> Mended | None:
+    """The same again, where no less can be asked for; None if that was tried often at this step.
+
+    A shortage may pass; and who follows a rank that ended may find that others have halved since, or
+    have just been short of memory themselves.
+    """
+    retries = tuning.retries_there if fault.step == tuning.retried_at_step else 0
+    if retries == SINGLE_RETRIES_MAX:
+        return None
+    return Mended(
+        tuning=replace(tuning, retried_at_step=fault.step, retries_there=retries + 1),
+        remedy="once more with single samples, which cannot be split",
+        inexact_reason="",
+        once_more=True,
+    )
+
+
+def _search_changed(fault: Fault, tuning: Tuning) -> Mended | None:
+    """Look for unused parameters from here on, or no longer, as DDP's complaint has it."""
+    if _READY_TWICE in fault.cause and tuning.find_unused_parameters:
+        when = f"find_unused_parameters turned off at step {fault.step}" if fault.step else ""
+        return Mended(
+            tuning=replace(tuning, find_unused_parameters=False, must_not_search=True),
+            remedy="find_unused_parameters=False from here on: reentrant checkpoints need it so",
+            inexact_reason=when,
+        )
+    if tuning.find_unused_parameters or tuning.must_not_search:
+        return None
+    return Mended(
+        tuning=replace(tuning, find_unused_parameters=True, found_unused=True),
+        remedy="find_unused_parameters=True from here on",
+        inexact_reason=f"find_unused_parameters turned on at step {fault.step}",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ def _beside(directory: Path) -> None:
             _say(f"saved {ended.result().manifest.step}")
         if not saver.is_busy:
             write = partial(store.save, **facts_of(step, monitored=1.0 + step % 7))
-            saver.begin({"weight": weight, "step": step}, steady=[weight], write=write)
+            saver.begin({"weight": weight, "step": step}, steady=[weight], write=write).prove()
 
 
 def _limited(directory: Path) -> None:

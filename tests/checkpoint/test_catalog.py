@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -170,6 +171,18 @@ def test_set_all_aside_moves_all_of_ours_and_nothing_else(tmp_path):
     assert Catalog(tmp_path).set_all_aside("20260101T000000Z").name.endswith("Z_2")
 
 
+def test_what_is_later_is_moved_with_the_pointers_that_name_it(tmp_path):
+    """Control: what is not later stays, and so does a pointer that names it."""
+    for step, monitored in ((10, 1.0), (20, 2.0), (30, 3.0)):
+        save(tmp_path, step, monitored=monitored)
+    aside = Catalog(tmp_path).set_later_aside(10, "20260101T000000Z")
+    assert [entry.step for entry in Catalog(aside).entries()] == [30, 20]
+    assert (aside / "last").exists()
+    assert not (tmp_path / "last").exists()
+    assert Catalog(tmp_path).pointer("best") == tmp_path / "step_00000010.pt"
+    assert Catalog(tmp_path).set_later_aside(10, "20260101T000000Z") is None
+
+
 def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     """A temporary file goes when its writer has ended, and only then; foreign names stay."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
@@ -188,3 +201,21 @@ def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {
         name for name, stays in names.items() if stays
     }
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):
+    """The thread that saves removes old ones, while another one asks how new the newest is."""
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    look = Path.stat
+
+    def is_gone_after_the_look(path, **options):
+        found = look(path, **options)
+        if path.name == "step_00000010.pt":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", is_gone_after_the_look)
+    assert [entry.step for entry in Catalog(tmp_path).entries()] == [20, 10]
+    monkeypatch.undo()
+    assert [entry.problem for entry in Catalog(tmp_path).entries()] == [None, NO_FILE]

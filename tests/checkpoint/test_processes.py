@@ -48,7 +48,7 @@ def saver():
         assert process.stdout.readline() == "ready\n"
         yield process
         process.stdin.close()
-        process.wait(timeout=20)
+        process.wait(timeout=100)
     assert process.returncode == 0
 
 
@@ -168,7 +168,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from tests.checkpoint.states import facts_of
 weight = torch.ones(8_000_000)
 write = partial(CheckpointStore(Path(sys.argv[1]), keep_last=1).save, **facts_of(7))
-BackgroundSaver().begin({"weight": weight}, steady=[weight], write=write)
+BackgroundSaver().begin({"weight": weight}, steady=[weight], write=write).prove()
 raise ValueError("the script ends here")
 """
 
@@ -178,7 +178,7 @@ def test_a_script_that_ends_by_an_error_still_finishes_its_last_save(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False, timeout=110,
+        capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "ValueError: the script ends here"

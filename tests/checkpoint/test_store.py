@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 
-from .states import save, state_of, steps_in
+from .states import facts_of, save, state_of, steps_in
 
 
 def _load(directory, which="auto", **options):
@@ -72,16 +74,47 @@ def test_the_best_value_survives_a_relaunch_and_ignores_what_is_not_finite(tmp_p
     assert _load(tmp_path, "best").manifest.monitored == 1.0
 
 
-def test_retention_counts_only_sound_checkpoints(tmp_path):
+def cut_short(path):
+    path.write_bytes(b"short")
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut_short, flip_a_bit])
+def test_retention_counts_only_sound_checkpoints(tmp_path, damage):
     """Damaged newer files do not push out the older ones that can still be loaded."""
     for step in (10, 20, 30):
         save(tmp_path, step, keep_last=5)
     for step in (20, 30):
-        (tmp_path / f"step_{step:08d}.pt").write_bytes(b"short")
+        damage(tmp_path / f"step_{step:08d}.pt")
     save(tmp_path, 40, keep_last=2)
     assert 10 in steps_in(tmp_path)
     save(tmp_path, 50, keep_last=2)
     assert steps_in(tmp_path) == [40, 50]
+
+
+def test_retention_reads_each_file_once(tmp_path, monkeypatch):
+    """In one process; what is damaged while it lives is found when the next one is saved."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    read = []
+    verify = store.catalog.verify
+    monkeypatch.setattr(store.catalog, "verify", lambda e: read.append(e.step) or verify(e))
+    for step in range(10, 70, 10):
+        notes = store.save(state_of(step), **facts_of(step)).notes
+        assert notes == (), "control"
+        if step == 50:
+            flip_a_bit(tmp_path / "step_00000050.pt")
+            break
+    assert read == [20, 30, 40]
+    (note,) = store.save(state_of(60), **facts_of(60)).notes
+    assert "step_00000050.pt is damaged" in note
+    assert steps_in(tmp_path) == [40, 50, 60]
+    assert store.save(state_of(70), **facts_of(70)).notes == (), "said once"
+    assert steps_in(tmp_path) == [60, 70]
 
 
 def test_going_back_sets_the_left_course_aside(tmp_path):
@@ -127,6 +160,22 @@ def test_bad_ones_are_set_aside_only_when_asked_and_a_sound_one_exists(tmp_path)
         with pytest.raises(FaultError):
             _load(tmp_path, set_bad_aside=True)
     assert steps_in(tmp_path) == [10]
+
+
+def test_memory_that_does_not_suffice_is_no_fault_of_the_file(tmp_path):
+    """An older checkpoint would lose steps, and the good one be set aside."""
+    save(tmp_path, 10)
+    big = {**state_of(20), "model": {"weight": torch.zeros(2**26, dtype=torch.uint8)}}
+    save(tmp_path, 20, state=big)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            _load(tmp_path, set_bad_aside=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert _load(tmp_path, set_bad_aside=True).manifest.step == 20
 
 
 def test_none_that_verifies_is_a_fault_that_names_each(tmp_path):

@@ -31,7 +31,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -256,6 +256,21 @@ def test_a_report_tells_result_time_and_faults(tmp_path, capsys):
     assert "run_started 1, x 1, (unreadable line) 1" in text
 
 
+def test_a_report_tells_each_rank_s_own_time(tmp_path, capsys):
+    """Outside collectives: there all wait for the slowest. Of many ranks the ends and the middle."""
+    slow = replace(SUMMARY, own_step_s={"0": 0.0125, "1": 0.05}, stragglers={"1": 4.0})
+    many = replace(SUMMARY, own_step_s={str(rank): rank / 1000 for rank in range(64)})
+    texts = []
+    for made in (slow, many, SUMMARY):
+        write_summary(tmp_path / "summary.json", made)
+        assert main(["report", "-l", str(tmp_path)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "rank 0 12.5 ms, rank 1 50.0 ms a step outside collectives; rank 1 persist" in texts[0]
+    assert "persistently 4.0 times as slow as the others" in texts[0]
+    assert "own time       rank 0 0.0 ms, rank 32 32.0 ms, rank 63 63.0 ms a step" in texts[1]
+    assert "own time       -" in texts[2]
+
+
 def test_a_report_shows_a_fault_that_was_not_repaired(tmp_path, capsys):
     """A run that gave up says so, without a journal too."""
     fault = replace(SUMMARY.faults[0], rank=-1, recovered_s=None)
@@ -272,14 +287,42 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
     """Without a summary the newest status is shown; a damaged file is named."""
     status = {
         "run_id": "r1", "state": "running", "step": 5, "max_steps": 9, "world_size": 2,
-        "faults_total": 0,
+        "faults_total": 0, "pid": os.getpid(),
     }  # fmt: skip
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert main(["report", "-l", str(tmp_path)]) == 0
-    assert "run r1: running at step 5 of 9, 2 ranks, 0 faults" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "run r1: running at step 5 of 9, 2 ranks, 0 faults" in text
+    assert f"the run goes on (process {os.getpid()})" in text
     (tmp_path / "summary.json").write_text("{}")
     assert main(["report", "-l", str(tmp_path)]) == 2
     assert "its summary.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("state", "shown", "told"),
+    [
+        ("running", "last seen running at step 5 of 9", "its end was not recorded"),
+        ("done", "done at step 5 of 9", "its summary.json could not be written"),
+        ("failed", "failed at step 5 of 9", "its summary.json could not be written"),
+    ],
+)
+def test_a_report_on_a_run_whose_process_is_gone_does_not_call_it_alive(
+    tmp_path, capsys, state, shown, told
+):
+    """Killed, or with nothing but a full disk to write to: only what is known is said."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    status = {
+        "run_id": "r1", "state": state, "step": 5, "max_steps": 9, "world_size": 2,
+        "faults_total": 0, "pid": gone.pid,
+    }  # fmt: skip
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"run r1: {shown}" in text
+    assert told in text
+    assert "goes on" not in text
 
 
 def test_the_doctor_finds_a_healthy_machine_healthy(tmp_path, monkeypatch, capsys):

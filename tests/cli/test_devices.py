@@ -146,6 +146,23 @@ def test_more_ranks_than_gpus_are_refused():
         planned(("nproc", "4"), found=VisibleGpus(gpus=GPUS))
 
 
+@pytest.mark.parametrize(
+    ("pairs", "cores", "error"),
+    [
+        ([("nproc", "65")], 2, "--nproc-per-node=65: must be at most 64 on the CPU"),
+        ([("nproc", "100")], 96, "--nproc-per-node=100: must be at most 96 on the CPU"),
+        ([("backend", "nccl")], 2, "ddp.backend=nccl: needs GPUs"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused(pairs, cores, error):
+    """So many ranks that the machine would choke on them; a backend of GPUs. What it can is not."""
+    with pytest.raises(BadInputError) as caught:
+        planned(("device", "cpu"), *pairs, found=VisibleGpus(gpus=GPUS), cores=cores)
+    assert error in str(caught.value)
+    allowed = [(option, {"65": "64", "100": "96", "nccl": "gloo"}[raw]) for option, raw in pairs]
+    assert planned(("device", "cpu"), *allowed, found=VisibleGpus(gpus=GPUS), cores=cores)
+
+
 def test_the_mapping_of_ranks_to_gpus_is_told():
     """`rank 0 -> GPU 2 (name)`, counted as CUDA_VISIBLE_DEVICES counts."""
     found = VisibleGpus(gpus=GPUS)

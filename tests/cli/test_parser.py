@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import resolve
 from ddp_runner.config.fields import known_fields
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.injection import PHASES, InjectKind, parse_injection
 
 
 def settings_of(*words: str):
@@ -110,6 +112,27 @@ def test_help_lists_every_option_with_its_default_and_examples():
     assert "Examples:\n  ./launch_training.sh" in text
     for command in ("train", "checkpoints", "report", "doctor"):
         assert f"\n  {command} " in text
+
+
+def test_help_and_readme_list_what_can_be_injected():
+    """Every kind, phase and key, and the default that the parser has; nobody must provoke the error."""
+    section = train_help().partition("Faults on request")[2].partition("Settings:")[0]
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for name in (*(kind.value for kind in InjectKind), *PHASES):
+        assert re.search(rf"[ =]{name}[,\n ]", section), name
+        assert f"`{name}`" in readme
+    usual = parse_injection("kill", world_size=2)
+    drawn = parse_injection("random", world_size=2)
+    for key in ("rank", "step", "phase", "times", "seconds", "mtbf_s", "seed", "kinds"):
+        assert re.search(rf"\b{key}=", section), key
+        assert f"`{key}" in readme
+    shown = " ".join(section.split())
+    assert f"counted from 0 [{usual.step}]" in shown
+    assert f"commit [{usual.phase}]" in shown
+    assert f"on each rank [{usual.times}]" in shown
+    assert f"slow_disk [{usual.seconds:g}]" in shown
+    kinds = "+".join(kind.value for kind in drawn.kinds)
+    assert f"[{drawn.mtbf_s:g}], seed=N [{drawn.seed}], kinds=KIND+KIND [{kinds}]" in shown
 
 
 def test_every_setting_is_in_the_settings_help():

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 from ddp_runner.collective.abort import AbortSwitch
@@ -15,7 +16,7 @@ from tests.processes import poll
 
 CPU = torch.device("cpu")
 STORE_TIMEOUT_S = 20.0
-GONE_WITHIN_S = 5.0
+GONE_WITHIN_S = 30.0
 
 
 _links: dict[int, StoreLink] = {}
@@ -70,6 +71,11 @@ def freed_after_s(moments):
     now_s = time.monotonic()
     poll(lambda: moments, what="the trip")
     return max(0.0, now_s - moments[0])
+
+
+def is_stopped(process):
+    """Whether SIGSTOP has done its work."""
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
 def held():

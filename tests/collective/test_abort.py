@@ -16,18 +16,14 @@ import torch.distributed as dist
 from ddp_runner.collective.abort import AbortSwitch
 from tests.processes import host_store, hosted_store, poll, ranks, results, run_ranks
 
-from .joining import freed_after_s, held, held_once_left, join, trip_when_told
+from .joining import freed_after_s, held, held_once_left, is_stopped, join, trip_when_told
 from .stalling import form_and_stop
 
 # Far below every timeout of these tests, so that only an abort can be what freed a rank. How soon it
 # does is the median of many: a busy machine may hold up any single one.
-FREED_WITHIN_S = 5.0
+FREED_WITHIN_S = 12.0
 FREED_WITHIN_MEDIAN_S = 0.5
 ROUNDS = 20
-
-
-def is_stopped(process):
-    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
 def _say_formed_and_sum(me):
@@ -204,6 +200,8 @@ def test_a_peer_that_never_comes_does_not_hold_the_others():
             process.hear()
         for process in world:
             poll(lambda process=process: _waits_for_the_store(process), what="the store wait")
+        # Not one before the other has come: it would find its peer gone, and not wait.
+        for process in world:
             process.say("trip")
         for freed_s, sums in results(world):
             assert freed_s < FREED_WITHIN_S
@@ -306,7 +304,7 @@ def _join_when_tripped_already(me, port):
     began_s = time.monotonic()
     with pytest.raises((RuntimeError, ConnectionError)), join(me, port, switch=switch):
         raise AssertionError("formed although it was aborted before")
-    return time.monotonic() - began_s, dist.is_initialized(), held()
+    return time.monotonic() - began_s, dist.is_initialized(), held_once_left()
 
 
 def test_a_generation_aborted_before_it_was_joined_is_not_joined():
@@ -315,7 +313,7 @@ def test_a_generation_aborted_before_it_was_joined_is_not_joined():
         for took_s, initialized, (descriptors, threads) in run_ranks(
             _join_when_tripped_already, 2, port
         ):
-            assert took_s < 2.0
+            assert took_s < FREED_WITHIN_S
             assert not initialized
             assert threads == 1
             assert descriptors < 12
@@ -362,7 +360,7 @@ def test_a_rank_that_leaves_by_an_error_frees_its_peers():
         began_s = time.monotonic()
         world[0].say("raise")
         assert results(world) == [0.0, 1.0, 1.0]
-        assert time.monotonic() - began_s < 2.0
+        assert time.monotonic() - began_s < FREED_WITHIN_S
 
 
 def test_hooks_run_once_and_a_late_hook_at_once():

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
-from collections import OrderedDict, defaultdict
+import signal
+import threading
+from collections import OrderedDict, defaultdict, deque
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from ddp_runner.collective import transfer
+from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.transfer import receive_state, send_state
-from tests.processes import hosted_store, run_ranks
+from tests.processes import hosted_store, poll, ranks, run_ranks
 
-from .joining import join
+from .joining import freed_after_s, is_stopped, join, trip_when_told
 
 SMALL_PIECE_BYTES = 37  # prime: pieces end inside elements
+FREED_WITHIN_S = 5.0  # of a group whose timeout is 20 s
 
 
 def nested_state():
@@ -68,25 +73,26 @@ def as_plain(value):
     return value
 
 
-def _pieces_of(state):
+def _groups_of(state):
     tensors = []
     transfer._take_out(state, tensors)
-    return transfer._pieces([tensor.numel() * tensor.element_size() for tensor in tensors])
+    return transfer._groups([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
 def _hand_over(me, port, piece_bytes, source, receivers):
     transfer.PIECE_BYTES = piece_bytes
     with join(me, port) as group:
+        group.exchange("joined", "")  # who takes no part must not leave before all have come
         if me.rank == source:
             state, signs = nested_state(), []
-            sent_bytes = send_state(group, state, to=receivers, on_piece=lambda: signs.append(1))
-            assert len(signs) == len(list(_pieces_of(state)))
+            sent_bytes = send_state(group, state, to=receivers, on_progress=lambda: signs.append(1))
+            assert len(signs) == len(list(_groups_of(state)))
             assert as_plain(state) == as_plain(nested_state()), "the source's own state changed"
             return sent_bytes
         if me.rank in receivers:
             signs = []
-            state = receive_state(group, source=source, on_piece=lambda: signs.append(1))
-            assert len(signs) == len(list(_pieces_of(state)))
+            state = receive_state(group, source=source, on_progress=lambda: signs.append(1))
+            assert len(signs) == len(list(_groups_of(state)))
             return as_plain(state)
         return "did not take part"
 
@@ -101,7 +107,6 @@ def test_every_bit_of_a_nested_state_arrives(piece_bytes):
     assert sent_bytes > 10 * SMALL_PIECE_BYTES
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9000), max_size=60), piece_bytes=st.sampled_from([1, 37, 4096])
 )
@@ -247,3 +252,72 @@ def test_a_header_of_our_own_is_read():
     described = [transfer._Description(dtype, (2, 3), False) for dtype in dtypes]
     header = pickle.dumps(({"a": [transfer._Hole(0)]}, described))
     assert transfer._OwnTypes(io.BytesIO(header)).load() == ({"a": [transfer._Hole(0)]}, described)
+
+
+def _receive_and_be_aborted(me, port, ends_in_silence):
+    switch = AbortSwitch()
+    with contextlib.suppress(ConnectionError), join(me, port, switch=switch) as group:
+        if me.rank == 0:
+            send_state(group, nested_state(), to=[1])
+            return None
+        group.ends_in_silence = ends_in_silence
+        return as_plain(receive_state(group, source=0, on_progress=switch.trip))
+    return "cut short"
+
+
+def test_a_state_that_an_abort_may_have_cut_short_is_not_received():
+    """Where the collectives themselves would not say so; what they call whole is taken."""
+    for ends_in_silence, expected in ((True, "cut short"), (False, as_plain(nested_state()))):
+        with hosted_store() as port:
+            answers = run_ranks(_receive_and_be_aborted, 2, port, ends_in_silence)
+        assert answers == [None, expected]
+
+
+def _stop_inside_a_piece(me, pid, pieces):
+    """Thread of the receiver: have ``pid`` stopped while the beginning of a piece is here alone."""
+
+    def has_begun():
+        return any(piece[0] and not piece[piece.numel() // 2] for piece in list(pieces))
+
+    while True:
+        poll(has_begun, every_s=0.001, what="the beginning of a piece")
+        os.kill(pid, signal.SIGSTOP)
+        if has_begun():
+            me.say("stopped")
+            return
+        os.kill(pid, signal.SIGCONT)
+
+
+def _transfer_until_freed(me, port, stopped):
+    switch = AbortSwitch()
+    moments = trip_when_told(me, switch)
+    state = {"bytes": torch.ones(transfer.PIECE_BYTES, dtype=torch.uint8)}
+    pieces = deque(maxlen=1)
+    transfer._back_with_memory = lambda piece: pieces.append(piece.zero_())
+
+    def transfer_for_ever(group):
+        pids = [int(pid) for pid in group.exchange("pid", str(os.getpid()))]
+        if me.rank == 1:
+            cut = threading.Thread(target=_stop_inside_a_piece, args=(me, pids[stopped], pieces))
+            cut.start()
+        while True:
+            if me.rank == 0:
+                send_state(group, state, to=[1])
+            else:
+                receive_state(group, source=0)
+
+    with pytest.raises(RuntimeError), join(me, port, switch=switch) as group:
+        transfer_for_ever(group)
+    return freed_after_s(moments)
+
+
+@pytest.mark.parametrize("stopped", [0, 1], ids=["the source", "the receiver"])
+def test_a_transfer_cut_in_the_middle_of_a_piece_frees_the_other_side(stopped):
+    """gloo itself forgets a message that has begun, and holds who waits for it."""
+    with hosted_store() as port, ranks(_transfer_until_freed, 2, port, stopped) as world:
+        if stopped == 0:
+            world[1].hear()
+        else:
+            poll(lambda: is_stopped(world[1]), what="the stop")
+        world[1 - stopped].say("trip")
+        assert world[1 - stopped].result() < FREED_WITHIN_S

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +59,8 @@ def test_exit_zero_before_the_end_is_a_fault():
         ("OutOfMemoryError", "CUDA out of memory. Tried", False, FaultKind.OUT_OF_MEMORY),
         ("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory", False, FaultKind.OUT_OF_MEMORY),
         ("MemoryError", "", False, FaultKind.OUT_OF_MEMORY),
+        ("_ArrayMemoryError", "Unable to allocate 8.00 EiB for an array", False, FaultKind.OUT_OF_MEMORY),
+        ("OSError", "[Errno 12] Cannot allocate memory", False, FaultKind.OUT_OF_MEMORY),
         ("RuntimeError", "Expected to have finished reduction in the prior iteration", False, FaultKind.REDUCTION_UNFINISHED),
         ("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", False, FaultKind.COLLECTIVE_FAILED),
         ("RuntimeError", "Application timeout caused pair closure", False, FaultKind.COLLECTIVE_FAILED),
@@ -90,6 +94,20 @@ def test_a_rank_that_reported_and_then_died_counts_once():
     """Its own words say more than its exit code."""
     found = attribute([fault(FaultKind.RANK_RAISED, 2, 5), fault(FaultKind.RANK_EXITED, 2, 6)])
     assert [cause.kind for cause in found.causes] == [FaultKind.RANK_RAISED]
+
+
+def test_who_does_not_leave_a_stuck_collective_is_what_the_others_waited_for():
+    """All seem to wait alike until they are told to leave; one that hangs in there cannot."""
+    stuck = fault(FaultKind.COLLECTIVE_STUCK, -1, 5)
+    found = attribute(
+        [stuck, fault(FaultKind.COLLECTIVE_FAILED, 0, 6), fault(FaultKind.RANK_HUNG, 1, 9)]
+    )
+    assert [(cause.kind, cause.rank) for cause in found.causes] == [(FaultKind.RANK_HUNG, 1)]
+    assert [victim.rank for victim in found.victims] == [0]
+    # Controls: everybody leaves; what gloo said of a wrong size is nobody's hang.
+    assert attribute([stuck, fault(FaultKind.COLLECTIVE_FAILED, 0, 6)]).culprit is stuck
+    sizes = replace(stuck, is_disagreement=True)
+    assert attribute([sizes, fault(FaultKind.RANK_HUNG, 1, 9)]).culprit is sizes
 
 
 def test_only_victims_leave_the_earliest_to_blame():

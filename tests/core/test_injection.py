@@ -38,6 +38,14 @@ def test_what_changes_a_loss_has_one_place(kind):
     assert parse_injection("oom:rank=0,phase=reduce", world_size=1).phase == "reduce"
 
 
+@pytest.mark.parametrize("raw", ["x", "-1", "2.5", "²"])
+def test_a_step_is_a_whole_number(raw):
+    """A superscript is a digit to some, and no number to int()."""
+    with pytest.raises(BadInputError, match="step is a whole number, 0 or more"):
+        parse_injection(f"kill:step={raw}", world_size=2)
+    assert parse_injection("kill:step=2", world_size=2).step == 2
+
+
 def places(*specs):
     return bad_sample_places(specs, world_size=2, total_steps=50)
 

@@ -14,6 +14,56 @@ from ddp_runner.core.lifecycle import (
     RunState,
 )
 
+# What each state makes of each event, written down a second time: "-" is impossible, "same" ignored.
+RUN_ROWS = """
+            world_formed  incident_began  stop_asked  all_finished  gave_up
+starting    running       recovering      stopping    done          failed
+running     same          recovering      stopping    done          failed
+recovering  running       same            stopping    done          failed
+stopping    same          same            same        done          failed
+done        -             same            same        -             -
+failed      -             same            same        -             same
+"""
+RANK_ROWS = """
+            spawned   got_ready  form_sent  got_formed  abort_sent  got_finished  exited
+starting    -         ready      -          -           same        -             dead
+ready       -         -          forming    -           same        finished      dead
+forming     -         ready      -          training    aborting    -             dead
+training    -         ready      -          -           aborting    finished      dead
+aborting    -         ready      -          same        same        finished      dead
+finished    -         -          -          -           same        -             dead
+dead        starting  -          -          -           same        -             -
+"""
+
+
+def written(rows, states, events):
+    """The table that ``rows`` stand for."""
+    (head, *lines) = (line.split() for line in rows.strip().splitlines())
+    return {
+        (states(state), events(event)): states(state if after == "same" else after)
+        for state, *cells in lines
+        for event, after in zip(head, cells, strict=True)
+        if after != "-"
+    }
+
+
+def test_each_table_has_the_rows_that_are_meant_and_no_other():
+    """A row that is missing, too many or wrong is one that somebody has to mean, here too."""
+    assert written(RUN_ROWS, RunState, RunEvent) == RUN_TABLE
+    assert written(RANK_ROWS, RankState, RankEvent) == RANK_TABLE
+
+
+def test_what_is_over_stays_over():
+    """Neither an ended run nor a dead process comes back by anything but a new process."""
+    for ended in (RunState.DONE, RunState.FAILED):
+        assert {after for (state, _), after in RUN_TABLE.items() if state is ended} == {ended}
+    leaves = {
+        event for (state, event), after in RANK_TABLE.items() if state is RankState.DEAD != after
+    }
+    assert leaves == {RankEvent.SPAWNED}
+    trains = {state for (state, _), after in RANK_TABLE.items() if after is RankState.TRAINING}
+    assert trains == {RankState.FORMING}, "nobody trains in a generation that it has not formed"
+
 
 @pytest.mark.parametrize("state", list(RunState))
 @pytest.mark.parametrize("event", list(RunEvent))

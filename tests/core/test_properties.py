@@ -81,6 +81,19 @@ class Model:
     def save(self):
         self.checkpoint = min(rank.committed for _, rank in self.present())
 
+    def regrow(self):
+        """Every rank that was given up comes back, whether or not a step was committed meanwhile."""
+        if not any(rank.given_up for rank in self.ranks):
+            return
+        for _, rank in self.present():
+            rank.machine.advance(RankEvent.ABORT_SENT)
+            rank.machine.advance(RankEvent.GOT_READY)
+        for rank in self.ranks:
+            if rank.given_up:
+                rank.given_up = False
+                self.spawn(rank, loads=False)
+        self.form()
+
     def strike(self, victims, kind):
         """Some ranks are lost at once, the others lose their peers."""
         present = [number for number, _ in self.present()]
@@ -131,7 +144,7 @@ class Model:
         if isinstance(plan, GiveUp):
             self.ended = plan
             return
-        self.history.append(replace(incident, kept=plan.kept))
+        self.history.append(replace(incident, kept=plan.kept, dropped=plan.dropped))
         assert isinstance(plan, ReplaceRanks)
         handled = set(plan.ranks) | set(plan.dropped)
         kept = [standing for standing in parked if standing.rank not in handled]
@@ -161,11 +174,12 @@ class Model:
 EVENTS = st.one_of(
     st.tuples(st.just("commit"), st.sets(st.integers(0, WORLD - 1), max_size=WORLD - 1)),
     st.tuples(st.just("save"), st.just(frozenset())),
+    st.tuples(st.just("regrow"), st.just(frozenset())),
     st.tuples(st.just("strike"), st.sets(st.integers(0, WORLD - 1), min_size=1)),
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(EVENTS, st.sampled_from(CAUSES)), max_size=40))
 def test_whatever_happens_the_invariants_hold(events):
     """The newest survivor's step is kept, nobody lost is forgotten, and every row of plans ends.
@@ -184,6 +198,8 @@ def test_whatever_happens_the_invariants_hold(events):
             since_progress = 0 if model.committed_max > before else since_progress
         elif name == "save":
             model.save()
+        elif name == "regrow":
+            model.regrow()
         else:
             model.strike(arguments, kind)
             since_progress += 1
@@ -194,13 +210,15 @@ def test_whatever_happens_the_invariants_hold(events):
     assert len(model.history) <= SETTINGS.max_restarts + WORLD
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(CAUSES), st.integers(1, WORLD))
-def test_a_crash_loop_always_ends(kind, count):
-    """Faults without progress end the run after a bounded number, whoever they hit."""
+@settings(max_examples=100)
+@given(st.sampled_from(CAUSES), st.integers(1, WORLD), st.booleans())
+def test_a_crash_loop_always_ends(kind, count, comes_back):
+    """Faults without progress end the run after a bounded number, whoever they hit and returns."""
     model = Model()
     for _ in range(SETTINGS.no_progress_generations + 2 * WORLD + SETTINGS.max_restarts):
         model.strike(set(range(count)), kind)
         if model.ended is not None:
             return
+        if comes_back:
+            model.regrow()
     raise AssertionError("it would go on for ever")

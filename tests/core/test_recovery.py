@@ -18,6 +18,7 @@ from ddp_runner.core.recovery import (
     WorldFacts,
     backoff_s,
     plan_recovery,
+    regrow_delay_s,
 )
 from ddp_runner.core.settings import RecoverySettings
 
@@ -154,6 +155,45 @@ def test_another_error_or_step_is_retried(earlier):
     )
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "/x/step.py", line 40, in loss
+    return check(batch)
+  File "/x/task.py", line {line}, in check
+    raise ValueError(f"no {{batch}}")
+ValueError: {text}
+"""
+
+
+def raised(text, *, line=7, type_name="ValueError", committed=10):
+    """An exception as its rank tells it, with its traceback."""
+    made = incident(FaultKind.RANK_RAISED, committed=committed)
+    detail = TRACEBACK.format(line=line, text=text)
+    fault = replace(made.culprit, cause=f"{type_name}: {text}", detail=detail)
+    return replace(made, attribution=Attribution(culprit=fault, causes=(fault,), victims=()))
+
+
+@pytest.mark.parametrize("text", ["no <Batch at 0x7f3a11>", "no batch 41 of pid 977", "17:03:11"])
+def test_an_error_is_the_same_whatever_its_message_holds(text):
+    """An address, a number, the time: where and as what it was raised is what counts."""
+    answer = plan(raised("no <Batch at 0x7fc2b0>"), [raised(text, committed=9)])
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.FAILED
+
+
+@pytest.mark.parametrize("changes", [{"line": 8}, {"type_name": "KeyError"}])
+def test_an_error_from_another_line_or_of_another_type_is_another_one(changes):
+    """Control, with the very same message."""
+    answer = plan(raised("no"), [raised("no", committed=9, **changes)])
+    assert isinstance(answer, ReplaceRanks)
+
+
+def test_two_strikes_at_one_step_are_two_errors():
+    """Injected errors are all raised in the same line: their number tells one from the next."""
+    first, second = (raised(f"strike {n}", type_name="InjectedError", committed=9) for n in (1, 2))
+    assert isinstance(plan(second, [first]), ReplaceRanks)
+    assert isinstance(plan(first, [first]), GiveUp)
+
+
 def test_an_error_before_the_world_ever_formed_is_not_retried():
     """A task that cannot be built will not be built by trying again."""
     assert isinstance(plan(incident(FaultKind.RANK_RAISED, formed=False)), GiveUp)
@@ -246,6 +286,25 @@ def test_a_rank_is_not_given_up_too_soon_nor_below_the_least_world(history_lengt
     assert answer.dropped == ()
 
 
+def test_a_slot_that_comes_back_and_dies_without_a_step_in_between_is_no_progress():
+    """Giving it up again would go on for ever; control: after a step it is given up again."""
+    row = [incident(at_s=980.0 + number, generation=number) for number in range(2)]
+    row.append(replace(incident(at_s=990.0, generation=2), dropped=(1,)))
+    answer = elastic_plan(incident(generation=3), row)
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.GAVE_UP
+    later = elastic_plan(incident(generation=3, committed=11), row)
+    assert later == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, dropped=(1,))
+
+
+def test_a_return_that_did_not_last_is_tried_ever_later():
+    """Twice as long each time, up to the window in which its faults count."""
+    settings = RecoverySettings(regrow_after=10.0, restart_window_s=60.0)
+    assert [regrow_delay_s(count, settings) for count in (0, 1, 2, 3, 9999)] == [10, 20, 40, 60, 60]
+    rare = RecoverySettings(regrow_after=100.0, restart_window_s=60.0)
+    assert regrow_delay_s(3, rare) == 100.0
+
+
 def test_a_lost_device_is_given_up_at_once():
     """A broken GPU is not tried again on the same slot."""
     answer = elastic_plan(incident(FaultKind.DEVICE_LOST), [])
@@ -260,6 +319,43 @@ def test_running_out_of_memory_in_a_step_costs_no_budget():
     assert plan(now, row) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
 
 
+def short_again(count, **facts):
+    """So many shortages of a rank that had nothing left to change, with a step between each two."""
+    return [
+        replace(
+            incident(FaultKind.OUT_OF_MEMORY, committed=at, step=at, at_s=990.0 + at, **facts),
+            once_more=True,
+        )
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["mended in place", "replaced"])
+def test_trying_once_more_for_lack_of_memory_costs_budget(known):
+    """A rank that is killed in its optimizer at every step goes on with the others: only this ends it."""
+    now = replace(incident(FaultKind.OUT_OF_MEMORY, phase="optimizer"), once_more=known)
+    assert isinstance(plan(now, short_again(3)), ReplaceRanks)
+    answer = plan(now, short_again(4, cause="killed by the kernel"))
+    assert isinstance(answer, GiveUp)
+    assert (answer.status, answer.fault.cause) == (RunStatus.GAVE_UP, "killed by the kernel")
+    assert "restart budget spent" in answer.reason
+
+
+def test_a_shortage_at_the_same_step_again_with_nothing_to_change_is_no_progress():
+    """What follows it is not known yet when the third rank in a row has been killed."""
+    row = [replace(one, committed_step=10) for one in short_again(2)]
+    answer = plan(incident(FaultKind.OUT_OF_MEMORY), row)
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.GAVE_UP
+
+
+def test_halving_costs_no_budget_after_shortages_that_did():
+    """Control: the micro-batch has grown since, and the newest shortage halved it."""
+    halved = incident(FaultKind.OUT_OF_MEMORY, phase="forward", at_s=999.0)
+    now = incident(FaultKind.OUT_OF_MEMORY, phase="forward")
+    assert isinstance(plan(now, [*short_again(9), halved]), ReplaceRanks)
+
+
 @pytest.mark.parametrize("formed", [True, False])
 def test_running_out_of_memory_while_starting_is_not_tried_for_ever(formed):
     """Halving a micro-batch helps nobody who has not got so far."""
@@ -270,3 +366,26 @@ def test_running_out_of_memory_while_starting_is_not_tried_for_ever(formed):
     now = incident(FaultKind.OUT_OF_MEMORY, phase="startup", formed=formed)
     assert isinstance(plan(now, row), GiveUp)
     assert isinstance(plan(now), ReplaceRanks if formed else GiveUp)
+
+
+def disagreement(*, step=10, kind=FaultKind.COLLECTIVE_STUCK, is_disagreement=True, **facts):
+    made = incident(kind, step=step, rank=-1, **facts)
+    fault = replace(made.culprit, is_disagreement=is_disagreement)
+    return replace(made, attribution=Attribution(culprit=fault, causes=(fault,), victims=()))
+
+
+def test_ranks_that_disagree_at_the_same_step_twice_are_the_users_error():
+    """Once may be an accident; whatever rank gloo ended, the same step goes wrong in every process."""
+    first = disagreement(cause="rank 0 was sent 8 bytes")
+    assert isinstance(plan(first, lost=(0,)), ReplaceRanks)
+    again = plan(disagreement(cause="rank 2 was sent 8 bytes"), [first], lost=(2,))
+    assert isinstance(again, GiveUp)
+    assert again.status is RunStatus.FAILED
+
+
+@pytest.mark.parametrize(
+    "now", [disagreement(step=11), disagreement(is_disagreement=False)], ids=["elsewhere", "stuck"]
+)
+def test_another_step_or_a_mere_wait_is_tried_again(now):
+    """Control: a collective that all wait in may be the network's fault; the budget counts those."""
+    assert isinstance(plan(now, [disagreement()], lost=()), ReplaceRanks)

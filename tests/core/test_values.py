@@ -24,7 +24,7 @@ SAMPLES = [
                   run_id="r"),
     messages.Abort(generation=4),
     messages.Stacks(),
-    messages.CollectivesBegun(rank=1, count=7),
+    messages.CollectivesBegun(rank=1, step=3, count=7),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
     messages.Inject(kind="kill", number=3),
@@ -35,16 +35,21 @@ SAMPLES = [
                     rebuild_s=0.3),
     messages.Faulted(generation=1, fault=FAULT),
     messages.Metrics(rank=0, step=5, values={"loss": 1.5}),
-    messages.Saved(rank=0, step=5, path="a/b", blocked_s=0.1, size_bytes=3),
+    messages.Saved(rank=0, step=5, path="a/b", blocked_s=0.1, size_bytes=3, sha256="0"),
     messages.LoaderWorkers(rank=0, pids=(1, 2)),
     messages.StopAsked(rank=0, reason=StopReason.PREEMPTED),
+    messages.Lived(
+        rank=0, generation=2, run_id="r", clock="boot", began_ns=1, at_ns=2, spent_ns={"productive": 1}
+    ),
     messages.Finished(rank=0, reason=StopReason.COMPLETED, step=9, report={"a": [1, "b"]}),
     messages.Adjusted(rank=0, step=3, remedy="a", inexact_reason="b"),
     messages.MendedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
+    messages.Noted(rank=0, fault=FAULT, remedy="a"),
     messages.Fork(token=3, rank=1, local_rank=1, spec={"x": 1}),
     messages.Forked(token=3, pid=77),
     messages.ZygoteReady(torch_version="2", import_s=1.0, warning="2 threads run"),
     messages.StoreReady(port=5),
+    messages.SpareReady(),
 ]  # fmt: skip
 
 
@@ -62,6 +67,7 @@ def test_a_fault_fits_a_packet_whatever_users_code_has_raised(filling):
     for message in (
         messages.Faulted(generation=1, fault=fault),
         messages.MendedInPlace(rank=0, fault=fault, remedy="a", seconds=0.5),
+        messages.Noted(rank=0, fault=fault, remedy="a"),
     ):
         sent = messages.decode(messages.encode(message)).fault
         assert sent.cause == fault.cause[: len(sent.cause)]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.watch import (
+    LONG_PHASE_STEPS,
+    FirstSteps,
     HangVerdict,
+    LongPhases,
     Pace,
     RankLook,
     SharedPauses,
@@ -72,6 +77,41 @@ def test_evaluations_saves_and_first_steps_have_deadlines_of_their_own(phase, st
     assert verdict(look(0, Phase.REDUCE, 1.0), after) == HangVerdict(
         ranks=(1,), waited_s=limit_s + 0.1
     )
+
+
+@pytest.mark.parametrize(
+    ("first_s", "limit_s"),
+    [(None, 100.0), (0.0, 10.0), (0.5, 10.0), (4.0, 40.0), (30.0, 100.0)],
+    ids=["nobody knows", "too short to see", "short", "slow", "compiled"],
+)
+def test_the_first_steps_of_a_later_process_take_as_long_as_those_before(first_s, limit_s):
+    """Ten times as long, and never longer than the setting; a data set may have to skip far."""
+    pace = Pace(slowest_step_s=0.1, verdicts_in_a_row=0, first_s=first_s)
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE):
+        assert phase_deadline_s(look(1, phase, 0.0, steps_here=1), pace, SETTINGS) == limit_s
+    assert phase_deadline_s(look(1, Phase.DATA, 0.0, steps_here=1), pace, SETTINGS) == 100.0
+    patient = replace(pace, verdicts_in_a_row=1)
+    later_s = phase_deadline_s(look(1, Phase.FORWARD, 0.0, steps_here=1), patient, SETTINGS)
+    assert later_s == min(100.0, 4 * limit_s)
+    old, new = look(0, Phase.REDUCE, limit_s + 1), look(1, Phase.REDUCE, limit_s - 1, steps_here=1)
+    assert find_hung([old, new], pace, SETTINGS) is None
+    later = replace(new, age_s=limit_s + 0.5)
+    assert find_hung([old, later], pace, SETTINGS) == HangVerdict(ranks=(), waited_s=limit_s + 0.5)
+
+
+def test_first_steps_count_once_a_process_has_got_through_them():
+    """One that hung in them, and was killed, has shown nothing; its successor begins anew."""
+    first = FirstSteps()
+    first.observe(look(0, Phase.FORWARD, 90.0, steps_here=1), process=10)
+    assert first.longest_s is None
+    first.observe(look(0, Phase.BACKWARD, 2.0, steps_here=0), process=11)
+    first.observe(look(0, Phase.DATA, 50.0, steps_here=2), process=11)
+    first.observe(look(0, Phase.FORWARD, 1.0, steps_here=2), process=11)
+    assert first.longest_s is None
+    first.observe(look(0, Phase.FORWARD, 8.0, steps_here=3), process=11)
+    assert first.longest_s == 2.0
+    first.observe(look(1, Phase.REDUCE, 60.0, steps_here=3), process=12)
+    assert first.longest_s == 2.0
 
 
 @pytest.mark.parametrize(
@@ -169,3 +209,46 @@ def test_patience_has_an_end(verdicts_in_a_row):
 def test_a_world_of_nobody_is_not_hung():
     """All have finished."""
     assert verdict() is None
+
+
+def slow_phase(phases, *, step, lasted_s, process=7, next_process=7, stopped=False):
+    """Looks at a rank that stays in one forward, a tick apart, and then at the next phase."""
+    for tick in range(int(lasted_s * 10) + 1):
+        seen = look(0, Phase.FORWARD, tick / 10, stopped=stopped)
+        phases.observe(seen, process=process, since_ns=step, step=step)
+    after = look(0, Phase.REDUCE, 0.0)
+    phases.observe(after, process=next_process, since_ns=step + 1, step=step)
+
+
+def test_a_rare_slow_step_lengthens_the_deadline_for_the_next_ones():
+    """Three times as long as it was; control: not for ever, and the usual steps stay below."""
+    phases = LongPhases()
+    slow_phase(phases, step=100, lasted_s=5.0)
+    pace = Pace(slowest_step_s=0.02, verdicts_in_a_row=0, longest_phase_s=phases.longest_s(300))
+    assert phase_deadline_s(look(0, Phase.FORWARD, 0.0), pace, SETTINGS) == pytest.approx(15.0)
+    assert phases.longest_s(100 + LONG_PHASE_STEPS) == 0.0
+
+
+def test_a_step_that_outlasts_a_verdict_is_remembered_for_good():
+    """It was slow, not hung: else its rank would be killed whenever it comes around again."""
+    phases = LongPhases()
+    phases.doubt(100)
+    slow_phase(phases, step=100, lasted_s=5.0)
+    assert phases.longest_s(1_000_000) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "forgets"),
+    [({"next_process": 8}, False), ({"stopped": True}, False), ({}, True)],
+    ids=["killed", "stopped", "aborted"],
+)
+def test_a_phase_that_did_not_end_by_itself_says_nothing_of_the_pace(changes, forgets):
+    """Controls: a real hang is found as soon the next time."""
+    phases = LongPhases()
+    if forgets:
+        phases.observe(look(0, Phase.FORWARD, 5.0), process=7, since_ns=1, step=9)
+        phases.forget_open()
+        phases.observe(look(0, Phase.FORWARD, 0.0), process=7, since_ns=2, step=9)
+    else:
+        slow_phase(phases, step=9, lasted_s=5.0, **changes)
+    assert phases.longest_s(9) == 0.0

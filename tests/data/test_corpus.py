@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ from ddp_runner.data.corpus import (
     standard_library_root,
 )
 from ddp_runner.data.windows import ByteWindows
+from tests.processes import open_files_in
 
 
 @pytest.fixture
@@ -165,19 +165,14 @@ def _text(tmp_path, content):
     return type(scanned)(root=tmp_path, files=files, starts=(0, 0, 0), sizes=(3, 97, 150))
 
 
-def _open_files():
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
 def test_windows_open_few_maps_and_travel_without_them(tmp_path, monkeypatch):
     """Maps are bounded, and a pickled dataset carries none."""
     monkeypatch.setattr("ddp_runner.data.windows._OPEN_MAPS_MAX", 2)
     for number in range(6):
         (tmp_path / str(number)).write_bytes(b"abcdefghij")
     windows = ByteWindows(scan_text_files(tmp_path), seq_len=9)
-    before = _open_files()
     assert {bytes(windows[i].tolist()) for i in (0, 3, 5, 0, 1, 2, 4)} == {b"abcdefghij"}
-    assert _open_files() - before == 2
+    assert len(open_files_in(tmp_path)) == 2
     assert pickle.loads(pickle.dumps(windows))[3].tolist() == windows[3].tolist()
 
 

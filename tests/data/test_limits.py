@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from ddp_runner.core.faults import FaultKind
+from ddp_runner.data.limits import raise_open_file_limit
+from tests.processes import run_ranks
+
+from .test_loader_faults import indices_of, make
+
+
+def _raise_the_limit(me):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+    first = raise_open_file_limit()
+    return first, resource.getrlimit(resource.RLIMIT_NOFILE), raise_open_file_limit()
 
 
 def test_open_file_limit_is_raised_to_the_hard_one():
     """The soft limit becomes the hard one, and the second call finds nothing to do."""
-    code = (
-        "import resource as r\n"
-        "from ddp_runner.data.limits import raise_open_file_limit as up\n"
-        "r.setrlimit(r.RLIMIT_NOFILE, (100, 200))\n"
-        "assert up() == (100, 200) and r.getrlimit(r.RLIMIT_NOFILE) == (200, 200)\n"
-        "assert up() == (200, 200)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_ranks(_raise_the_limit, 1) == [((100, 200), (200, 200), (200, 200))]
 
 
-MANY_TENSORS = """
-import os, resource as r, sys
-import tests.data.test_loader_faults as t
-class Many(t.Plain):
+class Many:
+    """Samples of so many tensors."""
+
+    def __init__(self, tensors):
+        self._tensors = tensors
+
     def __getitem__(self, index):
-        return [t.torch.full((3,), index) for _ in range({tensors})]
-r.setrlimit(r.RLIMIT_NOFILE, (80, 80))
-told = []
-with t.make(Many(), num_workers=1, on_mended=told.append) as loader:
-    for step in range(6):
-        (taken,) = loader.take(step)
-        assert len(taken.batch) == {tensors}
-        for tensor in taken.batch:
-            assert [row[0].item() for row in tensor] == list(t.indices_of(step)), tensor
-    assert loader.workers == 1
-for mended in told:
-    print(mended.fault.kind.value, mended.fault.cause, mended.remedy, sep="; ")
-"""
+        return [torch.full((3,), index) for _ in range(self._tensors)]
+
+
+def _load_with_few_files(me, tensors):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+    told = []
+    with make(Many(tensors), num_workers=1, on_mended=told.append) as loader:
+        for step in range(6):
+            (taken,) = loader.take(step)
+            assert len(taken.batch) == tensors
+            for tensor in taken.batch:
+                assert [row[0].item() for row in tensor] == list(indices_of(step)), tensor
+        assert loader.workers == 1
+    return [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in told]
 
 
 @pytest.mark.parametrize("tensors", [2, 100], ids=["enough", "too few"])
 def test_without_open_files_batches_come_through_a_pipe(tensors):
     """One clear line, the same batches; the control has files enough and hears nothing."""
-    code = MANY_TENSORS.format(tensors=tensors)
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    (told,) = run_ranks(_load_with_few_files, 1, tensors)
     if tensors == 2:
-        assert done.stdout == ""
+        assert told == []
         return
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("loader_worker_died; too many open files (ulimit -n is 80): ")
-    assert line.endswith("batches are copied through a pipe, which needs no open files")
+    ((kind, cause, remedy),) = told
+    assert kind is FaultKind.LOADER_WORKER_DIED
+    assert cause.startswith("too many open files (ulimit -n is 80): ")
+    assert remedy.endswith("batches are copied through a pipe, which needs no open files")
 
 
 SMALL_SHARED_MEMORY = """
@@ -94,7 +101,7 @@ def test_batches_take_no_room_in_shared_memory():
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "/dev/shm has 0.0 MB free of 0.2 MB" in done.stdout

@@ -92,7 +92,7 @@ def test_every_step_has_its_samples_and_draws(reference, workers):
         for step in range(TOTAL_STEPS):
             taken = loader.take(step)
             mine = share(ORDER.indices(step), rank=1, world_size=2).tolist()
-            assert [len(micro.indices) for micro in taken] == [4, 2]
+            assert [len(micro.indices) for micro in taken] == [3, 3]
             assert flat(taken)[0] == mine == flat(taken)[1][:, 0].tolist()
             assert_same(taken, reference[step])
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_runner.data.order import SampleOrder, micro_batches, permutation, share
+from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, permutation, share
 
 sizes = st.integers(1, 400)
 
 
 @given(size=sizes, batch=st.integers(1, 60), epoch=st.integers(0, 5), seed=st.integers(0, 2**63))
-@settings(deadline=None)
 def test_each_index_is_taken_at_most_once_per_epoch(size, batch, epoch, seed):
     """The steps of an epoch never repeat a sample, and leave out less than one global batch."""
     batch = min(batch, size)
@@ -26,7 +25,6 @@ def test_each_index_is_taken_at_most_once_per_epoch(size, batch, epoch, seed):
 
 
 @given(total=st.integers(0, 200), world_size=st.integers(1, 17))
-@settings(deadline=None)
 def test_shares_of_all_ranks_are_the_whole_in_order(total, world_size):
     """Whatever the world size, the ranks together load exactly the step's samples, evenly."""
     indices = np.arange(total, dtype=np.int64) * 7
@@ -36,13 +34,21 @@ def test_shares_of_all_ranks_are_the_whole_in_order(total, world_size):
 
 
 @given(total=st.integers(0, 100), size=st.integers(1, 40))
-@settings(deadline=None)
 def test_micro_batches_are_the_share_cut_in_order(total, size):
-    """Cutting loses, repeats and reorders nothing; only the last piece is shorter."""
+    """Cutting loses, repeats and reorders nothing; as few pieces as can be, nearly equal ones."""
     indices = np.arange(total, dtype=np.int64)
     pieces = micro_batches(indices, size)
     assert [i for piece in pieces for i in piece.tolist()] == indices.tolist()
-    assert all(len(piece) == size for piece in pieces[:-1])
+    assert len(pieces) == micro_batch_count(total, size) == -(-total // size)
+    sizes = {len(piece) for piece in pieces} or {0}
+    assert max(sizes) <= size
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(total=st.integers(2, 100), size=st.integers(3, 40))
+def test_no_sample_is_left_alone_where_three_fit(total, size):
+    """Batch normalisation refuses a batch of one."""
+    assert min(map(len, micro_batches(np.arange(total, dtype=np.int64), size))) >= 2
 
 
 def test_order_is_the_same_for_ever():

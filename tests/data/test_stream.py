@@ -96,7 +96,16 @@ class StatefulIterator(Stream):
 KINDS = pytest.mark.parametrize("kind", [Stream, Stateful, StatefulIterator])
 
 
-def make(dataset=None, *, position=None, rank=0, world_size=1, told=None, on_wait=lambda: None):
+def make(
+    dataset=None,
+    *,
+    position=None,
+    rank=0,
+    world_size=1,
+    told=None,
+    on_wait=lambda: None,
+    collate_fn=None,
+):
     order = StreamOrder(seed=3, dataset_size=10 * BATCH, global_batch_size=BATCH, shuffle=False)
     return StreamLoader(
         Stream() if dataset is None else dataset,
@@ -107,6 +116,7 @@ def make(dataset=None, *, position=None, rank=0, world_size=1, told=None, on_wai
         micro_batch_size=4,
         on_wait=on_wait,
         log=(lambda _: None) if told is None else told.append,
+        collate_fn=collate_fn,
     )
 
 
@@ -172,6 +182,49 @@ def test_skipping_shows_how_far_it_is(monkeypatch):
     first = "the stream has no state_dict: skipping 12 items of its epoch"
     assert told["slow"] == [first] + [f"skipped {n} of 12 items of the stream" for n in range(12)]
     assert told["quick"] == [first]
+
+
+class NamesItsEpoch(Stateful):
+    """Its state holds the epoch, as of loaders that are resumed in the middle of one."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.epoch = state["epoch"]
+
+
+def test_a_state_that_names_its_epoch_does_not_hold_the_stream_in_the_first_one():
+    """Each epoch has its own items; another process goes on in the epoch that the state names."""
+    loader = make(NamesItsEpoch())
+    epochs = [int(step[0, 0]) // 1000 for step in all_steps(loader, range(9))]
+    assert epochs == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    position = StreamPosition()
+    all_steps(make(NamesItsEpoch(), position=position), range(5))
+    other = StreamPosition()
+    other.restore(position.to_record(5))
+    assert int(rows(make(NamesItsEpoch(), position=other).take(5))[0, 0]) // 1000 == 1
+
+
+def test_where_a_stream_stands_is_told_with_its_first_item():
+    """Alike for equal streams, and not for those that begin differently."""
+    loaders = [make(Stream()), make(Stream()), make(Shifted())]
+    for loader in loaders:
+        loader.take(0)
+    first, second, third = (loader.position() for loader in loaders)
+    assert first == second
+    assert first[:2] == third[:2] == (0, BATCH)
+    assert first[2][:2] == third[2][:2] == (0, 0)
+    assert first[2] != third[2]
+
+
+class Shifted(Stream):
+    """Another rank's share."""
+
+    def __iter__(self):
+        for item in super().__iter__():
+            yield item + 1.0
 
 
 def test_the_last_step_is_taken_again_for_free_and_a_later_one_is_known():
@@ -337,6 +390,34 @@ def test_an_item_that_raises_is_named():
     with pytest.raises(FaultError, match=r"sample 8 .*ValueError: broken shard") as raised:
         loader.take(1)
     assert (raised.value.fault.kind, raised.value.fault.step) == (FaultKind.BAD_SAMPLE, 1)
+
+
+@pytest.mark.parametrize("where", ["item", "collate"])
+def test_refused_memory_is_no_bad_item(where):
+    """A smaller micro-batch may help, and the stream is read again from where the step began."""
+
+    class Greedy(Stream):
+        refuses = True
+
+        def __iter__(self):
+            for number, item in enumerate(super().__iter__()):
+                if where == "item" and number == 8 and Greedy.refuses:
+                    np.empty(2**62, dtype=np.uint8)
+                yield item
+
+    def collate(items):
+        if where == "collate" and items[0][0] == 6 and Greedy.refuses:
+            torch.empty(2**62, dtype=torch.uint8)
+        return torch.stack(items)
+
+    loader = make(Greedy(), collate_fn=collate)
+    loader.take(0)
+    with pytest.raises(FaultError) as raised:
+        loader.take(1)
+    fault = raised.value.fault
+    assert (fault.kind, fault.phase) == (FaultKind.OUT_OF_MEMORY, "data")
+    Greedy.refuses = False
+    assert torch.equal(rows(loader.take(1)), all_steps(make(), range(2))[1])
 
 
 def test_a_stream_without_one_batch_is_the_users_error():

@@ -39,6 +39,19 @@ def test_each_kill_is_claimed_by_one_process(container):
     assert [kills.claim(5.0) for _ in range(3)] == [True, True, False]
 
 
+def test_a_kill_is_left_to_who_is_likelier_to_be_its_own(container):
+    """One kill and a larger process that has not asked yet; with two kills there is one for both."""
+    kills = KernelKills(container(2))
+    container(3)
+    assert not kills.claim(5.0, before_it=1)
+    container(4)
+    assert [kills.claim(5.0, before_it=1), kills.claim(5.0), kills.claim(5.0)] == [
+        True,
+        True,
+        False,
+    ]
+
+
 def test_kills_before_the_run_are_none_of_its_own(container):
     """Control: a counter that stands still, however high, claims nothing."""
     kills = KernelKills(container(2))

@@ -184,6 +184,24 @@ def test_without_a_hard_limit_nothing_raises():
     assert bench.manager.level is Level.LIMIT
 
 
+def test_the_workers_of_an_evaluation_count_while_it_lasts():
+    """For the hard limit too; they are no leak, and afterwards only training's are asked for."""
+    bench = Bench(max_memory_gb=3.0)
+    bench.reading = replace(CALM, rss_bytes=GB, loader_bytes=GB)
+    with bench.manager.beside(lambda: (21,)):
+        for step in range(0, 1000, 10):
+            loaders = GB + step * 10**5
+            bench.reading = replace(CALM, rss_bytes=GB, loader_bytes=loaders)
+            bench.manager.in_evaluation(step)
+        assert bench.loader_pids_seen == (11, 12, 21)
+        bench.reading = replace(CALM, rss_bytes=GB, loader_bytes=3 * GB)
+        with pytest.raises(FaultError, match=r"uses 4\.00 GB of max_memory_gb=3"):
+            bench.manager.in_evaluation(1000)
+    assert bench.manager.suspected_leaks == ()
+    assert bench.manager.peaks()["peak_loader_bytes"] == 3 * GB
+    assert bench.loader_pids_seen == (11, 12)
+
+
 def test_peaks_are_the_highest_ever_seen():
     """Peaks keep the high-water marks of the system and the highest look at the loaders."""
     bench = Bench()
@@ -250,8 +268,8 @@ def test_periodic_clean_up_collects_garbage():
 def test_clean_up_off_never_collects():
     """Control: cleanup_interval=0 leaves collection to Python."""
     bench = Bench(cleanup_interval=0)
-    before = gc.get_stats()[2]["collections"]
     gc.disable()
+    before = gc.get_stats()[2]["collections"]
     try:
         for step in range(1, 50):
             bench.manager.after_step(step)

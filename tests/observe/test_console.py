@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 
 from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail
 from ddp_runner.observe.logger import format_record
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, LINE_BYTES_MAX
+from tests.processes import open_files_in
 
 AT = datetime(2026, 11, 20, 19, 47, 20, tzinfo=timezone.utc)
 
@@ -23,10 +23,6 @@ def record(level, message, *, rank=0, step=None):
 def append(directory, rank, text):
     with (directory / f"rank_{rank}.log").open("ab") as file:
         file.write(text if isinstance(text, bytes) else text.encode())
-
-
-def open_descriptors():
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 class Follower:
@@ -241,12 +237,12 @@ def test_a_writer_killed_in_mid_line_hides_nothing_of_its_successor(tmp_path, fo
 
 def test_closing_leaves_no_descriptor_open(tmp_path):
     """A tail gives its files back."""
-    before = open_descriptors()
     append(tmp_path, 0, "x\n")
     tail = LogTail(tmp_path, ranks=1, debug=False)
     tail.poll()
+    assert len(open_files_in(tmp_path)) == 1, "control"
     tail.close()
-    assert open_descriptors() == before
+    assert open_files_in(tmp_path) == []
 
 
 def test_one_path_per_rank_may_be_given(tmp_path):

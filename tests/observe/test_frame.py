@@ -132,7 +132,7 @@ def test_progress_line():
 
 def test_summary_block_tells_people_everything():
     """Status, steps, loss, figures, goodput, faults with repair time, digest, checkpoint, logs."""
-    block = summary_block(run_summary(), log_dir="logs")
+    block = summary_block(run_summary(), log_dir="logs", width=80)
     text = "\n".join(block)
     for part in (
         "completed",
@@ -150,6 +150,17 @@ def test_summary_block_tells_people_everything():
     assert max(len(line) for line in block) < 80
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_summary_block_is_broken_between_words(width):
+    """On a narrow terminal as well, which would break lines anywhere; only a path may be longer."""
+    block = summary_block(run_summary(), log_dir="logs", width=width)
+    path = "checkpoints/step_00001500.pt"
+    assert max(len(line) for line in block if path not in line) < min(width, 80)
+    text = " ".join(" ".join(block).split())
+    for part in ("1,500 steps, 48,000 samples, 2 ranks", "validation bits per byte 2.4971", path):
+        assert part in text
+
+
 def test_summary_block_of_a_failed_run():
     """No figure is made up: unknown ones are dashes, inexact runs say why, many faults are cut."""
     (fault,) = run_summary().faults
@@ -163,7 +174,7 @@ def test_summary_block_of_a_failed_run():
         inexact_reasons=("batches were split",),
         faults=(fault,) * (FAULTS_SHOWN_MAX + 3),
     )
-    text = "\n".join(summary_block(summary, log_dir="logs"))
+    text = "\n".join(summary_block(summary, log_dir="logs", width=80))
     assert "failed" in text
     assert "-, not bit-exact: batches were split" in text
     assert "and 3 more, in events.jsonl" in text

@@ -13,6 +13,7 @@ from ddp_runner.core.launch import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import Forked, StoreReady, ZygoteReady
 from ddp_runner.supervisor.children import reap_children
 from ddp_runner.supervisor.world import World
+from tests.processes import DEADLINE_S
 
 TASK = f"{__file__}:WaitingTask"
 
@@ -83,7 +84,7 @@ class PlayedSupervisor:
     def zygote_pid(self):
         return self.world._zygote.pid
 
-    def until(self, check, *, timeout_s=20.0):
+    def until(self, check, *, timeout_s=DEADLINE_S):
         """Receive and reap until ``check`` holds."""
         deadline_s = time.monotonic() + timeout_s
         while not check():
@@ -104,10 +105,10 @@ class PlayedSupervisor:
         if isinstance(message, ZygoteReady):
             self.world.zygote_is_ready()
         if isinstance(message, StoreReady):
-            self.world.store_ready = True
+            self.world.store_is_ready()
         if isinstance(message, Forked):
             self.world.claim(message)
-            self.store_pid = self.world._store_pid
+            self.store_pid = None if self.world.store is None else self.world.store.pid
 
     def count(self, kind):
         """How many messages of a kind were heard."""
@@ -116,8 +117,8 @@ class PlayedSupervisor:
     def spawn_store(self):
         """Fork a store host and wait for it."""
         forks = self.count(Forked)
-        self.world.spawn_store()
-        self.until(lambda: self.world.store_ready and self.count(Forked) > forks)
+        self.world.start_store()
+        self.until(lambda: self.world.has_ready_store and self.count(Forked) > forks)
 
     def spawn_rank(self, handle, *, loads):
         """Fork a rank."""

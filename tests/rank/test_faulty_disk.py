@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.faults import FaultError
 from ddp_runner.rank.faulty_disk import FaultyDisk
+from ddp_runner.rank.fenced_disk import FencedDisk
 from tests.checkpoint.states import save, steps_in
 
 
@@ -26,6 +28,33 @@ def test_a_full_disk_is_one_that_the_system_refuses_to_write(tmp_path):
     assert steps_in(tmp_path) == [10, 30]
 
 
+class _CondemnedMeanwhile(FencedDisk):
+    """Its rank is declared dead while the file is being written."""
+
+    def __init__(self, slot):
+        super().__init__(lambda: bool(slot.get(Cell.CONDEMNED)))
+        self._slot = slot
+
+    def sync_file(self, handle):
+        super().sync_file(handle)
+        self._slot.set(Cell.CONDEMNED, 1)
+
+
+def test_a_rank_that_is_declared_dead_publishes_and_deletes_nothing(tmp_path):
+    """The save that it is in the middle of ends there, and what other processes see stays as it is."""
+    slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
+    fenced = FencedDisk(lambda: bool(slot.get(Cell.CONDEMNED)))
+    for step in (10, 20):
+        save(tmp_path, step, disk=fenced, keep_last=2)
+    visible = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
+    with pytest.raises(FaultError, match="declared dead"):
+        save(tmp_path, 30, disk=_CondemnedMeanwhile(slot), keep_last=2)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")} == visible
+    slot.set(Cell.CONDEMNED, 0)
+    save(tmp_path, 30, disk=fenced, keep_last=2)
+    assert steps_in(tmp_path) == [20, 30]
+
+
 def test_an_io_error_meets_one_save_and_keeps_what_was_there(tmp_path):
     """It is told as one; the save after it works."""
     disk = FaultyDisk()
@@ -38,17 +67,17 @@ def test_an_io_error_meets_one_save_and_keeps_what_was_there(tmp_path):
     assert steps_in(tmp_path) == [10, 30]
 
 
-def test_a_slow_disk_takes_its_time_once(tmp_path):
-    """The next write only."""
-    disk = FaultyDisk()
+def test_a_slow_disk_takes_its_time_once(tmp_path, monkeypatch):
+    """The next write only: the others are no slower than the disk is."""
+    slept_s, sleep, disk = [], time.sleep, FaultyDisk()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (slept_s.append(seconds), sleep(seconds)))
     disk.slow_down(seconds=0.3)
-    took_s = []
-    for step in (10, 20):
-        began_s = time.monotonic()
+    began_s = time.monotonic()
+    save(tmp_path, 10, disk=disk)
+    assert time.monotonic() - began_s >= 0.3
+    for step in (20, 30):
         save(tmp_path, step, disk=disk)
-        took_s.append(time.monotonic() - began_s)
-    assert took_s[0] >= 0.3
-    assert took_s[1] < took_s[0]
+    assert slept_s == [0.3]
 
 
 def test_a_damaged_checkpoint_is_the_newest_and_is_found(tmp_path):

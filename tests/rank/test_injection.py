@@ -12,7 +12,7 @@ from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.classify import classify_error
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind, parse_injection
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.injection import InjectedError, InjectingSlot
 
@@ -151,3 +151,18 @@ def test_two_random_exceptions_at_one_step_are_two_errors():
             bench.slot.stamp(Phase.FORWARD, 1)
         said.append(str(raised.value))
     assert len(set(said)) == 2
+
+
+@pytest.mark.parametrize("moment", list(Moment))
+def test_a_moment_inside_a_phase_is_a_place_of_its_own(moment):
+    """Nothing happens at the phases and moments around it."""
+    bench = Bench(f"raise:step=3,phase={moment.value}")
+    bench.begin(3)
+    for phase in Phase:
+        bench.slot.stamp(phase, 1)
+    for other in Moment:
+        if other is not moment:
+            bench.slot.reach(other)
+    with pytest.raises(InjectedError):
+        bench.slot.reach(moment)
+    bench.slot.reach(moment)

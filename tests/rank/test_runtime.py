@@ -18,6 +18,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import (
     Abort,
     Checkpoint,
+    CollectivesBegun,
     Faulted,
     Forked,
     Form,
@@ -241,6 +242,32 @@ def test_survivors_write_their_stacks_and_live(tmp_path):
     assert " in _change_frames_all_the_time\n" in written
 
 
+def _live_with_stderr_closed(me, runtime):
+    runtime.next_generation(READY)
+    sys.stderr.close()
+    runtime.tell(Forked(token=1, pid=1))
+    poll(runtime.stop_asked, what="the stop")
+
+
+def _ask_once_for_stacks(me, path):
+    channel, pid = _supervise(me, path, _live_with_stderr_closed)
+    channel.receive()
+    channel.send(form(1))
+    channel.receive()
+    channel.send(Stacks())
+    begun = channel.receive()[0]
+    channel.send(Stop(reason=StopReason.INTERRUPTED))
+    return begun, exit_code_of(pid)
+
+
+def test_stacks_of_a_rank_that_has_closed_its_stderr_are_written_too(tmp_path):
+    """What user code does to its streams costs neither the stacks nor the rank."""
+    path = tmp_path / "rank_0.log"
+    ((begun, code),) = run_ranks(_ask_once_for_stacks, 1, path)
+    assert (type(begun), code) == (CollectivesBegun, 5)
+    assert "[MainThread] (most recent call first):" in path.read_text(encoding="utf-8")
+
+
 def _compute_with_the_lock_of_the_interpreter_free(me, runtime):
     runtime.tell(Forked(token=1, pid=1))
     time.sleep(60)
@@ -258,16 +285,24 @@ def test_a_rank_ends_when_the_supervisor_hangs_up(tmp_path):
     assert run_ranks(_hang_up, 1, tmp_path / "rank_0.log") == [1]
 
 
-def _send_garbage(me, path):
-    channel, pid = _supervise(me, path, _compute_with_the_lock_of_the_interpreter_free)
+def _compute_with_stderr_closed(me, runtime):
+    sys.stderr.close()
+    _compute_with_the_lock_of_the_interpreter_free(me, runtime)
+
+
+def _send_garbage(me, path, rank_function):
+    channel, pid = _supervise(me, path, rank_function)
     channel.receive()
     channel._socket.send(b"garbage")
     return exit_code_of(pid)
 
 
-def test_a_rank_that_cannot_understand_its_supervisor_ends(tmp_path):
-    """A deaf rank must not live on."""
-    assert run_ranks(_send_garbage, 1, tmp_path / "rank_0.log") == [1]
+@pytest.mark.parametrize(
+    "rank_function", [_compute_with_the_lock_of_the_interpreter_free, _compute_with_stderr_closed]
+)
+def test_a_rank_that_cannot_understand_its_supervisor_ends(tmp_path, rank_function):
+    """A deaf rank must not live on, also where it cannot say why it ends."""
+    assert run_ranks(_send_garbage, 1, tmp_path / "rank_0.log", rank_function) == [1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -296,6 +331,36 @@ def _signal_the_rank(me, path, number):
     except ChannelClosedError:
         return asked, code == 5
     return asked, False
+
+
+def _end_a_process_of_its_own(me, runtime):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, b"x")
+        # Not one long sleep: a signal just before it would be handled only after it.
+        for _ in range(6000):
+            time.sleep(0.01)
+        os._exit(0)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    me.say(exit_code_of(child))
+
+
+def _hear_nothing(me, path):
+    channel, pid = _supervise(me, path, _end_a_process_of_its_own)
+    code = exit_code_of(pid)
+    try:
+        return code, channel.receive()[0]
+    except ChannelClosedError:
+        return code, None
+
+
+def test_a_signal_to_what_user_code_has_forked_is_none_to_the_rank(tmp_path):
+    """A pool of workers is ended by SIGTERM: it ends, and no stop of the run is asked for."""
+    with ranks(_hear_nothing, 1, tmp_path / "rank_0.log") as (rank,):
+        assert rank.hear() == -signal.SIGTERM
+        assert rank.result() == (5, None)
 
 
 def _fail_with_words_left(me, runtime):

@@ -18,7 +18,7 @@ from ddp_runner.training.runtime import Place
 HALVED = Adjusted(
     rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
 )
-SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1)
+SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
 IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", in_peace=True)
 
 
@@ -64,7 +64,7 @@ def summary_of(runtime, tmp_path):
         reason=StopReason.COMPLETED, steps=9, epochs=1, samples=72, loss=0.5, figures={},
         weights_sha256="0", checkpoint="", peaks={}, leaks=(), sample="",
     )  # fmt: skip
-    outside._write_summary(settings, made, report, status=RunStatus.COMPLETED, wall_s=1.0)
+    outside._write_summary(settings, made, report, status=RunStatus.COMPLETED)
     return json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
 
 

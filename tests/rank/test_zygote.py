@@ -28,7 +28,7 @@ def is_gone(pid):
 def connect(port):
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=10))
+    return TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
 
 
 def _host_stores(me, folder):
@@ -52,10 +52,12 @@ def _host_stores(me, folder):
     facts["value"] = connect(port).get("key")
 
     os.kill(first, signal.SIGKILL)
-    played.until(lambda: not played.world.has_store)
+    played.until(lambda: played.world.store is None)
     facts["reaped"] = [signal_number for pid, _, signal_number in played.ended if pid == first]
     facts["port_held"] = answers_on(port)
+    began_s = time.monotonic()
     played.spawn_store()
+    facts["fork_s"] = min(facts["fork_s"], time.monotonic() - began_s)
     facts["same_port"] = played.world.store_port == port
     facts["replaced"] = played.store_pid != first
     second_client = connect(port)
@@ -201,5 +203,5 @@ def test_all_die_with_a_supervisor_that_is_killed(tmp_path):
         every = [pids["zygote"], pids["store"], *pids["ranks"]]
         assert not any(is_gone(pid) for pid in every)
         supervisor.signal(signal.SIGKILL)
-        poll(lambda: all(is_gone(pid) for pid in every), timeout_s=2.0, what="the end of all")
+        poll(lambda: all(is_gone(pid) for pid in every), what="the end of all")
         assert list(tmp_path.iterdir()) == []

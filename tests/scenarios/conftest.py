@@ -1,8 +1,9 @@
-"""What the scenarios share: one run in peace per world size, whose weights are everybody's measure."""
+"""What the scenarios share: runs in peace, made once, whose weights are everybody's measure."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ import pytest
 from tests.scenarios.harness import Outputs, Run
 
 STEPS = 72
-SETTINGS = ("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit")
+# No test of what is not about hangs fails because a busy machine did not run a rank for two seconds.
+PATIENT = ("recovery.hang_min_s=20",)
+SETTINGS = (
+    *("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit"),
+    *PATIENT,
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -21,21 +27,28 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def peace(tmp_path_factory, worker_id):
-    """``peace(world)``: the undisturbed run of that world size, made once for all test processes."""
+def made_once(tmp_path_factory, worker_id):
+    """``made_once(*settings, world=2)``: that run to its end, made once for all test processes."""
     own = tmp_path_factory.getbasetemp()
     shared = own if worker_id == "master" else own.parent
-    known = {}
 
-    def of_world(world):
-        if world not in known:
-            folder = shared / f"peace_{world}"
-            with (shared / f"peace_{world}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not (folder / "logs" / "summary.json").exists():
-                    with Run(folder, *SETTINGS, world=world) as run:
-                        assert run.wait() == 0, run.console
-            known[world] = Outputs(folder)
-        return known[world]
+    def made(*settings, **how):
+        asked = repr((settings, sorted(how.items())))
+        folder = shared / f"made_once_{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "logs" / "summary.json").exists():
+                with Run(folder, *settings, **how) as run:
+                    assert run.wait() == 0, run.console
+        return Outputs(folder)
 
-    return of_world
+    return made
+
+
+@pytest.fixture(scope="session")
+def peace(made_once):
+    """``peace(world)``: the undisturbed run of that world size.
+
+    Its weights are those of any run with its seed, batch size and steps, whatever else is set.
+    """
+    return lambda world: made_once(*SETTINGS, world=world)

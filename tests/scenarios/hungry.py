@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import resource
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp_runner.checkpoint import store
 from tests.scenarios.workload import PacedTask
+
+LIMITED = "limited"  # in the folder where the run was started: its memory is, from now on
+
+
+def limit_address_space(room_mb):
+    """From here on this process gets so much more, and no byte beyond."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = size + room_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def meet(name):
+    """Return once every rank has come here: who fails first makes the others leave, wherever they are."""
+    Path(f"{name}_{os.environ['RANK']}").touch()
+    while len(list(Path().glob(f"{name}_*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.005)
 
 
 class HungryTask(PacedTask):
@@ -20,7 +41,9 @@ class HungryTask(PacedTask):
 
     Each sample of a micro-batch needs ``sample_mb``; ``room_mb`` are left to the process. Half of
     eight samples fits with 1.2 GB to spare: the threads of a new generation reserve up to 0.4 GB of
-    address space, never used, while those of the old one still end.
+    address space, never used, while those of the old one still end. Where it is ``python``, a
+    bytes object needs it in forward, which Python refuses with an error that has no text. ``room_mb=0``:
+    there is no limit.
     """
 
     def __init__(  # noqa: PLR0917 - they come by name from the command line
@@ -45,33 +68,106 @@ class HungryTask(PacedTask):
         mine, at, sample_mb, room_mb = self._hungry
         if not mine or self._calls <= at or (self._where == "evaluate") == model.training:
             return loss
-        if not self._limited:
+        if room_mb and not self._limited:
             self._limited = True
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            limit = size + room_mb * 2**20
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            limit_address_space(room_mb)
         samples = len(batch[0])
+        if self._where == "python":
+            bytes(samples * sample_mb * 2**20)  # never touched, as by torch.empty
+            return loss
         if self._where == "backward":
             return _NeedsMemoryInBackward.apply(loss, samples * sample_mb)
         scratch = torch.empty(samples * sample_mb * 2**20, dtype=torch.uint8)
         return loss + 0.0 * scratch[:1].float().nan_to_num().sum()
 
 
-class GreedyTask(PacedTask):
-    """From call ``at`` of a process on, ``rank`` uses ``sample_mb`` of memory for each sample."""
+class SmoothTask(PacedTask):
+    """No batch statistics, no dropout: however a batch is split, the numbers are the same but for rounding."""
 
-    def __init__(self, rank=1, at=8, sample_mb=60, **settings):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+class RefusedInOptimizerTask(SmoothTask):
+    """In its first update, ``rank`` gets memory for a part of what AdamW keeps; its successor gets all.
+
+    That is 64 MB in all. A file ``half_made_RANK`` then tells of how many tensors it had been made.
+    """
+
+    def __init__(self, rank=1, room_mb=24, **settings):
+        super().__init__(**settings)
+        self._mine = rank == -1 or os.environ.get("RANK") == str(rank)
+        self._all_are = rank == -1
+        self._room_mb = room_mb
+        self._is_inside = False
+
+    def build_model(self):
+        if self._mine:
+            register_optimizer_step_pre_hook(self._before_update)
+        middle = [part for _ in range(8) for part in (nn.Linear(1024, 1024), nn.Tanh())]
+        return nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), *middle, nn.Linear(1024, 1))
+
+    def _before_update(self, optimizer, _arguments, _keywords):
+        told = Path(f"half_made_{os.environ['RANK']}")
+        if self._is_inside or told.exists():
+            return
+        self._is_inside = True
+        if self._all_are:
+            meet("inside")
+        limit_address_space(self._room_mb)
+        try:
+            optimizer.step()
+        except (RuntimeError, MemoryError):  # of torch; of Python, for something small beside it
+            told.write_text(str(sum("exp_avg_sq" in kept for kept in optimizer.state.values())))
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            raise
+
+
+class GreedyTask(SmoothTask):
+    """From call ``at`` of a process on, ``rank`` uses ``sample_mb`` of memory for each sample.
+
+    ``evaluates``: in evaluations instead, from the first one on. It waits for the file ``LIMITED``.
+    """
+
+    def __init__(self, rank=1, at=8, sample_mb=60, evaluates=False, **settings):
         super().__init__(**settings)
         self._is_greedy = os.environ.get("RANK") == str(rank)
-        self._at = at
+        self._at = 0 if evaluates else at
+        self._evaluates = evaluates
         self._sample_mb = sample_mb
         self._calls = 0
 
     def loss(self, model, batch):
         self._calls += model.training
-        if model.training and self._is_greedy and self._calls > self._at:
+        mine = self._is_greedy and model.training is not self._evaluates
+        if mine and self._calls > self._at:
+            while not Path(LIMITED).exists():
+                time.sleep(0.01)
             torch.ones(len(batch[0]) * self._sample_mb * 2**20, dtype=torch.uint8)
         return super().loss(model, batch)
+
+
+class NeedsMemoryToLoadTask(PacedTask):
+    """Rank 1 is refused what it asks for once, while it loads its fortieth sample."""
+
+    def build_datasets(self):
+        datasets = super().build_datasets()
+        return replace(datasets, train=_NeedsMemoryOnce(datasets.train))
+
+
+class _NeedsMemoryOnce(torch.utils.data.Dataset):
+    def __init__(self, samples):
+        self._samples = samples
+        self._loaded = mmap.mmap(-1, 1)  # shared with the workers
+
+    def __len__(self):
+        return len(self._samples)
+
+    def __getitem__(self, index):
+        self._loaded[0] = min(255, self._loaded[0] + 1)
+        if os.environ.get("RANK") == "1" and self._loaded[0] == 40:
+            np.empty(2**62, dtype=np.uint8)
+        return self._samples[index]
 
 
 class _NeedsMemoryInBackward(torch.autograd.Function):
@@ -140,17 +236,72 @@ class DriftingTask(PacedTask):
         return super().loss(model, batch)
 
 
+class _Looked(nn.Sequential):
+    """Lets its task know when somebody looks at its weights."""
+
+    on_look = staticmethod(lambda model: None)
+
+    def state_dict(self, *args, **options):
+        self.on_look(self)
+        return super().state_dict(*args, **options)
+
+
+class FlippingTask(PacedTask):
+    """On ``rank``, one bit of a weight flips between step ``at`` and the next, as it is looked at.
+
+    That is when it is copied or hashed to be saved: no gradient has seen it yet.
+    """
+
+    def __init__(self, rank=1, at=10, **settings):
+        super().__init__(**settings)
+        self._at = at if os.environ.get("RANK") == str(rank) else -1
+        self._calls = 0
+
+    def build_model(self):
+        model = _Looked(*super().build_model())
+        model.on_look = self._flip_once
+        return model
+
+    def _flip_once(self, model):
+        if self._calls == self._at:
+            self._at = -1
+            with torch.no_grad():
+                model[4].weight.view(torch.int32)[0, 3] ^= 1 << 20
+
+    def loss(self, model, batch):
+        self._calls += model.training
+        return super().loss(model, batch)
+
+
 def _momentum_of(parameter):
     """What this process's optimizer has learnt of ``parameter``."""
     optimizers = (each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer))
     return next(each.state[parameter]["exp_avg"] for each in optimizers)
 
 
-class BrokenBatchesTask(PacedTask):
-    """Every batch from call ``at`` on gives no number on ``rank``, for ``count`` calls."""
+def refuse_memory_once():
+    """The next checkpoint that this process reads meets a refused allocation, and is damaged after."""
+    read = store.read_archive
 
-    def __init__(self, rank=1, at=20, count=1, **settings):
+    def refused(path, **options):
+        store.read_archive = read
+        path.write_bytes(path.read_bytes()[:-100])
+        raise MemoryError(path)
+
+    store.read_archive = refused
+
+
+class BrokenBatchesTask(PacedTask):
+    """Every batch from call ``at`` on gives no number on ``rank``, for ``count`` calls.
+
+    Where it ``forgets``, rank 0 has no memory the first time that it reads a checkpoint, which is
+    damaged the second time.
+    """
+
+    def __init__(self, rank=1, at=20, count=1, forgets=False, **settings):
         super().__init__(**settings)
+        if forgets and os.environ.get("RANK") == "0":
+            refuse_memory_once()
         self._mine = os.environ.get("RANK") == str(rank)
         self._range = range(at, at + count)
         self._calls = 0
@@ -232,4 +383,6 @@ class HalfUpdatesTask(PacedTask):
             assert not torch.equal(before, parameters[0]), "the first one has changed"
             if action == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if ranks == "all":
+                meet(f"half_{at}")
             raise RuntimeError("half of an update")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import nn
 
 from ddp_runner.training.task import Datasets
 from tests.scenarios.workload import PacedTask
@@ -85,3 +86,25 @@ class StreamedValidation(StreamTask):
 
     def build_datasets(self):
         return Datasets(train=Stream(), validation=Stream())
+
+
+class SparseTask(StreamTask):
+    """Gradients that neither the norm nor the comparison of replicas takes."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Embedding(4, 8, sparse=True))
+
+
+class _OddState(nn.Linear):
+    def get_extra_state(self):
+        return {1, 2}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class OddStateTask(StreamTask):
+    """Its model has something that no checkpoint can hold."""
+
+    def build_model(self):
+        return _OddState(8, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from tests.disks import small_disk
 
 from .conftest import SETTINGS, STEPS
-from .harness import Run
+from .harness import WORKLOAD, Run, poll
 
 pytestmark = pytest.mark.whole_run
 
@@ -50,6 +51,25 @@ def test_a_rank_lost_during_a_save_is_repaired_while_the_save_goes_on(peace, tmp
     assert STEPS in verified_steps(run)
 
 
+@pytest.mark.parametrize("restarts", [10, 0], ids=["repaired", "given up"])
+def test_a_save_whose_rank_did_not_live_to_tell_of_it_is_told_once(tmp_path, restarts):
+    """Killed between the last rename and the word to the supervisor: who looks next says it."""
+    asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", "--audit")
+    task = f"{WORKLOAD}:DiesBeforeItTells"
+    with Run(tmp_path, *asked, "--max-restarts", restarts, task=task) as run:
+        assert run.wait() == (0 if restarts else 3), run.console
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
+    steps = saved(run)
+    if restarts:  # that of step 20 waits for the one before, where the disk is busy
+        assert (steps[0], steps[-1], len(steps)) == (10, 25, 3)
+    else:
+        assert steps == [10]
+    newest = run.events("checkpoint_saved")[-1]
+    assert run.summary()["checkpoint"] == newest["path"] == str(max(run.checkpoints.glob("*.pt")))
+    assert newest["size_bytes"] == Path(newest["path"]).stat().st_size
+
+
 def test_a_rank_killed_inside_its_save_leaves_nothing_behind(peace, tmp_path):
     """The next rank 0 goes on; what was half written is gone, every file that is left verifies."""
     run = finish(tmp_path, *injected("slow_disk:rank=0,step=9,seconds=30", "kill:rank=0,step=12"))
@@ -61,21 +81,39 @@ def test_a_rank_killed_inside_its_save_leaves_nothing_behind(peace, tmp_path):
 
 def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
     """One warning that names the file; the save after the pause works, no weight differs."""
-    run = finish(tmp_path, *injected("disk_full:rank=0,step=9,phase=checkpoint,seconds=0.3"))
+    # Full from just before the save is written, which it is once it was compared in the step after.
+    run = finish(tmp_path, *injected("disk_full:rank=0,step=10,phase=reduced,seconds=1"))
     assert run.console.count("training goes on") >= 1
     assert "step_00000010.pt" in run.console
+    noted = run.events("noted")[0]
+    assert (noted["kind"], noted["rank"], noted["step"]) == ("storage_failed", 0, 10)
     assert 10 not in saved(run)
     assert saved(run)[-1] == STEPS
     assert run.digest == peace(2).digest
 
 
 def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
-    """Work that cannot be kept is no success; the checkpoint before is untouched."""
+    """Work that cannot be kept is no success, told in one line; the checkpoint before is untouched."""
     last = f"step={STEPS - 1},phase=optimizer,seconds=100"
     run = finish(tmp_path, *injected(f"disk_full:rank=0,{last}"), code=1)
     assert f"step_{STEPS:08d}.pt" in run.console
-    assert "File too large" in run.console
-    assert verified_steps(run)[0] == 70
+    (error,) = [line for line in run.console.splitlines() if line.startswith("ERROR")]
+    assert "File too large" in error
+    assert "Traceback" not in run.console, run.console
+    log = (run.logs / "rank_0.log").read_text(encoding="utf-8")
+    assert log.count("Traceback (most recent call last)") >= 1, "where it failed is in the file"
+    # That of step 70 may not have been written yet when the disk was full, or of a step later.
+    assert verified_steps(run)[0] in range(50, STEPS)
+
+
+def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(peace, tmp_path):
+    """It is tried again: all that was trained would be lost for one error."""
+    last = f"step={STEPS - 1},phase=optimizer"
+    run = finish(tmp_path, *injected(f"disk_error:rank=0,{last}"))
+    assert f"step_{STEPS:08d}.pt: Input/output error; tried again in 0.2 s" in run.console
+    assert saved(run)[-1] == STEPS
+    assert run.digest == peace(2).digest
+    assert STEPS in verified_steps(run)
 
 
 def test_an_io_error_costs_one_save(peace, tmp_path):
@@ -96,7 +134,9 @@ def read_only(directory):
     if done.returncode != 0:
         pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(directory)], check=True)
+        # Refused while a file is open for writing through it.
+        remount = ("mount", "-o", "remount,bind,ro", str(directory))
+        poll(lambda: subprocess.run(remount, check=False).returncode == 0, what="a read-only disk")
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
@@ -117,18 +157,22 @@ def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_p
 
 def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_path):
     """The one before it is taken, the bad one is set aside with its reason."""
-    specs = injected("corrupt_checkpoint:rank=0,step=25", "kill:rank=0,step=27")
+    wait = "slow:rank=0,step=25,seconds=0.5"  # for that of step 24, which is written beside it
+    specs = injected(wait, "corrupt_checkpoint:rank=0,step=26", "kill:rank=0,step=27")
     run = finish(tmp_path, *specs, world=1)
     assert "step_00000024.pt is unusable: its SHA-256" in run.console
     assert (run.checkpoints / "step_00000024.pt.bad.reason").exists()
     assert "pointer" not in run.console, "that they name it needs no line of its own"
+    (noted,) = run.events("noted")
+    assert (noted["kind"], "_00000024.pt " in noted["text"]) == ("checkpoint_bad", True)
     assert run.digest == peace(1).digest
 
 
 def test_logs_that_cannot_be_written_cost_lines_only(peace, tmp_path):
     """Audit, log, journal and status on a full disk: said once on the console, never a fault."""
     with small_disk(tmp_path / "logs", size_kb=1024):
-        with Run(tmp_path, *SETTINGS, *injected("kill:rank=1,step=40")) as run:
+        specs = injected("slow:rank=0,step=12,seconds=1", "kill:rank=1,step=40")
+        with Run(tmp_path, *SETTINGS, *specs) as run:
             run.wait_for_step(8)
             with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb") as filler:
                 while True:

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.scenarios import conftest
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
@@ -35,7 +36,7 @@ def sizes(run, world):
 
 def test_a_slot_that_keeps_dying_is_given_up_and_grows_back(tmp_path):
     """The global batch stays; every sample is taken once an epoch; the summary says what differs."""
-    options = ("--min-ranks", 2, "--regrow-after", 0.3, "task.pace_s=0.03")
+    options = ("--min-ranks", 2, "--regrow-after", 0.1, "task.pace_s=0.08")
     with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
         assert run.wait() == 0, run.console
     summary = run.summary()
@@ -54,14 +55,13 @@ def test_a_slot_that_keeps_dying_is_given_up_and_grows_back(tmp_path):
     assert (summary["steps"], summary["samples"]) == (STEPS, STEPS * 24)
 
 
-def test_without_leave_to_shrink_the_slot_is_tried_again(tmp_path):
+def test_without_leave_to_shrink_the_slot_is_tried_again(peace, tmp_path):
     """Control: by default nothing is given up and no bit differs."""
-    with Run(tmp_path / "peace", *SETTINGS, "task.pace_s=0", world=3) as peace:
-        assert peace.wait() == 0, peace.console
-    with Run(tmp_path / "faults", *SETTINGS, *DIES_TWICE, "task.pace_s=0", world=3) as run:
+    as_peace = ("--max-steps", conftest.STEPS, "task.pace_s=0")
+    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *as_peace, world=3) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is True
-    assert run.digest == peace.digest
+    assert run.digest == peace(3).digest
     assert_every_sample_once(run, 3, samples=192)
 
 
@@ -69,9 +69,8 @@ def test_without_leave_to_shrink_the_slot_is_tried_again(tmp_path):
 def test_a_rank_whose_device_is_lost_is_given_up_at_once(tmp_path, leave):
     """It does not come back by itself; control: without leave to shrink, the rank is tried again."""
     options = ("--max-steps", 24, *(("--min-ranks", 2) if leave else ()))
+    (tmp_path / TROUBLE_NAME).write_text("loss 1 device 9", encoding="utf-8")
     with Run(tmp_path, *SETTINGS, *options, world=3) as run:
-        run.wait_for_step(8)
-        (tmp_path / TROUBLE_NAME).write_text("loss 1 device", encoding="utf-8")
         assert run.wait() == 0, run.console
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("device_lost", 1, 0)
@@ -86,7 +85,7 @@ def test_a_rank_whose_device_is_lost_is_given_up_at_once(tmp_path, leave):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_fault_while_growing_again_is_repaired(tmp_path, number):
     """The ranks have left a healthy generation on purpose: one of them may die or stop just then."""
-    options = ("--min-ranks", 2, "--regrow-after", 0.2, "task.pace_s=0.03", "hang_min_s=0.7")
+    options = ("--min-ranks", 2, "--regrow-after", 0.1, "task.pace_s=0.08", "hang_min_s=1.5")
     with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
         poll(lambda: "is back" in run.console, what="its return", every_s=0.002)
         run.signal(number, run.rank_pid(2))

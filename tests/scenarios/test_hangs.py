@@ -29,7 +29,7 @@ class HookedTask(PacedTask):
 QUICK = (
     *("-b", 8, "num_workers=1", "task.pace_s=0.01", "log.display=plain", "--audit"),
     *("save_every_steps=10", "save_interval=0", "evaluate_interval=0"),
-    "recovery.hang_min_s=0.8",
+    "recovery.hang_min_s=1",
     *(
         "recovery.replica_check_steps=5",
         "evaluate_every_steps=25",
@@ -37,16 +37,26 @@ QUICK = (
         "recovery.checkpoint_timeout_s=3",
     ),
 )
+ENDLESS = ("--max-steps", 100_000)  # it goes on until the test has done what it is about
+
+
+def end_repaired(run):
+    """Stop the run once it trains again; it has saved, and ends as such a run does."""
+    run.wait_for_event("repaired")
+    run.wait_for_step(run.committed() + 2)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 75, run.console
 
 
 def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
     """Rank 1 hangs in each: it alone is replaced, though all are past the same deadline by then."""
-    with Run(tmp_path, *QUICK, "--max-steps", 60, world=3, task=f"{WORKLOAD}:HashedTask") as run:
+    steps = ("--max-steps", 60, "task.pace_s=0.03")
+    with Run(tmp_path, *QUICK, *steps, world=3, task=f"{WORKLOAD}:HashedTask") as run:
         run.wait_for_step(5)
         (tmp_path / TROUBLE_NAME).write_text("state_dict 1 sleep1000")
         run.wait_for_event("repaired")
         (tmp_path / TROUBLE_NAME).write_text("evaluation 1 sleep1000")
-        assert run.wait(90.0) == 0, run.console
+        assert run.wait() == 0, run.console
     faults = run.events("fault")
     causes = [(f["kind"], f["rank"], f["phase"]) for f in faults if f["kind"] == "rank_hung"]
     assert causes == [("rank_hung", 1, "compare"), ("rank_hung", 1, "evaluate")], faults
@@ -54,7 +64,7 @@ def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
     waited = {f["phase"] for f in faults if f["kind"] == "collective_failed"}
     assert waited == {"reduce"}
     # Who hangs has been made to say where before it was killed, who waits before it was freed.
-    for rank, where in enumerate(("exchange", "make_trouble", "exchange")):
+    for rank, where in enumerate(("_accumulate", "make_trouble", "_accumulate")):
         log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
         assert "(most recent call first):" in log
         assert f" in {where}\n" in log, log
@@ -73,10 +83,11 @@ def test_a_rank_that_hangs_once_the_world_has_formed_is_found(tmp_path):
 def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
     """Long before either is overdue; its stacks are in its log, though it had none of its own yet."""
     harms = ("kill:rank=1,step=12,phase=forward", "stop:rank=1,step=12,phase=startup")
-    harms += ("kill:rank=0,step=24,phase=forward", "stop:rank=1,step=24,phase=forming")
+    harms += ("slow:rank=0,step=24,phase=forward,seconds=0.25",)  # rank 1 may still be behind
+    harms += ("kill:rank=0,step=24,phase=backward", "stop:rank=1,step=24,phase=forming")
     asked = [word for harm in harms for word in ("--inject", harm)]
     with Run(tmp_path, *QUICK, "--max-steps", 40, *asked, world=3) as run:
-        assert run.wait(90.0) == 0, run.console
+        assert run.wait() == 0, run.console
     faults = run.summary()["faults"]
     assert [(fault["kind"], fault["rank"]) for fault in faults] == [
         ("rank_killed", 1),
@@ -92,13 +103,22 @@ def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
 
 def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
     """It would fork nobody; the rank that dies just then gets its successor from another one."""
-    with Run(tmp_path, *QUICK, "--max-steps", 60) as run:
+    with Run(tmp_path, *QUICK, *ENDLESS, "recovery.warm_spare=false") as run:
         run.wait_for_step(10)
         run.signal(signal.SIGSTOP, run.named("ddp:zygote").pid)
         run.signal(signal.SIGKILL, run.rank_pid(1))
-        assert run.wait(90.0) == 0, run.console
+        end_repaired(run)
     assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
     assert len(run.events("zygote_ready")) == 2
+
+
+def test_a_rank_that_is_slow_in_one_step_of_an_epoch_is_not_killed_in_each(tmp_path):
+    """Two hundred times slower than the steps around it: at most the first one is taken for a hang."""
+    slow = ("task.slow_at_sample=5", "task.slow_s=2", "evaluate_every_steps=0")
+    with Run(tmp_path, *QUICK, *slow, "--max-steps", 36, "num_workers=0") as run:
+        assert run.wait() == 0, run.console
+    faults = run.summary()["faults"]
+    assert [fault["kind"] for fault in faults] in ([], ["rank_hung"]), faults
 
 
 @pytest.mark.slow
@@ -106,12 +126,12 @@ def test_a_zygote_that_hangs_in_a_fork_is_replaced(tmp_path):
     """In a hook that the user's module has registered; the system calls it asleep like any other."""
     flag, task = tmp_path / "hang", tmp_path / "hooked.py"
     task.write_text(HOOKED.format(flag=str(flag)), encoding="utf-8")
-    steps = ("--max-steps", 60, "num_workers=0")
+    steps = ("--max-steps", 60, "num_workers=0", "recovery.warm_spare=false")
     with Run(tmp_path / "run", *QUICK, *steps, task=f"{task}:HookedTask") as run:
         run.wait_for_step(10)
         flag.touch()
         run.signal(signal.SIGKILL, run.rank_pid(1))
-        assert run.wait(120.0) == 0, run.console
+        assert run.wait() == 0, run.console
     [fault] = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_killed", 1, 0)
     assert len(run.events("zygote_ready")) == 2
@@ -119,11 +139,11 @@ def test_a_zygote_that_hangs_in_a_fork_is_replaced(tmp_path):
 
 def test_a_store_that_is_stopped_is_replaced(tmp_path):
     """The world forms through it; nobody waits until forming is overdue."""
-    with Run(tmp_path, *QUICK, "--max-steps", 60, "recovery.form_timeout_s=600") as run:
+    with Run(tmp_path, *QUICK, *ENDLESS, "recovery.form_timeout_s=600") as run:
         run.wait_for_step(10)
         run.signal(signal.SIGSTOP, run.named("ddp:store").pid)
         run.signal(signal.SIGKILL, run.rank_pid(1))
-        assert run.wait() == 0, run.console
+        end_repaired(run)
     faults = run.summary()["faults"]
     assert {event["kind"] for event in run.events("fault")} >= {"rank_killed", "store_died"}
     assert {fault["kind"] for fault in faults} <= {"rank_killed", "store_died"}, faults
@@ -138,15 +158,33 @@ def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
     with Run(tmp_path / "run", *QUICK, *wait, task=f"{task}:Task") as run:
         assert run.wait() == 1
     assert "the process that imports torch was not ready within 5 s" in run.console
-    assert re.search(r'.py", line \d+ in \w+', run.console), run.console
+    # Of a deep import nothing may be there but modules: faulthandler stops at a hundred frames.
+    assert re.search(r'\.py", line \d+ in (<module>|\w+)', run.console), run.console
+
+
+def test_a_rank_that_hangs_again_where_all_seem_to_wait_is_replaced_again(tmp_path):
+    """It is the one that does not leave when all are told to: no disagreement of the ranks, no user's error.
+
+    The second one hangs in its first steps, whose deadline is learnt from the processes before it.
+    """
+    steps = ("--max-steps", 40)
+    with Run(tmp_path / "peace", *QUICK, *steps, world=3) as run:
+        assert run.wait() == 0, run.console
+        digest = run.digest
+    spins = ("--inject", "spin:rank=1,step=20,phase=reducing,times=2")
+    with Run(tmp_path / "spins", *QUICK, *steps, *spins, world=3) as run:
+        assert run.wait() == 0, run.console
+    told = run.summary()["faults"]
+    assert [(one["kind"], one["rank"], one["step"]) for one in told] == [("rank_hung", 1, 20)] * 2
+    assert [plan["replaced"] for plan in run.events("plan")] == [[1], [1]]
+    assert (run.digest, run.summary()["exact"]) == (digest, True)
 
 
 def test_a_collective_that_one_rank_alone_has_begun_is_named_and_left(tmp_path):
     """All wait, so nobody is late: all leave, keep their processes, and do the step again."""
-    with Run(tmp_path, *QUICK, "--max-steps", 40, world=3) as run:
-        run.wait_for_step(10)
-        (tmp_path / TROUBLE_NAME).write_text("loss 1 barrier")
-        assert run.wait(90.0) == 0, run.console
+    (tmp_path / TROUBLE_NAME).write_text("loss 1 barriers 12")
+    with Run(tmp_path, *QUICK, "--max-steps", 24, world=3) as run:
+        assert run.wait() == 0, run.console
     [fault] = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("collective_stuck", -1, 0)
     odd = re.search(r"begun in this step has rank 1 (\d+), every other (\d+)$", fault["cause"])
@@ -155,3 +193,14 @@ def test_a_collective_that_one_rank_alone_has_begun_is_named_and_left(tmp_path):
     assert odd[0] in run.console
     pids = {(record["rank"], record["pid"]) for record in run.events("rank_formed")}
     assert len(pids) == 3
+
+
+def test_a_collective_that_one_rank_alone_waits_in_is_named(tmp_path):
+    """On the board that rank is the late one, and so is replaced; what it waited in is told."""
+    (tmp_path / TROUBLE_NAME).write_text("loss 1 barrier 12")
+    with Run(tmp_path, *QUICK, "--max-steps", 24, world=3) as run:
+        assert run.wait() == 0, run.console
+    [fault] = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_hung", 1, 0)
+    told = r" \(in _make, workload\.py:\d+\); collectives begun in this step: rank 1 1, every other \d+$"
+    assert re.search(told, fault["cause"]), fault["cause"]

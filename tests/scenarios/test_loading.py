@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_runner.data.order import SampleOrder
 from tests.scenarios.cgroups import memory_cgroup
 from tests.scenarios.conftest import SETTINGS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
@@ -94,9 +95,8 @@ def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, peace)
 
 def test_a_slow_sample_is_no_fault(tmp_path, peace):
     """Control: beyond the hang deadline of a step, but below the loader's: it is waited for."""
+    (tmp_path / TROUBLE).write_text("data 1 sleep3 100", encoding="utf-8")  # of step 12 or so
     with Run(tmp_path, *SETTINGS, world=2) as run:
-        run.wait_for_step(10)
-        (tmp_path / TROUBLE).write_text("data 1 sleep3", encoding="utf-8")
         assert run.wait() == 0, run.console
     assert not (tmp_path / TROUBLE).exists()
     summary = run.summary()
@@ -123,12 +123,12 @@ def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
     assert not taken & {record["index"], other["index"]}
     folder = tmp_path / "storm"
     kill = ("--inject", "kill:rank=1,step=20", "--inject", "kill:rank=0,step=25")
-    with Run(folder, *QUICK, *steps, *BAD, *DRAWN, *kill, "task.pace_s=0.05", world=2) as run:
-        run.wait_for_step(30)
-        run.signal(signal.SIGTERM)
+    folder.mkdir()
+    (folder / TROUBLE).write_text("loss 1 preempt 23", encoding="utf-8")  # its second process
+    with Run(folder, *QUICK, *steps, *BAD, *DRAWN, *kill, world=2) as run:
         assert run.wait() == 75, run.console
     (folder / "logs" / "quarantine.jsonl").rename(folder / "elsewhere.jsonl")
-    again = finish(folder, *QUICK, *steps, *BAD, *DRAWN, "task.pace_s=0.05")
+    again = finish(folder, *QUICK, *steps, *BAD, *DRAWN)
     assert not (folder / "logs" / "quarantine.jsonl").exists(), "it was tried again"
     assert again.digest == calm.digest
     assert again.summary()["exact"] is False
@@ -162,10 +162,9 @@ def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
 
 def test_a_sample_that_kills_every_worker_is_replaced_in_every_life_of_the_run(tmp_path):
     """Named in quarantine.jsonl, told as not exact; a resume does not touch it again."""
-    settings = (*QUICK, "--max-steps", 48, "on_bad_sample=substitute", "task.pace_s=0.04")
+    settings = (*QUICK, "--max-steps", 48, "on_bad_sample=substitute")
+    (tmp_path / TROUBLE).write_text("loss 0 preempt 14", encoding="utf-8")
     with Run(tmp_path, *settings, task=BREAKING, world=2) as run:
-        run.wait_for_step(14)
-        run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     (record,) = quarantined(run)
     assert record["index"] == 5
@@ -193,6 +192,8 @@ def test_a_loader_worker_that_the_kernel_kills_for_memory_is_told_as_that(tmp_pa
         train = (*cgroup.enter, sys.executable, "-m", "ddp_runner", "train")
         # Before it kills, the kernel takes its time to look for pages that it can drop.
         harm = ("hang_min_s=30", "task.how=allocate", "task.bad=133", "task.pace_s=0.05")
+        # The worker comes to that sample some steps before step 11, and not before there is a limit.
+        harm += ("--inject", "slow:rank=1,step=2,seconds=1.5")
         with Run(tmp_path, *SETTINGS, *harm, world=2, task=BREAKING, command=train) as run:
             run.wait_for_step(2)
             cgroup.leave_room(400 * 2**20)
@@ -226,6 +227,23 @@ def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
     assert [record["index"] for record in quarantined(run)] == [5]
     assert len(tries(tmp_path)) == 4, "twice with its batch, once to see which it is, once alone"
     assert summary["steps"] == 36
+
+
+def test_a_sample_that_hangs_in_the_rank_itself_is_named_and_replaced(tmp_path):
+    """Without workers: the rank hangs once, and who follows has a worker try the sample first."""
+    bad = SampleOrder(seed=0, dataset_size=192, global_batch_size=16).indices(8)[3]
+    settings = (
+        *(*QUICK, "--max-steps", 24, "num_workers=0", "on_bad_sample=substitute", "seed=0"),
+        *("task.how=hang", f"task.bad={bad}", "loader_timeout_s=6"),
+    )
+    run = finish(tmp_path, *settings, task=BREAKING)
+    hung, replaced = run.summary()["faults"]
+    assert (hung["kind"], hung["step"]) == ("rank_hung", 8)
+    assert f"loading sample {bad}" in hung["cause"]
+    assert (replaced["kind"], replaced["step"]) == ("bad_sample", 8)
+    assert f"sample {bad} (epoch 0) could not be loaded" in replaced["cause"]
+    assert [record["index"] for record in quarantined(run)] == [bad]
+    assert run.summary()["steps"] == 24
 
 
 def test_loading_for_an_evaluation_is_mended_as_well(tmp_path, peace):
@@ -263,9 +281,9 @@ def test_a_stream_goes_on_exactly_after_a_fault_and_a_resume(tmp_path, stateful)
     with calm:
         assert calm.wait() == 0, calm.console
     kill = ("--inject", "kill:rank=1,step=8", "--inject", "kill:rank=0,step=12")
+    (tmp_path / "run").mkdir()  # its rank 0 is in its second process by then
+    (tmp_path / "run" / TROUBLE).write_text("loss 0 preempt 16", encoding="utf-8")
     with Run(tmp_path / "run", *QUICK, *steps, *kill, task=STREAM, world=2) as run:
-        run.wait_for_step(22)
-        run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     with Run(tmp_path / "run", *QUICK, *steps, task=STREAM, world=2) as run:
         assert run.wait() == 0, run.console

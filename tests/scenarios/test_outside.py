@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
 import signal
 import socket
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
+from ddp_runner.core.messages import Lived
+from ddp_runner.rank.told import read_told, told_path
 from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once
 from tests.scenarios.workload import TROUBLE_NAME
@@ -21,6 +29,10 @@ TORCHRUN = (
 )
 
 
+SLOWLY = ("task.pace_s=0.05",)  # what happens comes two seconds before the end, or so
+TWO_STARTS_S = 180.0  # each of which imports torch in every process, on a machine that may be busy
+
+
 def rank_process(run, rank):
     """The rank's process: a child of torchrun with this number in its environment."""
     children = psutil.Process(run.process.pid).children()
@@ -28,16 +40,46 @@ def rank_process(run, rank):
     return found
 
 
+def check_one_run(run, *, wall_s):
+    """The summary is of both restarts: what ended the first one, its time, and one name for all."""
+    summary = run.summary()
+    [fault] = summary["faults"]
+    assert (fault["kind"], fault["rank"], fault["generation"]) == ("rank_exited", 1, 1), fault
+    assert fault["cause"] == "rank 1 ended without a word: killed, or exited"
+    assert fault["victims"] == [0]
+    assert fault["step"] >= 34
+    # Checkpoints are 10 steps apart, and that of step 30 was there; perhaps one was just made.
+    assert 0 <= fault["steps_lost"] <= fault["step"] + 1 - 30
+    assert 0 < fault["detected_s"] < fault["recovered_s"] < summary["wall_s"] < wall_s
+    times = summary["time_s"]
+    assert times["recovery"] == pytest.approx(fault["recovered_s"] - fault["detected_s"], abs=0.01)
+    # Each step sleeps so long; those before the restart count as well.
+    assert times["productive"] > (STEPS - 12) * 0.02
+    assert sum(times.values()) <= summary["wall_s"]
+    run_ids = {summary["run_id"]}
+    for path in run.checkpoints.glob("step_*.json"):
+        run_ids.add(json.loads(path.read_text(encoding="utf-8"))["run_id"])
+    for rank in (0, 1):
+        told = read_told(told_path(run.logs, rank))
+        formed = [one for one in told if isinstance(one, Lived) and one.formed_ns]
+        assert {one.generation for one in formed} == {1, 2}
+        run_ids |= {one.run_id for one in formed}
+    assert len(run_ids) == 1, run_ids
+
+
 def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(peace, tmp_path):
     """The peers end with an exit code that makes torchrun restart all; they resume from the files."""
-    with Run(tmp_path, *SETTINGS, command=TORCHRUN) as run:
+    began_s = time.monotonic()
+    with Run(tmp_path, *SETTINGS, *SLOWLY, command=TORCHRUN) as run:
         run.wait_for_step(34)
+        run.wait_for_checkpoint(30)
         pids = {rank_process(run, rank).pid for rank in (0, 1)}
         run.signal(signal.SIGKILL, rank_process(run, 1).pid)
-        assert run.wait(90.0) == 0, run.console
+        assert run.wait(TWO_STARTS_S) == 0, run.console
     assert run.digest == peace(2).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
+    check_one_run(run, wall_s=time.monotonic() - began_s)
     generations = {line["generation"] for line in run.audit(2)[0].values()}
     assert generations == {1, 2}, "it was restarted once"
     assert not any(Path("/proc", str(pid)).exists() for pid in pids)
@@ -46,10 +88,10 @@ def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(peace, tmp_path):
 
 def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(peace, tmp_path):
     """The rank that raised ends with an exit code that is no success, and so do its peers."""
-    with Run(tmp_path, *SETTINGS, command=TORCHRUN) as run:
+    with Run(tmp_path, *SETTINGS, *SLOWLY, command=TORCHRUN) as run:
         run.wait_for_step(24)
         (tmp_path / TROUBLE_NAME).write_text("loss 1 raise", encoding="utf-8")
-        assert run.wait(90.0) == 0, run.console
+        assert run.wait(TWO_STARTS_S) == 0, run.console
     assert not (tmp_path / TROUBLE_NAME).exists(), "it was raised"
     assert run.digest == peace(2).digest
     assert run.summary()["exact"] is True
@@ -59,11 +101,32 @@ def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(peace, tm
     assert "RuntimeError: trouble was asked for" in log
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wait_s", [8, 60], ids=["soon", "by default"])
+def test_torchrun_restarts_after_a_hang_and_no_bit_differs(peace, tmp_path, wait_s):
+    """Nobody watches there: its peer's collective ends in time, and torchrun ends the one that hangs."""
+    patience = ("num_workers=0", f"ddp.collective_timeout_s={wait_s}")
+    began_s = time.monotonic()
+    with Run(tmp_path, *SETTINGS, *patience, command=TORCHRUN) as run:
+        run.wait_for_step(34)
+        hung = rank_process(run, 1)
+        run.signal(signal.SIGSTOP, hung.pid)
+        assert run.wait(400.0) == 0, run.console
+    print(f"{time.monotonic() - began_s:.0f} s in all")
+    assert not hung.is_running()
+    assert run.digest == peace(2).digest
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
+    assert {line["generation"] for line in run.audit(2)[0].values()} == {1, 2}
+    assert_every_sample_once(run, 2, samples=192)
+
+
 def test_what_was_learnt_of_memory_outlives_a_restart_of_torchrun(tmp_path):
     """Half the micro-batch from the fault on, not the same fault again and again; the summary says so."""
     memory = (*SETTINGS, "num_workers=0", "task.pace_s=0")
     with Run(tmp_path, *memory, task=HUNGRY, command=TORCHRUN) as run:
-        assert run.wait(90.0) == 0, run.console
+        assert run.wait(TWO_STARTS_S) == 0, run.console
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (False, STEPS)
     assert summary["inexact_reasons"] == ["micro-batches of 4 samples from step 20"]
@@ -72,34 +135,80 @@ def test_what_was_learnt_of_memory_outlives_a_restart_of_torchrun(tmp_path):
     assert_every_sample_once(run, 2, samples=192)
 
 
-def by_hand(folder, rank, port):
+def alone(folder, **environment):
+    """A rank of a world of one, behind a shell that waits for it."""
+    command = ("sh", "-c", '"$0" "$@" & wait', sys.executable, "-m", "ddp_runner", "train")
+    environment = {"RANK": "0", "WORLD_SIZE": "1", **environment}
+    settings = (*SETTINGS, "--max-steps", 100_000, "num_workers=0")
+    return Run(folder, *settings, world=1, command=command, environment=environment)
+
+
+def test_a_launch_beside_another_is_refused(tmp_path):
+    """Also where the shell that started the first one has ended: that is none of its business."""
+    with alone(tmp_path) as run:
+        run.wait_for_step(3)
+        [rank] = [process.pid for process in run.processes() if process.pid != run.process.pid]
+        run.signal(signal.SIGKILL)
+        run.process.wait(DEADLINE_S)
+        step = run.committed()
+        with by_hand(tmp_path, 0, free_port()) as second:
+            assert second.process.wait(DEADLINE_S) == 2, second.console
+            assert f"another run (pid {rank}) is using it" in second.console
+        assert run.committed() > step
+        run.signal(signal.SIGKILL, rank)
+        run.assert_gone()
+
+
+def test_ranks_end_with_their_torchrun(tmp_path):
+    """They would go on without it, and save beside those of the next one."""
+    with alone(tmp_path, TORCHELASTIC_RUN_ID="a launch") as run:
+        run.wait_for_step(3)
+        run.signal(signal.SIGKILL)
+        run.assert_gone()
+
+
+def by_hand(folder, rank, port, *, wait_s=60):
     """A rank as srun, or a person, starts it: by its environment alone."""
-    named = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    named = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = {name: str(value) for name, value in named.items()}
-    return Run(folder, *SETTINGS, environment=environment)
+    patience = ("num_workers=0", f"ddp.collective_timeout_s={wait_s}")
+    return Run(folder, *SETTINGS, *SLOWLY, *patience, world=3, environment=environment)
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that the kernel gives to nobody who asks for any: it must still be free a little later."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    ports = range(10_000, int(given[0])) or range(10_000, int(given[1]))
+    while True:
+        port = random.choice(ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
     peace, tmp_path, monkeypatch
 ):
-    """No torchrun: rank 0 hosts the store, a lost peer ends a rank, and files bring both back."""
+    """No torchrun: rank 0 hosts the store, who waits too long for a peer ends, files bring all back."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the ranks share the cores by themselves
     port = free_port()
-    with by_hand(tmp_path, 0, port) as first, by_hand(tmp_path, 1, port) as second:
-        first.wait_for_step(34)
-        second.signal(signal.SIGKILL)
-        assert second.process.wait(DEADLINE_S) == -signal.SIGKILL
-        assert first.process.wait(DEADLINE_S) == 1, first.console
+    started = partial(by_hand, tmp_path, port=port, wait_s=12)  # also for who is started last
+    with started(0) as first, started(1) as second:
+        with started(2) as third:
+            first.wait_for_step(34)
+            third.signal(signal.SIGSTOP)
+            for waiting in (first, second):
+                assert waiting.process.wait(DEADLINE_S) == 1, waiting.console
+            assert third.process.poll() is None, "whoever has started it has to end it"
+        assert third.process.returncode == -signal.SIGKILL
     port = free_port()
-    with by_hand(tmp_path, 0, port) as first, by_hand(tmp_path, 1, port) as second:
-        assert first.wait() == 0, first.console
-        assert second.wait() == 0, second.console
-    assert first.digest == peace(2).digest
+    with (
+        by_hand(tmp_path, 0, port) as first,
+        by_hand(tmp_path, 1, port) as second,
+        by_hand(tmp_path, 2, port) as third,
+    ):
+        for rank in (first, second, third):
+            assert rank.wait() == 0, rank.console
+    assert first.digest == peace(3).digest
     assert first.summary()["exact"] is True
-    assert_every_sample_once(first, 2, samples=192)
+    assert_every_sample_once(first, 3, samples=192)

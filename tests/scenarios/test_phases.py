@@ -10,68 +10,88 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.scenarios.harness import Run, assert_every_sample_once, poll
+from tests.scenarios.conftest import STEPS
+from tests.scenarios.harness import WORKLOAD, Run, assert_every_sample_once, poll
 
 HALF_UPDATES = f"{Path(__file__).with_name('hungry.py')}:HalfUpdatesTask"
 
 SETTINGS = (
     *("-b", 8, "num_workers=1", "log.display=plain", "--audit", "task.pace_s=0.01"),
     *("evaluate_every_steps=10", "evaluate_interval=0", "save_every_steps=10", "save_interval=0"),
-    "recovery.max_restarts=100",
+    *("recovery.max_restarts=100", "recovery.no_progress_generations=5", "keep_last=9"),
+    "recovery.hang_min_s=4",  # one rank is stopped; a busy machine holds none for so long
 )
-STEPS = 64
 # Kind, phase, rank (the last one as -1), step (of an evaluation or save: the one before it).
+# At a boundary one harm at most: no rank waits there for another one, so two of them are one incident.
 HARMS = (
     ("kill", "startup", -1, 0),
     ("kill", "forming", 0, 0),
+    ("kill", "backward", -1, 0),
     ("kill", "data", -1, 5),
     ("kill", "forward", 0, 9),
+    ("raise", "compare", -1, 9),
+    ("raise", "forward", 0, 15),
     ("kill", "evaluate", -1, 19),
-    ("kill", "checkpoint", 0, 29),
+    ("kill", "compare", -1, 29),
     ("kill", "backward", -1, 35),
-    ("kill", "optimizer", 0, 39),
+    ("kill", "optimizer", 0, 37),
+    ("raise", "evaluate", -1, 39),
     ("kill", "commit", 0, 43),
     ("raise", "commit", -1, 47),
+    ("kill", "checkpoint", 0, 49),
     ("raise", "commit", 0, 51),
     ("stop", "commit", -1, 55),
-    ("raise", "optimizer", 0, 59),
+    ("raise", "optimizer", 0, 57),
+    ("raise", "checkpoint", 0, 59),
+    # The last step, and the last save.
+    ("kill", "backward", -1, STEPS - 1),
+    ("kill", "checkpoint", 0, STEPS - 1),
 )
 KIND = {"kill": "rank_killed", "raise": "rank_raised", "stop": "rank_hung"}
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(tmp_path, world):
+def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path, world):
     """What a rank was doing does not matter, saving, evaluating and half an update included."""
     specs = [(kind, phase, rank % world, step) for kind, phase, rank, step in HARMS]
     asked = []
     for kind, phase, rank, step in specs:
         asked += ["--inject", f"{kind}:rank={rank},step={step},phase={phase}"]
-    with Run(tmp_path / "peace", *SETTINGS, "--max-steps", STEPS, world=world) as peace:
-        assert peace.wait() == 0, peace.console
-    with Run(tmp_path / "faults", *SETTINGS, "--max-steps", STEPS, *asked, world=world) as run:
-        assert run.wait() == 0, run.console
-    assert run.digest == peace.digest
+    task = f"{WORKLOAD}:DiesAtExit"  # which is no fault any more
+    harmed = (*SETTINGS, "--max-steps", STEPS, *asked)
+    with Run(tmp_path, *harmed, world=world, task=task) as run:
+        assert run.wait(180.0) == 0, run.console  # twenty repairs, on a machine that may be busy
+    assert run.digest == peace(world).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
     faults = summary["faults"]
     assert [(f["kind"], f["rank"], f["step"]) for f in faults] == [
-        (KIND[kind], rank, step) for kind, _, rank, step in specs
-    ], faults
+        (KIND[kind], rank, told_step(kind, phase, step)) for kind, phase, rank, step in specs
+    ], "\n".join(map(str, faults))
     assert all(f["recovered_s"] is not None and f["steps_lost"] == 0 for f in faults)
     assert_every_sample_once(run, world, samples=192)
     check_fences(run, world)
     check_saves(run)
 
 
-def test_half_updated_weights_never_spread(tmp_path):
+def told_step(kind, phase, step):
+    """The step that a fault is told at; an exception after a step is one at the next."""
+    return step + (kind == "raise" and phase in ("evaluate", "checkpoint"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_half_updated_weights_never_spread(tmp_path, world):
     """Killed or raised between two parameters, on one rank or on all: such a state is nobody's source."""
     steps = (*SETTINGS, "--max-steps", 36, "task.pace_s=0", "num_workers=0")
-    with Run(tmp_path / "peace", *steps, task=HALF_UPDATES) as peace:
+    with Run(
+        tmp_path / "peace", *steps, "warm_spare=false", world=world, task=HALF_UPDATES
+    ) as peace:
         assert peace.wait() == 0, peace.console
     plan = "task.plan=5-1-kill+12-0-raise+19-all-raise"
-    with Run(tmp_path / "faults", *steps, plan, task=HALF_UPDATES) as run:
+    with Run(tmp_path / "faults", *steps, plan, world=world, task=HALF_UPDATES) as run:
         assert run.wait() == 0, run.console
-    assert len(list(tmp_path.glob("faults/half_*"))) == 4, "all of them happened"
+    assert len(list(tmp_path.glob("faults/half_*"))) == 2 + world, "all of them happened"
+    assert len(run.events("plan")) == 3, "the last ones together"
     assert run.digest == peace.digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, 36)
@@ -83,13 +103,14 @@ def test_half_updated_weights_never_spread(tmp_path):
     assert lost <= 19, "with no whole replica left, the newest checkpoint is the source"
 
 
-def test_a_rank_that_was_declared_dead_comes_back_to_nothing(tmp_path):
-    """SIGCONT, again and again, in the middle of a save: it publishes nothing and joins nothing."""
-    settings = (*SETTINGS, "--max-steps", 40, "hang_min_s=0.7", "task.pace_s=0.05")
-    slow = ("--inject", "slow_disk:rank=0,step=6,seconds=3,phase=data")
-    with Run(tmp_path / "peace", *SETTINGS, "--max-steps", 40, "task.pace_s=0") as peace:
-        assert peace.wait() == 0, peace.console
-    with Run(tmp_path / "run", *settings, *slow) as run:
+def test_a_rank_that_was_declared_dead_comes_back_to_nothing(peace, tmp_path):
+    """SIGCONT, again and again, in the middle of a save: it publishes nothing and joins nothing.
+
+    By then the disk has taken its time: the save would be over at once.
+    """
+    settings = (*SETTINGS, "--max-steps", STEPS, "hang_min_s=2.5", "task.pace_s=0.05")
+    slow = ("--inject", "slow_disk:rank=0,step=6,seconds=2,phase=data")
+    with Run(tmp_path, *settings, *slow) as run:
         first = run.wait_for_event("rank_formed", rank=0)["pid"]
         poll(lambda: list(run.checkpoints.glob(f".*.tmp-{first}")), what="its save")
         run.signal(signal.SIGSTOP, first)
@@ -100,17 +121,25 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(tmp_path):
             time.sleep(0.001)
         assert not psutil.pid_exists(first), "reaped before its number is given out again"
         assert run.wait() == 0, run.console
-    assert run.digest == peace.digest
+    assert run.digest == peace(2).digest
     saved = [event["step"] for event in run.events("checkpoint_saved")]
     assert sorted(set(saved)) == saved, "each step once, by one process"
+    published = {
+        int(path.stem.removeprefix("step_")) for path in run.checkpoints.glob("step_*.json")
+    }
+    assert published == set(saved), "nothing but what was told"
     check_fences(run, 2)
     assert run.summary()["exact"] is True
 
 
 def check_saves(run):
-    """The save that rank 0 died of, at step 30, is made up for before the next one is due."""
-    saved = {event["step"] for event in run.events("checkpoint_saved")}
-    assert saved & set(range(30, 40)), saved
+    """Whatever became of the rank that made it, a save is made up for before the next one is due.
+
+    A save may be on disk and yet untold: the rank that had written it was killed at once.
+    """
+    saved = {int(path.stem.removeprefix("step_")) for path in run.checkpoints.glob("step_*.pt")}
+    for due in range(10, STEPS - 10, 10):
+        assert saved & set(range(due, due + 10)), (due, saved)
 
 
 def check_fences(run, world):

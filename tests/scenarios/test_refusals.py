@@ -10,6 +10,7 @@ import pytest
 
 from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import Run
+from tests.scenarios.workload import HOLD_NAME
 
 
 def contents(folder):
@@ -19,6 +20,11 @@ def contents(folder):
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != ".lock"
     }
+
+
+def names(folder):
+    """The files of a live run, but for those that are there for a moment only."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 @pytest.fixture
@@ -31,19 +37,38 @@ def finished(peace, tmp_path):
 
 def test_a_second_live_run_on_the_same_checkpoints_is_refused(peace, tmp_path):
     """One line and exit 2, at once; the first run does not notice."""
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.08") as first:
-        first.wait_for_step(5)
-        before = contents(first.logs).keys()
+    hold = tmp_path / HOLD_NAME  # however long the second one takes
+    hold.touch()
+    with Run(tmp_path, *SETTINGS) as first:
+        first.wait_for_event("world_formed")
+        before = names(first.logs)
         with Run(tmp_path / "other", *SETTINGS, "-c", first.checkpoints) as second:
-            assert second.wait(10.0) == 2, second.console
+            assert second.wait() == 2, second.console
         lines = second.console.strip().splitlines()
         assert len(lines) == 1, lines
         assert f"pid {first.process.pid}" in lines[0]
         assert not second.logs.exists()
+        hold.unlink()
         assert first.wait() == 0, first.console
-        assert before <= contents(first.logs).keys()
+        assert before <= names(first.logs)
     assert first.digest == peace(2).digest
     assert first.summary()["faults"] == []
+
+
+def test_a_second_live_run_with_the_same_logs_is_refused(tmp_path):
+    """Its checkpoints are elsewhere, but the two would write into each other's records."""
+    with Run(tmp_path, *SETTINGS, "--max-steps", 100_000) as first:
+        first.wait_for_step(3)
+        with Run(tmp_path / "other", *SETTINGS, "-l", first.logs) as second:
+            assert second.wait() == 2, second.console
+        lines = second.console.strip().splitlines()
+        assert len(lines) == 1, lines
+        assert f"--log-dir={first.logs}: another run (pid {first.process.pid})" in lines[0]
+        assert not second.checkpoints.exists()
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 75, first.console
+    assert len(first.events("run_begins")) == 1
+    assert first.summary()["run_id"] == first.status()["run_id"]
 
 
 def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finished):
@@ -64,15 +89,19 @@ def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finis
         (("--seed", 5), "run.seed: 1234 -> 5"),
         (("-b", 4), "data.batch_size x ranks: 16 -> 8"),
         (("task.width=64",), "task.width: (not set) -> 64"),
+        (
+            ("--max-steps", 20),
+            f"--max-steps=20: the run would end at step 20, and {{}} is at step {STEPS}",
+        ),
     ],
-    ids=["seed", "batch", "model"],
+    ids=["seed", "batch", "model", "end"],
 )
 def test_a_launch_that_means_another_run_is_refused_with_the_difference(finished, change, told):
     """Exit 2, one line that names setting, old and new value; nothing is touched."""
     before = contents(finished / "checkpoints")
     with Run(finished, *SETTINGS, *change) as run:
-        assert run.wait(20.0) == 2, run.console
-    assert told in run.console
+        assert run.wait() == 2, run.console
+    assert told.format(run.checkpoints / f"step_{STEPS:08d}.pt") in run.console
     assert run.console.count("ddp_runner: error:") == 1
     assert "Traceback" not in run.console
     assert contents(finished / "checkpoints") == before
@@ -90,15 +119,17 @@ def test_a_finished_run_may_be_launched_again_with_another_interval(peace, finis
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(peace, tmp_path):
     """One flipped bit is found; the run falls back, says so, and ends with the weights of peace."""
-    with Run(tmp_path, *SETTINGS) as run:
-        run.wait_for_step(35)
+    settings = (*SETTINGS, "task.pace_s=0.05")  # the signal must come well before the end
+    with Run(tmp_path, *settings) as run:
+        run.wait_for_step(32)
+        run.wait_for_checkpoint(30)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
     newest = max(run.checkpoints.glob("step_*.pt"))
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(data)
-    with Run(tmp_path, *SETTINGS) as run:
+    with Run(tmp_path, *settings) as run:
         assert run.wait() == 0, run.console
     assert run.digest == peace(2).digest
     damaged_step = int(newest.stem.removeprefix("step_"))

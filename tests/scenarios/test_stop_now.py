@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
 from tests.scenarios.conftest import SETTINGS
 from tests.scenarios.harness import Run, poll
+from tests.scenarios.test_stop import CODES
 from tests.scenarios.workload import TROUBLE_NAME
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(tmp_path, number):
     """The first one waits for a step that takes half a minute, the second one does not."""
+    code, status = CODES[number]
     with Run(tmp_path, *SETTINGS) as run:
         run.wait_for_step(5)
         (tmp_path / TROUBLE_NAME).write_text("loss 1 sleep30")
         poll(lambda: not (tmp_path / TROUBLE_NAME).exists(), what="the slow step")
-        run.signal(signal.SIGINT)
+        run.signal(number)
         run.wait_for_event("stop_asked")
         with pytest.raises(AssertionError, match="still running"):
             run.wait(1.0)
-        run.signal(signal.SIGINT)
-        assert run.wait(2.0) == 130, run.console
-    assert run.summary()["status"] == "interrupted"
+        run.signal(number)
+        assert run.wait(10.0) == code, run.console
+    assert run.summary()["status"] == status
     assert run.console.count("Traceback") == 0
 
 
@@ -42,9 +44,7 @@ def test_a_stop_before_training_ends_at_once_and_leaves_no_file(tmp_path, name, 
     with Run(tmp_path, *SETTINGS) as run:
         poll(lambda: name in {process.name for process in run.processes()}, every_s=0.002)
         run.signal(number)
-        began_s = time.monotonic()
-        assert run.wait(2.0) == code, run.console
-        assert time.monotonic() - began_s < 2.0
+        assert run.wait(10.0) == code, run.console  # of 30 s
     assert not run.logs.exists()
     assert not run.checkpoints.exists()
     assert "Traceback" not in run.console

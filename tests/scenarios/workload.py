@@ -1,23 +1,32 @@
 """A small paced task for whole-run tests: its state has buffers, dropout and per-sample noise.
 
-What should go wrong, and when, comes from a file that a test writes while the run trains, or from
-a sample whose turn always comes at the same step of an epoch.
+What should go wrong, and when, comes from a file that a test writes before the run or while it
+trains, or from a sample whose turn always comes at the same step of an epoch.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import random
+import signal
+import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ddp_runner.training.saving import Saving
 from ddp_runner.training.task import Datasets
 
-TROUBLE_NAME = "trouble"  # in the folder where the run was started
+# In the folder where the run was started.
+TROUBLE_NAME = "trouble"
+HOLD_NAME = "hold"  # training goes on once it is gone
+_calls = Counter()  # how often this process has come to each place
 
 
 class NoisySamples(torch.utils.data.Dataset):
@@ -39,25 +48,45 @@ class NoisySamples(torch.utils.data.Dataset):
 
 
 def make_trouble(place):
-    """Do, once, what the trouble file asks of ``place``: ``PLACE RANK ACTION``; the file is gone then."""
+    """Do, once, what the trouble file asks of ``place``: ``PLACE RANK ACTION``; the file is gone then.
+
+    With ``CALL`` behind that, not before a process has come there so often: such a file may lie there
+    from the start, and what happens does not depend on how soon the test writes it.
+    """
+    _calls[place] += 1
     try:
-        wanted, rank, action = Path(TROUBLE_NAME).read_text(encoding="utf-8").split()
+        wanted, rank, action, *call = Path(TROUBLE_NAME).read_text(encoding="utf-8").split()
         if wanted != place or rank not in ("any", os.environ.get("RANK")):
+            return
+        if call and _calls[place] < int(call[0]):
             return
         Path(TROUBLE_NAME).unlink()
     except (OSError, ValueError):  # no trouble, or another rank has taken it
         return
+    _make(action)
+
+
+def _make(action):  # noqa: C901 - a row an action
+    if action == "abort":
+        os.abort()
+    if action == "segfault":
+        ctypes.string_at(0)
     if action == "device":
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     if action == "raise":
         raise RuntimeError("trouble was asked for")
+    if action == "leave":
+        sys.exit(0)
+    if action == "preempt":
+        os.kill(os.getpid(), signal.SIGTERM)  # of one rank: the whole run stops
     if action.startswith("exit"):
         os._exit(int(action.removeprefix("exit")))
     if action.startswith("sleep"):
         time.sleep(float(action.removeprefix("sleep")))
-    if action == "barrier":
-        for _ in range(4):  # which nobody else is in; as many as hold every thread of gloo
-            torch.distributed.barrier(async_op=True)
+    if action.startswith("barrier"):  # which nobody else is in
+        several = action == "barriers"  # as many as hold every thread of gloo
+        for _ in range(4 if several else 1):
+            torch.distributed.barrier(async_op=several)
     if action.startswith("gil"):
         # PyDLL keeps the interpreter's lock for the length of the call.
         ctypes.PyDLL(None).usleep(int(float(action.removeprefix("gil")) * 1e6))
@@ -66,7 +95,9 @@ def make_trouble(place):
 class PacedTask:
     """``pace_s`` seconds a step at least; ``validation_s`` seconds a validation batch.
 
-    ``raise_at_sample`` and ``nan_at_sample`` name a training sample that ruins its step.
+    ``raise_at_sample``, ``nan_at_sample`` and ``odd_at_sample`` name a training sample that ruins its
+    step; with the last one, by a collective that the other ranks are not in. ``slow_at_sample`` makes
+    its step take ``slow_s`` longer.
     """
 
     def __init__(
@@ -79,6 +110,9 @@ class PacedTask:
         width=32,
         raise_at_sample=-1,
         nan_at_sample=-1,
+        odd_at_sample=-1,
+        slow_at_sample=-1,
+        slow_s=0.0,
     ):
         self._pace_s = pace_s
         self._samples = samples
@@ -87,6 +121,9 @@ class PacedTask:
         self._width = width
         self._raise_at_sample = raise_at_sample
         self._nan_at_sample = nan_at_sample
+        self._odd_at_sample = odd_at_sample
+        self._slow_at_sample = slow_at_sample
+        self._slow_s = slow_s
 
     def build_model(self):
         make_trouble("build")
@@ -112,9 +149,15 @@ class PacedTask:
             time.sleep(self._validation_s)
             return nn.functional.mse_loss(model(inputs), targets)
         time.sleep(self._pace_s)
+        while Path(HOLD_NAME).exists():
+            time.sleep(0.01)
         make_trouble("loss")
+        if self._slow_at_sample in indices:
+            time.sleep(self._slow_s)
         if self._raise_at_sample in indices:
             raise RuntimeError("this step never works")
+        if self._odd_at_sample in indices:
+            torch.distributed.all_reduce(torch.ones(100_000))
         loss = nn.functional.mse_loss(model(inputs), targets)
         return loss * float("nan") if self._nan_at_sample in indices else loss
 
@@ -153,3 +196,27 @@ class DiesInModel(PacedTask):
 
     def build_model(self):
         os._exit(9)
+
+
+class DiesAtExit(PacedTask):
+    """Its processes are killed while they exit, when they have said that they are done."""
+
+    def build_model(self):
+        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+        return super().build_model()
+
+
+class DiesBeforeItTells(PacedTask):
+    """Its rank 0 is killed once, when its first checkpoint is on disk and nobody knows of it."""
+
+    def build_model(self):
+        report = Saving._report
+
+        def killed_first(saving, saved, **options):
+            with contextlib.suppress(FileExistsError):
+                Path("killed").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+            report(saving, saved, **options)
+
+        Saving._report = killed_first
+        return super().build_model()

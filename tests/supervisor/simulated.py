@@ -6,7 +6,6 @@ control channels and stamp the board. Time passes from event to event, so an hou
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import os
@@ -14,6 +13,7 @@ import random
 import selectors
 import signal
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.board import Cell
@@ -21,21 +21,37 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import (
+    NO_PROCESS,
+    SPARE_RANK,
     Abort,
     Faulted,
     Finished,
+    Fork,
     Forked,
     Form,
     Formed,
     Ready,
     Saved,
+    SpareReady,
     Stop,
     StoreReady,
     ZygoteReady,
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
-from ddp_runner.supervisor import hangs, repair, run, stopped, supervisor, watcher, world
+from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.supervisor import (
+    hangs,
+    repair,
+    returning,
+    run,
+    stacks,
+    stopped,
+    striker,
+    supervisor,
+    watcher,
+    world,
+)
 from ddp_runner.supervisor.children import Ended, make_output_file
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.supervisor.world import World
@@ -44,6 +60,16 @@ TICK_S = 0.1
 STEP_S = 0.05
 SAVE_EVERY = 10
 IMPORT_S, FORK_S, STARTUP_S, FORM_S, EXIT_S = 1.0, 0.01, 0.05, 0.03, 0.005
+ITS_STACKS = b'Current thread 0x0001 (most recent call first):\n  File "task.py", line 3 in loss\n'
+WARM_S = 0.04  # until a spare is ready
+SPARE = -3  # as a process
+
+
+class _Unclaimed:
+    """Directories that are nobody's: nothing is written to a disk."""
+
+    def claim(self):
+        pass
 
 
 class Clock:
@@ -94,7 +120,7 @@ class InstantSelector(selectors.DefaultSelector):
 
 @dataclass
 class Process:
-    """A simulated process; ``rank`` -1 is the store host, -2 the zygote."""
+    """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare."""
 
     pid: int
     rank: int
@@ -105,6 +131,7 @@ class Process:
     stopped: bool = False
     asleep: bool = False  # stopped in its own code: the system knows of nothing
     dead: bool = False
+    unending: bool = False  # waits in the kernel: SIGKILL ends it only once that is over
     stop: StopReason | None = None
     seen: list = field(default_factory=list)  # generations that it was asked to form
 
@@ -119,7 +146,17 @@ class Quiet(run._Loop):
 class Simulation:
     """One run: ``run_until``, harm, ``run_to_end``."""
 
-    def __init__(self, monkeypatch, *, ranks=3, steps=100, seed=0, import_s=IMPORT_S, **recovery):
+    def __init__(
+        self,
+        monkeypatch,
+        *,
+        ranks=3,
+        steps=100,
+        seed=0,
+        import_s=IMPORT_S,
+        run_options=None,
+        **recovery,
+    ):
         self.clock = Clock()
         self.records = Records()
         self.random = random.Random(seed)
@@ -129,24 +166,36 @@ class Simulation:
         self.processes = {}
         self.zygote = None
         self.reaped = []
+        self.unreaped_kills = set()
         self._unborn = []  # channels of forks that a zygote still owes
         self._broken = 0  # the newest generation that a peer has left
+        self.step_s = STEP_S
         self.data_s = 0.0  # of every step, for the data of rank 0
+        self.last_save_s = 0.0  # for which all wait for rank 0
         self.is_held = False  # no generation comes to be while it is
         self.zygotes = 0
+        self.resumed = []  # what each rank was told that has loaded
+        self.answers_s = 0.0  # after which the zygote says whom it has forked
+        self.spares_refused = 0  # forks of a spare for which there is no room
+        self.spares_asked = []  # what the ranks were doing when one was asked for
         self.import_s = import_s
         self._heap = []
         self._numbers = itertools.count()
         self._pids = itertools.count(100)
-        for module in (supervisor, repair, hangs, watcher, world):
+        for module in (supervisor, repair, returning, hangs, watcher, world):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(stopped, "is_stopped", self._is_stopped)
-        monkeypatch.setattr(world, "kill", self.signal)
+        monkeypatch.setattr(repair, "is_killed", lambda pid: pid in self.unreaped_kills)
+        for module in (world, stacks, striker):
+            monkeypatch.setattr(module, "kill", self.signal)
+        monkeypatch.setattr(stacks, "signal_main_thread", self.signal)
         monkeypatch.setattr(world, "Zygote", lambda **_: Zygote(self))
-        monkeypatch.setattr(supervisor, "claim_directories", lambda *_: None)
         monkeypatch.setattr(run, "reap_children", self._reap)
+        # Not this machine's counter: what the kernel kills meanwhile is none of ours.
+        monkeypatch.setattr(supervisor, "KernelKills", lambda: KernelKills(Path("/no/machine")))
         settings = Settings(
-            run=RunSettings(task="synthetic"), recovery=RecoverySettings(**recovery)
+            run=RunSettings(task="synthetic", **(run_options or {})),
+            recovery=RecoverySettings(**recovery),
         )
         cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
         plan = LaunchPlan(
@@ -162,7 +211,7 @@ class Simulation:
         )
         selector = InstantSelector()
         self.world = World(plan, selector)
-        self.supervisor = Supervisor(plan, self.world, self.records, lock=None)
+        self.supervisor = Supervisor(plan, self.world, self.records, _Unclaimed())
         self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector)
         self.world.start_zygote()
 
@@ -199,7 +248,7 @@ class Simulation:
         return max(alive, key=lambda process: process.pid, default=None)
 
     def kill(self, *ranks):
-        """SIGKILL ranks; -1 is the store host, -2 the zygote."""
+        """SIGKILL ranks; -1 is the store host, -2 the zygote, -3 the spare."""
         for number in ranks:
             process = self.zygote if number == -2 else self.rank(number)
             if process is not None:
@@ -259,8 +308,12 @@ class Simulation:
         process = self.processes.get(pid)
         if process is None or process.dead:
             return
-        if number == signal.SIGKILL:
+        if number == signal.SIGKILL and process.unending:
+            process.stopped = process.asleep = True
+        elif number == signal.SIGKILL:
             self._end(process, signal_number=9)
+        elif number == stacks.STACKS_SIGNAL and process.rank >= 0:
+            os.write(self.world.ranks[process.rank]._output, ITS_STACKS)
         elif number == signal.SIGCONT:
             process.stopped = process.asleep
 
@@ -282,6 +335,8 @@ class Simulation:
 
     def fork(self, request, descriptors):
         """The zygote's answer to a request."""
+        if request.rank == SPARE_RANK:
+            self.spares_asked.append([handle.state.name for handle in self.world.ranks])
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
         self._unborn.append(channel)
         zygote = self.zygote
@@ -294,18 +349,42 @@ class Simulation:
                 self.later(0.01, born)
                 return
             self._unborn.remove(channel)
-            process = self._new(request.rank, channel)
-            with contextlib.suppress(ChannelClosedError):
-                zygote.channel.send(Forked(token=request.token, pid=process.pid))
+            if request.rank == SPARE_RANK and self.spares_refused:
+                self.spares_refused -= 1
+                channel.close()
+                self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
+                return
+            process = self._new(SPARE if request.rank == SPARE_RANK else request.rank, channel)
+            answer = Forked(token=request.token, pid=process.pid)
+            if self.answers_s:
+                self.later(self.answers_s, lambda: self.send(zygote, answer))
+            else:
+                self.send(zygote, answer)
+            if request.rank == SPARE_RANK:
+                self.later(WARM_S, lambda: self.send(process, SpareReady()))
+                return
             if request.rank < 0:
                 message = StoreReady(port=1)
                 self.later(STARTUP_S, lambda: self.send(process, message))
                 return
-            self.stamp(process, Phase.STARTUP)
-            loads = bool(request.spec["loads"])
-            self.later(STARTUP_S * self.random.uniform(1, 3), lambda: self._built(process, loads))
+            self._start(process, request)
 
         self.later(FORK_S, born)
+
+    def _start(self, process, request):
+        self.stamp(process, Phase.STARTUP)
+        loads = bool(request.spec["loads"])
+        self.resumed += [request.spec["resume"]] if loads else []
+        self.later(STARTUP_S * self.random.uniform(1, 3), lambda: self._built(process, loads))
+
+    def _become(self, process, request, descriptors):
+        """A spare is made a rank."""
+        process.channel.close()
+        process.rank, process.channel = request.rank, Channel.from_descriptor(descriptors[0])
+        process.channel.set_blocking(blocking=False)
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+        self._start(process, request)
 
     def start_zygote(self, channel):
         self.zygotes += 1
@@ -365,13 +444,15 @@ class Simulation:
     def _listen(self, process):
         while not process.dead and not process.stopped:
             try:
-                message, _ = process.channel.receive()
+                message, descriptors = process.channel.receive()
             except BlockingIOError:
                 return
             except ChannelClosedError:
                 self._end(process, exit_code=1)
                 return
             match message:
+                case Fork():
+                    self._become(process, message, descriptors)
                 case Form():
                     assert not process.seen or message.generation > process.seen[-1]
                     process.seen.append(message.generation)
@@ -418,7 +499,7 @@ class Simulation:
                 rebuild_s=0.0,
             )
             self.send(process, formed)
-        self.later(STEP_S, lambda: self._step(form.generation))
+        self.later(self.step_s, lambda: self._step(form.generation))
 
     def _step(self, generation):
         members = self._members(generation)
@@ -431,7 +512,7 @@ class Simulation:
             for process in members:
                 if not process.stopped and self._phase(process) is not Phase.REDUCE:
                     self.stamp(process, Phase.REDUCE)
-            self.later(STEP_S, lambda: self._step(generation))
+            self.later(self.step_s, lambda: self._step(generation))
             return
         reason = next((p.stop for p in members if p.stop), None)
         if members[0].committed < self.steps:
@@ -440,20 +521,28 @@ class Simulation:
         if members[0].committed % SAVE_EVERY == 0:
             self._save(members[0])
         if members[0].committed < self.steps and reason is None:
-            self.later(STEP_S, lambda: self._step(generation))
+            self.later(self.step_s, lambda: self._step(generation))
             return
         self._finish_soon(members, generation, reason)
 
     def _finish_soon(self, members, generation, reason):
         self._save(members[0])
+        for process in members if self.last_save_s else ():
+            saves = process is members[0]
+            self.stamp(process, Phase.CHECKPOINT if saves else Phase.REDUCE)
         for process in members:
-            finish = self.random.uniform(0.0, 0.02)
+            finish = self.last_save_s + self.random.uniform(0.0, 0.02)
             self.later(finish, lambda each=process: self._finish(each, generation, reason))
 
     def _save(self, process):
         self.checkpoint = process.committed
         saved = Saved(
-            rank=process.rank, step=process.committed, path="p", blocked_s=0, size_bytes=1
+            rank=process.rank,
+            step=process.committed,
+            path="p",
+            blocked_s=0,
+            size_bytes=1,
+            sha256="",
         )
         self.send(process, saved)
 
@@ -478,8 +567,8 @@ class Simulation:
         slot.set(Cell.COMMITTED_STEP, process.committed)
         slot.add(Cell.OWN_STEPS, 1)
         slot.set(Cell.LAST_COMMIT_NS, self.clock.monotonic_ns())
-        slot.set(Cell.STEP_NS, int((STEP_S + self.data_s) * 1e9))
-        slot.set(Cell.BUSY_NS, int(STEP_S * 1e9))
+        slot.set(Cell.STEP_NS, int((self.step_s + self.data_s) * 1e9))
+        slot.set(Cell.BUSY_NS, int(self.step_s * 1e9))
         # Rank 0 waits for the data of its step, and the others for rank 0.
         slot.set(Cell.REDUCE_NS, 0 if process.rank == 0 else int(self.data_s * 1e9))
         self.stamp(process, Phase.FORWARD)
@@ -523,13 +612,17 @@ class Simulation:
             signal_number=signal_number,
             at_ns=self.clock.monotonic_ns(),
         )
+        if signal_number == signal.SIGKILL:
+            self.unreaped_kills.add(process.pid)
         self.later(self.random.uniform(0, EXIT_S), lambda: self.reaped.append(ended))
         if generation and process.trains:
             self.later(0.001, lambda: self._break(generation))
 
     def _reap(self):
         reaped, self.reaped = self.reaped, []
-        return iter(reaped)
+        for ended in reaped:
+            self.unreaped_kills.discard(ended.pid)
+            yield ended
 
     def _is_stopped(self, pid):
         process = self.processes.get(pid)
@@ -542,7 +635,7 @@ class Simulation:
             heapq.heappop(self._heap)[2]()
         self.loop._turn()
         for process in list(self.processes.values()):
-            if process.rank >= 0:
+            if process.rank >= 0 or process.rank == SPARE:
                 self._listen(process)
 
     def close(self):

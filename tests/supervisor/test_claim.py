@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.settings import CheckpointSettings, RunSettings, Settings
-from ddp_runner.supervisor.claim import (
-    BoardMemory,
-    DirectoryLock,
-    bind_store_port,
-    claim_directories,
-)
-from tests.processes import ranks, run_ranks
+from ddp_runner.core.settings import RunSettings
+from ddp_runner.directories import DirectoryLock, RunDirectories
+from ddp_runner.supervisor.claim import BoardMemory, bind_store_port
+from tests.disks import small_disk
+from tests.processes import poll, ranks, run_ranks
 
 
-def settings(folder):
-    return Settings(
-        run=RunSettings(log_dir=str(folder / "logs"), checkpoint_dir=str(folder / "deep" / "er")),
-        checkpoint=CheckpointSettings(),
+def directories(folder, *, log_dir="logs", checkpoint_dir="deep/er"):
+    return RunDirectories(
+        RunSettings(log_dir=str(folder / log_dir), checkpoint_dir=str(folder / checkpoint_dir))
     )
 
 
@@ -58,7 +56,8 @@ def test_a_killed_holder_leaves_no_lock(tmp_path):
     with ranks(_hold, 1, tmp_path) as (holder,):
         holder.hear()
         holder.signal(signal.SIGKILL)
-        holder.connection.poll(10)
+        # Its end, not that of its line to us: the kernel closes one file after the other.
+        poll(lambda: psutil.Process(holder.pid).status() == psutil.STATUS_ZOMBIE, what="its end")
         DirectoryLock(tmp_path).refuse_if_held()
         lock = DirectoryLock(tmp_path)
         lock.acquire()
@@ -92,14 +91,36 @@ def test_releasing_twice_is_harmless(tmp_path):
     lock.release()
 
 
-def test_claiming_makes_both_directories_and_locks_one(tmp_path):
-    """With parents; a second claim on the same checkpoints is refused while the first one lives."""
-    first = DirectoryLock(tmp_path / "deep" / "er")
-    claim_directories(settings(tmp_path), first)
+@pytest.mark.parametrize("shared", ["log_dir", "checkpoint_dir"])
+def test_claiming_makes_both_directories_and_locks_each(tmp_path, shared):
+    """With parents; a second run on one of them is refused while the first one lives, and told which."""
+    first = directories(tmp_path)
+    first.claim()
     assert (tmp_path / "logs").is_dir()
-    with pytest.raises(BadInputError, match="another run"):
-        claim_directories(settings(tmp_path), DirectoryLock(tmp_path / "deep" / "er"))
+    assert (tmp_path / "deep" / "er").is_dir()
+    other = {"log_dir": "other", "checkpoint_dir": "other"}
+    del other[shared]
+    option = "--" + shared.replace("_", "-")
+    for attempt in (
+        directories(tmp_path, **other).refuse_if_held,
+        directories(tmp_path, **other).claim,
+    ):
+        with pytest.raises(BadInputError, match=rf"{option}=.*another run \(pid {os.getpid()}\)"):
+            attempt()
     first.release()
+    second = directories(tmp_path, **other)
+    second.claim()
+    second.release()
+
+
+def test_one_directory_may_be_for_both(tmp_path):
+    """Control: a run is not in its own way, and two runs in directories of their own are not either."""
+    runs = [directories(tmp_path, log_dir=name, checkpoint_dir=name) for name in ("one", "two")]
+    for run in runs:
+        run.refuse_if_held()
+        run.claim()
+    for run in runs:
+        run.release()
 
 
 @pytest.mark.parametrize(("name", "option"), [("logs", "--log-dir"), ("deep", "--checkpoint-dir")])
@@ -107,14 +128,36 @@ def test_a_file_where_a_directory_is_meant_is_refused(tmp_path, name, option):
     """The message names the option and what the system said."""
     (tmp_path / name).write_text("a file")
     with pytest.raises(BadInputError, match=option):
-        claim_directories(settings(tmp_path), DirectoryLock(tmp_path / "deep" / "er"))
+        directories(tmp_path).claim()
 
 
 def test_a_lock_that_is_a_directory_is_refused(tmp_path):
     """Whatever stands in the way, it is an error of the option, not a traceback."""
     (tmp_path / "deep" / "er" / ".lock").mkdir(parents=True)
     with pytest.raises(BadInputError, match="--checkpoint-dir"):
-        claim_directories(settings(tmp_path), DirectoryLock(tmp_path / "deep" / "er"))
+        directories(tmp_path).claim()
+
+
+def test_logs_that_cannot_be_locked_are_no_reason_not_to_train(tmp_path):
+    """Such a disk takes no lines either; the checkpoints are locked all the same."""
+    (tmp_path / "logs" / ".logs.lock").mkdir(parents=True)
+    first = directories(tmp_path)
+    first.refuse_if_held()
+    first.claim()
+    with pytest.raises(BadInputError, match=r"--checkpoint-dir=.*another run"):
+        directories(tmp_path).claim()
+    first.release()
+
+
+def test_logs_on_a_full_disk_are_no_reason_not_to_train(tmp_path):
+    """What has no room is the name of who holds it."""
+    with small_disk(tmp_path / "logs", size_kb=64):
+        with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb", 0) as filler:
+            while filler.write(b"x" * 4096):
+                pass
+        first = directories(tmp_path)
+        first.claim()
+        first.release()
 
 
 def test_port_0_takes_a_free_one_on_loopback_only():

@@ -8,27 +8,16 @@ from collections import Counter
 
 import pytest
 
+from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.lifecycle import RankState, RunState
-from ddp_runner.core.messages import MendedInPlace
+from ddp_runner.core.messages import Adjusted, MendedInPlace
 from ddp_runner.core.phases import Phase
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor import stopped
-from tests.supervisor.simulated import EXIT_S, Simulation
-
-
-@pytest.fixture
-def simulate(monkeypatch):
-    made = []
-
-    def simulation(**changes):
-        made.append(Simulation(monkeypatch, **changes))
-        return made[-1]
-
-    yield simulation
-    for one in made:
-        one.close()
+from ddp_runner.supervisor import repair, stopped
+from ddp_runner.supervisor.hangs import hung
+from tests.supervisor.simulated import EXIT_S, SPARE
 
 
 def plans(run):
@@ -67,14 +56,60 @@ def test_two_deaths_in_a_row_are_repaired_in_one_or_two_incidents(simulate, apar
     assert sum(lost(run)) == 0
 
 
+@pytest.mark.parametrize(
+    ("phase", "cell", "said"),
+    [
+        (Phase.DATA, 18, "rank 1 hung: silent, loading sample 17"),
+        (Phase.EVALUATE, -18, "rank 1 hung: silent, loading validation sample 17"),
+        (Phase.DATA, 0, "rank 1 hung: silent"),
+        (Phase.FORWARD, 18, "rank 1 hung: silent"),
+    ],
+)
+def test_a_rank_that_hangs_over_a_sample_is_told_with_it(simulate, phase, cell, said):
+    """As far as it is known; control: elsewhere it would be an old one."""
+    run = simulate()
+    run.to_step(5)
+    handle = run.world.ranks[1]
+    handle.slot.stamp(phase, 1)
+    handle.slot.set(Cell.SAMPLE, cell)
+    fault = hung(handle, "silent")
+    assert (fault.cause, fault.phase) == (said, phase.label)
+
+
+def made_container(root):
+    """A made control group that has killed nobody; returns the file that counts."""
+    events = root / "sys/fs/cgroup/memory.events"
+    for path, text in ((events, "oom_kill 0\n"), (root / "proc/self/cgroup", "0::/\n")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    return events
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kills", [0, 1, 2])
+def test_of_two_ranks_killed_at_once_the_larger_was_killed_for_memory(
+    simulate, tmp_path, kills, seed
+):
+    """Whichever is reaped first; no more of them than the kernel has counted."""
+    run, events = simulate(seed=seed), made_container(tmp_path)
+    run.supervisor._kernel_kills = KernelKills(tmp_path)
+    run.to_step(15)
+    for rank, size in ((0, 10), (1, 1), (2, 2)):
+        run.world.ranks[rank].rss_bytes = size
+    events.write_text(f"oom_kill {kills}\n")
+    run.kill(1, 2)
+    assert_done(run)
+    kinds = {fault["rank"]: fault["kind"] for fault in run.events("fault") if fault["rank"] > 0}
+    assert kinds == {
+        1: "out_of_memory" if kills == 2 else "rank_killed",
+        2: "out_of_memory" if kills else "rank_killed",
+    }
+
+
 @pytest.mark.parametrize(("told", "kind"), [(3, "rank_killed"), (1, "out_of_memory")])
 def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_path, told, kind):
     """Three of one search; control: of two of them nobody says whose they were."""
-    events = tmp_path / "sys/fs/cgroup/memory.events"
-    for path, text in ((events, "oom_kill 0\n"), (tmp_path / "proc/self/cgroup", "0::/\n")):
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-    run = simulate()
+    run, events = simulate(), made_container(tmp_path)
     run.supervisor._kernel_kills = KernelKills(tmp_path)
     run.to_step(15)
     events.write_text("oom_kill 3\n")
@@ -85,6 +120,39 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_
     run.kill(2)
     assert_done(run)
     assert plans(run) == [(2, kind, (2,))]
+
+
+@pytest.mark.parametrize("once_more", [True, False])
+def test_kernel_kills_at_every_step_end_a_run_that_cannot_ask_for_less(
+    simulate, tmp_path, once_more
+):
+    """The budget counts them; control: not while each successor has halved something."""
+    events = tmp_path / "sys/fs/cgroup/memory.events"
+    for path, text in ((events, "oom_kill 0\n"), (tmp_path / "proc/self/cgroup", "0::/\n")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    run = simulate(max_restarts=3)
+    run.supervisor._kernel_kills = KernelKills(tmp_path)
+    for number in range(1, 6):
+        run.to_step(10 * number)
+        events.write_text(f"oom_kill {number}\n")
+        run.kill(1)
+        repaired = len(run.events("repaired"))
+        run.run_until(lambda count=repaired: run.ending or len(run.events("repaired")) > count)
+        if run.ending is not None:
+            break
+        adjusted = Adjusted(
+            rank=1, step=run.best, remedy="x", inexact_reason="", in_peace=True, once_more=once_more
+        )
+        run.send(run.rank(1), adjusted)
+    if not once_more:
+        assert_done(run)
+        assert len(lost(run)) == 5
+        return
+    assert (run.ending.status, run.ending.exit_code) == (RunStatus.GAVE_UP, ExitCode.GAVE_UP)
+    assert "rank 1 killed by the kernel: out of memory" in run.ending.reason
+    assert "restart budget spent: 3 in" in run.ending.reason
+    assert len(lost(run)) == 4
 
 
 def test_a_death_while_forming_starts_the_next_generation(simulate):
@@ -98,6 +166,26 @@ def test_a_death_while_forming_starts_the_next_generation(simulate):
     assert plans(run) == [(1, "rank_killed", (1,)), (0, "rank_killed", (0,))]
     assert [record["generation"] for record in run.events("form")] == [1, 2, 3]
     assert lost(run) == [0, 0]
+
+
+def test_each_of_two_faults_that_are_repaired_together_is_told(simulate):
+    """One line and one event for each when the world trains again, with its own outcome and time."""
+    run = simulate()
+    run.to_step(15)
+    run.kill(1)
+    run.run_until(lambda: len(run.events("form")) == 2)
+    run.kill(0)
+    assert_done(run)
+    told = [text for _, text in run.records.said if "steps lost" in text]
+    assert [text.split(" at ")[0] for text in told] == [
+        f"rank {rank} killed (SIGKILL)" for rank in (1, 0)
+    ]
+    repaired = run.events("repaired")
+    assert [event["cause"] for event in repaired] == [plan["cause"] for plan in run.events("plan")]
+    assert repaired[0]["seconds"] > repaired[1]["seconds"] > 0
+    assert all(
+        f"{event['seconds']:.2f} s" in text for event, text in zip(repaired, told, strict=True)
+    )
 
 
 def test_the_replacement_dies_while_it_starts(simulate):
@@ -237,10 +325,15 @@ def test_of_ranks_that_all_raised_one_is_kept_as_the_source(simulate, ranks):
     for rank in range(ranks):
         run.fail(rank)
     run.run_until(lambda: len(run.events("form")) == 2)
-    assert [run.rank(rank).pid == first[rank] for rank in range(ranks)].count(True) == 1
+    [stayed] = [rank for rank in range(ranks) if run.rank(rank).pid == first[rank]]
     assert_done(run)
     assert [len(replaced) for _, _, replaced in plans(run)] == [ranks - 1]
     assert lost(run) == [0]
+    [told] = [
+        text for level, text in run.records.said if level == "WARNING" and "ValueError: no" in text
+    ]
+    assert told.startswith(f"all {ranks} ranks raised, first rank " if ranks > 1 else "rank 0: ")
+    assert f"rank {stayed} stays, with the newest state" in told
 
 
 def test_a_rank_that_raised_one_step_ahead_of_the_others_is_kept(simulate):
@@ -286,6 +379,23 @@ def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
     assert lost(run) == [7, 0]
 
 
+@pytest.mark.parametrize("word", ["best", "checkpoints/step_00000010.pt"])
+@pytest.mark.parametrize("published", [True, False])
+def test_a_checkpoint_that_nobody_could_tell_of_is_not_passed_over(
+    simulate, tmp_path, published, word
+):
+    """All die between its publication and the word of it; control: with none, it is as at the start."""
+    (tmp_path / "step_00000010.json").write_text("{}")
+    run = simulate(run_options={"resume": word, "checkpoint_dir": str(tmp_path)})
+    run._save = lambda process: setattr(run, "checkpoint", process.committed)
+    run.to_step(15)
+    if published:
+        (tmp_path / "step_00000015.json").write_text("{}")
+    run.kill(0, 1, 2)
+    run.run_until(lambda: run.events("repaired"))
+    assert run.resumed == [word, "auto" if published else word]
+
+
 def test_the_pace_is_kept_after_going_back(simulate):
     """A hang before the lost steps are redone is found as soon as any other."""
     run = simulate(steps=60, hang_min_s=1.0)
@@ -314,6 +424,27 @@ def test_a_stop_during_a_repair_is_kept(simulate):
     assert run.best < 25
 
 
+@pytest.mark.parametrize("signals", [1, 2], ids=["before training", "again"])
+def test_what_arrives_after_the_end_changes_nothing(simulate, signals):
+    """A stop that ends at once may be in one batch with the last word of a world that forms."""
+    run = simulate()
+    if signals == 2:
+        run.to_step(15)
+        run.kill(1)
+        run.run_until(lambda: len(run.events("form")) == 2)
+    run.run_until(lambda: run.world.ranks[1].state is RankState.FORMING)
+    for _ in range(signals):
+        run.supervisor.ask_stop(StopReason.INTERRUPTED)
+    ended = run.ending
+    assert ended.exit_code == ExitCode.INTERRUPTED
+    for _ in range(10):
+        run._turn()
+    assert all(rank.trains for rank in run.processes.values() if rank.rank >= 0 and not rank.dead)
+    run.supervisor.fail("ValueError: a bug on the way out")
+    assert run.ending is ended
+    assert ("ERROR", "ValueError: a bug on the way out") in run.records.said
+
+
 @pytest.mark.parametrize("pause_s", [1.1, 3.9])
 def test_a_pause_of_all_ranks_is_no_hang(simulate, pause_s):
     """Slow storage, swapping, a busy machine: nobody is killed for what happens to everybody."""
@@ -324,6 +455,72 @@ def test_a_pause_of_all_ranks_is_no_hang(simulate, pause_s):
     run.wake()
     assert_done(run)
     assert plans(run) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_has_waited_for_the_last_save_is_not_hung_when_the_first_rank_has_finished(
+    simulate, seed
+):
+    """Of two ranks that wake up, one is later: it has not waited for a collective that nobody joins."""
+    run = simulate(hang_min_s=1.0, steps=20, seed=seed)
+    run.last_save_s = 5.0
+    assert_done(run)
+    assert plans(run) == []
+
+
+def test_a_rank_that_never_finishes_is_found(simulate):
+    """Control: however many others have."""
+    run = simulate(hang_min_s=1.0, steps=20)
+    run.run_until(lambda: any(handle.finished for handle in run.world.present))
+    (late, *_) = [handle.rank for handle in run.world.present if handle.finished is None]
+    run.sleep(late)
+    assert_done(run)
+    assert [plan[:2] for plan in plans(run)] == [(late, "rank_hung")]
+
+
+@pytest.mark.parametrize(
+    "harm", [None, 1, -2], ids=["in peace", "and is killed", "with its zygote"]
+)
+def test_a_rank_that_is_ready_before_it_is_known_who_it_is_does_not_train(simulate, harm):
+    """The zygote was held up just after the fork: nobody could end such a rank, or find it stopped."""
+    run = simulate(warm_spare=False)
+    run.to_step(10)
+    run.answers_s = 1.0
+    run.kill(1)
+    run.run_until(lambda: run.world.ranks[1].state is RankState.READY)
+    assert run.world.ranks[1].pid is None
+    if harm is not None:
+        run.kill(harm)
+    assert_done(run)
+    assert all(formed["pid"] is not None for formed in run.events("rank_formed"))
+    assert {plan[:2] for plan in plans(run)} == {(1, "rank_killed")}
+
+
+def test_a_random_plan_strikes_nobody_while_a_rank_is_dying(simulate):
+    """On a busy machine that takes a while, and what strikes it then would never be noticed."""
+    spec = "random:mtbf_s=0.01,times=3,kinds=kill"
+    run = simulate(ranks=2, run_options={"inject": (spec,)})
+    run.run_until(lambda: run.events("world_formed"))
+    for process in run.processes.values():
+        process.unending = True
+    run.run_until(lambda: run.events("injected"))
+    run.pass_time(0.5)
+    assert len(run.events("injected")) == 1
+    for process in list(run.processes.values()):
+        process.unending = False
+        if process.pid == run.world.ranks[run.events("injected")[0]["rank"]].pid:
+            run.signal(process.pid)
+    assert_done(run)
+    assert len(run.events("injected")) == len(plans(run)) == 3
+
+
+def test_a_random_plan_goes_on_when_the_rank_that_it_killed_is_given_up(simulate):
+    """Control: that process dies, but nobody takes its place."""
+    spec = "random:mtbf_s=0.01,times=2,kinds=kill"
+    run = simulate(min_ranks=1, slot_failures_max=1, run_options={"inject": (spec,)})
+    assert_done(run)
+    assert [len(plan["dropped"]) for plan in run.events("plan")] == [1, 1]
+    assert len(run.events("injected")) == 2
 
 
 @pytest.mark.parametrize("apart_s", [0.01, 0.15, 0.8])
@@ -339,6 +536,24 @@ def test_a_pause_that_ends_for_one_rank_after_the_other_is_no_hang(simulate, apa
     run.wake()
     assert_done(run)
     assert plans(run) == []
+
+
+def test_a_rank_that_is_slow_now_and_then_is_killed_once_at_most(simulate):
+    """Nothing foretells the first slow step among fast ones; redone, it shows that it was no hang."""
+    run = simulate(hang_min_s=1.0, first_step_timeout_s=60.0, steps=120)
+    for step in (30, 60, 90):
+        run.to_step(step)
+        run.sleep(1)
+        slow, until_s = run.rank(1), run.clock.now_s + 3.0
+        while not slow.dead and run.clock.now_s < until_s:
+            run._turn()
+        if slow.dead:  # its successor does the same step
+            run.run_until(lambda: run.rank(1) is not None and run.rank(1).trains, within_s=5.0)
+            run.sleep(1)
+            run.pass_time(3.0)
+        run.rouse(1)
+    assert_done(run)
+    assert [plan[:2] for plan in plans(run)] == [(1, "rank_hung")]
 
 
 def test_looks_that_are_a_tick_apart_are_no_pause(simulate):
@@ -463,7 +678,7 @@ def test_a_stopped_rank_that_holds_the_only_state_is_woken(simulate, state):
 
 def test_a_stopped_zygote_is_replaced(simulate):
     """Else a rank that dies later would be waited for until its start is overdue."""
-    run = simulate(hang_min_s=1.0, steps=300)
+    run = simulate(hang_min_s=1.0, steps=300, warm_spare=False)
     run.to_step(15)
     run.freeze(-2)
     run.kill(1)
@@ -475,7 +690,7 @@ def test_a_stopped_zygote_is_replaced(simulate):
 @pytest.mark.parametrize("startup_timeout_s", [600.0, 2.0], ids=["usual", "short"])
 def test_a_zygote_that_never_forks_is_replaced(simulate, startup_timeout_s):
     """A hook of the user's that hangs, a disk that does not answer: the system calls it running."""
-    run = simulate(startup_timeout_s=startup_timeout_s, steps=300)
+    run = simulate(startup_timeout_s=startup_timeout_s, steps=300, warm_spare=False)
     run.to_step(15)
     run.sleep(-2)
     run.kill(1)
@@ -487,7 +702,7 @@ def test_a_zygote_that_never_forks_is_replaced(simulate, startup_timeout_s):
 
 def test_a_stop_while_a_fork_is_owed_for_ever_ends_the_run_as_usual(simulate):
     """The rank that is given up on has no process to tell, and no open line."""
-    run = simulate(startup_timeout_s=2.0, steps=300)
+    run = simulate(startup_timeout_s=2.0, steps=300, warm_spare=False)
     run.to_step(15)
     run.sleep(-2)
     run.kill(1)
@@ -616,6 +831,9 @@ def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
         run.stamp(run.rank(0), Phase.DATA)
     assert len(run.events("form")) == 2
     run.pass_time(8.0)
+    [overdue] = [event for event in run.events("fault") if event["kind"] == "collective_stuck"]
+    assert overdue["text"] == "the ranks did not form within 5 s"
+    assert overdue["phase"] == "forming"
     run.is_held = False
     assert_done(run)
     assert len(run.events("form")) == 3
@@ -624,7 +842,7 @@ def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
 @pytest.mark.parametrize(
     ("phase", "deadlines"),
     [
-        (Phase.FORWARD, {"first_step_timeout_s": 40.0}),
+        (Phase.FORWARD, {"hang_min_s": 8.0}),  # five times that: the first steps before were short
         (Phase.CHECKPOINT, {"checkpoint_timeout_s": 40.0}),
     ],
 )
@@ -699,7 +917,7 @@ def test_a_fault_while_growing_again_is_repaired(simulate, rank, harm):
     run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, form_timeout_s=5.0)
     run.to_step(12)
     run.kill(1)
-    run.run_until(lambda: run.supervisor._repair.is_regrouping)
+    run.run_until(lambda: run.supervisor._repair.returning.is_regrouping)
     getattr(run, harm)(rank)
     assert_done(run)
 
@@ -717,6 +935,114 @@ def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
     run.run_until(lambda: len(run.world.present) == 3)
     assert_done(run)
     assert len(plans(run)) == 1
+
+
+@pytest.mark.parametrize("after_s", [0.1, 1.0, 4.9])
+def test_a_slot_that_dies_after_each_return_does_not_keep_the_others_from_their_steps(
+    simulate, after_s
+):
+    """Steps that last longer than its return: it waits for one to end, and ever longer for its turn."""
+    run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=2.0, steps=60, max_restarts=1000)
+    run.to_step(5)
+    run.step_s = 5.0
+    run.kill(1)
+    while run.ending is None:
+        run.run_until(
+            lambda: (run.rank(1) is not None and run.rank(1).trains) or run.best == run.steps,
+            within_s=600.0,
+        )
+        if run.best == run.steps:
+            break
+        run.pass_time(after_s)
+        run.kill(1)
+    assert_done(run)
+    assert 2 < len(plans(run)) < 10
+    faults = [fault.began_s for fault in run.supervisor.ledger.faults]
+    apart_s = [later - earlier for earlier, later in itertools.pairwise(faults)]
+    assert apart_s[-1] > 50.0
+
+
+def test_a_rank_comes_back_between_two_steps(simulate):
+    """The step that the others are in when it gets ready is not cut short."""
+    run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=2.0, steps=20)
+    run.to_step(5)
+    run.step_s = 5.0
+    run.kill(1)
+    run.run_until(lambda: run.world.ranks[1].is_returning)
+    run.run_until(lambda: run.world.ranks[1].state is RankState.READY)
+    ready_step = run.best
+    run.pass_time(1.0)
+    assert len(run.world.present) == 2
+    run.run_until(lambda: len(run.world.present) == 3)
+    assert run.best == ready_step + 1
+    last_commit_s = run.world.ranks[0].slot.get(Cell.LAST_COMMIT_NS) / 1e9
+    assert run.clock.now_s - last_commit_s <= 0.11
+    assert_done(run)
+    assert len(plans(run)) == 1
+
+
+def hang_in_the_kernel(run, rank):
+    """A rank gets stuck in a file system or a driver that does not answer; returns its process."""
+    process = run.rank(rank)
+    process.unending = True
+    run.sleep(rank)
+    return process
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_that_does_not_end_is_given_up_where_it_may_be(simulate, rank):
+    """Nobody waits for it for ever; it is tried again once the kernel has let go of it."""
+    run = simulate(min_ranks=2, regrow_after=2.0, hang_min_s=1.0, steps=1500)
+    run.to_step(12)
+    stuck = hang_in_the_kernel(run, rank)
+    run.run_until(lambda: len(run.world.present) == 2, within_s=repair.REAP_TIMEOUT_S + 5.0)
+    run.pass_time(5.0)
+    assert run.best > 50
+    assert not stuck.dead
+    run._end(stuck, signal_number=9)
+    run.run_until(lambda: len(run.world.present) == 3)
+    assert_done(run)
+    assert [plan["dropped"] for plan in run.events("plan")] == [[rank]]
+    assert sum(lost(run)) == 0
+
+
+def test_a_killed_rank_that_does_not_end_ends_the_run_where_no_other_may_take_its_place(simulate):
+    """The pid is named, because somebody has to see to it."""
+    run = simulate(hang_min_s=1.0)
+    run.to_step(12)
+    stuck = hang_in_the_kernel(run, 1)
+    ending = run.run_to_end(within_s=repair.REAP_TIMEOUT_S + 5.0)
+    assert ending.exit_code == ExitCode.GAVE_UP
+    assert "rank 1 hung" in ending.reason
+    assert f"process {stuck.pid} does not end" in ending.reason
+
+
+@pytest.mark.parametrize("min_ranks", [0, 2])
+def test_a_rank_that_raised_and_does_not_end_is_no_endless_wait_either(simulate, min_ranks):
+    """It is killed by a plan that is made already, while nothing hangs."""
+    run = simulate(min_ranks=min_ranks)
+    run.to_step(12)
+    stuck = run.rank(1)
+    stuck.unending = True
+    run.fail(1)
+    if min_ranks:
+        assert_done(run)
+        assert len(run.world.present) == 2
+    else:
+        ending = run.run_to_end(within_s=repair.REAP_TIMEOUT_S + 5.0)
+        assert ending.exit_code == ExitCode.GAVE_UP
+        assert f"process {stuck.pid} does not end" in ending.reason
+
+
+def test_a_killed_rank_that_takes_its_time_to_end_is_waited_for(simulate):
+    """Control: freeing much memory takes seconds."""
+    run = simulate(min_ranks=2, hang_min_s=1.0)
+    run.to_step(12)
+    stuck = hang_in_the_kernel(run, 1)
+    run.pass_time(repair.REAP_TIMEOUT_S - 5.0)
+    run._end(stuck, signal_number=9)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_hung", (1,))]
 
 
 def hold_a_returning_rank(run):
@@ -749,10 +1075,14 @@ def test_a_rank_that_finishes_while_it_is_asked_to_make_room_is_replaced(simulat
     """The others have left for the one that is back by then: they form with a successor."""
     run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, steps=300)
     back = hold_a_returning_rank(run)
-    run.to_step(run.steps)
+    run.to_step(run.steps - 1)
     run.send(back, run._ready(back))
     run.loop._turn()
-    assert run.supervisor._repair.is_regrouping
+    for rank in (0, 2):
+        run._commit(run.rank(rank))
+    assert run.best == run.steps
+    run.loop._turn()
+    assert run.supervisor._repair.returning.is_regrouping
     for rank in finishing:
         process = run.rank(rank)
         run._finish(process, process.generation, None)
@@ -778,6 +1108,9 @@ CHAOS = {
     "fail": lambda run, rank: run.fail(rank, cause=f"ValueError: {run.random.random()}"),
     "store": lambda run, rank: run.kill(-1),
     "zygote": lambda run, rank: run.kill(-2),
+    "spare": lambda run, rank: run.kill(SPARE),
+    "spare stops": lambda run, rank: run.freeze(SPARE),
+    "spare hangs": lambda run, rank: run.rank(SPARE) and run.sleep(SPARE),
     "thaw": lambda run, rank: [setattr(p, "stopped", False) for p in run.processes.values()],
 }
 

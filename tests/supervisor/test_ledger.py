@@ -45,6 +45,7 @@ def summary(ledger, **changes):
         "steps_per_epoch": 8,
         "finished": [],
         "facts": RunFacts(run_id="a run"),
+        "own_step_s": {0: 0.25, 1: 0.75, 2: None},
         "now_s": 200.0,
         **changes,
     }
@@ -104,7 +105,7 @@ def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
     """Survivors keep what they committed: recovery time, and the time since the last commit."""
     ledger = Ledger(began_s=100.0)
     note(ledger, incident(7), began_s=110.0, since_s=109.5, generation=2)
-    repaired = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
+    (repaired,) = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
     assert (repaired.event_id, repaired.steps_lost) == (5, 0)
     made = summary(ledger, reading=reading(productive_ns=9 * SECOND_NS))
     (record,) = made.faults
@@ -120,7 +121,7 @@ def test_work_since_the_checkpoint_is_lost_by_a_rollback():
     ledger = Ledger(began_s=100.0)
     ledger.saved(10, "step_10.pt", 10 * SECOND_NS)
     note(ledger, incident(15), began_s=120.0)
-    repaired = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
+    (repaired,) = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
     assert repaired.steps_lost == 5
     made = summary(ledger, reading=reading(productive_ns=16 * SECOND_NS))
     assert (made.time_s.lost, made.time_s.productive) == (6.0, 10.0)
@@ -147,8 +148,32 @@ def test_a_rollback_to_the_very_start_loses_everything():
     """No checkpoint was made yet."""
     ledger = Ledger(began_s=100.0)
     note(ledger, incident(4), began_s=110.0)
-    assert repair(ledger, now_s=111.0, committed_step=0, productive_s=1).steps_lost == 4
+    (repaired,) = repair(ledger, now_s=111.0, committed_step=0, productive_s=1)
+    assert repaired.steps_lost == 4
     assert summary(ledger, reading=reading(productive_ns=SECOND_NS)).time_s.productive == 0.0
+
+
+def test_one_lost_step_is_not_all_of_the_work():
+    """It lies between two saves: as much of the time since the one before as of the steps."""
+    ledger = Ledger(began_s=0.0)
+    ledger.saved(300, "step_300.pt", 290 * SECOND_NS)
+    ledger.saved(500, "step_500.pt", 500 * SECOND_NS)
+    note(ledger, incident(800), began_s=900.0)
+    (repaired,) = repair(ledger, now_s=901.0, committed_step=799, productive_s=800)
+    assert repaired.steps_lost == 1
+    shares = summary(ledger, reading=reading(productive_ns=800 * SECOND_NS)).time_s
+    assert (shares.lost, shares.productive) == (1.0, 799.0)
+
+
+def test_without_a_save_the_work_since_the_launch_is_shared_out():
+    """A resumed run stood at its first step before it had worked at all; lost twice, counted once."""
+    ledger = Ledger(began_s=0.0)
+    assert repair(ledger, now_s=5.0, committed_step=1000) == []
+    for productive_s in (100, 101):
+        note(ledger, incident(1100), began_s=110.0)
+        repair(ledger, now_s=111.0, committed_step=1099, productive_s=productive_s)
+    shares = summary(ledger, reading=reading(productive_ns=101 * SECOND_NS)).time_s
+    assert (shares.lost, shares.productive) == (2.0, 99.0)
 
 
 def test_incidents_of_one_outage_are_one_recovery():
@@ -167,7 +192,7 @@ def test_incidents_of_one_outage_are_one_recovery():
 def test_a_generation_that_forms_without_a_fault_repairs_nothing():
     """Control: the first one of a run."""
     ledger = Ledger(began_s=100.0)
-    assert repair(ledger, now_s=103.0, committed_step=0) is None
+    assert repair(ledger, now_s=103.0, committed_step=0) == []
     assert summary(ledger).time_s.recovery == 0.0
 
 
@@ -253,6 +278,12 @@ def test_reasons_for_inexact_weights_are_passed_on():
     assert summary(ledger).exact
     made = summary(ledger, facts=RunFacts(inexact_reasons=["fewer ranks"]))
     assert (made.exact, made.inexact_reasons) == (False, ("fewer ranks",))
+
+
+def test_each_rank_s_own_time_is_told():
+    """Where nobody is slow for long enough to be named, too; control: one without a step has none."""
+    made = summary(Ledger(began_s=0.0))
+    assert made.to_record()["own_step_s"] == {"0": 0.25, "1": 0.75}
 
 
 def test_very_many_checkpoints_do_not_pile_up():

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.wishes import Wishes
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.loss_monitor import Verdict
+from ddp_runner.training.runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
 from tests.collective.joining import join
 from tests.processes import hosted_store, poll, ranks, run_ranks
 from tests.training.building import build_state, make_slot
-from tests.training.test_trainer import STEPS, SmallTask, _train_in_a_world, settings
+from tests.training.test_trainer import (
+    STEPS,
+    SmallTask,
+    _train_in_a_world,
+    make_runtime,
+    settings,
+)
 
 
 class WrongTask(SmallTask):
@@ -71,7 +82,7 @@ def test_replicas_that_always_differ_again_end_the_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("at", "back_to"),
-    [("7+12", [5, 5]), ("7+12+22", [5, 5, 10])],
+    [("7+12", [5, 5]), ("7+12+24", [5, 5, 10])],
     ids=["twice", "and once more, after a newer checkpoint"],
 )
 def test_replicas_that_differ_now_and_then_do_not_end_it(tmp_path, at, back_to):
@@ -81,6 +92,133 @@ def test_replicas_that_differ_now_and_then_do_not_end_it(tmp_path, at, back_to):
     assert [log.count(f"no majority agrees: rolled back to step {step}") for step in (5, 10)] == [
         back_to.count(5), back_to.count(10)
     ]  # fmt: skip
+
+
+class BrokenTask(SmallTask):
+    """In a process that is told so, the fourth and fifth training calls of rank 1 give no number."""
+
+    def __init__(self):
+        super().__init__()
+        self._training_calls = 0
+
+    def loss(self, model, batch):
+        self._training_calls += model.training
+        broken = os.environ["RANK"] == "1" and "BROKEN" in os.environ
+        loss = super().loss(model, batch)
+        return loss * float("nan") if broken and self._training_calls in (4, 5) else loss
+
+
+def _break_in_a_world(me, port, config):
+    os.environ["BROKEN"] = "1"
+    return _end_in_a_world(me, port, config)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "aside"),
+    [("{}/step_00000004.pt", [8, 12]), ("{}/elsewhere/step_00000008.pt", [4, 12]), ("auto", [])],
+    ids=["an older one", "from elsewhere", "the newest"],
+)
+def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resumed, aside):
+    """What lies beside the file that is resumed is set aside, once; control: beside the newest is nothing."""
+    folder = tmp_path / "checkpoints"
+    config = settings(
+        tmp_path, task=f"{__file__}:BrokenTask", max_errors_per_epoch=1, keep_last=9,
+        save_every_steps=4, save_interval=0, max_steps=12,
+    )  # fmt: skip
+    with hosted_store() as port:
+        run_ranks(_train_in_a_world, 2, port, config)
+    asked = folder.parent / resumed.format(folder)
+    if "elsewhere" in resumed:
+        asked.parent.mkdir()
+        for path in folder.glob(f"{asked.stem}.*"):
+            path.rename(asked.parent / path.name)
+    config |= {"resume": "auto" if resumed == "auto" else str(asked), "max_steps": 20}
+    with hosted_store() as port:
+        ends = run_ranks(_break_in_a_world, 2, port, config)
+    moved = [path.stem for path in folder.glob("set_aside_*/step_*.pt")]
+    assert sorted(int(stem.removeprefix("step_")) for stem in moved) == aside
+    assert len(list(folder.glob("set_aside_*"))) == (1 if aside else 0)
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("does not go on from are now in") == (1 if aside else 0)
+    if "elsewhere" in resumed:
+        assert [kind for kind, *_ in ends] == [FaultKind.NON_FINITE] * 2
+        assert "rolled back" not in log
+    else:
+        assert ends == [20, 20]
+        assert f"rolled back to step {12 if resumed == 'auto' else 4}, learning rate x 0.5" in log
+
+
+class _Asking(LocalRuntime):
+    """Asks once for what it is told to, when so many steps are committed; a stop is asked for ever."""
+
+    wish, at_step = "", -1
+
+    def save_asked(self):
+        if self.wish != "save" or self.slot.get(Cell.COMMITTED_STEP) != self.at_step:
+            return False
+        self.wish = ""
+        return True
+
+    def stop_asked(self):
+        reached = self.wish == "stop" and self.slot.get(Cell.COMMITTED_STEP) >= self.at_step
+        self.at_step = 0 if reached else self.at_step
+        return StopReason.PREEMPTED if reached else None
+
+
+def _ask_in_a_world(me, port, config, *asking):
+    os.environ.update(RANK=str(me.rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    runtime = make_runtime(config, me.rank, me.world_size, kind=_Asking)
+    rank, wish, at_step = asking
+    if me.rank == rank:
+        runtime.wish, runtime.at_step = wish, at_step
+    return DDPTrainer(config=config, runtime=runtime).train().steps
+
+
+@pytest.mark.parametrize(
+    ("asking", "wish", "at_step", "saved"),
+    [
+        (1, "save", 10, [5, 6, 10, STEPS]),
+        (0, "save", 7, [5, 6, 10, STEPS]),
+        (1, "stop", 10, [5, 6]),
+    ],
+    ids=["in the step given up", "begun before", "with the end"],
+)
+def test_a_checkpoint_asked_for_is_made_after_a_roll_back_as_well(
+    tmp_path, asking, wish, at_step, saved
+):
+    """Asked for in the step that is given up, or begun of the state that is: of the step after 5."""
+    config = settings(
+        tmp_path, task=f"{__file__}:WrongTask", replica_check_steps=5, save_every_steps=5,
+        keep_last=9, **{"task.at": 7},
+    )  # fmt: skip
+    with hosted_store() as port:
+        ends = run_ranks(_ask_in_a_world, 2, port, config, asking, wish, at_step)
+    assert ends == [saved[-1]] * 2
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("no majority agrees: rolled back to step 5") == 1
+    files = sorted((tmp_path / "checkpoints").glob("step_*.pt"))
+    assert [int(path.stem.removeprefix("step_")) for path in files] == saved
+
+
+def _remember_in_a_world(me, port, config, wanted_step):
+    real = Wishes.__init__
+
+    def remembers(self):
+        real(self)
+        self.wanted_step = wanted_step * me.rank
+
+    Wishes.__init__ = remembers
+    return _train_in_a_world(me, port, config).steps
+
+
+@pytest.mark.parametrize(("wanted_step", "saved"), [(3, [0, STEPS]), (0, [STEPS])])
+def test_a_checkpoint_that_died_with_rank_0_is_made_up_for(tmp_path, wanted_step, saved):
+    """The others have heard that it was wanted, and the new one has none as new; control: none was."""
+    config = settings(tmp_path, save_every_steps=0, save_interval=0, keep_last=9)
+    with hosted_store() as port:
+        assert run_ranks(_remember_in_a_world, 2, port, config, wanted_step) == [STEPS] * 2
+    files = sorted((tmp_path / "checkpoints").glob("step_*.pt"))
+    assert [int(path.stem.removeprefix("step_")) for path in files] == saved
 
 
 def _broken_step():
@@ -94,7 +232,8 @@ def _trace(me, port, norms, waits):
     """Look for where a broken gradient came from; rank 1 computes until it is told to stop."""
     slot, lines = make_slot(), []
     logger = SimpleNamespace(warning=lines.append)
-    runtime = SimpleNamespace(slot=slot, logger=logger, place=SimpleNamespace(rank=me.rank))
+    place = SimpleNamespace(rank=me.rank)
+    runtime = SimpleNamespace(slot=slot, logger=logger, place=place, tell=lambda message: None)
     parts = SimpleNamespace(
         settings=from_flat({}), state=build_state(), store=None, saving=None, runtime=runtime
     )
@@ -127,6 +266,146 @@ def test_who_waits_for_another_s_gradient_is_not_late_itself():
         world[1].say("go on")
         for process in world:
             assert "on no rank when computed once more" in process.result()[0]
+
+
+class Verdicts:
+    """Keeps what the guard says of the save under way, and for how long training has waited."""
+
+    def __init__(self, wait):
+        self.said, self.waited_s, self._wait = [], [], wait
+        self.compared = self.waited_s.append
+
+    def copies_of(self, tensors):
+        self._wait()
+        return tensors
+
+    def prove(self):
+        self.said.append("prove")
+
+    def drop(self):
+        self.said.append("drop")
+
+
+def _late_hash(me, port, every, odd):
+    """Rank 1's hash comes when it is told to; ``odd`` ranks have another weight than the others."""
+    slot, state = make_slot(), build_state()
+    saving = Verdicts(wait=me.hear if me.rank == 1 else lambda: None)
+    parts = SimpleNamespace(
+        settings=from_flat({"replica_check_steps": every}), state=state, store=None, saving=saving,
+        runtime=SimpleNamespace(slot=slot, place=SimpleNamespace(rank=me.rank)),
+    )  # fmt: skip
+    if me.rank in odd:
+        with torch.no_grad():
+            state.model[3].bias[0] += 1.0
+    state.committed_step = state.attended_step = 7
+
+    def watch():
+        awaited = Phase.COMPARE if me.rank == 1 else Phase.REDUCE
+        poll(lambda: slot.get(Cell.PHASE) == awaited, what="the wait for the verdict")
+        me.say("waits")
+
+    with join(me, port) as group:
+        guard = Guard(parts, group)
+        assert guard.may_commit(), "nothing is compared at most steps"
+        guard.begin_comparison()
+        slot.stamp(Phase.BACKWARD, 1)
+        watcher = threading.Thread(target=watch)
+        if every:
+            watcher.start()
+        try:
+            outcome = guard.may_commit()
+        except FaultError as error:
+            outcome = error.fault.kind
+        if every:
+            watcher.join()
+        assert guard.may_commit(), "one verdict a comparison"
+        group.exchange("end", "")  # nobody leaves while another one is still joining
+    return outcome, saving.said, saving.waited_s, guard.compared_ns / 1e9, state.attended_step
+
+
+def _verdicts(world_size, every=500, odd=()):
+    with hosted_store() as port, ranks(_late_hash, world_size, port, every, odd) as world:
+        if every:
+            assert [process.hear() for process in world] == ["waits"] * world_size
+            world[1].say("go on")
+        return [process.result() for process in world]
+
+
+def test_who_waits_for_another_s_hash_is_not_late_itself():
+    """Rank 1 alone stands in the comparison; what training has waited is counted, once."""
+    for outcome, said, waited_s, compared_s, attended in _verdicts(2):
+        assert (outcome, said, attended) == (True, ["prove"], 7)
+        assert len(waited_s) == 1
+        assert 0 < compared_s <= waited_s[0], "what it took to begin is no part of a step"
+
+
+def test_of_ranks_that_differ_only_what_the_majority_has_is_saved():
+    """No rank commits the step: its gradient is partly of the odd one; its boundary is attended to again."""
+    usual, odd, other = _verdicts(3, odd=(1,))
+    assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [])
+    for outcome, said, _, _, attended in (usual, other):
+        assert (outcome, said, attended) == (FaultKind.COLLECTIVE_FAILED, ["prove"], 6)
+
+
+class _Reading:
+    """A group's store that tells before each look at another rank's word."""
+
+    def __init__(self, store, before):
+        self.set = store.set
+        self._store, self._before = store, before
+
+    def get(self, key):
+        self._before(key)
+        return self._store.get(key)
+
+
+def _held_up(me, port):
+    """Rank 1 differs, and is held up when all others can see that and it cannot yet."""
+    state, released_ns = build_state(), []
+
+    def before(key):
+        if me.rank == 1 and key == "tensors/7/1/0":
+            me.say("held up")
+            me.hear()
+            released_ns.append(time.monotonic_ns())
+        if me.rank != 1 and key.startswith("odd"):
+            me.say("waits")
+
+    parts = SimpleNamespace(
+        settings=from_flat({}), state=state, store=None, saving=Verdicts(wait=lambda: None),
+        runtime=SimpleNamespace(slot=make_slot(), place=SimpleNamespace(rank=me.rank)),
+    )  # fmt: skip
+    if me.rank == 1:
+        with torch.no_grad():
+            state.model[3].bias[0] += 1.0
+    state.committed_step = state.attended_step = 7
+    with join(me, port) as group:
+        group._store = _Reading(group._store, before)
+        guard = Guard(parts, group)
+        guard.begin_comparison()
+        with pytest.raises(FaultError) as told:
+            guard.may_commit()
+        if me.rank != 1:
+            me.say("leaves")
+        group.exchange("end", "")
+    return told.value.fault.at_ns, released_ns
+
+
+def test_the_majority_leaves_when_the_odd_one_knows():
+    """The first fault makes all leave: an odd rank that was held up would stay with its state."""
+    with hosted_store() as port, ranks(_held_up, 3, port) as world:
+        assert world[1].hear() == "held up"
+        assert [world[rank].hear() for rank in (0, 2)] == ["waits", "waits"]
+        world[1].say("go on")
+        assert [world[rank].hear() for rank in (0, 2)] == ["leaves", "leaves"]
+        (zero_ns, _), (_, (released_ns,)), (two_ns, _) = (process.result() for process in world)
+    assert released_ns < min(zero_ns, two_ns)
+
+
+def test_where_nothing_is_compared_a_save_is_as_good_as_proven():
+    """At once: nobody hashes, nobody waits."""
+    for outcome, said, waited_s, compared_s, _ in _verdicts(2, every=0):
+        assert (outcome, said, waited_s, compared_s) == (True, ["prove"], [], 0)
 
 
 @pytest.mark.parametrize(

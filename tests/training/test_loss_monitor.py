@@ -66,6 +66,32 @@ def test_skipped_steps_are_counted_by_epoch():
     assert watch.smoothed is None
 
 
+def test_it_is_calm_once_enough_steps_have_followed_a_skipped_one():
+    """Also in another process that goes on from its state."""
+    watch = monitor()
+    assert watch.is_calm, "control: nothing has happened"
+    watch.observe(4, 0, math.nan, applied=False)
+    calm = []
+    for step in range(5, 16):
+        other = monitor()
+        other.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+        assert other.is_calm == watch.is_calm
+        watch.observe(step, 0, 1.0, applied=True)
+        calm.append(watch.is_calm)
+    assert calm == [False] * 9 + [True] * 2
+
+
+def test_a_remedy_starts_the_count_anew():
+    """What was skipped before the rate was lowered does not count against the lower one."""
+    watch = monitor()
+    for step in range(2):
+        watch.observe(step, 0, math.nan, applied=False)
+    watch.start_count_anew()
+    for step in range(2, 4):
+        assert watch.observe(step, 0, math.nan, applied=False) is Verdict.CONTINUE
+    assert watch.observe(4, 0, math.nan, applied=False) is Verdict.TOO_MANY_ERRORS
+
+
 def test_smoothed_best_and_last():
     """Best is the lowest mean of a full window; smoothed and last follow the newest."""
     watch = monitor()

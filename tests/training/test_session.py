@@ -96,7 +96,7 @@ def settings(folder, **changes):
 class RecordingRuntime(LocalRuntime):
     """Keeps what the trainer tells, with the step and phase on the board at that moment."""
 
-    def __init__(self, config, *, stop_in_evaluation=-1, save_at=-1):
+    def __init__(self, config, *, stop_in_evaluation=-1, save_at=()):
         made = from_flat(config)
         place = Place(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
@@ -104,7 +104,7 @@ class RecordingRuntime(LocalRuntime):
         super().__init__(place=place, log_dir=Path(made.run.log_dir), debug=False)
         self.told = []
         self._stop_in_evaluation = stop_in_evaluation
-        self._save_at = save_at
+        self._save_at = set(save_at)
 
     def tell(self, message):
         reading = self.slot.read()
@@ -118,7 +118,10 @@ class RecordingRuntime(LocalRuntime):
         return StopReason.PREEMPTED if stop else None
 
     def save_asked(self):
-        return self.slot.get(Cell.COMMITTED_STEP) == self._save_at
+        step = self.slot.get(Cell.COMMITTED_STEP)
+        is_asked = step in self._save_at
+        self._save_at.discard(step)
+        return is_asked
 
     def of(self, kind):
         """The messages of one kind."""
@@ -200,7 +203,7 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
     remedies = [m.remedy for m in told(messages, Adjusted)]
     assert [remedy.split(" after")[0] for remedy in remedies] == [
         "find_unused_parameters=False",
-        "rolled back to step 6, learning rate x 0.5",
+        "going back to the newest checkpoint",
     ]
 
 
@@ -212,17 +215,28 @@ def test_checkpoints_by_steps_come_besides_those_by_epochs(tmp_path):
 
 def test_a_checkpoint_that_was_asked_for_is_made_after_the_step(tmp_path):
     """Between the intervals, without stopping."""
-    report, messages, _ = train(settings(tmp_path), save_at=2)
+    report, messages, _ = train(settings(tmp_path), save_at=[2])
     assert [saved.step for saved in told(messages, Saved)] == [3, 6, 12]
     assert report.steps == STEPS
 
 
-@pytest.mark.parametrize(("save_at", "saved"), [(8, [9, 10, 11, 12]), (-1, [12])])
+@pytest.mark.parametrize(("save_at", "saved"), [([8], [9, 10, 11, 12]), ([], [12])])
 def test_a_checkpoint_that_was_asked_for_ends_the_pause_after_failed_ones(tmp_path, save_at, saved):
     """Three failures leave out the rest of the run, unless a person wants to try again."""
     config = settings(tmp_path, save_every_steps=1, keep_last=9)
     _, messages, _ = train(config, breaks_saving=(1, 3, 7), save_at=save_at)
     assert [one.step for one in told(messages, Saved)] == saved
+
+
+def test_a_checkpoint_asked_for_in_a_step_that_leads_to_a_roll_back_is_made(tmp_path):
+    """Asked for in the second bad step, after which the state is that of step 3 again."""
+    config = settings(
+        tmp_path, **{"task.nan_at": "8+9"}, max_errors_per_epoch=1, save_interval=0,
+        save_every_steps=0, keep_last=9,
+    )  # fmt: skip
+    _, messages, _ = train(config, save_at=[2, 9])
+    assert [m.steps_lost for m in told(messages, MendedInPlace)] == [7], "it was rolled back"
+    assert [saved.step for saved in told(messages, Saved)] == [3, 4, STEPS]
 
 
 def _paced_steps(me, config):

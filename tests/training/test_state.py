@@ -31,6 +31,7 @@ def advance(state, steps):
         state.monitor.observe(
             step=state.committed_step, epoch=0, loss=float(loss.detach()), applied=True
         )
+        state.buffers.notice()
         state.buffers.keep()
 
 
@@ -186,6 +187,192 @@ def test_a_buffer_that_was_assigned_anew_is_dropped_too():
     assert bits_of(state) == committed
     assert state.model.mean is mean
     assert torch.equal(inputs, given)
+
+
+class _Lazy(torch.nn.Module):
+    """Makes its statistics when its first batch comes; ``scratch`` is no part of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.register_buffer("mean", None)
+        self.register_buffer("scratch", None, persistent=False)
+
+    def forward(self, inputs):
+        self.scratch = inputs.mean(0)
+        self.mean = self.scratch if self.mean is None else 0.9 * self.mean + 0.1 * self.scratch
+        return self.layer(inputs - self.mean)
+
+
+@pytest.mark.parametrize("committed_steps", [0, 1, 3])
+def test_a_buffer_that_is_filled_late_is_dropped_too(committed_steps):
+    """Registered as None: so it is again when the step that filled it is not done."""
+    state = build_state(model=_Lazy())
+    advance(state, committed_steps)
+    committed = bits_of(state)
+    assert ("mean" in committed["model"]) == (committed_steps > 0)
+    for step in range(2):
+        state.model(micro_batches(step, 0)[0].batch[0]).mean().backward()
+    assert bits_of(state) != committed
+    state.drop_unfinished_step()
+    assert bits_of(state) == committed
+    assert state.model.scratch is not None
+
+
+@pytest.mark.parametrize("own_steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_state_with_buffers_filled_late_is_taken_over(steps, own_steps):
+    """By a fresh process, and by one that goes back to before or after they were filled."""
+    state, other = (build_state(model=_Lazy()) for _ in range(2))
+    advance(state, steps)
+    advance(other, own_steps)
+    other.restore(copy.deepcopy(state.capture()))
+    assert bits_of(other) == bits_of(state)
+    for each in (state, other):
+        advance(each, 2)
+    assert bits_of(other) == bits_of(state)
+    other.model(micro_batches(0, 0)[0].batch[0])
+    other.drop_unfinished_step()
+    assert bits_of(other) == bits_of(state)
+
+
+class _Target(torch.nn.Module):
+    """Its target has no gradient; forward moves it, by ``write``, from call ``at`` on."""
+
+    def __init__(self, write, at=1):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+        self.target = torch.nn.Linear(6, 1).requires_grad_(False)
+        self.fixed = torch.nn.Linear(6, 1).requires_grad_(False)
+        self._write = write
+        self._at = at
+        self._calls = 0
+
+    def forward(self, inputs):
+        self._calls += 1
+        if self._calls >= self._at:
+            for slow, quick in zip(self.target.parameters(), self.layer.parameters(), strict=True):
+                self._write(slow, quick)
+        return self.layer(inputs) + self.target(inputs).detach() + self.fixed(inputs)
+
+
+def _by_data(slow, quick):
+    slow.data = 0.9 * slow.data + 0.1 * quick.data
+
+
+def _in_data(slow, quick):
+    slow.data.lerp_(quick.data, 0.1)
+
+
+def _in_place(slow, quick):
+    with torch.no_grad():
+        slow.lerp_(quick, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("write", "at"), [(_by_data, 1), (_in_data, 1), (_in_place, 1), (_in_place, 2), (_by_data, 2)]
+)
+def test_a_parameter_that_forward_writes_is_dropped_too(write, at):
+    """A step that is done again moves the target once, not twice; a fixed one is not even copied."""
+    state = build_state(model=_Target(write, at), ema=False)
+    advance(state, 3)
+    committed = bits_of(state)
+    for step in range(2):
+        state.model(micro_batches(step, 0)[0].batch[0]).mean().backward()
+    assert bits_of(state) != committed
+    state.drop_unfinished_step()
+    assert bits_of(state) == committed
+    assert len(state.buffers.followed()) == 2
+    other = build_state(model=_Target(write, at), ema=False)
+    other.restore(copy.deepcopy(state.capture()))
+    other.model(micro_batches(0, 0)[0].batch[0]).mean().backward()
+    other.drop_unfinished_step()
+    assert bits_of(other) == committed, "in the first step of a process that took the state over"
+    steady = {tensor.data_ptr() for tensor in state.steady_tensors()}
+    assert not steady & {p.data_ptr() for p in state.model.target.parameters()}
+    assert steady >= {p.data_ptr() for p in state.model.fixed.parameters()}
+
+
+@pytest.mark.parametrize("write", [_by_data, _in_data, _in_place])
+def test_what_forward_writes_in_the_very_first_step_is_dropped(write):
+    """Once it is given up, and once it is skipped: before that step nobody knows who is written."""
+    state = build_state(model=_Target(write), ema=False)
+    begun = bits_of(state)
+    state.buffers.hold_frozen()
+    for _ in range(2):
+        state.model(micro_batches(0, 0)[0].batch[0]).mean().backward()
+        state.drop_unfinished_step()
+        assert bits_of(state) == begun
+    state.model(micro_batches(0, 0)[0].batch[0])
+    state.buffers.notice()  # it is committed, without effect
+    state.drop_unfinished_step()
+    assert (bits_of(state)["model"], len(state.buffers.followed())) == (begun["model"], 2)
+    advance(state, 2)
+    committed = bits_of(state)
+    state.model(micro_batches(9, 0)[0].batch[0])
+    state.drop_unfinished_step()
+    assert bits_of(state) == committed
+
+
+@pytest.mark.parametrize("write", [_by_data, _in_place])
+def test_what_forward_begins_to_write_late_is_dropped(write):
+    """The step in which it begins is given up twice, and ends as if it had been done once."""
+    state, calm = (build_state(model=_Target(write, at=100), ema=False) for _ in range(2))
+    calm.restore(copy.deepcopy(state.capture()))
+    for each in (state, calm):
+        each.buffers.hold_frozen()
+        advance(each, 3)
+        assert each.buffers.followed() == []
+        each.model._at = 0
+    committed = bits_of(state)
+    for _ in range(2):
+        state.model(micro_batches(3, 0)[0].batch[0]).mean().backward()
+        assert bits_of(state) != committed
+        state.drop_unfinished_step()
+        assert bits_of(state) == committed
+    for each in (state, calm):
+        advance(each, 1)
+        assert len(each.buffers.followed()) == 2
+    assert bits_of(state) == bits_of(calm) != committed
+
+
+def test_a_state_that_is_taken_over_is_what_is_held():
+    """A step that begins to write right after that falls back to what was received."""
+    source, state = (build_state(model=_Target(_in_place, at=100), ema=False) for _ in range(2))
+    with torch.no_grad():
+        source.model.target.weight.fill_(7.0)
+    state.buffers.hold_frozen()
+    advance(state, 2)
+    state.restore(copy.deepcopy(source.capture()))
+    received = bits_of(state)
+    state.model._at = 0
+    state.model(micro_batches(3, 0)[0].batch[0])
+    state.drop_unfinished_step()
+    assert bits_of(state) == received
+
+
+def test_frozen_parameters_that_outweigh_the_others_are_held_for_one_step_only():
+    """Control: a large model with a small adapter has no room for all of it twice."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 64), torch.nn.Linear(64, 1))
+    model[0].requires_grad_(False)
+    state = build_state(model=model, ema=False)
+    state.buffers.hold_frozen()
+    assert len(state.buffers._held) == 2
+    advance(state, 1)
+    state.buffers.hold_frozen()
+    assert state.buffers._held == {}
+
+
+def test_a_state_that_is_taken_over_is_no_sign_of_a_target():
+    """Control: loading writes the fixed parameters; so does an average that is swapped in."""
+    state, other = (build_state(model=_Target(_in_place, at=100)) for _ in range(2))
+    advance(state, 2)
+    other.restore(copy.deepcopy(state.capture()))
+    with other.ema.swapped_in(other.model):
+        pass
+    other.buffers.drop()
+    advance(other, 2)
+    assert other.buffers.followed() == []
 
 
 def test_a_buffer_that_changes_its_shape_is_kept_as_it_is():

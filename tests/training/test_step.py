@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
@@ -239,6 +240,42 @@ def test_computed_once_more_a_broken_gradient_names_its_rank_and_leaves_no_trace
         (False, (), True), (False, (), False), (False, (), True)
     ]  # fmt: skip
     assert [answer[3] for answer in asked] == [answer[3] for answer in unasked]
+
+
+def _abort_before_the_commit(me, port, ends_in_silence):
+    """Where the reduction is over: a wait for a copy of the weights ends, and an abort has come."""
+    state, switch, slot = build_state(), AbortSwitch(), make_slot()
+    before = bits_of(state)
+    outcome = "committed"
+    try:
+        with join(me, port, switch=switch) as group:
+            group.ends_in_silence = ends_in_silence
+            replica = build_replica(state, group)
+            stepper = build_stepper(
+                state, replica, rank=me.rank, world_size=me.world_size, slot=slot
+            )
+            state.before_change = switch.trip
+            stepper.run(micro_batches(0, me.rank), votes=NO_VOTES)
+    except ConnectionError as error:
+        outcome = str(error)
+    state.before_change = lambda: None
+    state.drop_unfinished_step()
+    return outcome, slot.get(Cell.DIRTY), bits_of(state) == before
+
+
+@pytest.mark.parametrize(
+    ("ends_in_silence", "expected"),
+    [
+        (True, ("aborted before the device had finished", 0, True)),
+        (False, ("committed", 0, False)),
+    ],
+    ids=["NCCL's abort", "gloo's abort"],
+)
+def test_a_step_that_an_abort_may_have_cut_short_is_not_committed(ends_in_silence, expected):
+    """And leaves no trace; where the collectives would have said so themselves it is whole."""
+    with hosted_store() as port:
+        answers = run_ranks(_abort_before_the_commit, 2, port, ends_in_silence)
+    assert answers == [expected] * 2
 
 
 class _AssignsStatistics(torch.nn.Module):
@@ -514,6 +551,9 @@ class _WatchedSlot:
     def stamp(self, phase, now_ns):
         self.seen.append((Cell.PHASE, phase, None))
         self._slot.stamp(phase, now_ns)
+
+    def reach(self, moment):
+        self._slot.reach(moment)
 
 
 def _commit_under_watch(me):

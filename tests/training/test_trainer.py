@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.memory.readings import SystemReader
 from ddp_runner.training.runtime import LocalRuntime, Place
 from ddp_runner.training.task import Datasets
 from tests.processes import hosted_store, ranks, run_ranks
@@ -223,6 +226,39 @@ def test_a_target_loss_ends_the_run_when_reached(tmp_path):
     assert 20 <= report.steps < 400
     assert "validation_loss" in report.figures
     assert report.checkpoint.endswith(f"step_{report.steps:08d}.pt")
+
+
+def _pids_measured(me, config):
+    """Of each look at memory: whether it was in an evaluation, and how many workers it saw."""
+    seen, measure, look = [], SystemReader.__call__, MemoryManager.in_evaluation
+    evaluating = []
+
+    def measured(self, pids):
+        assert len({*pids}) == len(pids)
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        seen.append((bool(evaluating), len(pids)))
+        return measure(self, pids)
+
+    def looked(self, step):
+        evaluating.append(step)
+        look(self, step)
+        evaluating.clear()
+
+    SystemReader.__call__, MemoryManager.in_evaluation = measured, looked
+    report = DDPTrainer(config=config).train()
+    return seen, report.weights_sha256
+
+
+def test_the_workers_of_an_evaluation_count_beside_those_of_training(tmp_path):
+    """Control: between steps only those of training are there; looking changes no bit."""
+    config = settings(
+        tmp_path / "run",
+        num_workers=1,
+        **{"memory.memory_check_interval": 1, "evaluate_every_steps": 5},
+    )
+    seen, digest = run_ranks(_pids_measured, 1, config)[0]
+    assert {*seen} == {(True, 2), (False, 1)}
+    assert digest == train_alone(settings(tmp_path / "calm", num_workers=1)).weights_sha256
 
 
 def test_micro_batches_change_only_how_a_step_is_computed(tmp_path):

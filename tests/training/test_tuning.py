@@ -19,9 +19,12 @@ def adapted(tuning, *, rules=RULES, step=0, all_used=0):
     return None if change is None else change.tuning
 
 
+def oom(step, phase="forward"):
+    return Fault(kind=FaultKind.OUT_OF_MEMORY, rank=0, step=step, cause="", phase=phase)
+
+
 def out_of_memory(tuning, step):
-    fault = Fault(kind=FaultKind.OUT_OF_MEMORY, rank=0, step=step, cause="", phase="forward")
-    return mend(fault, tuning, samples=8).tuning
+    return mend(oom(step), tuning, samples=8).tuning
 
 
 def test_the_search_for_unused_parameters_ends_after_enough_equal_steps():
@@ -82,6 +85,71 @@ def test_a_micro_batch_stays_small_where_growing_was_not_asked_for():
     tuning = out_of_memory(TUNING, 5)
     rules = replace(RULES, regrow_after_steps=0)
     assert adapted(tuning, rules=rules, step=10**9) is None
+
+
+def test_a_single_sample_is_tried_again_at_each_step():
+    """A shortage may pass; the third one at the same step is the end. No bit changes."""
+    single = replace(TUNING, micro_batch_size=1)
+    again = out_of_memory(single, 40)
+    assert again == replace(single, retried_at_step=40, retries_there=1)
+    assert mend(oom(40), single, samples=8).inexact_reason == ""
+    twice = out_of_memory(again, 40)
+    assert twice.retries_there == 2
+    assert mend(oom(40), twice, samples=8) is None
+    assert out_of_memory(twice, 41) == replace(single, retried_at_step=41, retries_there=1)
+
+
+def test_ranks_agree_on_how_often_a_step_was_tried():
+    """Those that were short together have tried once; what was tried at an earlier step is over."""
+    single = replace(TUNING, micro_batch_size=1)
+    once = out_of_memory(single, 41)
+    before = out_of_memory(out_of_memory(single, 40), 40)
+    assert once.agreed_with([once, once]).retries_there == 1
+    assert once.agreed_with([before, once, single]).retries_there == 1
+
+
+def test_a_sample_that_never_fits_ends_the_run():
+    """Control: eight, four, two, one, one twice more, and the end."""
+    tuning, sizes = TUNING, []
+    while (mended := mend(oom(40), tuning, samples=8)) is not None:
+        tuning = mended.tuning
+        sizes.append(tuning.micro_batch_size)
+    assert sizes == [4, 2, 1, 1, 1]
+
+
+def test_an_evaluation_of_single_samples_is_tried_again():
+    """What halving cannot help, a second look may."""
+    single = replace(TUNING, evaluation_batch_size=1)
+    again = mend(oom(40, phase="evaluate"), single, samples=8).tuning
+    assert again == replace(single, retried_at_step=40, retries_there=1)
+    twice = mend(oom(40, phase="evaluate"), again, samples=8).tuning
+    assert mend(oom(40, phase="evaluate"), twice, samples=8) is None
+
+
+def test_a_rate_that_was_lowered_is_agreed_on():
+    """A fault amid a roll-back may leave one rank with it and one without."""
+    lowered = replace(TUNING, rate_factor=0.5)
+    assert TUNING.agreed_with([TUNING, lowered]).rate_factor == 0.5
+    assert lowered.agreed_with([TUNING, lowered]).rate_factor == 0.5
+
+
+def ready_twice(step):
+    return Fault(
+        kind=FaultKind.REDUCTION_UNFINISHED, rank=0, step=step, phase="backward",
+        cause="RuntimeError: Expected to mark a variable ready only once. This error is caused by",
+    )  # fmt: skip
+
+
+def test_reentrant_checkpoints_turn_the_search_off_for_good():
+    """One rank that has met them is enough; looking again would only fail again."""
+    mended = mend(ready_twice(0), TUNING, samples=8)
+    assert not mended.tuning.find_unused_parameters
+    assert mended.inexact_reason == "", "at the first step of a run, always"
+    assert mend(ready_twice(7), TUNING, samples=8).inexact_reason
+    assert TUNING.agreed_with([TUNING, mended.tuning]) == mended.tuning
+    assert mend(ready_twice(1), mended.tuning, samples=8) is None
+    unused = replace(ready_twice(1), cause="Expected to have finished reduction")
+    assert mend(unused, mended.tuning, samples=8) is None
 
 
 def test_ranks_agree_on_the_most_cautious():

@@ -1,0 +1,127 @@
+"""Takes hold of a run's directories: makes them, and locks them.
+
+Whoever starts a run calls it: its supervisor once every rank is ready, and nothing on disk is
+touched before; rank 0 under an outside launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import RunSettings
+
+LOCK_NAME = ".lock"
+LOG_LOCK_NAME = ".logs.lock"  # of its own: one directory may be for both
+_LOOK_AGAIN_S = 0.1
+
+
+class DirectoryLock:
+    """An exclusive flock(2) on a directory. The kernel drops it with the process."""
+
+    def __init__(
+        self, directory: Path, *, option: str = "--checkpoint-dir", name: str = LOCK_NAME
+    ) -> None:
+        self._path = directory / name
+        self._option = option
+        self._descriptor = -1
+
+    def refuse_if_held(self) -> None:
+        """Raise BadInputError if another live run holds the directory. Creates nothing."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR)
+        except OSError:
+            return
+        try:
+            self._lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def acquire(self, *, patience_s: float = 0.0) -> None:
+        """Take the lock. Raises BadInputError if another live run still holds it after that time.
+
+        OSError: it cannot be taken or, on a full disk, is held without a name.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        give_up_s = time.monotonic() + patience_s
+        try:
+            while True:
+                try:
+                    self._lock(descriptor)
+                    break
+                except BadInputError:
+                    if time.monotonic() >= give_up_s:
+                        raise
+                    time.sleep(_LOOK_AGAIN_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let go; the file stays, since removing it would race with the next run."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise BadInputError(
+                self._option,
+                self._path.parent,
+                f"another run (pid {holder}) is using it; wait for it or take another directory",
+            ) from None
+
+
+class RunDirectories:
+    """The log and checkpoint directories of one run; one live run has each of them."""
+
+    def __init__(self, run: RunSettings) -> None:
+        self._run = run
+        self._checkpoints = DirectoryLock(Path(run.checkpoint_dir))
+        self._logs = DirectoryLock(Path(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME)
+
+    def refuse_if_held(self) -> None:
+        """Raise BadInputError if another live run holds one of them. Creates nothing."""
+        self._checkpoints.refuse_if_held()
+        self._logs.refuse_if_held()
+
+    def claim(self, *, patience_s: float = 0.0) -> None:
+        """Make and lock them. Raises BadInputError.
+
+        ``patience_s``: how long who holds a lock may still have to end.
+        """
+        for option, name in (
+            ("--log-dir", self._run.log_dir),
+            ("--checkpoint-dir", self._run.checkpoint_dir),
+        ):
+            try:
+                Path(name).mkdir(parents=True, exist_ok=True)
+            except OSError as error:  # noqa: PERF203 - two names
+                raise BadInputError(option, name, f"cannot be made: {error.strerror}") from error
+        try:
+            self._checkpoints.acquire(patience_s=patience_s)
+        except OSError as error:
+            raise BadInputError(
+                "--checkpoint-dir", self._run.checkpoint_dir, f"cannot be locked: {error.strerror}"
+            ) from error
+        try:
+            with contextlib.suppress(OSError):  # worth no run: such a disk takes no lines either
+                self._logs.acquire(patience_s=patience_s)
+        except BadInputError:
+            self._checkpoints.release()
+            raise
+
+    def release(self) -> None:
+        """Let go of both."""
+        self._checkpoints.release()
+        self._logs.release()

@@ -1,0 +1,39 @@
+"""The disk of a rank that may be declared dead: from then on it publishes and deletes nothing."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+from ddp_runner.checkpoint.disk import RealDisk
+
+
+def never() -> bool:
+    """Where nobody declares a rank dead."""
+    return False
+
+
+class FencedDisk(RealDisk):
+    """The operating system's own until ``is_condemned``, which any thread may ask.
+
+    A rank that was stopped is woken to write its stacks before it is killed. Its save would go on
+    for that long: put a checkpoint in place that nobody has heard of, and delete older ones.
+    """
+
+    def __init__(self, is_condemned: Callable[[], bool] = never) -> None:
+        self._is_condemned = is_condemned
+
+    def replace(self, source: Path, target: Path) -> None:
+        """rename(2)."""
+        self._refuse_the_condemned(target)
+        super().replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """unlink(2)."""
+        self._refuse_the_condemned(path)
+        super().remove(path)
+
+    def _refuse_the_condemned(self, path: Path) -> None:
+        if self._is_condemned():
+            raise OSError(errno.EPERM, "this rank was declared dead", str(path))

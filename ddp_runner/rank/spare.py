@@ -1,0 +1,149 @@
+"""A spare: forked and warmed up ahead, then asleep until it is made the rank that has died.
+
+It runs nothing of the user's beyond what the zygote has imported, touches no accelerator, and keeps
+no more memory of its own than what it has warmed up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_runner import config, lifeline
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.group import Membership, joined
+from ddp_runner.collective.replica import Replica
+from ddp_runner.collective.store import StoreLink
+from ddp_runner.core.board import SLOT_BYTES, Board, Slot
+from ddp_runner.core.messages import Fork, SpareReady
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.rank import process
+from ddp_runner.training.explosion import Explosions
+from ddp_runner.training.loss_monitor import LossMonitor
+from ddp_runner.training.optimizer import build_optimizer
+from ddp_runner.training.precision import Precision
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.step import Stepper, StepRules, Votes
+from ddp_runner.training.tuning import Tuning
+
+_WIDTH = 8
+_SAMPLES = 2
+_STEPS = 2  # the first one builds what the second one uses
+
+
+def wait(request: Fork, descriptors: list[int]) -> int:
+    """Warm up, say so, and sleep; then run as the rank that is asked for, and return its status."""
+    lifeline.set_process_name("ddp:spare")
+    control, output = descriptors
+    for stream in (1, 2):  # its zygote's until now
+        os.dup2(output, stream)
+    os.close(output)
+    channel = Channel.from_descriptor(control)
+    spec: dict[str, Any] = request.spec
+    torch.set_num_threads(int(spec["threads"]))
+    warm_up(config.from_record(spec["settings"]))
+    try:
+        channel.send(SpareReady())
+        taken, inherited = channel.receive()
+    except ChannelClosedError:
+        return 0
+    channel.close()
+    if not isinstance(taken, Fork):
+        raise TypeError(f"a spare only becomes a rank; got {type(taken).__name__}")
+    return process.main(taken, inherited)
+
+
+def warm_up(settings: Settings) -> None:
+    """Train a toy alone, so that this process has everything at hand that a first step looks up.
+
+    A forked process finds each page of torch, and each page that it writes to, by a fault of its
+    own; and each first call resolves what it calls.
+    """
+    device = torch.device("cpu")
+    alone = Membership(generation=0, rank=0, world_size=1, local_rank=0, local_world_size=1)
+    slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
+    with (
+        _random_numbers_untouched(),
+        joined(
+            alone,
+            link=StoreLink("127.0.0.1", 0, timeout_s=60.0),
+            backend="gloo",
+            device=device,
+            timeout_s=60.0,
+            switch=AbortSwitch(),
+        ) as group,
+    ):
+        state = _toy(settings, device)
+        replica = Replica(state.model, _loss, group=group, settings=settings.ddp, slot=slot)
+        _train(settings, state, replica, slot)
+        replica.close()
+    del state, replica
+    gc.collect()
+
+
+@contextlib.contextmanager
+def _random_numbers_untouched() -> Iterator[None]:
+    # INVARIANT same-numbers: a rank that was a spare draws what any fork of the zygote would, also in
+    # user code that seeds nothing. Broken if: the toy's numbers come from the global generators.
+    # Guarded by: test_warming_up_changes_no_random_number.
+    hosts = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code may draw from it
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(hosts[0])
+    np.random.set_state(hosts[1])  # noqa: NPY002
+
+
+def _toy(settings: Settings, device: torch.device) -> TrainState:
+    # Device and type are named because a task's module may have changed torch's defaults.
+    where: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    model = nn.Sequential(
+        nn.Linear(_WIDTH, _WIDTH, **where), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH, **where)
+    )
+    return TrainState(
+        model=model,
+        optimizer=build_optimizer(model, settings.optim, device=device),
+        precision=Precision(use_amp=False, device=device),
+        ema=None,
+        monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
+        explosions=Explosions.watched_as(settings),
+        tuning=Tuning(
+            micro_batch_size=_SAMPLES,
+            evaluation_batch_size=_SAMPLES,
+            find_unused_parameters=settings.ddp.find_unused_parameters is not False,
+        ),
+        quarantine=Quarantine(seed=0, dataset_size=_SAMPLES, bad_max=0),
+    )
+
+
+def _train(settings: Settings, state: TrainState, replica: Replica, slot: Slot) -> None:
+    """Steps, and what a rank does with a state that it receives."""
+    device = torch.device("cpu")
+    rules = StepRules(
+        seed=0,
+        rank=0,
+        global_batch=_SAMPLES,
+        total_steps=_STEPS,
+        optim=settings.optim,
+        device=device,
+    )
+    stepper = Stepper(state, replica, rules=rules, slot=slot)
+    state.committed_step = 0
+    batch = torch.ones(_SAMPLES, _WIDTH, device=device, dtype=torch.float32)
+    for _ in range(_STEPS):
+        stepper.run([MicroBatch(batch=batch, indices=tuple(range(_SAMPLES)))], votes=Votes())
+    state.restore(state.capture())
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch), batch)

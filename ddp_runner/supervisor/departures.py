@@ -1,0 +1,43 @@
+"""Whose process has ended, as values. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_runner.supervisor.children import Ended
+from ddp_runner.supervisor.ranks import RankHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteEnded:
+    """The zygote is gone; ``output`` is what it said last."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreEnded:
+    """The store host is gone; ``output`` is what it said last."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnded:
+    """A rank's process is gone."""
+
+    ended: Ended
+    handle: RankHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareEnded:
+    """The process that waited to become a rank is gone; nobody misses it."""
+
+    ended: Ended
+    output: str
+
+
+Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded

@@ -1,0 +1,74 @@
+"""The processes beside the ranks that the zygote forks, as the supervisor holds them. Decides nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.core.messages import SPARE_RANK, STORE_RANK, Fork
+from ddp_runner.supervisor import stopped
+from ddp_runner.supervisor.children import make_output_file, read_output
+
+
+class Helper:
+    """Owned by World. ``pid`` is None while the zygote has not answered; ``is_ready`` once it said so."""
+
+    name: str
+    rank: int  # what the zygote knows it by
+
+    def __init__(self, *, token: int, now_s: float) -> None:
+        self.channel, self._theirs = Channel.pair()
+        self._output = make_output_file(self.name)
+        self.token = token
+        self.since_s = now_s
+        self.pid: int | None = None
+        self.is_ready = False
+
+    def request(self, spec: dict[str, object] | None = None) -> Fork:
+        """What the zygote is asked for."""
+        return Fork(token=self.token, rank=self.rank, local_rank=self.rank, spec=spec or {})
+
+    def descriptors(self, *between: int) -> list[int]:
+        """The child's ends, for the fork request; the caller closes the first."""
+        return [self._theirs.detach(), *between, self._output]
+
+    def last_words(self) -> str:
+        """What it has written."""
+        return read_output(self._output)
+
+    def close(self) -> None:
+        """Close channel and output; a process that is still behind them ends of it."""
+        self.channel.close()
+        os.close(self._output)
+
+
+class StoreHost(Helper):
+    """Serves the store through which ranks find each other."""
+
+    name, rank = "store", STORE_RANK
+
+
+class Spare(Helper):
+    """Waits to become a rank; no rank, until it is made one."""
+
+    name, rank = "spare", SPARE_RANK
+
+    def __init__(self, *, token: int, now_s: float) -> None:
+        super().__init__(token=token, now_s=now_s)
+        self.channel.set_blocking(blocking=False)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it waits, and is not stopped."""
+        return self.is_ready and self.pid is not None and not stopped.is_stopped(self.pid)
+
+    def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
+        """Have it become a rank. False where that needs an ordinary fork: it is not warm, or gone."""
+        if not self.is_warm:
+            return False
+        try:
+            self.channel.send(request, descriptors=descriptors)
+        except (ChannelClosedError, BlockingIOError):
+            return False
+        return True

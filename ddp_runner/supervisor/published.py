@@ -1,0 +1,62 @@
+"""Finds checkpoints of this launch that no rank has told of: it may have ended before. Writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.checkpoint.manifest import Manifest, step_of
+from ddp_runner.core.messages import Saved
+
+TOLD_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
+
+
+class Published:
+    """Each is known by its step and digest: the same step may be saved again after a roll-back."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._catalog = Catalog(directory)
+        self._before = self._seen = self._catalog.published()
+        self._told: set[tuple[int, str]] = set()  # by their ranks
+        self._found: set[tuple[int, str]] = set()  # here; a rank that lives will tell of it too
+
+    @property
+    def is_any_new(self) -> bool:
+        """Whether this launch has published one, told or not. Looks at the directory."""
+        return bool(self._catalog.published() - self._before)
+
+    def begin(self) -> None:
+        """What there is now is of earlier launches, also where its manifest was just made."""
+        self._seen = self._catalog.published()
+
+    def is_news(self, saved: Saved) -> bool:
+        """Note that a rank tells of its save; False where it was found before."""
+        key = (saved.step, saved.sha256)
+        self._told.add(key)
+        if len(self._told) > TOLD_KEPT_MIN:
+            self._forget_deleted()
+        return key not in self._found
+
+    def find(self) -> list[Manifest]:
+        """Those that are new since the last call, and nobody has told of, oldest first."""
+        published = self._catalog.published()
+        if not published:  # or the disk cannot be read now: all of it would be new afterwards
+            return []
+        new, self._seen = published - self._seen, published
+        found = []
+        for name, _ in sorted(new, key=lambda one: one[1]):
+            with contextlib.suppress(OSError, ValueError):  # retention works beside us
+                manifest = Manifest.from_json((self.directory / name).read_text())
+                key = (manifest.step, manifest.sha256)
+                if key not in self._told and manifest.step == step_of(name):
+                    self._found.add(key)
+                    found.append(manifest)
+        return found
+
+    def _forget_deleted(self) -> None:
+        """A run tells of any number of saves; what retention has deleted is not found again."""
+        steps = {step_of(name) for name, _ in self._catalog.published()}
+        if steps:  # else the disk cannot be read now
+            self._told = {key for key in self._told if key[0] in steps}

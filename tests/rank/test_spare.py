@@ -1,0 +1,145 @@
+"""A spare as a real process: what it leaves as it was, what it holds, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+
+import psutil
+import pytest
+
+from ddp_runner.channel import Channel
+from ddp_runner.core.messages import Fork, Ready, SpareReady
+from tests.processes import run_ranks
+
+from .supervising import PlayedSupervisor, plan_for, threads_of
+
+OWN_BYTES_MAX = 64 * 2**20
+
+
+def _draws():
+    import numpy as np
+    import torch
+
+    return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: NPY002
+
+
+def _warm_up(me, folder):
+    import torch
+
+    from ddp_runner.rank.spare import warm_up
+
+    def seed():
+        import numpy as np
+
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        torch.manual_seed(1)
+
+    seed()
+    before = _draws()
+    seed()
+    descriptors = psutil.Process().num_fds()
+    warm_up(plan_for(folder, world_size=2).settings)
+    return {
+        "same_numbers": _draws() == before,
+        "threads": threading.active_count(),
+        "descriptors": psutil.Process().num_fds() - descriptors,
+        "initialized": torch.distributed.is_initialized(),
+        "cuda": torch.cuda.is_initialized(),
+        "rank": os.environ.get("RANK"),
+    }
+
+
+def test_warming_up_changes_no_random_number(tmp_path):
+    """A task that seeds nothing draws in a spare what it draws in a fork; nothing is left open."""
+    (facts,) = run_ranks(_warm_up, 1, tmp_path)
+    assert facts == {
+        "same_numbers": True,
+        "threads": 1,
+        "descriptors": 0,
+        "initialized": False,
+        "cuda": False,
+        "rank": None,
+    }
+
+
+def _spares_one_after_the_other(me, folder):
+    """Of one real zygote; the last one ends with all."""
+    played = PlayedSupervisor(folder, 2)
+    played.until(lambda: played.world.can_fork)
+    return {how: _what_becomes_of_one(played, how) for how in HOW}
+
+
+def _what_becomes_of_one(played, how):
+    """It is made rank 1, killed, or its supervisor hangs up."""
+    ready = played.count(SpareReady)
+    played.world.start_spare()
+    played.until(lambda: played.count(SpareReady) > ready and played.world.spare.pid)
+    spare = played.world.spare
+    spare.is_ready = True
+    process = psutil.Process(spare.pid)
+    facts = {
+        "name": process.name(),
+        "threads": threads_of(spare.pid),
+        "own_bytes": process.memory_full_info().uss,
+        "is_child": process.ppid() == os.getpid(),
+    }
+    pid = spare.pid
+    if how == "rank":
+        played.spawn_store()
+        handle = played.world.ranks[1]
+        played.spawn_rank(handle, loads=False)
+        facts["is_it"] = handle.pid == pid and handle.was_spare
+        played.until(lambda: played.count(Ready) == 1)
+        facts["has_begun"] = handle.has_begun
+        facts["name_after"] = process.name()
+        facts["said"] = handle.last_words()
+        facts["spares"] = played.world.spare
+    elif how == "killed":
+        os.kill(pid, signal.SIGKILL)
+        played.until(lambda: any(ended[0] == pid for ended in played.ended))
+        facts["gone"] = played.world.spare is None
+    elif how == "unasked":
+        played.world.close()
+        played.until(lambda: any(ended[0] == pid for ended in played.ended))
+        facts["exit"] = [code for ended, code, _ in played.ended if ended == pid]
+    elif how == "stopped":
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        theirs = Channel.pair()[1]
+        facts["becomes"] = spare.becomes(Fork(token=9, rank=1, local_rank=1), [theirs.fileno()])
+        theirs.close()
+        os.kill(pid, signal.SIGKILL)
+        played.until(lambda: played.world.spare is None)
+    return facts
+
+
+HOW = ("stopped", "killed", "rank", "unasked")
+
+
+@pytest.fixture(scope="module")
+def spares(tmp_path_factory):
+    return run_ranks(_spares_one_after_the_other, 1, tmp_path_factory.mktemp("spares"))[0]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_spare_waits_warm_and_small_for_what_becomes_of_it(spares, how):
+    """One thread, little memory of its own, our child; then rank 1, or gone, or passed over."""
+    facts = spares[how]
+    assert (facts["name"], facts["threads"], facts["is_child"]) == ("ddp:spare", 1, True)
+    assert facts["own_bytes"] < OWN_BYTES_MAX
+    if how == "rank":
+        assert facts["is_it"]
+        assert facts["has_begun"]
+        assert facts["name_after"] == "ddp:rank1"
+        assert "said before the log exists" in facts["said"]
+        assert facts["spares"] is None
+    elif how == "killed":
+        assert facts["gone"]
+    elif how == "unasked":
+        assert facts["exit"] == [0]
+    else:
+        assert facts["becomes"] is False

@@ -1,0 +1,84 @@
+"""The process that waits for a rank to die: it becomes that rank, and is nobody until then."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.harness import Run, poll
+
+
+def spare_of(run, number=1):
+    """The pid of the spare that was ready as the ``number``-th."""
+    poll(lambda: len(run.events("spare_ready")) >= number, what=f"spare {number}:\n{run.console}")
+    pid = run.events("spare_ready")[number - 1]["pid"]
+    assert Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip() == "ddp:spare"
+    return pid
+
+
+def test_the_spare_becomes_the_rank_that_died(peace, tmp_path):
+    """Rank and number, log and weights are as with a fork; the next one is there for the next death.
+
+    Of two ranks that die together one gets it. It was no rank before: in no status, and no process more.
+    """
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.1", world=3) as run:
+        first = spare_of(run)
+        status = poll(run.status, what="a status")  # it is written every half second
+        assert first not in [rank["pid"] for rank in status["ranks"]]
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        second = spare_of(run, 2)
+        assert run.rank_pid(1) == first
+        for pid in [run.rank_pid(rank) for rank in (0, 2)]:
+            run.signal(signal.SIGKILL, pid)
+        spare_of(run, 3)
+        assert second in (run.rank_pid(0), run.rank_pid(2))
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(3).digest
+    summary = run.summary()
+    assert {fault["kind"] for fault in summary["faults"]} == {"rank_killed"}
+    assert sum(fault["steps_lost"] for fault in summary["faults"]) == 0
+    assert summary["exact"]
+    taken = [(event["rank"], event["pid"]) for event in run.events("spare_taken")]
+    assert taken[0] == (1, first)
+    assert second in [pid for _, pid in taken]
+
+
+def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(peace, tmp_path):
+    """Nobody trains less for it; a rank that dies meanwhile, or with it, is forked."""
+    # A spare that is stopped is soon replaced; a rank of a busy machine is given its time.
+    quick = ("task.pace_s=0.12", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
+    with Run(tmp_path, *SETTINGS, *quick) as run:
+        run.signal(signal.SIGKILL, spare_of(run))
+        run.wait_for_event("spare_ended", signal=signal.SIGKILL)
+        stopped = spare_of(run, 2)
+        run.signal(signal.SIGSTOP, stopped)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        run.wait_for_event("repaired")
+        assert run.rank_pid(1) != stopped
+        spare = spare_of(run, 3)
+        rank = run.rank_pid(0)
+        run.signal(signal.SIGKILL, spare)
+        run.signal(signal.SIGKILL, rank)
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(2).digest
+    summary = run.summary()
+    assert [(fault["kind"], fault["rank"]) for fault in summary["faults"]] == [
+        ("rank_killed", 1),
+        ("rank_killed", 0),
+    ]
+    assert max(fault["seconds"]["total"] for fault in summary["faults"]) < 10.0, "nobody waits"
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["asleep", "stopped"])
+def test_a_spare_dies_with_a_supervisor_that_is_killed(tmp_path, stopped):
+    """By the kernel: one that is stopped could not even read that its channel is closed."""
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.05") as run:
+        spare = spare_of(run)
+        if stopped:
+            run.signal(signal.SIGSTOP, spare)
+        run.signal(signal.SIGKILL)
+        run.assert_gone()
+        run.assert_machine_clean()

@@ -1,0 +1,47 @@
+"""Tasks as people have them: nothing of it needs a setting, and a fault changes no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .conftest import PATIENT
+from .harness import Run
+from .unusual import LATE_STEP
+
+UNUSUAL = f"{Path(__file__).with_name('unusual.py')}:UnusualTask"
+STEPS = (
+    "--cpu",
+    "--max-steps",
+    40,
+    "num_workers=1",
+    "save_every_steps=10",
+    "evaluate_every_steps=15",
+    *PATIENT,
+)
+
+
+def ends(folder, *settings):
+    with Run(folder, *STEPS, *settings, task=UNUSUAL, world=2) as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+def test_a_target_network_reentrant_checkpoints_and_a_collate_of_its_own(tmp_path):
+    """What forward changes of a step that is done again is taken back; DDP's search is turned off.
+
+    Also in the first step, which shows that there is a target, and in that which shows another one.
+    """
+    calm = ends(tmp_path / "calm")
+    assert "find_unused_parameters=False from here on" in calm.console
+    kills = (
+        "kill:rank=1,step=0,phase=backward",
+        f"kill:rank=0,step={LATE_STEP},phase=backward",
+    )
+    run = ends(tmp_path / "run", *(word for spec in kills for word in ("--inject", spec)))
+    assert run.digest == calm.digest
+    for summary in (calm.summary(), run.summary()):
+        assert (summary["status"], summary["exact"]) == ("completed", True)
+    kinds = [[fault["kind"] for fault in each.summary()["faults"]] for each in (calm, run)]
+    # The first kill and what the other rank finds in the same backward may be one incident.
+    assert kinds[0] == ["reduction_unfinished"]
+    assert {"rank_killed"} <= {*kinds[1]} <= {"rank_killed", "reduction_unfinished"}

@@ -1,0 +1,66 @@
+"""How a rank ended, by real processes and their real logs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.core.classify import classify_exit
+from ddp_runner.core.launch import DevicePlan
+from ddp_runner.core.lifecycle import RankEvent
+from ddp_runner.supervisor.children import Ended
+from ddp_runner.supervisor.endings import exit_of
+from ddp_runner.supervisor.ranks import RankHandle
+
+CRASH = "import faulthandler, os\nfaulthandler.enable()\ndef f(): os.abort()\nf()\n"
+SILENT = "import os\nos.abort()\n"
+
+
+@pytest.fixture
+def handle(tmp_path):
+    slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
+    device = DevicePlan(device="cpu", name="CPU", visible_index=None)
+    made = RankHandle(0, device=device, slot=slot, log_dir=tmp_path)
+    made.open_lines(token=1, now_s=0.0)
+    yield made
+    made.close_lines()
+
+
+def run_as(handle, tmp_path, code):
+    """A process of the rank that runs ``code`` and writes to its log; how it ended."""
+    script = tmp_path / "task.py"
+    script.write_text(code, encoding="utf-8")
+    with (tmp_path / "rank_0.log").open("ab") as log:
+        code = subprocess.run([sys.executable, str(script)], stderr=log, check=False).returncode
+    ended = Ended(pid=1, exit_code=None, signal_number=-code, at_ns=time.monotonic_ns())
+    return exit_of(handle, ended, killed_for_memory=False, was_asked=False, keeps_all=False)
+
+
+def test_a_process_that_aborts_says_where(handle, tmp_path):
+    """Its own stack, from its own log."""
+    fault = classify_exit(run_as(handle, tmp_path, CRASH))
+    assert fault.cause == "rank 0 killed (SIGABRT in f, task.py:3)"
+    assert fault.detail.startswith("Fatal Python error: Aborted")
+
+
+def test_what_a_predecessor_said_is_not_this_process_s(handle, tmp_path):
+    """Control: both write to one log, and the second one dies without a word."""
+    run_as(handle, tmp_path, CRASH)
+    handle.close_lines()
+    handle.machine.advance(RankEvent.EXITED)
+    handle.open_lines(token=2, now_s=1.0)
+    fault = classify_exit(run_as(handle, tmp_path, SILENT))
+    assert (fault.cause, fault.detail) == ("rank 0 killed (SIGABRT)", "")
+
+
+def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(handle, tmp_path):
+    """No log is worth a run."""
+    (tmp_path / "rank_0.log").mkdir()
+    ended = Ended(pid=1, exit_code=None, signal_number=signal.SIGSEGV, at_ns=1)
+    end = exit_of(handle, ended, killed_for_memory=False, was_asked=True, keeps_all=False)
+    assert classify_exit(end).cause == "rank 0 killed (SIGSEGV)"

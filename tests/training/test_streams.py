@@ -1,0 +1,87 @@
+"""Streams that shard themselves are told, in worlds of real ranks; and a loss that is no scalar."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from ddp_runner.core.faults import FaultError
+from ddp_runner.training.task import Datasets
+from tests.processes import hosted_store, run_ranks
+from tests.training.test_trainer import SmallTask, _train_in_a_world, settings
+
+WHOLE = "Every rank must read the whole stream"
+
+
+class Items(torch.utils.data.IterableDataset):
+    """``length`` items on rank 0 and ``more`` besides on rank 1, which begins at ``first``."""
+
+    def __init__(self, length, more, first):
+        second = os.environ["RANK"] == "1"
+        self._numbers = range(first * second, first * second + length + more * second)
+
+    def __iter__(self):
+        for number in self._numbers:
+            inputs = torch.randn(5, generator=torch.Generator().manual_seed(number))
+            yield inputs, inputs.sum().unsqueeze(0)
+
+
+class ShardedTask(SmallTask):
+    """As one that was written for ranks that each read their own part."""
+
+    def __init__(self, length=20, more=0, first=0):
+        super().__init__()
+        self._made = (length, more, first)
+
+    def build_datasets(self):
+        return Datasets(train=Items(*self._made))
+
+
+class VectorTask(SmallTask):
+    """Forgets to take the mean."""
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]) ** 2
+
+
+def _end(me, port, config):
+    try:
+        return _train_in_a_world(me, port, config).steps
+    except FaultError as error:
+        return error.fault.cause
+
+
+def _ends(folder, task, **arguments):
+    config = settings(
+        folder, task=f"{__file__}:{task}", max_steps=12, num_workers=0,
+        **{f"task.{name}": value for name, value in arguments.items()},
+    )  # fmt: skip
+    with hosted_store() as port:
+        ends = run_ranks(_end, 2, port, config)
+    return ends, (folder / "logs" / "rank_0.log").read_text()
+
+
+def test_streams_of_different_lengths_end_the_run(tmp_path):
+    """One is an epoch ahead: half of the data would never be seen, without an error."""
+    ends, _ = _ends(tmp_path, "ShardedTask", more=12)
+    for cause in ends:
+        assert (
+            "not of one length, they stand at item 8 of epoch 1, item 24 of epoch 0" in cause
+            or ("not of one length" in cause and WHOLE in cause)
+        )
+
+
+@pytest.mark.parametrize(("first", "warnings"), [(20, 1), (0, 0)], ids=["shards", "the whole"])
+def test_streams_that_begin_differently_are_warned_of_once(tmp_path, first, warnings):
+    """As many items on each rank, but not the same ones; those of one stream are no matter."""
+    ends, log = _ends(tmp_path, "ShardedTask", first=first)
+    assert ends == [12, 12]
+    assert log.count(WHOLE) == warnings
+
+
+def test_a_loss_that_is_no_scalar_is_named(tmp_path):
+    """By its shape; the reduction that DDP would complain of is none of it."""
+    ends, _ = _ends(tmp_path, "VectorTask")
+    assert any("loss() gave a tensor of shape (4, 1)" in str(end) for end in ends)
