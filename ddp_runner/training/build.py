@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ddp_runner import config
+from ddp_runner.checkpoint.catalog import WORDS
 from ddp_runner.checkpoint.codec import check_state_dict, stored_bytes, strip_prefixes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
@@ -228,6 +230,7 @@ def load_start(
         _refuse_other_meaning(settings, workload, loaded)
         _restore(settings, state, loaded.state, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
+        state.begun_step = state.committed_step
         return loaded
     if settings.run.resume in ("last", "best"):
         raise BadInputError(
@@ -235,13 +238,18 @@ def load_start(
             settings.run.resume,
             f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
         )
+    _begin_anew(settings, state)
+    return None
+
+
+def _begin_anew(settings: Settings, state: TrainState) -> None:
+    """Make ``state``, with a model that is new, the one of step 0."""
     if settings.run.init_from:
         weights = load_weights(Path(settings.run.init_from))
         _check_fits(weights, state, option="--init-from", value=settings.run.init_from)
         state.model.load_state_dict(weights)
         state.buffers.keep()
-    state.committed_step = 0
-    return None
+    state.committed_step = state.begun_step = 0
 
 
 def leave_other_course(
@@ -260,26 +268,60 @@ def leave_other_course(
         say(f"checkpoints that this run does not go on from are now in {aside}")
 
 
-def restore_newest(state: TrainState, store: CheckpointStore) -> Loaded:
-    """Back to this run's newest checkpoint that verifies; what was learnt since then holds.
+def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
+    """The step that :func:`restore_newest` goes back to; EMPTY_STEP where there is none."""
+    newest = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+    if newest == EMPTY_STEP and (settings.run.resume not in WORDS or state.begun_step == 0):
+        return state.begun_step
+    return newest
 
-    Raises FaultError (CHECKPOINT_BAD) where there is none.
+
+def restore_newest(
+    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
+) -> Loaded | None:
+    """Back to this run's newest checkpoint that verifies; before its first one, to what it began with.
+
+    What was learnt since then holds. Returns None where that is step 0. Raises FaultError
+    (CHECKPOINT_BAD) where nothing is left.
     """
     tuning = state.tuning  # DDP and loader are made for it
     loaded = store.load("auto", set_bad_aside=True)
-    if loaded is None:
-        raise FaultError(
-            Fault(
-                kind=FaultKind.CHECKPOINT_BAD,
-                rank=-1,
-                step=0,
-                cause=f"no checkpoint is left in {store.directory}",
-                at_ns=time.monotonic_ns(),
-            )
-        )
-    state.restore(loaded.state)
+    if loaded is None and settings.run.resume not in WORDS:
+        loaded = store.load(settings.run.resume)
+    if loaded is not None:
+        state.restore(loaded.state)
+        state.begun_step = state.committed_step
+    elif state.begun_step == 0:
+        state.restore(_first_state(settings, workload, state, store))
+    else:
+        raise FaultError(_nothing_left(f"no checkpoint is left in {store.directory}"))
     state.tuning = tuning
     return loaded
+
+
+def _first_state(
+    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
+) -> dict[str, Any]:
+    """What the run began with, made once more; for that time there are two models."""
+    seed_all(settings.run.seed)
+    model = workload.task.build_model().to(workload.device)
+    trained = set(map(id, state.model.parameters()))
+    if not trained.isdisjoint(map(id, model.parameters())):
+        raise FaultError(
+            _nothing_left(
+                f"there is no checkpoint in {store.directory} yet, and the task's build_model()"
+                " gives the model that was trained instead of a new one"
+            )
+        )
+    first = _empty_state(settings, model, workload.device, workload=workload)
+    _begin_anew(settings, first)
+    return first.capture()
+
+
+def _nothing_left(cause: str) -> Fault:
+    return Fault(
+        kind=FaultKind.CHECKPOINT_BAD, rank=-1, step=0, cause=cause, at_ns=time.monotonic_ns()
+    )
 
 
 def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:

@@ -24,7 +24,7 @@ from ddp_runner.core.messages import Adjusted, MendedInPlace, Noted
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
-from ddp_runner.training.build import restore_newest
+from ddp_runner.training.build import newest_to_restore, restore_newest
 from ddp_runner.training.fingerprint import combined, state_hashes
 from ddp_runner.training.hashing import StateHashing
 from ddp_runner.training.loss_monitor import Verdict
@@ -54,6 +54,7 @@ class Guard:
         self._state = parts.state
         self._store = parts.store
         self._saving = parts.saving
+        self._workload = parts.workload
         self._runtime = parts.runtime
         self._rank = parts.runtime.place.rank
         self._group = group
@@ -102,7 +103,7 @@ class Guard:
         limit = self._settings.recovery.max_errors_per_epoch
         factor = self._state.tuning.rate_factor / 2
         may_halve = factor >= 0.5**self._settings.recovery.rollbacks_max
-        if may_halve and self._checkpoint_step() != EMPTY_STEP:
+        if may_halve and self._step_to_go_back_to() != EMPTY_STEP:
             kind = FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE
             reason = f"more than {limit} steps were skipped, the last because {what}"
             self._roll_back(reason, kind=kind, rate_factor=factor)
@@ -272,14 +273,14 @@ class Guard:
         )
 
     def _settle_without_majority(self, step: int) -> None:
-        checkpoint_step = self._checkpoint_step()
+        checkpoint_step = self._step_to_go_back_to()
         if checkpoint_step != self._step_rolled_back_to:
             self._rollbacks_there = 0
         why = ""
         if checkpoint_step == EMPTY_STEP:
             why = "and there is no checkpoint"
         elif self._rollbacks_there == ROLLBACKS_WITHOUT_MAJORITY_MAX:
-            why = f"again from the same checkpoint, of step {checkpoint_step}: suspect a device"
+            why = f"again after going back to step {checkpoint_step}: suspect a device"
         if why:
             raise FaultError(
                 Fault(
@@ -299,14 +300,14 @@ class Guard:
         self._step_rolled_back_to = self._state.committed_step
         self._rollbacks_there += 1
 
-    def _checkpoint_step(self) -> int:
-        """The step of rank 0's newest checkpoint, or EMPTY_STEP; every rank must ask."""
+    def _step_to_go_back_to(self) -> int:
+        """As rank 0's disk says, or EMPTY_STEP; every rank must ask."""
         # All wait for rank 0's disk from here to the next step, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         newest = EMPTY_STEP
         if self._group.rank == 0:
             self._saving.settle()  # what is being written is the newest there will be
-            newest = max((entry.step for entry in self._store.catalog.entries()), default=newest)
+            newest = newest_to_restore(self._settings, self._state, self._store)
         step = self._state.committed_step
         return int(self._exchange(f"checkpoint/{step}", str(newest))[0])
 
@@ -315,7 +316,7 @@ class Guard:
             return self._group.exchange(name, value)
 
     def _roll_back(self, reason: str, *, kind: FaultKind, rate_factor: float) -> None:
-        """Go back to the newest checkpoint that verifies, on all ranks, within the generation."""
+        """Go back to what :func:`restore_newest` finds, on all ranks, within the generation."""
         began_s, step = time.monotonic(), self._state.committed_step
         lowered = rate_factor != self._state.tuning.rate_factor
         if self._group.rank == 0:
@@ -326,7 +327,7 @@ class Guard:
         # Guarded by: test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left.
         self._state.committed_step = EMPTY_STEP
         if self._group.rank == 0:
-            loaded = restore_newest(self._state, self._store)
+            loaded = restore_newest(self._settings, self._workload, self._state, self._store)
             self._saving.rolled_back(loaded)
             if lowered:
                 self._state.monitor.start_count_anew()
@@ -364,7 +365,7 @@ class Guard:
             Adjusted(
                 rank=self._rank,
                 step=step,
-                remedy="going back to the newest checkpoint",
+                remedy="going back to an older state",
                 inexact_reason=inexact,
                 in_peace=True,
             )

@@ -173,10 +173,11 @@ class Saving:
         """A step has ended, which took so long without what it waited for a save."""
         self._pace.stepped(step_s, beside_save=self._saver.is_busy)
 
-    def rolled_back(self, loaded: Loaded) -> None:
-        """A checkpoint was needed within this process."""
+    def rolled_back(self, loaded: Loaded | None) -> None:
+        """A checkpoint was needed within this process, if only there had been one."""
         self._pace.faults += 1
-        self._disk_faults.tell_of_unusable(self._store, loaded)
+        if loaded is not None:
+            self._disk_faults.tell_of_unusable(self._store, loaded)
 
     def settle(self) -> None:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""

@@ -54,6 +54,7 @@ class TrainState:
         self.validation_quarantine = validation_quarantine  # None: there is no validation
         self.stream = stream  # of an iterable dataset
         self.committed_step = EMPTY_STEP
+        self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.samples = 0
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
         self.attended_step = 0  # up to where evaluations and saves that were due have been made
@@ -72,6 +73,7 @@ class TrainState:
             "quarantine": self.quarantine.to_record(),
             "counters": {
                 "committed_step": self.committed_step,
+                "begun_step": self.begun_step,
                 "samples": self.samples,
                 "attended_step": self.attended_step,
                 "all_used_steps": self.all_used_steps,
@@ -135,6 +137,7 @@ class TrainState:
             self.validation_quarantine.merge(state.get("validation_quarantine", {}))
         if self.stream is not None:
             self.stream.restore(state.get("stream", {}))
+        self.begun_step = int(state["counters"].get("begun_step", self.begun_step))
         self.samples = int(state["counters"]["samples"])
         self.attended_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))

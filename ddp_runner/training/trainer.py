@@ -290,7 +290,8 @@ class DDPTrainer:
         if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
             slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
             if group.rank == 0:
-                parts.saving.rolled_back(restore_newest(state, parts.store))
+                loaded = restore_newest(self.settings, parts.workload, state, parts.store)
+                parts.saving.rolled_back(loaded)
             answers = self._standings(group, state, "restored_step")
             slot.stamp(Phase.FORMING, time.monotonic_ns())
         election = elect_source(

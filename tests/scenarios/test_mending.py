@@ -325,10 +325,11 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
 
 
 def test_a_gradient_that_only_one_rank_breaks_ends_the_run_with_its_samples(tmp_path):
-    """Without a step to spare and without a checkpoint; its device is what to suspect."""
+    """Without a step to spare and without a roll-back; its device is what to suspect."""
     run = finish(
-        tmp_path, "max_errors_per_epoch=0", "save_interval=0", task=BROKEN_GRADIENTS, code=1
-    )
+        tmp_path, "max_errors_per_epoch=0", "rollbacks_max=0", "save_interval=0",
+        task=BROKEN_GRADIENTS, code=1,
+    )  # fmt: skip
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["step"]) == ("non_finite", 10)
     indices = ", ".join(map(str, run.audit(2)[1][10]["indices"]))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from ddp_runner import DDPTrainer
 from ddp_runner.config import from_flat
@@ -21,11 +22,14 @@ from ddp_runner.training.guard import Guard
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
+from ddp_runner.training.task import Datasets
 from tests.collective.joining import join
 from tests.processes import hosted_store, poll, ranks, run_ranks
 from tests.training.building import build_state, make_slot
 from tests.training.test_trainer import (
+    SAMPLES,
     STEPS,
+    Samples,
     SmallTask,
     _train_in_a_world,
     make_runtime,
@@ -75,7 +79,7 @@ def test_replicas_that_always_differ_again_end_the_run(tmp_path):
     ends, log = _ends(tmp_path, since=7)
     for kind, cause, may_retry in ends:
         assert kind is FaultKind.REPLICA_DIVERGED
-        assert "again from the same checkpoint, of step 5: suspect a device" in cause
+        assert "again after going back to step 5: suspect a device" in cause
         assert not may_retry
     assert log.count("no majority agrees: rolled back to step 5") == 2
 
@@ -114,11 +118,15 @@ def _break_in_a_world(me, port, config):
 
 
 @pytest.mark.parametrize(
-    ("resumed", "aside"),
-    [("{}/step_00000004.pt", [8, 12]), ("{}/elsewhere/step_00000008.pt", [4, 12]), ("auto", [])],
+    ("resumed", "aside", "back_to"),
+    [
+        ("{}/step_00000004.pt", [8, 12], 4),
+        ("{}/elsewhere/step_00000008.pt", [4, 12], 8),
+        ("auto", [], 12),
+    ],
     ids=["an older one", "from elsewhere", "the newest"],
 )
-def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resumed, aside):
+def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resumed, aside, back_to):
     """What lies beside the file that is resumed is set aside, once; control: beside the newest is nothing."""
     folder = tmp_path / "checkpoints"
     config = settings(
@@ -140,12 +148,84 @@ def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resum
     assert len(list(folder.glob("set_aside_*"))) == (1 if aside else 0)
     log = (tmp_path / "logs" / "rank_0.log").read_text()
     assert log.count("does not go on from are now in") == (1 if aside else 0)
-    if "elsewhere" in resumed:
-        assert [kind for kind, *_ in ends] == [FaultKind.NON_FINITE] * 2
-        assert "rolled back" not in log
-    else:
-        assert ends == [20, 20]
-        assert f"rolled back to step {12 if resumed == 'auto' else 4}, learning rate x 0.5" in log
+    assert ends == [20, 20]
+    assert f"rolled back to step {back_to}, learning rate x 0.5" in log
+
+
+class OneModelTask(BrokenTask):
+    """Makes its model once, for good."""
+
+    def __init__(self):
+        super().__init__()
+        self._model = super().build_model()
+
+    def build_model(self):
+        return self._model
+
+
+class StreamTask(BrokenTask):
+    """From one stream of samples, which every rank reads in turn."""
+
+    def build_datasets(self):
+        return Datasets(train=_Stream())
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        samples = Samples(SAMPLES)
+        return (samples[index] for index in range(SAMPLES))
+
+
+def _train_broken_in_a_world(me, port, config):
+    os.environ["BROKEN"] = "1"
+    return _train_in_a_world(me, port, config)
+
+
+@pytest.mark.parametrize("task", ["BrokenTask", "StreamTask"])
+@pytest.mark.parametrize("starts_from", ["", "elsewhere.pt"], ids=["anew", "others' weights"])
+def test_a_roll_back_before_the_first_save_starts_once_more(tmp_path, task, starts_from):
+    """All that the first steps changed is gone: it ends as a run that began with the lower rate."""
+    common = {
+        "task": f"{__file__}:{task}", "max_errors_per_epoch": 1, "save_interval": 0,
+        "learning_rate": 0.01, "max_steps": 9,
+    }  # fmt: skip
+    if starts_from:
+        common["init_from"] = str(tmp_path / starts_from)
+        torch.manual_seed(3)
+        torch.save(SmallTask().build_model().state_dict(), common["init_from"])
+    with hosted_store() as port:
+        peaceful = run_ranks(_train_in_a_world, 2, port, settings(tmp_path / "peace", **common))
+    common["learning_rate"] = 0.02
+    with hosted_store() as port:
+        ends = run_ranks(_train_broken_in_a_world, 2, port, settings(tmp_path, **common))
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("rolled back to step 0, learning rate x 0.5") == 1
+    assert {end.weights_sha256 for end in ends} == {peaceful[0].weights_sha256}
+    assert [end.samples for end in ends] == [peaceful[0].samples] * 2
+
+
+def test_a_task_that_has_but_one_model_cannot_start_once_more(tmp_path):
+    """Its weights of step 0 are gone, and a later step is not called that one."""
+    config = settings(
+        tmp_path, task=f"{__file__}:OneModelTask", max_errors_per_epoch=1, save_interval=0
+    )
+    with hosted_store() as port:
+        ends = run_ranks(_break_in_a_world, 2, port, config)
+    assert ends[0][0] is FaultKind.CHECKPOINT_BAD
+    assert "gives the model that was trained instead of a new one" in ends[0][1]
+
+
+def test_replicas_that_differ_before_the_first_save_start_once_more(tmp_path):
+    """Nothing else is there to go back to."""
+    config = settings(
+        tmp_path, task=f"{__file__}:WrongTask", replica_check_steps=5, save_interval=0,
+        **{"task.at": 3},
+    )  # fmt: skip
+    with hosted_store() as port:
+        ends = run_ranks(_end_in_a_world, 2, port, config)
+    assert ends == [STEPS, STEPS]
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("no majority agrees: rolled back to step 0") == 1
 
 
 class _Asking(LocalRuntime):
@@ -235,7 +315,12 @@ def _trace(me, port, norms, waits):
     place = SimpleNamespace(rank=me.rank)
     runtime = SimpleNamespace(slot=slot, logger=logger, place=place, tell=lambda message: None)
     parts = SimpleNamespace(
-        settings=from_flat({}), state=build_state(), store=None, saving=None, runtime=runtime
+        settings=from_flat({}),
+        state=build_state(),
+        store=None,
+        workload=None,
+        saving=None,
+        runtime=runtime,
     )
 
     def recompute():
@@ -291,7 +376,7 @@ def _late_hash(me, port, every, odd):
     slot, state = make_slot(), build_state()
     saving = Verdicts(wait=me.hear if me.rank == 1 else lambda: None)
     parts = SimpleNamespace(
-        settings=from_flat({"replica_check_steps": every}), state=state, store=None, saving=saving,
+        settings=from_flat({"replica_check_steps": every}), state=state, store=None, workload=None, saving=saving,
         runtime=SimpleNamespace(slot=slot, place=SimpleNamespace(rank=me.rank)),
     )  # fmt: skip
     if me.rank in odd:
@@ -372,7 +457,7 @@ def _held_up(me, port):
             me.say("waits")
 
     parts = SimpleNamespace(
-        settings=from_flat({}), state=state, store=None, saving=Verdicts(wait=lambda: None),
+        settings=from_flat({}), state=state, store=None, workload=None, saving=Verdicts(wait=lambda: None),
         runtime=SimpleNamespace(slot=make_slot(), place=SimpleNamespace(rank=me.rank)),
     )  # fmt: skip
     if me.rank == 1:

@@ -203,7 +203,7 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
     remedies = [m.remedy for m in told(messages, Adjusted)]
     assert [remedy.split(" after")[0] for remedy in remedies] == [
         "find_unused_parameters=False",
-        "going back to the newest checkpoint",
+        "going back to an older state",
     ]
 
 
