@@ -16,6 +16,7 @@ from ddp_runner.supervisor.world import World
 from tests.processes import DEADLINE_S
 
 TASK = f"{__file__}:WaitingTask"
+GONE_WITHIN_S = 30.0
 
 
 class WaitingTask:
@@ -126,8 +127,12 @@ class PlayedSupervisor:
 
 
 def threads_of(pid):
-    """How many threads a process has."""
-    return len(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - names only
+    """How many threads a process has once those that have ended are gone."""
+    # A thread that has been joined stands in /proc a moment longer.
+    by_s = time.monotonic() + GONE_WITHIN_S
+    while (count := len(os.listdir(f"/proc/{pid}/task"))) > 1 and time.monotonic() < by_s:  # noqa: PTH208 - names only
+        time.sleep(0.002)
+    return count
 
 
 def parent_of(pid):
