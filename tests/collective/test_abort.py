@@ -274,6 +274,7 @@ def test_a_store_that_is_stuck_does_not_hold_a_rank_that_forms():
             for process in world:
                 process.hear()
             host.signal(signal.SIGSTOP)
+            poll(lambda: is_stopped(host), what="the stop")  # all of its threads
             for process in world:
                 process.say("go on")
                 process.hear()
