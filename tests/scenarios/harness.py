@@ -120,6 +120,7 @@ class Run(Outputs):
             words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
         self._output_begin = self.output_path.stat().st_size if self.output_path.exists() else 0
         self._audit_begin = self._audit_size()
+        self._events_begin = len(self.events())
         self._shared_before = shared_memory()
         self._inodes = set()
         self._mark = f"{MARK}={uuid.uuid4().hex}"
@@ -213,14 +214,15 @@ class Run(Outputs):
         poll(published, what=f"a checkpoint of step {step}")
 
     def wait_for_event(self, name, **fields):
-        """Wait until the journal holds such an event."""
+        """Wait until the journal holds such an event of this launch."""
 
         def found():
             has_ended = self.process.poll() is not None  # then there is nothing to come
             records = [
                 record
-                for record in self.events(name)
-                if all(record.get(key) == value for key, value in fields.items())
+                for record in self.events()[self._events_begin :]
+                if record["event"] == name
+                and all(record.get(key) == value for key, value in fields.items())
             ]
             assert records or not has_ended, f"ended early:\n{self.console}"
             return records
@@ -229,6 +231,16 @@ class Run(Outputs):
 
     def signal(self, number, pid=None):
         os.kill(self.process.pid if pid is None else pid, number)
+
+    def signals_at_once(self, *each):
+        """Send each ``(number, pid)``; the supervisor learns of the first one when all are sent.
+
+        Should this test be held up between two of them, it would have repaired the first by then.
+        """
+        self.signal(signal.SIGSTOP)
+        for number, pid in each:
+            self.signal(number, pid)
+        self.signal(signal.SIGCONT)
 
     def wait(self, timeout_s=DEADLINE_S):
         """The exit code. Everything of the job is gone by then, or the test fails."""

@@ -139,12 +139,7 @@ def test_two_ranks_killed_at_once_are_both_replaced(peace, tmp_path):
     """One survivor is enough: it holds everything that was committed. One repair is, too."""
     with Run(tmp_path, *SETTINGS, *SLOWLY, world=3) as run:
         run.wait_for_step(14)
-        pids = [run.rank_pid(rank) for rank in (0, 2)]
-        # However busy the machine is, none of them is dead for long when the other one dies.
-        run.signal(signal.SIGSTOP)
-        for pid in pids:
-            run.signal(signal.SIGKILL, pid)
-        run.signal(signal.SIGCONT)
+        run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 2)))
         assert run.wait() == 0, run.console
     assert run.digest == peace(3).digest
     summary = run.summary()

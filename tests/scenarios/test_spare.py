@@ -31,8 +31,7 @@ def test_the_spare_becomes_the_rank_that_died(peace, tmp_path):
         run.signal(signal.SIGKILL, run.rank_pid(1))
         second = spare_of(run, 2)
         assert run.rank_pid(1) == first
-        for pid in [run.rank_pid(rank) for rank in (0, 2)]:
-            run.signal(signal.SIGKILL, pid)
+        run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 2)))
         spare_of(run, 3)
         assert second in (run.rank_pid(0), run.rank_pid(2))
         assert run.wait() == 0, run.console
@@ -54,14 +53,11 @@ def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(peace, tmp_p
         run.signal(signal.SIGKILL, spare_of(run))
         run.wait_for_event("spare_ended", signal=signal.SIGKILL)
         stopped = spare_of(run, 2)
-        run.signal(signal.SIGSTOP, stopped)
-        run.signal(signal.SIGKILL, run.rank_pid(1))
+        run.signals_at_once((signal.SIGSTOP, stopped), (signal.SIGKILL, run.rank_pid(1)))
         run.wait_for_event("repaired")
         assert run.rank_pid(1) != stopped
         spare = spare_of(run, 3)
-        rank = run.rank_pid(0)
-        run.signal(signal.SIGKILL, spare)
-        run.signal(signal.SIGKILL, rank)
+        run.signals_at_once((signal.SIGKILL, spare), (signal.SIGKILL, run.rank_pid(0)))
         assert run.wait() == 0, run.console
     assert run.digest == peace(2).digest
     summary = run.summary()
