@@ -153,15 +153,19 @@ def test_everything_below_is_ended_and_reaped():
     assert zombie is None
 
 
+FORKS_MAX = 300  # a limit on processes would meet every other test too
+
+
 def _fork_while_being_ended(me):
     """A process that keeps forking is caught in the end."""
     lifeline.adopt_orphans()
     pid = os.fork()
     if pid == 0:
-        while True:
+        for _ in range(FORKS_MAX):
             if os.fork() == 0:
                 signal.pause()
             time.sleep(0.001)
+        signal.pause()
     poll(lambda: len(psutil.Process().children(recursive=True)) > 5, what="some forks")
     left = end_descendants(timeout_s=60.0)
     return left, psutil.Process().children(recursive=True)
