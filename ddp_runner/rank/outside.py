@@ -65,6 +65,7 @@ _STOP_SIGNALS = {
     signal.SIGUSR1: StopReason.PREEMPTED,
     signal.SIGINT: StopReason.INTERRUPTED,
 }
+_SAVE_SIGNAL = signal.SIGUSR2
 
 
 _LIVED_EVERY_S = 5.0  # a rank that is killed takes at most so much of the account of its time along
@@ -73,7 +74,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of th
 
 
 class OutsideRuntime(LocalRuntime):
-    """One generation per restart of the launcher; signals ask for a stop at the step boundary."""
+    """One generation per restart of the launcher; signals ask for a stop or a save after the step."""
 
     def __init__(self, *, place: Place, settings: Settings) -> None:
         log_dir = Path(settings.run.log_dir)
@@ -92,10 +93,11 @@ class OutsideRuntime(LocalRuntime):
         self._began_ns, self._formed_ns, self._lived_at_ns = time.monotonic_ns(), 0, 0
         self._clock = _boot()
         self._stop: StopReason | None = None
+        self._save_is_asked = False
         self._store: TCPStore | None = None
         is_first = place.rank == 0
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
-        take_signals(_STOP_SIGNALS, self._on_signal)
+        take_signals((*_STOP_SIGNALS, _SAVE_SIGNAL), self._on_signal)
         self._told.keep(self.lived(step=-1))
 
     def store_link(self) -> StoreLink:
@@ -164,8 +166,18 @@ class OutsideRuntime(LocalRuntime):
         """What a signal asked for."""
         return self._stop
 
+    def save_asked(self) -> bool:
+        """Whether a signal has asked for a checkpoint since the last call."""
+        if not self._save_is_asked:
+            return False
+        self._save_is_asked = False
+        return True
+
     def _on_signal(self, number: signal.Signals) -> None:
-        self._stop = self._stop or _STOP_SIGNALS[number]
+        if number == _SAVE_SIGNAL:
+            self._save_is_asked = True
+        else:
+            self._stop = self._stop or _STOP_SIGNALS[number]
 
 
 def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:

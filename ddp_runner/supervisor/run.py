@@ -38,6 +38,7 @@ _STOP_SIGNALS = {
     signal.SIGUSR1: StopReason.PREEMPTED,
     signal.SIGHUP: StopReason.PREEMPTED,
 }
+_SAVE_SIGNAL = signal.SIGUSR2
 
 
 class SignalBox:
@@ -58,7 +59,7 @@ class SignalBox:
         """Catch our signals for the length of the block. An ignored SIGHUP (nohup) stays ignored."""
         wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         number: int
-        for number in (*_STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*_STOP_SIGNALS, _SAVE_SIGNAL, signal.SIGCHLD):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, _only_wake)
@@ -152,6 +153,8 @@ class _Loop:
             reason = _STOP_SIGNALS.get(signal.Signals(number))
             if reason is not None:
                 self._supervisor.ask_stop(reason)
+            elif number == _SAVE_SIGNAL:
+                self._supervisor.ask_save()
 
     def _receive(self, channel: Channel, who: object) -> None:
         handle = who if isinstance(who, RankHandle) else None

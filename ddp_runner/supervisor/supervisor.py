@@ -25,6 +25,7 @@ from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, 
 from ddp_runner.core.messages import (
     NO_PROCESS,
     Adjusted,
+    Checkpoint,
     CollectivesBegun,
     Faulted,
     Finished,
@@ -102,6 +103,9 @@ class Supervisor:
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._was_signalled = False  # this process, by a person or a scheduler
+        self._save_from_step: int | None = (
+            None  # a person waits for a checkpoint of it or a later one
+        )
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
 
@@ -161,6 +165,9 @@ class Supervisor:
                 self.chronicle.metrics(handle, message)
             case Saved():
                 self.chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
+                if self._save_from_step is not None and message.step >= self._save_from_step:
+                    self._save_from_step = None
+                    self.records.say(f"saved {message.path}")
             case Adjusted():
                 self.chronicle.adjusted(message)
                 self._repair.note_remedy(message)
@@ -248,6 +255,19 @@ class Supervisor:
         self._was_signalled = True
         self._begin_stop(reason)
 
+    def ask_save(self) -> None:
+        """Save after the step, and go on. Kept over repairs until such a checkpoint is told of."""
+        if self._stop is not None or self.ending is not None:
+            return  # which saves, or can no more
+        self._save_from_step = self.facts.committed_step
+        self.records.event("save_asked")
+        self.records.say("a checkpoint was asked for: saving after this step, and going on")
+        self._pass_on_save()
+
+    def _pass_on_save(self) -> None:
+        if self._save_from_step is not None:
+            self.world.send(self.world.present[0], Checkpoint())
+
     def _begin_stop(self, reason: StopReason) -> None:
         """Stop after the step, whoever asks.
 
@@ -327,6 +347,7 @@ class Supervisor:
         self._repair.returning.is_regrouping = False
         self.chronicle.forming(now_s)
         self.world.form(self.facts.generation, run_id=self.facts.run_id)
+        self._pass_on_save()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
 

@@ -18,7 +18,7 @@ import pytest
 from ddp_runner.core.messages import Lived
 from ddp_runner.rank.told import read_told, told_path
 from tests.scenarios.conftest import SETTINGS, STEPS
-from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once
+from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
 HUNGRY = f"{Path(__file__).with_name('hungry.py')}:HungryTask"
@@ -135,11 +135,11 @@ def test_what_was_learnt_of_memory_outlives_a_restart_of_torchrun(tmp_path):
     assert_every_sample_once(run, 2, samples=192)
 
 
-def alone(folder, **environment):
+def alone(folder, *words, **environment):
     """A rank of a world of one, behind a shell that waits for it."""
     command = ("sh", "-c", '"$0" "$@" & wait', sys.executable, "-m", "ddp_runner", "train")
     environment = {"RANK": "0", "WORLD_SIZE": "1", **environment}
-    settings = (*SETTINGS, "--max-steps", 100_000, "num_workers=0")
+    settings = (*SETTINGS, "--max-steps", 100_000, "num_workers=0", *words)
     return Run(folder, *settings, world=1, command=command, environment=environment)
 
 
@@ -163,6 +163,21 @@ def test_ranks_end_with_their_torchrun(tmp_path):
     """They would go on without it, and save beside those of the next one."""
     with alone(tmp_path, TORCHELASTIC_RUN_ID="a launch") as run:
         run.wait_for_step(3)
+        run.signal(signal.SIGKILL)
+        run.assert_gone()
+
+
+def test_a_rank_without_a_supervisor_saves_when_it_is_asked_to(tmp_path):
+    """SIGUSR2, as srun's scancel sends it: it would end a process that does not take it."""
+    no_saves = ("save_every_steps=0", "save_interval=0")
+    with alone(tmp_path, *no_saves, TORCHELASTIC_RUN_ID="a launch") as run:
+        run.wait_for_step(3)
+        [rank] = [process.pid for process in run.processes() if process.pid != run.process.pid]
+        for count in (1, 2):
+            run.signal(signal.SIGUSR2, rank)
+            saved = partial(run.checkpoints.glob, "step_*.json")
+            poll(lambda files=saved, wanted=count: len(list(files())) == wanted, what="a save")
+        run.wait_for_step(run.committed() + 3)
         run.signal(signal.SIGKILL)
         run.assert_gone()
 

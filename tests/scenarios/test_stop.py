@@ -127,6 +127,23 @@ def test_a_stop_during_evaluation_does_not_wait_for_its_end(peace, tmp_path):
     assert resumed.digest == peace(2).digest
 
 
+@pytest.mark.parametrize("is_lost", [False, True], ids=["in peace", "as its rank dies"])
+def test_a_checkpoint_can_be_asked_for(peace, tmp_path, is_lost):
+    """SIGUSR2 to the supervisor: one file of that time, and the run goes on as if nothing were."""
+    settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.05")
+    with Run(tmp_path, *settings) as run:
+        run.wait_for_step(12)
+        run.signal(signal.SIGUSR2)
+        if is_lost:
+            run.signal(signal.SIGKILL, run.rank_pid(0))
+        saved = run.wait_for_event("checkpoint_saved")
+        assert run.wait() == 0, run.console
+    assert 12 <= saved["step"] < STEPS
+    assert f"saved {run.checkpoints / 'step_'}{saved['step']:08d}.pt" in run.console
+    assert [fault["rank"] for fault in run.summary()["faults"]] == [0] * is_lost
+    assert run.digest == peace(2).digest
+
+
 def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
     """A signal that lands in the middle of a save neither tears the file nor gets lost."""
     settings = (*SETTINGS, "--max-steps", 24, "save_every_steps=1", "task.width=100000")

@@ -24,6 +24,7 @@ from ddp_runner.core.messages import (
     NO_PROCESS,
     SPARE_RANK,
     Abort,
+    Checkpoint,
     Faulted,
     Finished,
     Fork,
@@ -133,6 +134,7 @@ class Process:
     dead: bool = False
     unending: bool = False  # waits in the kernel: SIGKILL ends it only once that is over
     stop: StopReason | None = None
+    wants_save: bool = False
     seen: list = field(default_factory=list)  # generations that it was asked to form
 
 
@@ -466,6 +468,8 @@ class Simulation:
                         self._leave_generation(process, "aborted")
                 case Stop():
                     process.stop = message.reason
+                case Checkpoint():
+                    process.wants_save = True
 
     def _members(self, generation):
         return [p for p in self.processes.values() if p.generation == generation]
@@ -518,12 +522,18 @@ class Simulation:
         if members[0].committed < self.steps:
             for process in members:
                 self._commit(process)
-        if members[0].committed % SAVE_EVERY == 0:
+        if members[0].committed % SAVE_EVERY == 0 or self._is_save_asked(members):
             self._save(members[0])
         if members[0].committed < self.steps and reason is None:
             self.later(self.step_s, lambda: self._step(generation))
             return
         self._finish_soon(members, generation, reason)
+
+    def _is_save_asked(self, members):
+        asked = [process for process in members if process.wants_save]
+        for process in asked:
+            process.wants_save = False
+        return bool(asked)
 
     def _finish_soon(self, members, generation, reason):
         self._save(members[0])

@@ -17,7 +17,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import repair, stopped
 from ddp_runner.supervisor.hangs import hung
-from tests.supervisor.simulated import EXIT_S, SPARE
+from tests.supervisor.simulated import EXIT_S, SAVE_EVERY, SPARE
 
 
 def plans(run):
@@ -422,6 +422,36 @@ def test_a_stop_during_a_repair_is_kept(simulate):
     ending = run.run_to_end()
     assert ending.exit_code == ExitCode.PREEMPTED
     assert run.best < 25
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["in peace", "with its rank"])
+def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
+    """Also where the rank that was told dies before it makes it; then nobody is told of it again."""
+    run = simulate()
+    run.to_step(13)
+    run.supervisor.ask_save()
+    if is_lost:
+        run.kill(0)
+    run.to_step(22)
+    run.kill(1)
+    run.to_step(29)
+    saved = [event["step"] for event in run.events("checkpoint_saved")]
+    (asked_for,) = (step for step in saved if step % SAVE_EVERY)
+    assert 13 < asked_for < 20
+    assert_done(run)
+
+
+def test_a_checkpoint_asked_for_before_training_comes_with_its_first_step(simulate):
+    """It waits for the ranks; one asked for with a stop is the one that the stop makes."""
+    run = simulate()
+    run.supervisor.ask_save()
+    run.run_until(lambda: run.events("checkpoint_saved"))
+    assert [event["step"] for event in run.events("checkpoint_saved")] == [1]
+    run.to_step(13)
+    run.supervisor.ask_stop(StopReason.PREEMPTED)
+    run.supervisor.ask_save()
+    assert run.run_to_end().exit_code == ExitCode.PREEMPTED
+    assert len(run.events("save_asked")) == 1
 
 
 @pytest.mark.parametrize("signals", [1, 2], ids=["before training", "again"])
