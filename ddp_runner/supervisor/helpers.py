@@ -12,7 +12,10 @@ from ddp_runner.supervisor.children import make_output_file, read_output
 
 
 class Helper:
-    """Owned by World. ``pid`` is None while the zygote has not answered; ``is_ready`` once it said so."""
+    """Owned by World. ``pid`` is None while the zygote has not answered; ``is_ready`` once it said so.
+
+    ``since_s``: when it was asked for, and once its pid is known, since then.
+    """
 
     name: str
     rank: int  # what the zygote knows it by

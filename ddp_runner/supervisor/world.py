@@ -202,7 +202,7 @@ class World:
         """Learn a fork's pid; returns its end if it has been reaped already."""
         for helper in self._helpers:
             if helper.token == forked.token:
-                helper.pid = forked.pid
+                helper.pid, helper.since_s = forked.pid, time.monotonic()
                 if forked.pid == NO_PROCESS:
                     self._close(helper)
         for handle in self.ranks:

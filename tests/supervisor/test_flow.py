@@ -767,6 +767,17 @@ def test_a_store_that_never_gets_ready_is_replaced(simulate, stop, within_s, whe
     assert sum(lost(run)) == 0
 
 
+def test_what_a_fork_takes_is_not_held_against_the_store(simulate):
+    """Control: a busy machine's zygote answers late; the store has its own time from then on."""
+    run = simulate()
+    run.run_until(lambda: run.events("zygote_ready"))
+    run.sleep(-2)
+    run.pass_time(12.0)
+    run.wake()
+    assert_done(run)
+    assert plans(run) == []
+
+
 def test_a_store_that_is_stopped_is_replaced_before_forming_is_overdue(simulate):
     """The system says so."""
     run = simulate(hang_min_s=1.0)
