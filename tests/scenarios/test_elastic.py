@@ -8,15 +8,20 @@ import pytest
 
 from tests.scenarios import conftest
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
-from tests.scenarios.workload import TROUBLE_NAME
+from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
 STEPS = 48
 SETTINGS = (
     *("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit"),
     *("evaluate_interval=0", "log.display=plain", "recovery.slot_failures_max=2"),
+    *conftest.PATIENT,
 )
-# The second one dies in a step that the others commit.
-DIES_TWICE = ("--inject", "kill:rank=1,step=8", "--inject", "kill:rank=1,step=12,phase=commit")
+# The first time when its peers have ended the step before, so that its state is not the only newest one;
+# the second time in a step that the others commit.
+DIES_TWICE = (
+    *("--inject", "slow:rank=1,step=8,seconds=0.25", "--inject", "kill:rank=1,step=8"),
+    *("--inject", "kill:rank=1,step=12,phase=commit"),
+)
 
 
 def sizes(run, world):
@@ -34,10 +39,21 @@ def sizes(run, world):
     return found
 
 
+def could_join(run, rank):
+    """Whether a rank that was given up waits for the next step of the others, or has been taken back."""
+    status = run.status()
+    waits = status and (status["world_size"], status["ranks"][rank]["state"]) == (2, "ready")
+    return waits or f"rank {rank} is back" in run.console
+
+
 def test_a_slot_that_keeps_dying_is_given_up_and_grows_back(tmp_path):
     """The global batch stays; every sample is taken once an epoch; the summary says what differs."""
-    options = ("--min-ranks", 2, "--regrow-after", 0.1, "task.pace_s=0.08")
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("36")  # however long its new process takes to start
+    options = ("--min-ranks", 2, "--regrow-after", 0.1)
     with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
+        poll(lambda: could_join(run, 1), what="its return")
+        hold.unlink()
         assert run.wait() == 0, run.console
     summary = run.summary()
     assert summary["exact"] is False
@@ -86,10 +102,12 @@ def test_a_rank_whose_device_is_lost_is_given_up_at_once(tmp_path, leave):
 def test_a_fault_while_growing_again_is_repaired(tmp_path, number):
     """The ranks have left a healthy generation on purpose: one of them may die or stop just then."""
     options = ("--min-ranks", 2, "--regrow-after", 0.1, "task.pace_s=0.08", "hang_min_s=1.5")
-    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, world=3) as run:
+    endless = ("--max-steps", 100_000)  # however long its new process takes to start
+    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *options, *endless, world=3) as run:
         poll(lambda: "is back" in run.console, what="its return", every_s=0.002)
         run.signal(number, run.rank_pid(2))
-        assert run.wait() == 0, run.console
-    assert run.summary()["steps"] == STEPS
+        poll(lambda: len(run.events("repaired")) == 3, what="the third repair")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
     assert run.summary()["faults"][-1]["rank"] == 2
     assert_every_sample_once(run, 3, samples=192)

@@ -20,12 +20,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.task import Datasets
 
 # In the folder where the run was started.
 TROUBLE_NAME = "trouble"
-HOLD_NAME = "hold"  # training goes on once it is gone
+# Training goes on once it is gone. With ``CALL`` in it, no process waits before its loss is asked for so
+# often: a run that is held so from the start gets to that step and no further, however slow a test is.
+HOLD_NAME = "hold"
+SLOW_DISK_NAME = "slow_disk"  # no checkpoint is written before it is gone
 _calls = Counter()  # how often this process has come to each place
 
 
@@ -64,6 +68,14 @@ def make_trouble(place):
     except (OSError, ValueError):  # no trouble, or another rank has taken it
         return
     _make(action)
+
+
+def _is_held(call):
+    try:
+        first = Path(HOLD_NAME).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    return not first or call >= int(first)
 
 
 def _make(action):  # noqa: C901 - a row an action
@@ -149,7 +161,7 @@ class PacedTask:
             time.sleep(self._validation_s)
             return nn.functional.mse_loss(model(inputs), targets)
         time.sleep(self._pace_s)
-        while Path(HOLD_NAME).exists():
+        while _is_held(_calls["loss"] + 1):
             time.sleep(0.01)
         make_trouble("loss")
         if self._slow_at_sample in indices:
@@ -203,6 +215,21 @@ class DiesAtExit(PacedTask):
 
     def build_model(self):
         atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+        return super().build_model()
+
+
+class WritesSlowly(PacedTask):
+    """What it saves is written when a test says so."""
+
+    def build_model(self):
+        write = RealDisk.write
+
+        def later(disk, handle, data):
+            while Path(SLOW_DISK_NAME).exists():
+                time.sleep(0.01)
+            write(disk, handle, data)
+
+        RealDisk.write = later
         return super().build_model()
 
 
