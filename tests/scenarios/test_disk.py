@@ -11,8 +11,9 @@ import pytest
 from ddp_runner.checkpoint.store import CheckpointStore
 from tests.disks import small_disk
 
-from .conftest import SETTINGS, STEPS
+from .conftest import PATIENT, SETTINGS, STEPS
 from .harness import WORKLOAD, Run, poll
+from .workload import HOLD_NAME, SLOW_DISK_NAME
 
 pytestmark = pytest.mark.whole_run
 
@@ -41,7 +42,14 @@ def verified_steps(run):
 
 def test_a_rank_lost_during_a_save_is_repaired_while_the_save_goes_on(peace, tmp_path):
     """Neither waits for the other: the save that began before the fault ends after the repair."""
-    run = finish(tmp_path, *injected("slow_disk:rank=0,step=9,seconds=4", "kill:rank=1,step=12"))
+    slow_disk = tmp_path / SLOW_DISK_NAME  # slower than the repair, however slow that is
+    slow_disk.touch()
+    # Rank 0 has ended the step before by then, so that its state is the newest.
+    kill = injected("slow:rank=1,step=12,seconds=0.25", "kill:rank=1,step=12")
+    with Run(tmp_path, *SETTINGS, *kill, task=f"{WORKLOAD}:WritesSlowly") as run:
+        run.wait_for_event("repaired")
+        slow_disk.unlink()
+        assert run.wait() == 0, run.console
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_killed", 1, 0)
     events = [(event["event"], event.get("step")) for event in run.events()]
@@ -54,7 +62,7 @@ def test_a_rank_lost_during_a_save_is_repaired_while_the_save_goes_on(peace, tmp
 @pytest.mark.parametrize("restarts", [10, 0], ids=["repaired", "given up"])
 def test_a_save_whose_rank_did_not_live_to_tell_of_it_is_told_once(tmp_path, restarts):
     """Killed between the last rename and the word to the supervisor: who looks next says it."""
-    asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", "--audit")
+    asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", *PATIENT)
     task = f"{WORKLOAD}:DiesBeforeItTells"
     with Run(tmp_path, *asked, "--max-restarts", restarts, task=task) as run:
         assert run.wait() == (0 if restarts else 3), run.console
@@ -81,8 +89,10 @@ def test_a_rank_killed_inside_its_save_leaves_nothing_behind(peace, tmp_path):
 
 def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
     """One warning that names the file; the save after the pause works, no weight differs."""
-    # Full from just before the save is written, which it is once it was compared in the step after.
-    run = finish(tmp_path, *injected("disk_full:rank=0,step=10,phase=reduced,seconds=1"))
+    # Full from just before the save is written, which it is once it was compared in the step after;
+    # no more when the last one is, however fast the steps are.
+    specs = ("disk_full:rank=0,step=10,phase=reduced,seconds=3", "slow:rank=0,step=60,seconds=3")
+    run = finish(tmp_path, *injected(*specs))
     assert run.console.count("training goes on") >= 1
     assert "step_00000010.pt" in run.console
     noted = run.events("noted")[0]
@@ -95,21 +105,28 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
 def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
     """Work that cannot be kept is no success, told in one line; the checkpoint before is untouched."""
     last = f"step={STEPS - 1},phase=optimizer,seconds=100"
-    run = finish(tmp_path, *injected(f"disk_full:rank=0,{last}"), code=1)
+    hold = tmp_path / HOLD_NAME
+    hold.write_text(str(STEPS - 5))
+    with Run(tmp_path, *SETTINGS, *injected(f"disk_full:rank=0,{last}")) as run:
+        run.wait_for_checkpoint(10)
+        hold.unlink()
+        assert run.wait() == 1, run.console
     assert f"step_{STEPS:08d}.pt" in run.console
     (error,) = [line for line in run.console.splitlines() if line.startswith("ERROR")]
     assert "File too large" in error
     assert "Traceback" not in run.console, run.console
     log = (run.logs / "rank_0.log").read_text(encoding="utf-8")
     assert log.count("Traceback (most recent call last)") >= 1, "where it failed is in the file"
-    # That of step 70 may not have been written yet when the disk was full, or of a step later.
-    assert verified_steps(run)[0] in range(50, STEPS)
+    # How far the later saves had come when the disk was full is its matter.
+    assert verified_steps(run)[0] in range(10, STEPS)
 
 
 def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(peace, tmp_path):
     """It is tried again: all that was trained would be lost for one error."""
     last = f"step={STEPS - 1},phase=optimizer"
-    run = finish(tmp_path, *injected(f"disk_error:rank=0,{last}"))
+    # No other save, which the error could meet where it is still being written.
+    alone = ("save_every_steps=0", "save_interval=0")
+    run = finish(tmp_path, *injected(f"disk_error:rank=0,{last}"), *alone)
     assert f"step_{STEPS:08d}.pt: Input/output error; tried again in 0.2 s" in run.console
     assert saved(run)[-1] == STEPS
     assert run.digest == peace(2).digest
@@ -145,9 +162,12 @@ def read_only(directory):
 def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_path):
     """Every step is trained; then exit 1 with the file, and what was saved before is whole."""
     few = ("--max-steps", 36, "save_interval=0", "task.pace_s=0.1")
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("20")  # before the next save
     with Run(tmp_path, *SETTINGS, *few) as run:
-        run.wait_for_event("checkpoint_saved")  # the next one begins ten steps later
+        poll((run.checkpoints / "best").exists, what="the last file of a save")
         with read_only(run.checkpoints):
+            hold.unlink()
             assert run.wait() == 1, run.console
     assert "Read-only file system; training goes on" in run.console
     assert "step_00000036.pt" in run.console
@@ -157,27 +177,35 @@ def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_p
 
 def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_path):
     """The one before it is taken, the bad one is set aside with its reason."""
-    wait = "slow:rank=0,step=25,seconds=0.5"  # for that of step 24, which is written beside it
-    specs = injected(wait, "corrupt_checkpoint:rank=0,step=26", "kill:rank=0,step=27")
-    run = finish(tmp_path, *specs, world=1)
-    assert "step_00000024.pt is unusable: its SHA-256" in run.console
-    assert (run.checkpoints / "step_00000024.pt.bad.reason").exists()
+    specs = injected("corrupt_checkpoint:rank=0,step=26", "kill:rank=0,step=27")
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("12")
+    with Run(tmp_path, *SETTINGS, "save_interval=0", *specs, world=1) as run:
+        run.wait_for_checkpoint(10)
+        hold.write_text("26")
+        run.wait_for_checkpoint(20)  # which is written beside the next steps
+        hold.unlink()
+        assert run.wait() == 0, run.console
+    assert "step_00000020.pt is unusable: its SHA-256" in run.console
+    assert (run.checkpoints / "step_00000020.pt.bad.reason").exists()
     assert "pointer" not in run.console, "that they name it needs no line of its own"
     (noted,) = run.events("noted")
-    assert (noted["kind"], "_00000024.pt " in noted["text"]) == ("checkpoint_bad", True)
+    assert (noted["kind"], "_00000020.pt " in noted["text"]) == ("checkpoint_bad", True)
     assert run.digest == peace(1).digest
 
 
 def test_logs_that_cannot_be_written_cost_lines_only(peace, tmp_path):
     """Audit, log, journal and status on a full disk: said once on the console, never a fault."""
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("12")
     with small_disk(tmp_path / "logs", size_kb=1024):
-        specs = injected("slow:rank=0,step=12,seconds=1", "kill:rank=1,step=40")
-        with Run(tmp_path, *SETTINGS, *specs) as run:
+        with Run(tmp_path, *SETTINGS, *injected("kill:rank=1,step=40")) as run:
             run.wait_for_step(8)
             with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb") as filler:
                 while True:
                     filler.write(b"x" * 4096)
                     filler.flush()
+            hold.unlink()
             assert run.wait() == 0, run.console
             assert "cannot be written (No space left on device)" in run.console
         lines = (run.logs / "audit_rank_0.jsonl").read_text(encoding="utf-8").splitlines()
