@@ -295,16 +295,26 @@ class BrokenBatchesTask(PacedTask):
     """Every batch from call ``at`` on gives no number on ``rank``, for ``count`` calls.
 
     Where it ``forgets``, rank 0 has no memory the first time that it reads a checkpoint, which is
-    damaged the second time.
+    damaged the second time. Where it ``dies``, rank 0 is killed the first time that it makes a model
+    anew.
     """
 
-    def __init__(self, rank=1, at=20, count=1, forgets=False, **settings):
+    def __init__(self, rank=1, at=20, count=1, forgets=False, dies=False, **settings):
         super().__init__(**settings)
+        self._dies = dies and os.environ.get("RANK") == "0"
+        self._models = 0
         if forgets and os.environ.get("RANK") == "0":
             refuse_memory_once()
         self._mine = os.environ.get("RANK") == str(rank)
         self._range = range(at, at + count)
         self._calls = 0
+
+    def build_model(self):
+        self._models += 1
+        if self._dies and self._models > 1 and not Path("died").exists():
+            Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build_model()
 
     def loss(self, model, batch):
         self._calls += model.training

@@ -312,6 +312,20 @@ def test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left(t
     assert any("learning rate lowered" in reason for reason in summary["inexact_reasons"])
 
 
+def test_a_roll_back_to_the_start_is_done_by_whoever_follows_on_rank_0(tmp_path):
+    """It dies while it makes the model anew: its successor begins as the launch did."""
+    run = finish(
+        tmp_path, "max_errors_per_epoch=2", "save_interval=0", "task.at=6", "task.count=3",
+        "--max-steps", 30, "task.dies=true", task=BROKEN_BATCHES,
+    )  # fmt: skip
+    summary = run.summary()
+    (fault,) = summary["faults"]
+    assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
+    assert {event["committed_step"] for event in run.events("rank_formed")} == {0}
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 30, 2)
+    assert any("learning rate lowered" in reason for reason in summary["inexact_reasons"])
+
+
 def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
     """With finite losses: of one rank, of all, and of one that cannot be made to do it again."""
     run = finish(tmp_path, "max_errors_per_epoch=9", "--max-steps", 40, task=BROKEN_GRADIENTS)
