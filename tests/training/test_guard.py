@@ -18,6 +18,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.wishes import Wishes
+from ddp_runner.training import saving as training_saving
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.runtime import LocalRuntime
@@ -246,6 +247,7 @@ class _Asking(LocalRuntime):
 
 
 def _ask_in_a_world(me, port, config, *asking):
+    training_saving.PATIENCE_S = 30.0  # a slow disk puts no save off: each is of its own step
     os.environ.update(RANK=str(me.rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     runtime = make_runtime(config, me.rank, me.world_size, kind=_Asking)
     rank, wish, at_step = asking

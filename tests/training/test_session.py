@@ -129,6 +129,7 @@ class RecordingRuntime(LocalRuntime):
 
 
 def _train(me, config, options, breaks_saving):
+    training_saving.PATIENCE_S = 30.0  # a slow disk puts no save off: each is of its own step
     runtime = RecordingRuntime(config, **options)
     if breaks_saving:
         _break_saving(breaks_saving)
@@ -141,7 +142,6 @@ def _train(me, config, options, breaks_saving):
 
 def _break_saving(steps):
     """Have the store fail as a full disk makes it fail, at these steps; the next save learns of it."""
-    training_saving.PATIENCE_S = 30.0
     real = CheckpointStore.save
 
     def save(self, state, *, step, **rest):

@@ -19,6 +19,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.memory.readings import SystemReader
+from ddp_runner.training import saving as training_saving
 from ddp_runner.training.runtime import LocalRuntime, Place
 from ddp_runner.training.task import Datasets
 from tests.processes import hosted_store, ranks, run_ranks
@@ -323,6 +324,7 @@ def test_more_ranks_than_samples_is_refused(tmp_path):
 
 
 def _train_in_a_world(me, port, config):
+    training_saving.PATIENCE_S = 30.0  # a slow disk puts no save off: each is of its own step
     os.environ.update(
         RANK=str(me.rank), LOCAL_RANK=str(me.rank), WORLD_SIZE=str(me.world_size),
         LOCAL_WORLD_SIZE=str(me.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
