@@ -51,6 +51,7 @@ class ShownWait(Wait):
 
 @pytest.fixture
 def hangs_are_shown(monkeypatch):
+    _hanging[:] = bytes(8)  # whoever hung in a former test has ended, and its pid may be another's
     monkeypatch.setattr("ddp_runner.data.pool.Wait", ShownWait)
 
 
@@ -132,18 +133,18 @@ class Slow(Plain):
 
 
 class Counted(Plain):
-    """``loaded`` says how many samples its worker has loaded."""
+    """``loaded`` says how many different samples its workers have loaded."""
 
     def __init__(self):
-        self._loaded = mmap.mmap(-1, 1)
+        self._loaded = mmap.mmap(-1, 64)  # a byte each: two workers may load at once
 
     @property
     def loaded(self):
-        return self._loaded[0]
+        return sum(self._loaded[:])
 
     def __getitem__(self, index):
         sample = super().__getitem__(index)
-        self._loaded[0] += 1
+        self._loaded[index] = 1
         return sample
 
 
@@ -382,10 +383,11 @@ def test_no_death_interrupts_the_rank_elsewhere():
 def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
     """A worker that stops is reported with its state and memory after timeout_s, and replaced."""
     monkeypatch.setattr("ddp_runner.data.waiting.STOPPED_S", LONG_S)  # the next test's
-    told = []
-    loader = make(Plain(), num_workers=2, pin_memory=pin, on_mended=told.append)
+    told, dataset = [], Counted()
+    loader = make(dataset, num_workers=2, pin_memory=pin, on_mended=told.append)
     with loader:
         loader.take(0)
+        _wait_until_loaded_ahead(dataset, loader)
         loader._timeout_s = SHORT_S  # now that they have started, which takes what it takes
         number = loader.workers - 1  # a machine may have one core only
         victim = loader.worker_pids[number]
@@ -419,14 +421,21 @@ def test_batches_of_a_stopped_worker_that_are_ready_are_served():
     dataset = Counted()
     with make(dataset, prefetch_factor=4, on_mended=told.append) as loader:
         loader.take(0)
-        poll(lambda: dataset.loaded == 4 * 5, what="what is loaded ahead")
-        _wait_until_idle(loader.worker_pids[0])
+        _wait_until_loaded_ahead(dataset, loader)
         os.kill(loader.worker_pids[0], signal.SIGSTOP)
         for step in range(1, 5):
             assert loader.take(step)[0].batch.tolist() == list(indices_of(step))
         assert told == []
         take_until(told, loader, 5)
     assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
+
+
+def _wait_until_loaded_ahead(dataset, loader):
+    """After the first step: all that may be loaded ahead is sent, and no worker holds their lock."""
+    steps = 1 + loader.workers * loader.prefetch_factor
+    poll(lambda: dataset.loaded == 4 * steps, what="what is loaded ahead")
+    for pid in loader.worker_pids:
+        _wait_until_idle(pid)
 
 
 def _wait_until_idle(pid):
