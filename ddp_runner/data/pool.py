@@ -28,6 +28,7 @@ from torch._C import _remove_worker_pids
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from ddp_runner.data import limits
 from ddp_runner.data.limits import SHARED_MEMORY
@@ -230,18 +231,13 @@ class WorkerPool:
             with warnings.catch_warnings(), run_signals_held():
                 # A rank has threads; the workers touch nothing of theirs (DESIGN section 2).
                 warnings.filterwarnings("ignore", "This process.*fork", DeprecationWarning)
-                iterator: Any = iter(loader)
+                return _Iterator(loader)
         except (OSError, RuntimeError) as error:
             _end([child for child in active_children() if child not in others], grace_s=0.0)
             message = f"workers could not be started: {type(error).__name__}: {error}"
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 message += f" ({limits.shared_memory_room()}; their locks need a few KB of it)"
             raise PoolError(message, worker=-1) from error
-        # Torch's handler for SIGCHLD raises RuntimeError at whatever line the rank is; a death is
-        # seen on the sentinels instead, where it can be told from everything else.
-        _remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-        return iterator
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -319,6 +315,21 @@ class WorkerPool:
         # Breaks the cycle between the two, so that the queues' pipes close now, not at some
         # later collection.
         del iterator._get_data
+
+
+class _Iterator(_MultiProcessingDataLoaderIter):
+    """Torch's own, with no worker on the list of its handler for SIGCHLD.
+
+    That one raises RuntimeError at whatever line the rank is, also inside locks and thread starts; a
+    death is seen on the sentinels instead, where it can be told from everything else.
+    """
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        # Here and not once the iterator is made: this hands out the first batches, of which a
+        # worker may die at once.
+        _remove_worker_pids(id(self))
+        self._worker_pids_set = False
+        super()._reset(loader, first_iter)
 
 
 class _Recorded:

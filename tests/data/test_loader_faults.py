@@ -380,6 +380,25 @@ def test_no_death_interrupts_the_rank_elsewhere():
     assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
 
 
+def test_a_death_while_the_first_batches_are_handed_out_is_told_like_any_other():
+    """A bad sample may end its worker sooner than the rank has asked all workers for their first batch."""
+    told, dataset, held_up = [], OnceExits(), []
+
+    class HeldUp(SampleOrder):
+        def indices(self, step):
+            if step == 5 and not held_up:
+                held_up.append(step)
+                poll(dataset.has_happened, what="the sample")
+                poll(lambda: any(is_gone(each.pid) for each in psutil.Process().children()))
+            return super().indices(step)
+
+    order = HeldUp(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
+    with make(dataset, order=order, on_mended=told.append) as loader:
+        take_until(told, loader, 4)
+    assert "exited with code 7, " in told[0].fault.cause
+    assert "loading sample 17 of samples 16, 17, 18, 19" in told[0].fault.cause
+
+
 def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
     """A worker that stops is reported with its state and memory after timeout_s, and replaced."""
     monkeypatch.setattr("ddp_runner.data.waiting.STOPPED_S", LONG_S)  # the next test's
