@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.messages import Forked
 from ddp_runner.core.spare import SpareFacts, lost_after, must_give_back, wants_spare
 from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.children import Ended
@@ -81,6 +82,13 @@ class SpareKeeper:
         spare = self._world.spare
         if spare is not None:
             spare.is_ready = True
+            if spare.pid is not None:
+                self._records.event("spare_ready", pid=spare.pid)
+
+    def was_forked(self, forked: Forked) -> None:
+        """The zygote has answered; it may be held up until the spare is ready, and that is told now."""
+        spare = self._world.spare
+        if spare is not None and spare.token == forked.token and spare.is_ready:
             self._records.event("spare_ready", pid=spare.pid)
 
     def lost(self, now_s: float, ended: Ended | None = None, *, output: str = "") -> None:

@@ -139,6 +139,7 @@ class Supervisor:
         ended = self.world.claim(forked)
         if forked.pid == NO_PROCESS:
             self._spares.lost(time.monotonic())
+        self._spares.was_forked(forked)
         if ended is not None:
             self.on_ended(ended)
 

@@ -46,6 +46,16 @@ def test_without_the_setting_there_is_none(simulate):
     assert run.spares_asked == []
 
 
+def test_a_spare_that_is_ready_before_its_zygote_answers_is_told_with_its_pid(simulate):
+    """The zygote may be held up between the fork and its word; until then nobody knows whose it is."""
+    run = simulate(steps=300)
+    run.answers_s = 5 * WARM_S
+    run.run_until(lambda: run.events("spare_ready"))
+    assert [event["pid"] for event in run.events("spare_ready")] == [run.rank(SPARE).pid]
+    assert_done(run)
+    assert len(run.events("spare_ready")) == 1
+
+
 @pytest.mark.parametrize("apart_s", [0.0, 0.002, 0.01, 0.05])
 def test_of_two_that_die_together_one_gets_the_spare(simulate, apart_s):
     """And the other a fork."""
