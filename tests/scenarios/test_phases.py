@@ -58,7 +58,8 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path
     for kind, phase, rank, step in specs:
         asked += ["--inject", f"{kind}:rank={rank},step={step},phase={phase}"]
     task = f"{WORKLOAD}:DiesAtExit"  # which is no fault any more
-    harmed = (*SETTINGS, "--max-steps", STEPS, *asked)
+    # No harm of the next save comes before the disk has done with this one.
+    harmed = (*SETTINGS, "--max-steps", STEPS, "task.awaits_saves=true", *asked)
     with Run(tmp_path, *harmed, world=world, task=task) as run:
         assert run.wait(180.0) == 0, run.console  # twenty repairs, on a machine that may be busy
     assert run.digest == peace(world).digest

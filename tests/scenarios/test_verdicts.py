@@ -18,12 +18,8 @@ SETTINGS = (
     *("-e", 3, "-b", 8, "--max-steps", 24, "num_workers=0", "--audit", "log.display=plain"),
     *("save_every_steps=10", "save_interval=0", "evaluate_interval=0", "keep_last=9"),
     *PATIENT,
-    "task.pace_s=0.05",  # so that a save has ended, and been told, when the next one is due
+    "task.awaits_saves=true",  # so that a save has ended, and been told, when the next one is due
 )
-
-SECOND = range(
-    20, 24
-)  # due at the first of them; it waits for a disk that has not done with the save before
 
 
 def finish(folder, *arguments):
@@ -46,8 +42,7 @@ def peace(made_once):
     """Control: every verdict is good, and everything that is due is saved, once."""
     run = made_once(*SETTINGS, "task.rank=7", task=FLIPPING, world=3)
     assert run.summary()["faults"] == []
-    first, second, last = saved_steps(run)
-    assert (first, second in SECOND, last) == (10, True, 24)
+    assert saved_steps(run) == [10, 20, 24]
     return run
 
 
@@ -67,7 +62,7 @@ def test_a_rank_that_dies_before_the_verdict_costs_a_save_but_no_step(tmp_path, 
     assert [name for name, _ in seen] == ["repaired", "checkpoint_saved"] * 2 + ["checkpoint_saved"]
     first, second, last = saved_steps(run)
     # A step later where the thread of the save that was dropped had not ended yet.
-    assert (first in (10, 11), second in SECOND, last) == (True, True, 24)
+    assert (first in (10, 11), second in (20, 21), last) == (True, True, 24)
     loaded = CheckpointStore(run.checkpoints, keep_last=9).load()
     assert (loaded.manifest.step, loaded.rejected) == (24, ())
 
@@ -80,13 +75,16 @@ def test_a_bit_that_flips_at_a_save_reaches_neither_file_nor_weights(tmp_path, p
     assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", rank, 10)
     assert (fault["steps_lost"], run.digest) == (0, peace.digest)
     assert "4.weight" in fault["cause"]
-    first, second, last = sorted(set(saved_steps(run)))
-    # A step later where the thread of the save that was dropped had not ended yet.
-    assert (first in (10, 11), second in SECOND, last) == (True, True, 24)
+    first, *again, second, last = sorted(set(saved_steps(run)))
+    # A step later where the thread of the save that was dropped had not ended yet. What the majority
+    # had is written; where that takes its time, the new generation saves once more after it.
+    assert (first in (10, 11), second in (20, 21), last) == (True, True, 24)
     for step in {first, second, last} & set(saved_steps(peace)):
         for name, expected in weights(peace, step).items():
             assert torch.equal(weights(run, step)[name], expected), (step, name)
+    assert len(again) <= 1
     if rank == 0:  # what it had copied was dropped
+        assert not again
         events = [(event["event"], event.get("step")) for event in run.events()]
         repaired = [name for name, _ in events].index("repaired")
         assert events.index(("checkpoint_saved", first)) > repaired

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -109,7 +110,8 @@ class PacedTask:
 
     ``raise_at_sample``, ``nan_at_sample`` and ``odd_at_sample`` name a training sample that ruins its
     step; with the last one, by a collective that the other ranks are not in. ``slow_at_sample`` makes
-    its step take ``slow_s`` longer.
+    its step take ``slow_s`` longer. ``awaits_saves``: however slow the disk is, a save ends within two
+    steps.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class PacedTask:
         odd_at_sample=-1,
         slow_at_sample=-1,
         slow_s=0.0,
+        awaits_saves=False,
     ):
         self._pace_s = pace_s
         self._samples = samples
@@ -136,6 +139,8 @@ class PacedTask:
         self._odd_at_sample = odd_at_sample
         self._slow_at_sample = slow_at_sample
         self._slow_s = slow_s
+        self._awaits_saves = awaits_saves
+        self._save = None
 
     def build_model(self):
         make_trouble("build")
@@ -161,6 +166,8 @@ class PacedTask:
             time.sleep(self._validation_s)
             return nn.functional.mse_loss(model(inputs), targets)
         time.sleep(self._pace_s)
+        if self._awaits_saves:
+            self._await_save()
         while _is_held(_calls["loss"] + 1):
             time.sleep(0.01)
         make_trouble("loss")
@@ -172,6 +179,13 @@ class PacedTask:
             torch.distributed.all_reduce(torch.ones(100_000))
         loss = nn.functional.mse_loss(model(inputs), targets)
         return loss * float("nan") if self._nan_at_sample in indices else loss
+
+    def _await_save(self):
+        """Wait for a save that was under way in the step before, at whose end it had its verdict."""
+        if self._save is not None:
+            self._save.join()
+        under_way = (each for each in threading.enumerate() if each.name == "checkpoint-save")
+        self._save = next(under_way, None)
 
 
 class Hashed(nn.Sequential):
