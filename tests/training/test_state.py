@@ -41,6 +41,7 @@ def test_a_fresh_state_is_empty():
     state.committed_step = EMPTY_STEP
     assert bits_of(state)["counters"] == {
         "committed_step": EMPTY_STEP,
+        "begun_step": EMPTY_STEP,
         "samples": 0,
         "attended_step": 0,
         "all_used_steps": 0,
