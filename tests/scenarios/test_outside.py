@@ -29,7 +29,7 @@ TORCHRUN = (
 )
 
 
-SLOWLY = ("task.pace_s=0.05",)  # what happens comes two seconds before the end, or so
+SLOWLY = ("task.pace_s=0.08",)  # what happens comes three seconds before the end, or so
 TWO_STARTS_S = 180.0  # each of which imports torch in every process, on a machine that may be busy
 
 

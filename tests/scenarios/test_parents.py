@@ -66,7 +66,8 @@ def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_pat
 
 def test_a_killed_loader_worker_is_named_and_costs_no_weight(peace, tmp_path):
     """The fault says that a loader died and of which rank; the weights are those of peace."""
-    with Run(tmp_path, *SETTINGS, "log_interval=5", "task.pace_s=0.04") as run:
+    # The second one must be missed well before the end.
+    with Run(tmp_path, *SETTINGS, "log_interval=5", "task.pace_s=0.08") as run:
         for rank in (0, 1):
             run.wait_for_step(14 + 24 * rank)  # between two evaluations, which have workers, too
             workers = psutil.Process(run.rank_pid(rank)).children()
@@ -156,7 +157,7 @@ def importing(run):
 def test_a_killed_store_is_replaced(peace, tmp_path, world):
     """The store may die alone, or together with a rank that needs it for the next generation."""
     # Each kill must come well before the end.
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.05", world=world) as run:
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.07", world=world) as run:
         run.wait_for_step(8)
         run.signal(signal.SIGKILL, run.named("ddp:store").pid)
         run.wait_for_step(25)

@@ -11,9 +11,8 @@ from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
-SLOWLY = (
-    "task.pace_s=0.04",
-)  # each harm comes two seconds before the end, should a test be held up
+# Each harm comes three seconds before the end, should a test be held up.
+SLOWLY = ("task.pace_s=0.06",)
 
 
 def check_recovered(run, *, kind, digest, ranks, steps=(0,), lost_most=0):

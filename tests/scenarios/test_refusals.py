@@ -119,7 +119,7 @@ def test_a_finished_run_may_be_launched_again_with_another_interval(peace, finis
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(peace, tmp_path):
     """One flipped bit is found; the run falls back, says so, and ends with the weights of peace."""
-    settings = (*SETTINGS, "task.pace_s=0.05")  # the signal must come well before the end
+    settings = (*SETTINGS, "task.pace_s=0.08")  # the signal must come well before the end
     with Run(tmp_path, *settings) as run:
         run.wait_for_step(32)
         run.wait_for_checkpoint(30)

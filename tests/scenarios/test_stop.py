@@ -72,7 +72,7 @@ def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
 )
 def test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been(peace, tmp_path, world, stops):
     """Each launch starts at the exact next step, and takes every step's samples as in peace."""
-    settings = (*SETTINGS, "task.pace_s=0.05")  # each signal must come well before the end
+    settings = (*SETTINGS, "task.pace_s=0.08")  # each signal must come well before the end
     reached, names = 0, set()
     for steps, number in stops:
         with Run(tmp_path, *settings, world=world) as run:
@@ -139,14 +139,18 @@ def test_a_checkpoint_can_be_asked_for(peace, tmp_path, is_lost):
         saved = run.wait_for_event("checkpoint_saved")
         assert run.wait() == 0, run.console
     assert 12 <= saved["step"] < STEPS
-    assert f"saved {run.checkpoints / 'step_'}{saved['step']:08d}.pt" in run.console
+    path = f"{run.checkpoints / 'step_'}{saved['step']:08d}.pt"
+    # A rank may die when the file is there and nobody has been told.
+    told = [f"saved {path}"] + [f"{path} is on disk"] * is_lost
+    assert any(words in run.console for words in told), run.console
     assert [fault["rank"] for fault in run.summary()["faults"]] == [0] * is_lost
     assert run.digest == peace(2).digest
 
 
 def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
     """A signal that lands in the middle of a save neither tears the file nor gets lost."""
-    settings = (*SETTINGS, "--max-steps", 24, "save_every_steps=1", "task.width=100000")
+    big = ("task.width=100000", "task.pace_s=0.1")  # there is always a save, and time to see it
+    settings = (*SETTINGS, "--max-steps", 24, "save_every_steps=1", *big)
     with Run(tmp_path / "stopped", *settings) as run:
         run.wait_for_step(4)
         poll(lambda: list(run.checkpoints.glob(".*tmp*")), what="a save", every_s=0.0005)
