@@ -11,13 +11,18 @@ import pytest
 
 from ddp_runner.data.order import SampleOrder
 from tests.scenarios.cgroups import memory_cgroup
-from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.conftest import PATIENT, SETTINGS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
+from tests.scenarios.workload import HOLD_NAME
 
 TROUBLE = "trouble"
 STREAM = f"{Path(__file__).with_name('streaming.py')}:StreamTask"
 BREAKING = f"{Path(__file__).with_name('breaking.py')}:BreakingTask"
-QUICK = ("-b", 8, "num_workers=1", "--audit", "save_every_steps=10", "log.display=plain")
+QUICK = (
+    *("-b", 8, "num_workers=1", "--audit", "save_every_steps=10", "log.display=plain"),
+    *PATIENT,
+)
+IMPATIENT = ("recovery.hang_min_s=2",)
 BAD = ("--inject", "bad_sample:rank=1,step=8", "on_bad_sample=substitute")
 DRAWN = ("--inject", "random:kinds=bad_sample,times=1,seed=2")  # one more, of rank 1's step 16
 
@@ -193,10 +198,12 @@ def test_a_loader_worker_that_the_kernel_kills_for_memory_is_told_as_that(tmp_pa
         # Before it kills, the kernel takes its time to look for pages that it can drop.
         harm = ("hang_min_s=30", "task.how=allocate", "task.bad=133", "task.pace_s=0.05")
         # The worker comes to that sample some steps before step 11, and not before there is a limit.
-        harm += ("--inject", "slow:rank=1,step=2,seconds=1.5")
+        hold = tmp_path / HOLD_NAME
+        hold.write_text("3")
         with Run(tmp_path, *SETTINGS, *harm, world=2, task=BREAKING, command=train) as run:
-            run.wait_for_step(2)
+            run.wait_for_event("spare_ready")  # which takes room of its own
             cgroup.leave_room(400 * 2**20)
+            hold.unlink()
             run.wait_for_event("mended")
             run.signal(signal.SIGKILL, run.rank_pid(0))
             assert run.wait() == 0, run.console
@@ -214,7 +221,7 @@ def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
     Control in the same run: a rank that hangs where it asks for its data is found and replaced.
     """
     settings = (
-        *(*QUICK, "--max-steps", 36, "on_bad_sample=substitute", "task.pace_s=0.02"),
+        *(*QUICK, *IMPATIENT, "--max-steps", 36, "on_bad_sample=substitute", "task.pace_s=0.02"),
         *("task.how=hang", "task.many=True", "loader_timeout_s=3"),
         *("first_step_timeout_s=6", "collective_timeout_s=1"),
         *("--inject", "hang:rank=0,step=24,phase=data"),
@@ -233,7 +240,8 @@ def test_a_sample_that_hangs_in_the_rank_itself_is_named_and_replaced(tmp_path):
     """Without workers: the rank hangs once, and who follows has a worker try the sample first."""
     bad = SampleOrder(seed=0, dataset_size=192, global_batch_size=16).indices(8)[3]
     settings = (
-        *(*QUICK, "--max-steps", 24, "num_workers=0", "on_bad_sample=substitute", "seed=0"),
+        *(*QUICK, *IMPATIENT, "--max-steps", 24, "num_workers=0"),
+        *("on_bad_sample=substitute", "seed=0"),
         *("task.how=hang", f"task.bad={bad}", "loader_timeout_s=6"),
     )
     run = finish(tmp_path, *settings, task=BREAKING)
@@ -250,9 +258,12 @@ def test_loading_for_an_evaluation_is_mended_as_well(tmp_path, peace):
     """A sample that kills its worker, then a worker that is stuck: the weights of peace."""
     evaluating = ("evaluate_every_steps=12", "evaluate_interval=0", "loader_timeout_s=4")
     breaking = ("task.place=validation", "task.bad=3", "on_bad_sample=substitute")
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("16")
     with Run(tmp_path, *SETTINGS, *evaluating, *breaking, task=BREAKING, world=2) as run:
         run.wait_for_step(14)
         (tmp_path / TROUBLE).write_text("validation 1 sleep600", encoding="utf-8")
+        hold.unlink()
         assert run.wait() == 0, run.console
     assert not (tmp_path / TROUBLE).exists()
     summary = run.summary()
