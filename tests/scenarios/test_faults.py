@@ -14,7 +14,7 @@ from statistics import median
 
 import pytest
 
-from tests.scenarios.conftest import STEPS
+from tests.scenarios.conftest import PATIENT, STEPS
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 
 SPACING_STEPS = 8  # a new process is watched closely from its fourth step on
@@ -57,16 +57,24 @@ def single(kind, spec, rank):
     return Blow(specs=(f"{spec},rank={rank}",), incidents=((kind, ranks),), replaced=ranks)
 
 
-def kill_in_step(rank):
-    """SIGKILL inside the step, once every rank has had the time to come so far.
+def caught_up(spec, rank):
+    """A fault inside the step, once every rank has had the time to come so far.
 
     One that has still to end the step before is freed from that, and what is to happen to it in this
-    step happens when it is done again.
+    step happens when it is done again. Of two ranks, the newest state would be lost with this one.
     """
-    return (
-        f"slow:step=@,phase=forward,rank={rank},seconds={CATCH_UP_S}",
-        f"kill:step=@,phase=backward,rank={rank}",
-    )
+    slow = f"slow:step=@,phase=forward,rank={rank},seconds={CATCH_UP_S}"
+    return slow, f"{spec},rank={rank}"
+
+
+def single_caught_up(kind, spec, rank):
+    ranks = frozenset({rank})
+    return Blow(specs=caught_up(spec, rank), incidents=((kind, ranks),), replaced=ranks)
+
+
+def kill_in_step(rank):
+    """SIGKILL inside the step."""
+    return caught_up("kill:step=@,phase=backward", rank)
 
 
 def together(ranks, *, falls_back=False):
@@ -108,13 +116,13 @@ def blows(world):
     return (
         # Before, in, and after the last all-reduce of a step.
         *(
-            single("rank_killed", f"kill:step=@,phase={phase}", rank)
+            single_caught_up("rank_killed", f"kill:step=@,phase={phase}", rank)
             for rank, phase in zip(every, cycle(("reducing", "reduce", "reduced")))
         ),
         single("rank_killed", "kill:step=@,phase=commit", last),
         *([SPLITS] if world > 2 else []),
         single("rank_raised", "raise:step=@,phase=backward", 0),
-        single("rank_exited", "exit:step=@,phase=forward", 1),
+        single_caught_up("rank_exited", "exit:step=@,phase=backward", 1),
         single("rank_hung", "stop:step=@,phase=forward", 1),
         single("rank_hung", "gil:step=@,phase=optimizer", 0),
         single("rank_hung", "spin:step=@,phase=data", last),
@@ -256,7 +264,7 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(peace, tmp_path, world)
     # Nobody raises while a peer is still busy with the step before.
     raises = ("--inject", f"slow:rank=all,step=9,phase=forward,seconds={CATCH_UP_S}")
     raises += ("--inject", "raise:rank=all,step=9,phase=backward")
-    with Run(tmp_path, *QUICK, *steps, *raises, world=world) as run:
+    with Run(tmp_path, *QUICK, *PATIENT, *steps, *raises, world=world) as run:
         assert run.wait() == 0, run.console
     assert run.digest == peace(world).digest
     faults = run.summary()["faults"]
@@ -269,11 +277,12 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(peace, tmp_path, world)
 
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
     """Another survivor sends in its place: the replacement waits for nobody who is dead."""
-    large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0")  # 30 MB of state
+    large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0", *PATIENT)  # 30 MB
     with Run(tmp_path / "peace", *QUICK, *large, *CHEAP, world=3) as run:
         assert run.wait() == 0, run.console
         digest = run.digest
-    kill = ("--inject", "kill:rank=2,step=6,phase=forward")
+    kill = ("--inject", "slow:rank=2,step=6,seconds=0.25")
+    kill += ("--inject", "kill:rank=2,step=6,phase=backward")
     with Run(tmp_path / "faults", *QUICK, *large, *kill, "task.pace_s=0.05", world=3) as run:
         source = run.wait_for_event("rank_formed", rank=0, generation=1)["pid"]
         first = run.wait_for_event("rank_formed", rank=2, generation=1)["pid"]
@@ -370,7 +379,7 @@ def test_an_evaluation_of_twenty_seconds_is_not_a_hang(tmp_path):
 def test_a_crash_loop_ends_with_its_first_cause(tmp_path):
     """Three generations without a step: exit 3, and what is told is what began it."""
     loop = ("--inject", "exit:rank=1,step=20", "--inject", "kill:rank=1,step=20,times=50")
-    with Run(tmp_path, *QUICK, "--max-steps", 60, *loop, world=3) as run:
+    with Run(tmp_path, *QUICK, *PATIENT, "--max-steps", 60, *loop, world=3) as run:
         assert run.wait() == 3, run.console
     summary = run.summary()
     assert summary["status"] == "gave_up"
@@ -385,7 +394,7 @@ def test_a_crash_loop_ends_with_its_first_cause(tmp_path):
 def test_an_exception_that_comes_again_at_the_same_step_is_the_users(tmp_path):
     """Tried once more from the committed state, then exit 1."""
     raises = ("--inject", "raise:rank=1,step=20,times=50")
-    with Run(tmp_path, *QUICK, "--max-steps", 60, *raises, world=3) as run:
+    with Run(tmp_path, *QUICK, *PATIENT, "--max-steps", 60, *raises, world=3) as run:
         assert run.wait() == 1, run.console
     summary = run.summary()
     assert summary["status"] == "failed"

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tests.scenarios.harness import WORKLOAD, Run
-from tests.scenarios.workload import TROUBLE_NAME
+from tests.scenarios.harness import WORKLOAD, Run, poll
+from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
 HOOKED = """
 import os, pathlib, time
@@ -40,9 +40,14 @@ QUICK = (
 ENDLESS = ("--max-steps", 100_000)  # it goes on until the test has done what it is about
 
 
-def end_repaired(run):
+def end_repaired(run, *, times=1):
     """Stop the run once it trains again; it has saved, and ends as such a run does."""
-    run.wait_for_event("repaired")
+
+    def repaired():
+        assert run.process.poll() is None, f"ended early:\n{run.console}"
+        return len(run.events("repaired")) >= times
+
+    poll(repaired, what="the repair")
     run.wait_for_step(run.committed() + 2)
     run.signal(signal.SIGTERM)
     assert run.wait() == 75, run.console
@@ -50,13 +55,13 @@ def end_repaired(run):
 
 def test_who_waits_for_an_evaluation_or_a_comparison_is_not_blamed(tmp_path):
     """Rank 1 hangs in each: it alone is replaced, though all are past the same deadline by then."""
-    steps = ("--max-steps", 60, "task.pace_s=0.03")
-    with Run(tmp_path, *QUICK, *steps, world=3, task=f"{WORKLOAD}:HashedTask") as run:
+    pace = ("task.pace_s=0.03",)
+    with Run(tmp_path, *QUICK, *ENDLESS, *pace, world=3, task=f"{WORKLOAD}:HashedTask") as run:
         run.wait_for_step(5)
         (tmp_path / TROUBLE_NAME).write_text("state_dict 1 sleep1000")
         run.wait_for_event("repaired")
         (tmp_path / TROUBLE_NAME).write_text("evaluation 1 sleep1000")
-        assert run.wait() == 0, run.console
+        end_repaired(run, times=2)
     faults = run.events("fault")
     causes = [(f["kind"], f["rank"], f["phase"]) for f in faults if f["kind"] == "rank_hung"]
     assert causes == [("rank_hung", 1, "compare"), ("rank_hung", 1, "evaluate")], faults
@@ -82,8 +87,10 @@ def test_a_rank_that_hangs_once_the_world_has_formed_is_found(tmp_path):
 
 def test_a_rank_that_is_stopped_while_it_starts_or_forms_is_replaced(tmp_path):
     """Long before either is overdue; its stacks are in its log, though it had none of its own yet."""
-    harms = ("kill:rank=1,step=12,phase=forward", "stop:rank=1,step=12,phase=startup")
-    harms += ("slow:rank=0,step=24,phase=forward,seconds=0.25",)  # rank 1 may still be behind
+    # Who is killed has let the others catch up: the state that they go on with is as new.
+    harms = ("slow:rank=1,step=12,phase=forward,seconds=0.25",)
+    harms += ("kill:rank=1,step=12,phase=backward", "stop:rank=1,step=12,phase=startup")
+    harms += ("slow:rank=0,step=24,phase=forward,seconds=0.25",)
     harms += ("kill:rank=0,step=24,phase=backward", "stop:rank=1,step=24,phase=forming")
     asked = [word for harm in harms for word in ("--inject", harm)]
     with Run(tmp_path, *QUICK, "--max-steps", 40, *asked, world=3) as run:
@@ -139,10 +146,13 @@ def test_a_zygote_that_hangs_in_a_fork_is_replaced(tmp_path):
 
 def test_a_store_that_is_stopped_is_replaced(tmp_path):
     """The world forms through it; nobody waits until forming is overdue."""
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("11")  # rank 0 is not behind when rank 1 is killed
     with Run(tmp_path, *QUICK, *ENDLESS, "recovery.form_timeout_s=600") as run:
         run.wait_for_step(10)
         run.signal(signal.SIGSTOP, run.named("ddp:store").pid)
         run.signal(signal.SIGKILL, run.rank_pid(1))
+        hold.unlink()
         end_repaired(run)
     faults = run.summary()["faults"]
     assert {event["kind"] for event in run.events("fault")} >= {"rank_killed", "store_died"}
