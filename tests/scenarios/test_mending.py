@@ -10,6 +10,7 @@ import torch
 
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run
+from tests.scenarios.workload import HOLD_NAME
 
 pytestmark = pytest.mark.whole_run
 
@@ -245,9 +246,10 @@ def test_a_rank_0_that_alone_has_changed_is_healed_before_it_saves(tmp_path):
     assert fault["step"] <= 30, "at the first save since"
     (repaired,) = run.events("repaired")
     saved = {event["step"]: event["id"] for event in run.events("checkpoint_saved")}
-    # A step later where the thread of the save that was dropped had not ended yet.
+    # Some steps later where the thread of the save that was dropped had not ended yet.
     made = min(step for step in saved if step >= fault["step"])
-    assert (made - fault["step"] in (0, 1), saved[made] > repaired["id"]) == (True, True)
+    assert made < fault["step"] + 10, "made up for, before another one comes due"
+    assert saved[made] > repaired["id"]
 
 
 def test_equal_replicas_are_left_alone(tmp_path):
@@ -282,7 +284,7 @@ def test_what_is_gone_back_to_is_from_before_the_bad_steps(tmp_path):
     saved = [event["step"] for event in run.events("checkpoint_saved")]
     assert not set(saved) & set(range(20, 29)), "no save amid bad steps, nor soon after"
     newest = newest_save(run, before=20)
-    assert newest in (18, 19), "at the second, should the save before have taken its time"
+    assert newest in range(10, 20), "the later, the less time the save before has taken"
     rolled_back = [fault["steps_lost"] for fault in run.summary()["faults"]]
     assert rolled_back == [23 - newest, 4], "four bad steps, the first time also those before them"
     assert f"rolled back to step {newest}, learning rate x 0.25" in run.console
@@ -294,10 +296,16 @@ def test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left(t
 
     What it passes over, damaged by then, it tells.
     """
-    run = finish(
-        tmp_path, "max_errors_per_epoch=2", "save_every_steps=10", "task.count=3", "--max-steps", 40,
-        "task.forgets=true", task=BROKEN_BATCHES,
-    )  # fmt: skip
+    asked = ("max_errors_per_epoch=2", "save_every_steps=10", "--max-steps", 40)
+    asked += ("task.count=3", "task.forgets=true")
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("12")
+    with Run(tmp_path, *SETTINGS, *asked, task=BROKEN_BATCHES, world=2) as run:
+        run.wait_for_checkpoint(10)
+        hold.write_text("19")
+        run.wait_for_checkpoint(12)  # there is another one to go back to
+        hold.unlink()
+        assert run.wait() == 0, run.console
     summary = run.summary()
     (fault,) = summary["faults"]
     assert (fault["kind"], fault["rank"]) == ("out_of_memory", 0)
@@ -448,9 +456,15 @@ def test_a_replica_that_changes_after_the_last_comparison_is_not_what_the_run_en
 
 def test_ranks_that_wait_for_the_last_save_are_not_hung(tmp_path):
     """After a stop the disk takes longer than a step may: nobody is replaced for waiting."""
-    slow = ("--inject", "slow_disk:rank=0,step=4,seconds=6", "save_every_steps=0")
+    slow = (
+        "--inject",
+        "slow_disk:rank=0,step=4,seconds=6",
+        "save_every_steps=0",
+        "save_interval=0",
+    )
     limits = ("recovery.hang_min_s=2", "recovery.hang_factor=2", "task.pace_s=0.05")
-    with Run(tmp_path, *SETTINGS, *slow, *limits, task=PLAIN, world=2) as run:
+    endless = ("--max-steps", 100_000)
+    with Run(tmp_path, *SETTINGS, *slow, *limits, *endless, task=PLAIN, world=2) as run:
         run.wait_for_step(6)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
