@@ -44,14 +44,20 @@ def exit_of(
     )
 
 
-def store_died(ended: Ended, *, step: int) -> Fault:
-    """The end of the store host, as a fault of nobody."""
+def store_died(ended: Ended, *, output: str, step: int) -> Fault:
+    """The end of the store host, as a fault of nobody; ``output`` is what it said last."""
+    how = (
+        f"exit code {ended.exit_code}"
+        if ended.signal_number is None
+        else signal_name(ended.signal_number)
+    )
     return Fault(
         kind=FaultKind.STORE_DIED,
         rank=-1,
         step=step,
-        cause="the store process died",
+        cause=f"the store process died ({how})",
         at_ns=ended.at_ns,
+        detail=output,
     )
 
 

@@ -14,7 +14,7 @@ from ddp_runner.supervisor.repair import Repair
 from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.world import World
 
-WARM_TIMEOUT_S = 20.0  # from asking for a spare to its being ready; it takes a tenth of a second
+WARM_TIMEOUT_S = 20.0  # from the fork of a spare to its being ready; it takes a tenth of a second
 
 
 class SpareKeeper:

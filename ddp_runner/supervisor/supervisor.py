@@ -207,8 +207,8 @@ class Supervisor:
                 if ended.signal_number == signal.SIGKILL:
                     self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
                 self._spares.lost(time.monotonic(), ended, output=output)
-            case StoreEnded():
-                self._report(store_died(ended, step=self.facts.committed_step))
+            case StoreEnded(output=output):
+                self._report(store_died(ended, output=output, step=self.facts.committed_step))
             case ZygoteEnded() | None:
                 pass
 

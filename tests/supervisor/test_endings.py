@@ -14,7 +14,7 @@ from ddp_runner.core.classify import classify_exit
 from ddp_runner.core.launch import DevicePlan
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.supervisor.children import Ended
-from ddp_runner.supervisor.endings import exit_of
+from ddp_runner.supervisor.endings import exit_of, store_died
 from ddp_runner.supervisor.ranks import RankHandle
 
 CRASH = "import faulthandler, os\nfaulthandler.enable()\ndef f(): os.abort()\nf()\n"
@@ -64,3 +64,14 @@ def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(handle, tmp_path)
     ended = Ended(pid=1, exit_code=None, signal_number=signal.SIGSEGV, at_ns=1)
     end = exit_of(handle, ended, killed_for_memory=False, was_asked=True, keeps_all=False)
     assert classify_exit(end).cause == "rank 0 killed (SIGSEGV)"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal_number", "how"), [(1, None, "exit code 1"), (None, 9, "SIGKILL")]
+)
+def test_the_end_of_the_store_is_told_with_how_and_its_last_words(exit_code, signal_number, how):
+    """Nobody else could tell: its output is gone with it."""
+    ended = Ended(pid=1, exit_code=exit_code, signal_number=signal_number, at_ns=0)
+    fault = store_died(ended, output="Traceback: no", step=3)
+    assert fault.cause == f"the store process died ({how})"
+    assert (fault.detail, fault.step) == ("Traceback: no", 3)
