@@ -30,10 +30,6 @@ from ddp_runner.training.streams import StreamWatch
 from ddp_runner.training.task import NamesLoss
 from ddp_runner.training.tuning import AdaptRules, adapt
 
-WHOLE_STREAM = (
-    "Every rank must read the whole stream; it keeps its own share of each step's samples"
-)
-
 
 class Session:
     """Trains inside one generation until the run's end, a stop, or a fault that leaves as exception."""
