@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch.utils.data import IterableDataset
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import WORDS
 from ddp_runner.checkpoint.codec import check_state_dict, stored_bytes, strip_prefixes
+from ddp_runner.checkpoint.manifest import checkpoint_name
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
@@ -271,9 +273,21 @@ def leave_other_course(
 def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
     """The step that :func:`restore_newest` goes back to; EMPTY_STEP where there is none."""
     newest = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
-    if newest == EMPTY_STEP and (settings.run.resume not in WORDS or state.begun_step == 0):
-        return state.begun_step
-    return newest
+    if newest != EMPTY_STEP:
+        return newest
+    named = _begun_from(settings, state)
+    has_begin = state.begun_step == 0 if named is None else named.is_file()
+    return state.begun_step if has_begin else EMPTY_STEP
+
+
+def _begun_from(settings: Settings, state: TrainState) -> Path | None:
+    """The file that was resumed by its path; where that is a folder, a newer one may be there now."""
+    if settings.run.resume in WORDS:
+        return None
+    path = Path(settings.run.resume)
+    if state.begun_step == EMPTY_STEP:
+        return path
+    return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
 
 
 def restore_newest(
@@ -286,15 +300,24 @@ def restore_newest(
     """
     tuning = state.tuning  # DDP and loader are made for it
     loaded = store.load("auto", set_bad_aside=True)
-    if loaded is None and settings.run.resume not in WORDS:
-        loaded = store.load(settings.run.resume)
-    if loaded is not None:
-        state.restore(loaded.state)
-        state.begun_step = state.committed_step
-    elif state.begun_step == 0:
-        state.restore(_first_state(settings, workload, state, store))
-    else:
-        raise FaultError(_nothing_left(f"no checkpoint is left in {store.directory}"))
+    named = _begun_from(settings, state)
+    try:
+        if loaded is None and named is not None:
+            loaded = store.load(str(named))
+        if loaded is not None:
+            state.restore(loaded.state)
+            state.begun_step = state.committed_step
+        elif state.begun_step == 0:
+            state.restore(_first_state(settings, workload, state, store))
+        else:
+            raise FaultError(_nothing_left(f"no checkpoint is left in {store.directory}"))
+    except (
+        BadInputError
+    ) as error:  # it was there when the run began: no word of the user's is wrong
+        cause = (
+            f"there is no checkpoint in {store.directory} yet, and what the run began with is gone"
+        )
+        raise FaultError(_nothing_left(f"{cause} ({error})")) from error
     state.tuning = tuning
     return loaded
 
@@ -304,7 +327,8 @@ def _first_state(
 ) -> dict[str, Any]:
     """What the run began with, made once more; for that time there are two models."""
     seed_all(settings.run.seed)
-    model = workload.task.build_model().to(workload.device)
+    # A task may keep the model that it makes, for its loss: the one that is trained must stay there.
+    model = copy.copy(workload.task).build_model().to(workload.device)
     trained = set(map(id, state.model.parameters()))
     if not trained.isdisjoint(map(id, model.parameters())):
         raise FaultError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -113,8 +115,8 @@ class BrokenTask(SmallTask):
         return loss * float("nan") if broken and self._training_calls in (4, 5) else loss
 
 
-def _break_in_a_world(me, port, config):
-    os.environ["BROKEN"] = "1"
+def _break_in_a_world(me, port, config, environment=()):
+    os.environ.update(environment, BROKEN="1")
     return _end_in_a_world(me, port, config)
 
 
@@ -123,27 +125,29 @@ def _break_in_a_world(me, port, config):
     [
         ("{}/step_00000004.pt", [8, 12], 4),
         ("{}/elsewhere/step_00000008.pt", [4, 12], 8),
+        ("{}/elsewhere", [4, 12], 8),
         ("auto", [], 12),
     ],
-    ids=["an older one", "from elsewhere", "the newest"],
+    ids=["an older one", "from elsewhere", "from a folder that goes on", "the newest"],
 )
 def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resumed, aside, back_to):
     """What lies beside the file that is resumed is set aside, once; control: beside the newest is nothing."""
     folder = tmp_path / "checkpoints"
     config = settings(
-        tmp_path, task=f"{__file__}:BrokenTask", max_errors_per_epoch=1, keep_last=9,
+        tmp_path, task=f"{__file__}:LateTask", max_errors_per_epoch=1, keep_last=9,
         save_every_steps=4, save_interval=0, max_steps=12,
     )  # fmt: skip
     with hosted_store() as port:
         run_ranks(_train_in_a_world, 2, port, config)
     asked = folder.parent / resumed.format(folder)
     if "elsewhere" in resumed:
-        asked.parent.mkdir()
-        for path in folder.glob(f"{asked.stem}.*"):
-            path.rename(asked.parent / path.name)
+        (folder / "elsewhere").mkdir()
+        for path in folder.glob("step_00000008.*"):
+            path.rename(folder / "elsewhere" / path.name)
+    goes_on = {"GOES_ON": str(asked)} if asked.is_dir() else {}
     config |= {"resume": "auto" if resumed == "auto" else str(asked), "max_steps": 20}
     with hosted_store() as port:
-        ends = run_ranks(_break_in_a_world, 2, port, config)
+        ends = run_ranks(_break_in_a_world, 2, port, config, goes_on)
     moved = [path.stem for path in folder.glob("set_aside_*/step_*.pt")]
     assert sorted(int(stem.removeprefix("step_")) for stem in moved) == aside
     assert len(list(folder.glob("set_aside_*"))) == (1 if aside else 0)
@@ -151,6 +155,37 @@ def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resum
     assert log.count("does not go on from are now in") == (1 if aside else 0)
     assert ends == [20, 20]
     assert f"rolled back to step {back_to}, learning rate x 0.5" in log
+
+
+class LateTask(BrokenTask):
+    """Resumed from a folder, it finds there what it has set aside, as the next save of another run."""
+
+    def loss(self, model, batch):
+        folder = Path(os.environ.get("GOES_ON", "."))
+        if model.training and os.environ["RANK"] == "0" and "GOES_ON" in os.environ:
+            for path in folder.parent.glob("set_aside_*/step_00000012.*"):
+                shutil.copy(path, folder / path.name)
+        return super().loss(model, batch)
+
+
+class KeepsModelTask(BrokenTask):
+    """Its loss uses the model that it keeps, not the one that it is given."""
+
+    def build_model(self):
+        self._model = super().build_model()
+        return self._model
+
+    def loss(self, model, batch):
+        return super().loss(self._model, batch)
+
+
+class ForgetfulTask(BrokenTask):
+    """Where it is told to, rank 0 removes the file that the run began with, once that is read."""
+
+    def loss(self, model, batch):
+        if model.training and os.environ["RANK"] == "0" and "FORGETS" in os.environ:
+            Path(os.environ["FORGETS"]).unlink(missing_ok=True)
+        return super().loss(model, batch)
 
 
 class OneModelTask(BrokenTask):
@@ -182,7 +217,7 @@ def _train_broken_in_a_world(me, port, config):
     return _train_in_a_world(me, port, config)
 
 
-@pytest.mark.parametrize("task", ["BrokenTask", "StreamTask"])
+@pytest.mark.parametrize("task", ["BrokenTask", "StreamTask", "KeepsModelTask"])
 @pytest.mark.parametrize("starts_from", ["", "elsewhere.pt"], ids=["anew", "others' weights"])
 def test_a_roll_back_before_the_first_save_starts_once_more(tmp_path, task, starts_from):
     """All that the first steps changed is gone: it ends as a run that began with the lower rate."""
@@ -214,6 +249,25 @@ def test_a_task_that_has_but_one_model_cannot_start_once_more(tmp_path):
         ends = run_ranks(_break_in_a_world, 2, port, config)
     assert ends[0][0] is FaultKind.CHECKPOINT_BAD
     assert "gives the model that was trained instead of a new one" in ends[0][1]
+
+
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("init_from", FaultKind.CHECKPOINT_BAD), ("resume", FaultKind.NON_FINITE)],
+)
+def test_what_the_run_began_with_may_be_gone(tmp_path, option, kind):
+    """That ends it for a reason of the run's, as no command line is wrong."""
+    task = f"{__file__}:ForgetfulTask"
+    first = settings(tmp_path / "first", task=task, max_steps=4)
+    with hosted_store() as port:
+        (report, _) = run_ranks(_train_in_a_world, 2, port, first)
+    config = settings(
+        tmp_path, task=task, max_errors_per_epoch=1, save_interval=0, **{option: report.checkpoint}
+    )
+    with hosted_store() as port:
+        ends = run_ranks(_break_in_a_world, 2, port, config, {"FORGETS": report.checkpoint})
+    assert ends[0][0] is kind
+    assert "what the run began with is gone" in ends[0][1] or option == "resume"
 
 
 def test_replicas_that_differ_before_the_first_save_start_once_more(tmp_path):
