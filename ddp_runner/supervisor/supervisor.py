@@ -155,6 +155,7 @@ class Supervisor:
                     self._repair.returning.got_ready(handle)
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
+                self._accept_save_from(message.committed_step)
                 self._on_formed(message)
             case Faulted() if handle.given_up_at_s is not None:
                 self.records.event(
@@ -168,7 +169,6 @@ class Supervisor:
                 self.chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
                 if self._save_from_step is not None and message.step >= self._save_from_step:
                     self._save_from_step = None
-                    self.records.say(f"saved {message.path}")
             case Adjusted():
                 self.chronicle.adjusted(message)
                 self._repair.note_remedy(message)
@@ -176,6 +176,8 @@ class Supervisor:
                 for _ in range(message.kernel_kills):
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
                 self.chronicle.mended(message)
+                if message.steps_lost:
+                    self._accept_save_from(message.fault.step - message.steps_lost)
             case Noted():
                 self.chronicle.noted(message)
             case CollectivesBegun():
@@ -264,6 +266,11 @@ class Supervisor:
         self.records.event("save_asked")
         self.records.say("a checkpoint was asked for: saving after this step, and going on")
         self._pass_on_save()
+
+    def _accept_save_from(self, step: int) -> None:
+        """A roll-back may have led behind the step at which one was asked for."""
+        if self._save_from_step is not None:
+            self._save_from_step = min(self._save_from_step, step)
 
     def _pass_on_save(self) -> None:
         if self._save_from_step is not None:

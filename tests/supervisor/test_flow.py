@@ -10,9 +10,9 @@ import pytest
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
-from ddp_runner.core.faults import FaultKind
+from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState, RunState
-from ddp_runner.core.messages import Adjusted, MendedInPlace
+from ddp_runner.core.messages import Adjusted, MendedInPlace, Saved
 from ddp_runner.core.phases import Phase
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import repair, stopped
@@ -438,6 +438,26 @@ def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
     saved = [event["step"] for event in run.events("checkpoint_saved")]
     (asked_for,) = (step for step in saved if step % SAVE_EVERY)
     assert 13 < asked_for < 20
+    assert_done(run)
+
+
+def test_a_checkpoint_of_before_what_was_rolled_back_is_the_one_asked_for(simulate):
+    """It is all there is of the course that is followed: nobody is told of the wish again."""
+    run = simulate()
+    run.to_step(13)
+    run.supervisor.ask_save()
+    rank_0 = run.supervisor.world.ranks[0]
+    fault = Fault(kind=FaultKind.NON_FINITE, rank=-1, step=13, cause="too many", at_ns=0)
+    run.supervisor.on_message(
+        MendedInPlace(rank=0, fault=fault, remedy="rolled back", seconds=0.1, steps_lost=9), rank_0
+    )
+    run.supervisor.on_message(
+        Saved(rank=0, step=5, path="5.pt", blocked_s=0.0, size_bytes=1, sha256="5"), rank_0
+    )
+    run.kill(0)
+    run.to_step(29)
+    saved = [event["step"] for event in run.events("checkpoint_saved")]
+    assert [step for step in saved if step % SAVE_EVERY] == [5]
     assert_done(run)
 
 
