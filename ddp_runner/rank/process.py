@@ -31,7 +31,7 @@ from ddp_runner.training.feeding import collective_timeout_s
 from ddp_runner.training.runtime import Place
 from ddp_runner.training.trainer import DDPTrainer
 
-STACKS_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 
 def main(request: Fork, descriptors: list[int]) -> int:

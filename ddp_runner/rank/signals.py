@@ -1,4 +1,4 @@
-"""Takes the signals that ask for a stop; never decides what a stop means."""
+"""Takes the signals that ask for a stop or a save; never decides what they mean."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from os import getpid
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# What stops the run, and what asks the supervisor for a checkpoint.
+RUN_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def take_signals(numbers: Iterable[signal.Signals], act: Callable[[signal.Signals], None]) -> None:
@@ -33,14 +34,14 @@ def take_signals(numbers: Iterable[signal.Signals], act: Callable[[signal.Signal
 
 
 def leave_stops_to_supervisor() -> None:
-    """Have a stop signal to this process do nothing: who signals all of a run signals that one too."""
-    take_signals(STOP_SIGNALS, lambda number: None)  # noqa: ARG005 - nothing is done
+    """Have a signal of the run to this process do nothing: who signals all of a run signals that one too."""
+    take_signals(RUN_SIGNALS, lambda number: None)  # noqa: ARG005 - nothing is done
 
 
 @contextmanager
 def stops_held() -> Iterator[None]:
-    """Hold stop signals back while a process is forked, until it has called :func:`release_stops`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Hold the run's signals back while a process is forked, until it has called :func:`release_stops`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)
     try:
         yield
     finally:
@@ -49,4 +50,4 @@ def stops_held() -> Iterator[None]:
 
 def release_stops() -> None:
     """Take what was held back, now that there is somebody to take it."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)

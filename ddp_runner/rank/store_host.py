@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from ddp_runner import lifeline
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import StoreReady
-from ddp_runner.rank.signals import STOP_SIGNALS
+from ddp_runner.rank.signals import RUN_SIGNALS
 
 
 def host(control_descriptor: int, listening_descriptor: int, output_descriptor: int) -> int:
@@ -22,7 +22,7 @@ def host(control_descriptor: int, listening_descriptor: int, output_descriptor: 
     """
     lifeline.set_process_name("ddp:store")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in STOP_SIGNALS:  # in a thread of the store's a handler would cut calls short
+    for number in RUN_SIGNALS:  # in a thread of the store's a handler would cut calls short
         signal.signal(number, signal.SIG_IGN)
     os.dup2(output_descriptor, 1)
     os.dup2(output_descriptor, 2)

@@ -30,7 +30,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 
-STACKS_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
 # a process imports it; gloo's backend is looked up on first use.

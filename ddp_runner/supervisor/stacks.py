@@ -9,7 +9,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.supervisor.children import kill, signal_main_thread
 from ddp_runner.supervisor.ranks import RankHandle
 
-STACKS_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 
 def force_stacks(handles: Iterable[RankHandle], condemned: Collection[int]) -> None:

@@ -147,6 +147,20 @@ def test_a_checkpoint_can_be_asked_for(peace, tmp_path, is_lost):
     assert run.digest == peace(2).digest
 
 
+def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(peace, tmp_path):
+    """Only the supervisor acts on it: no other one dies of it, or writes its stacks."""
+    with Run(tmp_path, *SETTINGS, "save_every_steps=1000", "task.pace_s=0.1") as run:
+        run.wait_for_step(2)
+        to_everybody(run, signal.SIGUSR2)
+        run.wait_for_event("checkpoint_saved")
+        assert run.wait() == 0, run.console
+    assert not run.events("zygote_ended")
+    assert run.summary()["faults"] == []
+    logs = [path.read_text() for path in run.logs.glob("rank_*.log")]
+    assert "most recent call first" not in "".join(logs)
+    assert run.digest == peace(2).digest
+
+
 def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
     """A signal that lands in the middle of a save neither tears the file nor gets lost."""
     big = ("task.width=100000", "task.pace_s=0.1")  # there is always a save, and time to see it
