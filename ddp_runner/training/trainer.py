@@ -241,13 +241,6 @@ class DDPTrainer:
         ) as group:
             joined_s = time.monotonic()
             source = self._agree_on_state(group, parts)
-            if self._place.loads and group.rank == source and not self._began:
-                leave_other_course(
-                    settings,
-                    parts.store,
-                    begun_from=parts.progress.checkpoint,
-                    say=self._runtime.logger.info,
-                )
             if state.buffers.frozen_bytes():
                 room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
                 state.hold_frozen(room_bytes=room_bytes / self._place.local_world_size)
@@ -307,6 +300,16 @@ class DDPTrainer:
                 quarantine=parts.state.quarantine,
                 loss=parts.progress.loss,
                 warn=self._runtime.logger.warning,
+            )
+        if self._place.loads and group.rank == election.source and not self._began:
+            # INVARIANT left-before-shared: whoever has the state of this run finds no other course.
+            # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
+            # Guarded by: test_a_rank_that_dies_as_it_leaves_the_other_course_is_followed_by_one_that_does.
+            leave_other_course(
+                self.settings,
+                parts.store,
+                begun_from=parts.progress.checkpoint,
+                say=self._runtime.logger.info,
             )
         if election.receivers and group.rank == election.source:
             send_state(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp_runner.checkpoint import store
+from ddp_runner.checkpoint import catalog, store
 from tests.scenarios.workload import PacedTask
 
 LIMITED = "limited"  # in the folder where the run was started: its memory is, from now on
@@ -320,6 +320,20 @@ class BrokenBatchesTask(PacedTask):
         self._calls += model.training
         broken = model.training and self._mine and self._calls in self._range
         return super().loss(model, batch) * (float("nan") if broken else 1.0)
+
+
+class DiesLeavingTask(PacedTask):
+    """Rank 0 is killed the first time that it sets checkpoints aside."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        if os.environ.get("RANK") == "0" and not Path("died").exists():
+            catalog.Catalog.set_aside = self._die
+
+    @staticmethod
+    def _die(*arguments):
+        Path("died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ExplodingGradientsTask(PacedTask):

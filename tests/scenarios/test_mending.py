@@ -334,6 +334,16 @@ def test_a_roll_back_to_the_start_is_done_by_whoever_follows_on_rank_0(tmp_path)
     assert any("learning rate lowered" in reason for reason in summary["inexact_reasons"])
 
 
+def test_a_rank_that_dies_as_it_leaves_the_other_course_is_followed_by_one_that_does(tmp_path):
+    """A roll-back before the first save would find the old checkpoints, were they still there."""
+    finish(tmp_path, "--max-steps", 6, task=PLAIN)
+    task = PLAIN.replace("workload.py:PacedTask", "hungry.py:DiesLeavingTask")
+    run = finish(tmp_path, "--max-steps", 4, "--resume", "none", task=task)
+    (fault,) = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
+    assert run.console.count("does not go on from are now in") == 1
+
+
 def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
     """With finite losses: of one rank, of all, and of one that cannot be made to do it again."""
     run = finish(tmp_path, "max_errors_per_epoch=9", "--max-steps", 40, task=BROKEN_GRADIENTS)
