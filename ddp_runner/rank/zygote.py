@@ -56,6 +56,9 @@ def preload(task: str) -> float:
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
     for name in _PRELOADED:
         importlib.import_module(name)
+    from ddp_runner.training.rehearsal import rehearse_threads  # noqa: PLC0415 - imports torch
+
+    rehearse_threads()
     if task in ("bytes", "synthetic"):
         importlib.import_module("ddp_runner.tasks.transformer")
     elif task:

@@ -56,6 +56,7 @@ from ddp_runner.training.feeding import (
 )
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
+from ddp_runner.training.rehearsal import rehearse_threads
 from ddp_runner.training.report import TrainReport, finished_message, report_of
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
@@ -162,6 +163,7 @@ class DDPTrainer:
         slot = self._runtime.slot
         slot.stamp(Phase.STARTUP, time.monotonic_ns())
         slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
+        rehearse_threads()
         settings = self.settings
         workload, state = build_workload(settings, self._place)
         store = CheckpointStore(
@@ -316,9 +318,15 @@ class DDPTrainer:
                 group, state.capture(), to=election.receivers, on_progress=self._show_progress
             )
         elif group.rank in election.receivers:
+            was_left = self._began and state.committed_step == EMPTY_STEP
+            learnt = state.tuning
             state.restore(
                 receive_state(group, source=election.source, on_progress=self._show_progress)
             )
+            if (
+                was_left
+            ):  # a lower rate, say: all agree on it next; who has made the state may be new
+                state.tuning = learnt
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
         slot.set(Cell.DIRTY, 0)

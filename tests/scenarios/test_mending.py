@@ -321,17 +321,21 @@ def test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left(t
 
 
 def test_a_roll_back_to_the_start_is_done_by_whoever_follows_on_rank_0(tmp_path):
-    """It dies while it makes the model anew: its successor begins as the launch did."""
-    run = finish(
-        tmp_path, "max_errors_per_epoch=2", "save_interval=0", "task.at=6", "task.count=3",
-        "--max-steps", 30, "task.dies=true", task=BROKEN_BATCHES,
-    )  # fmt: skip
+    """It dies while it makes the model anew: its successor begins as the launch did, at the lower rate."""
+    words = (
+        *("max_errors_per_epoch=2", "save_interval=0", "task.at=6", "task.count=3"),
+        *("--max-steps", 30),
+    )
+    undisturbed = finish(tmp_path / "undisturbed", *words, task=BROKEN_BATCHES)
+    assert "rolled back to step 0, learning rate x 0.5" in undisturbed.console
+    run = finish(tmp_path / "disturbed", *words, "task.dies=true", task=BROKEN_BATCHES)
     summary = run.summary()
     (fault,) = summary["faults"]
     assert (fault["kind"], fault["rank"]) == ("rank_killed", 0)
     assert {event["committed_step"] for event in run.events("rank_formed")} == {0}
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 30, 2)
     assert any("learning rate lowered" in reason for reason in summary["inexact_reasons"])
+    assert run.digest == undisturbed.digest
 
 
 def test_a_rank_that_dies_as_it_leaves_the_other_course_is_followed_by_one_that_does(tmp_path):
