@@ -52,7 +52,7 @@ class Session:
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
         self._audit = open_audit(settings, self._rank, warn=parts.runtime.logger.warning)
         self._logged_at_ns = time.monotonic_ns()
-        self._logged_samples = state.samples
+        self._trained_samples = 0  # since then; those of the state go back with it
         self._waited_ns = 0
         self._streams = StreamWatch(group, parts.runtime)
         if group.rank != 0:
@@ -221,6 +221,7 @@ class Session:
         slot.set(Cell.LAST_COMMIT_NS, now_ns)
         slot.set(Cell.SAMPLES, self._state.samples)
         self._waited_ns += waited_ns
+        self._trained_samples += self._workload.global_batch
 
     def _after(self, result: StepResult, micro_batches: list[MicroBatch]) -> StopReason | None:
         epoch = self._workload.length.epoch_of(result.step - 1)
@@ -361,17 +362,16 @@ class Session:
     def _log(self, result: StepResult, epoch: int) -> None:
         now_ns = time.monotonic_ns()
         seconds = max(1e-9, (now_ns - self._logged_at_ns) / 1e9)
-        samples = self._state.samples - self._logged_samples
         values = {
             "loss": result.loss,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             "epoch": float(epoch),
-            "samples_per_s": samples / seconds,
+            "samples_per_s": self._trained_samples / seconds,
             "data_wait_share": min(1.0, self._waited_ns / 1e9 / seconds),
             "step_s": self._runtime.slot.get(Cell.STEP_NS) / 1e9,
         }
-        self._logged_at_ns, self._logged_samples, self._waited_ns = now_ns, self._state.samples, 0
+        self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
         self._runtime.tell(Metrics(rank=self._rank, step=result.step, values=values))
         self._runtime.logger.progress(
             f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3f}  "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -273,6 +274,9 @@ def test_steps_that_are_not_finite_are_skipped_then_rolled_back(tmp_path, count)
     else:
         assert "learning rate x 0.5" in run.console
         assert summary["exact"] is False
+        lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        logged = [record for record in map(json.loads, lines) if "samples_per_s" in record]
+        assert min(record["samples_per_s"] for record in logged) > 0, "also of steps done once more"
 
 
 def test_what_is_gone_back_to_is_from_before_the_bad_steps(tmp_path):
