@@ -323,9 +323,8 @@ class DDPTrainer:
             state.restore(
                 receive_state(group, source=election.source, on_progress=self._show_progress)
             )
-            if (
-                was_left
-            ):  # a lower rate, say: all agree on it next; who has made the state may be new
+            if was_left:
+                # Of the source's and this all agree on one next; who has read the state may be new.
                 state.tuning = learnt
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
