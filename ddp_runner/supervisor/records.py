@@ -110,12 +110,17 @@ class Records:
         if self._files is not None:
             self._files.status.write(status_record(view))
 
+    def show_rest(self) -> None:
+        """What the ranks, which have all ended, wrote last: before the last word, not after it."""
+        if self._files is not None:
+            for line in self._files.tail.drain():
+                self._display.line(line.text, level=line.level)
+
     def finish(self, view: RunView, summary: RunSummary | None) -> None:
         """The last look, the summary on disk and on the screen, and everything closed."""
+        self.show_rest()
         files = self._files
         if files is not None:
-            for line in files.tail.drain():
-                self._display.line(line.text, level=line.level)
             files.status.write(status_record(view))
             if summary is not None:
                 try:

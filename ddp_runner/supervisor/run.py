@@ -211,6 +211,7 @@ class _Loop:
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
                 records.say(f"removed {path}, which a save that was cut off had left")
             supervisor.chronicle.saved_untold()
+        records.show_rest()
         self._say_ending()
         summary = self._summary()
         records.event("run_ends", status=ending.status.value, exit_code=int(ending.exit_code))
