@@ -311,13 +311,11 @@ def restore_newest(
             state.restore(_first_state(settings, workload, state, store))
         else:
             raise FaultError(_nothing_left(f"no checkpoint is left in {store.directory}"))
-    except (
-        BadInputError
-    ) as error:  # it was there when the run began: no word of the user's is wrong
-        cause = (
-            f"there is no checkpoint in {store.directory} yet, and what the run began with is gone"
-        )
-        raise FaultError(_nothing_left(f"{cause} ({error})")) from error
+    except BadInputError as error:
+        # It was there when the run began: no word of the user's is wrong.
+        none_yet = f"there is no checkpoint in {store.directory} yet"
+        cause = f"{none_yet}, and what the run began with is gone ({error})"
+        raise FaultError(_nothing_left(cause)) from error
     state.tuning = tuning
     return loaded
 

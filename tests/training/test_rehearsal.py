@@ -20,10 +20,9 @@ FORKS_MAX = 60
 STUCK_S = 20.0
 
 
-def _beside_the_step():
-    """As the threads that hash and save do."""
-    for size in (9, 128, 4096):
-        tensor = torch.ones(size)
+def _beside_the_step(tensors):
+    """As the threads that hash and save do, which make no tensor of their own."""
+    for tensor in tensors:
         tensor_hash(tensor)
         snapshot = HostMemory().snapshot({"tensor": tensor}, steady=[tensor])
         snapshot.copy_steady()
@@ -49,7 +48,8 @@ def _in_a_process(act):
 
 def _fork_all_along():
     """How many are stuck of those that are forked while the thread is at work."""
-    thread = threading.Thread(target=_beside_the_step)
+    tensors = [torch.ones(size) for size in (9, 128, 4096)]
+    thread = threading.Thread(target=_beside_the_step, args=(tensors,))
     thread.start()
     forks = []
     while thread.is_alive() and len(forks) < FORKS_MAX:
