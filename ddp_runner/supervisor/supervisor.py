@@ -103,9 +103,8 @@ class Supervisor:
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._was_signalled = False  # this process, by a person or a scheduler
-        self._save_from_step: int | None = (
-            None  # a person waits for a checkpoint of it or a later one
-        )
+        # A person waits for a checkpoint of this step or a later one.
+        self._save_from_step: int | None = None
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
 

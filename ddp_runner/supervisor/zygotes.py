@@ -19,11 +19,8 @@ STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is 
 FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
 STORE_TIMEOUT_S = 10.0  # for a store host to be ready, once its process is known
 _BLINK_S = 1.0  # between two looks, which are a tick apart: this process did not run
-_SENT_BY_OTHERS = (
-    signal.SIGKILL,
-    signal.SIGTERM,
-    signal.SIGUSR2,
-)  # what ends a process that did nothing wrong
+# What ends a process that did nothing wrong.
+_SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
