@@ -68,6 +68,15 @@ class _Packer(ForkingPickler):
             torch.UntypedStorage: self._reduce_storage,
         }
 
+    def let_go(self) -> None:
+        """Keep nothing of the batch; the packer is of no use afterwards.
+
+        The memo holds every tensor of it, and the table makes the packer a cycle, which lives until
+        the worker's next garbage collection: by then thirty large batches may have been made.
+        """
+        self.clear_memo()
+        del self.dispatch_table
+
     def _reduce_storage(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
         if storage.device.type != "cpu" or storage.nbytes() == 0:
             return reduce_storage(storage)  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
@@ -155,6 +164,7 @@ class PackedSource:
                 raise
             return PackedBatch(worker=worker, body=b"", descriptors=OUT_OF_FILES)
         finally:
+            packer.let_go()
             BATCH.close()
         return PackedBatch(worker=worker, body=file.getvalue(), descriptors=len(packer.descriptors))
 

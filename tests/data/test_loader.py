@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -285,3 +287,24 @@ def test_batches_are_those_of_default_collate(num_workers):
                 assert torch.equal(whole, torch.cat(expected["views"], 1))
                 left[:] = -1.0
                 assert torch.equal(whole[:, :2], left)
+
+
+class Large:
+    """A MB a sample. Its first value: how many batches of before the worker still has mapped."""
+
+    deterministic = True
+
+    def __getitem__(self, index):
+        gc.disable()  # whatever is kept until a collection is kept for good then
+        row = torch.full((1 << 18,), index, dtype=torch.float32)
+        row[0] = Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:ddp-runner-batch")
+        return row
+
+
+def test_a_worker_keeps_no_batch_that_it_has_sent():
+    """Shared memory holds what is loaded ahead, not what a worker's garbage is still tied to."""
+    with make(Large(), num_workers=1) as loader:
+        for step in range(TOTAL_STEPS):
+            for taken in loader.take(step):
+                assert taken.batch[:, 1].tolist() == list(taken.indices)
+                assert taken.batch[:, 0].tolist() == [0.0] * len(taken.indices)
