@@ -1,4 +1,4 @@
-"""Takes hold of a run's directories: makes them, and locks them.
+"""Takes hold of a run's directories: makes them, locks them, and points ``logs/latest`` to the logs.
 
 Whoever starts a run calls it: its supervisor once every rank is ready, and nothing on disk is
 touched before; rank 0 under an outside launcher.
@@ -9,25 +9,69 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import time
 from pathlib import Path
 
+from ddp_runner.config.naming import LATEST, LOGS, has_folders_of_its_name, is_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import RunSettings
 
 LOCK_NAME = ".lock"
 LOG_LOCK_NAME = ".logs.lock"  # of its own: one directory may be for both
 _LOOK_AGAIN_S = 0.1
+_POINTER_BYTES_MAX = 256
+
+
+def point_latest(logs: Path) -> None:
+    """Have ``latest`` beside the folder ``logs`` lead to it, at once and for all. Raises OSError.
+
+    A link, or on a file system that has none a file with the folder's name.
+    """
+    latest = logs.with_name(LATEST)
+    temporary = latest.with_name(f".{LATEST}.tmp-{secrets.token_hex(8)}")
+    try:
+        try:
+            temporary.symlink_to(logs.name, target_is_directory=True)
+        except OSError:
+            with temporary.open("x", encoding="utf-8") as pointer:
+                pointer.write(f"{logs.name}\n")
+        temporary.replace(latest)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def latest_logs(root: Path = Path(LOGS)) -> Path | None:
+    """The log folder of the newest run below ``root``; None where nothing points to one."""
+    latest = root / LATEST
+    try:
+        if latest.is_symlink():
+            name = str(latest.readlink())
+        elif latest.is_file():
+            with latest.open(encoding="utf-8") as pointer:
+                name = pointer.read(_POINTER_BYTES_MAX).strip()
+        else:
+            return None
+    except (OSError, ValueError):
+        return None
+    return root / name if is_name(name) and (root / name).is_dir() else None
 
 
 class DirectoryLock:
     """An exclusive flock(2) on a directory. The kernel drops it with the process."""
 
     def __init__(
-        self, directory: Path, *, option: str = "--checkpoint-dir", name: str = LOCK_NAME
+        self,
+        directory: Path,
+        *,
+        option: str = "--checkpoint-dir",
+        name: str = LOCK_NAME,
+        way_on: str = "take another directory",
     ) -> None:
         self._path = directory / name
         self._option = option
+        self._way_on = way_on
         self._descriptor = -1
 
     def refuse_if_held(self) -> None:
@@ -78,7 +122,7 @@ class DirectoryLock:
             raise BadInputError(
                 self._option,
                 self._path.parent,
-                f"another run (pid {holder}) is using it; wait for it or take another directory",
+                f"another run (pid {holder}) is using it; wait for it, or {self._way_on}",
             ) from None
 
 
@@ -87,8 +131,12 @@ class RunDirectories:
 
     def __init__(self, run: RunSettings) -> None:
         self._run = run
-        self._checkpoints = DirectoryLock(Path(run.checkpoint_dir))
-        self._logs = DirectoryLock(Path(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME)
+        self._is_named = has_folders_of_its_name(run)
+        way_on = "take another --name" if self._is_named else "take another directory"
+        self._checkpoints = DirectoryLock(Path(run.checkpoint_dir), way_on=way_on)
+        self._logs = DirectoryLock(
+            Path(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME, way_on=way_on
+        )
 
     def refuse_if_held(self) -> None:
         """Raise BadInputError if another live run holds one of them. Creates nothing."""
@@ -120,6 +168,9 @@ class RunDirectories:
         except BadInputError:
             self._checkpoints.release()
             raise
+        if Path(self._run.log_dir).parent == Path(LOGS):
+            with contextlib.suppress(OSError):  # a convenience: no run ends for want of it
+                point_latest(Path(self._run.log_dir))
 
     def release(self) -> None:
         """Let go of both."""

@@ -63,5 +63,5 @@ def parse_small(
         elif has_value or rest:
             values[long] = value if has_value else rest.pop(0)
         else:
-            raise BadInputError(long, "", f"needs a value: {long} DIR")
+            raise BadInputError(long, "", "needs a value")
     return SmallArguments(words=tuple(found_words), values=values, switches=frozenset(given))

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
-from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, SmallArguments, parse_small
+from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
+from ddp_runner.cli.runs import NAME, checkpoint_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.settings import RunSettings
 from ddp_runner.observe.format import byte_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ACTIONS = ("list", "verify")
-HELP = """Usage:  ./launch_training.sh checkpoints list|verify [-c DIR] [--json]
+HELP = """Usage:  ./launch_training.sh checkpoints list|verify [--name NAME | -c DIR]
+                                                [--json]
 
   list                      every checkpoint, newest first; reads no content
   verify                    read each one whole and compare it with its
                             manifest; exit 1 if one is bad
 
-  -c, --checkpoint-dir DIR  [checkpoints]
+      --name NAME           those in checkpoints/NAME [the newest run's]
+  -c, --checkpoint-dir DIR  those in DIR
       --json                one JSON object a line, for programs"""
 
 
 def run(words: Sequence[str]) -> int:
     """List or verify; 1 if a verified checkpoint is bad. Raises BadInputError."""
-    arguments = parse_small(words, valued=(CHECKPOINT_DIR,), switches=(JSON,), words_max=1)
+    arguments = parse_small(words, valued=(CHECKPOINT_DIR, NAME), switches=(JSON,), words_max=1)
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
     action = arguments.words[0] if arguments.words else "list"
     if action not in _ACTIONS:
         raise BadInputError(action, "", "unknown action; use checkpoints list or verify")
-    catalog = Catalog(_directory(arguments))
+    catalog = Catalog(checkpoint_dir_of(arguments))
     entries = catalog.entries()
     if not entries and JSON not in arguments.switches:
         print(f"{catalog.directory} holds no checkpoint")
@@ -52,15 +53,6 @@ def run(words: Sequence[str]) -> int:
         else:
             print(_line(entry, reason=reason, is_best=is_best, verified=action == "verify"))
     return ExitCode.FAILED if has_bad else ExitCode.DONE
-
-
-def _directory(arguments: SmallArguments) -> Path:
-    text = arguments.values.get("--checkpoint-dir", RunSettings().checkpoint_dir)
-    directory = Path(text).expanduser()
-    if not directory.is_dir():
-        what = "is a file; give a folder" if directory.exists() else "no such folder"
-        raise BadInputError("--checkpoint-dir", text, what)
-    return directory
 
 
 def _record(entry: Entry, *, reason: str | None, is_best: bool) -> dict[str, object]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, LOG_DIR, parse_small
 from ddp_runner.cli.devices import find_gpus
 from ddp_runner.cli.machine import core_count, torch_build
+from ddp_runner.config.naming import CHECKPOINTS, LOGS
 from ddp_runner.config.relations import unwritable_reason
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.settings import RunSettings
 from ddp_runner.environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
@@ -66,10 +66,9 @@ def run(words: Sequence[str]) -> int:
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
-    defaults = RunSettings()
     folders = {
-        "logs": arguments.values.get("--log-dir", defaults.log_dir),
-        "checkpoints": arguments.values.get("--checkpoint-dir", defaults.checkpoint_dir),
+        "logs": arguments.values.get("--log-dir", LOGS),
+        "checkpoints": arguments.values.get("--checkpoint-dir", CHECKPOINTS),
     }
     has_failed = False
     for check in all_checks(folders):

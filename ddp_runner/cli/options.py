@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Option:
     """One option. ``key`` is the setting it assigns, "" where it is not a setting.
 
-    ``metavar`` is "" for a switch, which assigns ``constant``.
+    ``metavar`` is "" for a switch, which assigns ``constant``. ``default`` is how the help shows the
+    setting's, where that depends on other settings.
     """
 
     long: str
@@ -17,6 +18,7 @@ class Option:
     key: str = ""
     metavar: str = ""
     constant: str = "true"
+    default: str = ""
     says: str
 
 
@@ -102,10 +104,18 @@ GROUPS = (
         title="Files",
         options=(
             Option(
+                long="--name",
+                key="run.name",
+                metavar="NAME",
+                default="the task's",
+                says="of this run: it writes to logs/NAME and checkpoints/NAME",
+            ),
+            Option(
                 long="--log-dir",
                 short="-l",
                 key="run.log_dir",
                 metavar="DIR",
+                default="logs/NAME",
                 says="logs, metrics, status.json, summary.json",
             ),
             Option(
@@ -113,6 +123,7 @@ GROUPS = (
                 short="-c",
                 key="run.checkpoint_dir",
                 metavar="DIR",
+                default="checkpoints/NAME",
                 says="checkpoints, to resume from and to keep",
             ),
             Option(

@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.arguments import LOG_DIR, parse_small
+from ddp_runner.cli.runs import NAME, log_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lifecycle import RunState
-from ddp_runner.core.settings import RunSettings
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.report import fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-HELP = """Usage:  ./launch_training.sh report [-l DIR]
+HELP = """Usage:  ./launch_training.sh report [--name NAME | -l DIR]
 
-Shows how the newest run in DIR ended: result, time, faults and their repair.
+Shows how a run ended: result, time, faults and their repair.
 
-  -l, --log-dir DIR         [logs]"""
+      --name NAME           the run in logs/NAME [the newest run]
+  -l, --log-dir DIR         the run in DIR"""
 _RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
 _FAULTS_SHOWN_MAX = 20
 _LABEL_COLUMNS = 12
@@ -33,14 +34,12 @@ _ENDED = (RunState.DONE.value, RunState.FAILED.value)
 
 def run(words: Sequence[str]) -> int:
     """Print the report. Raises BadInputError where there is no run to report on."""
-    arguments = parse_small(words, valued=(LOG_DIR,))
+    arguments = parse_small(words, valued=(LOG_DIR, NAME))
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
-    text = arguments.values.get("--log-dir", RunSettings().log_dir)
-    directory = Path(text).expanduser()
-    if not directory.is_dir():
-        raise BadInputError("--log-dir", text, "no such folder")
+    directory = log_dir_of(arguments)
+    text = str(directory)
     try:
         summary = read_summary(directory / "summary.json")
     except FileNotFoundError:

@@ -120,6 +120,8 @@ def _entry(left: str, right: str) -> Iterable[str]:
 
 
 def _default(option: Option) -> str:
+    if option.default:
+        return f" [{option.default}]"
     spec = known_fields().get(option.key)
     if spec is None or not option.metavar or spec.default in ("", ()):
         return ""

@@ -3,8 +3,10 @@
 fields     every setting as a name, a kind and a legal range; text -> value
 sources    YAML files, environment and command line -> assignments
 presets    the CPU and smoke-test values that lie over the defaults
+naming     what a run is called, and the folders that its name gives it
 compose    assignments -> Settings, with the origin of each value; the Python API's flat keys
 relations  how settings must fit together, and whether the paths they name can be used
+ways_on    what to type where a folder holds a run of other settings
 identity   what a run means (for refusing a resume), its digest, and its written forms
 
 Imports nothing of the package but ``core``. Only this room reads names of settings from outside.
@@ -21,6 +23,7 @@ from ddp_runner.config.identity import (
 )
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.relations import check_relations
+from ddp_runner.config.ways_on import own_folder, ways_on
 
 __all__ = [
     "PRESETS",
@@ -32,7 +35,9 @@ __all__ = [
     "from_flat",
     "from_record",
     "meaning",
+    "own_folder",
     "resolve",
     "to_record",
     "to_yaml",
+    "ways_on",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from ddp_runner.config.fields import (
     find_key,
     known_fields,
 )
+from ddp_runner.config.naming import name_the_run
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.sources import (
     Assignment,
@@ -85,7 +85,7 @@ def resolve(
     assignments.extend(from_command_line(command_line))
     values, origin = _merge(assignments)
     _give_way_to_epochs(values, origin)
-    _keep_real_runs_apart(values, origin)
+    name_the_run(values, origin)
     return Resolved(settings=build_settings(values), origin=origin)
 
 
@@ -98,7 +98,8 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
         *from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset"),
         *from_mapping(config, prefix="", origin="command line"),
     ]
-    values, _ = _merge(assignments)
+    values, origin = _merge(assignments)
+    name_the_run(values, origin)
     return build_settings(values)
 
 
@@ -172,24 +173,6 @@ def _give_way_to_epochs(values: dict[str, object], origin: dict[str, Origin]) ->
     own_task = values.get("run.task", BUILT_IN_TASKS[0]) not in BUILT_IN_TASKS
     if own_task or origin["run.epochs"] not in ("default", "preset"):
         values["run.max_steps"] = 0
-
-
-def _keep_real_runs_apart(values: dict[str, object], origin: dict[str, Origin]) -> None:
-    """A smoke test writes below the folders of real runs, never into them, and starts afresh.
-
-    Folders that the command line names are used as they are, and are resumed from.
-    """
-    if not values.get("run.test", False):
-        return
-    moved = []
-    for key in ("run.log_dir", "run.checkpoint_dir"):
-        if origin[key] != "command line":
-            folder = str(values.get(key, known_fields()[key].default))
-            values[key] = os.path.join(folder, "test")  # noqa: PTH118 - kept as the user wrote it
-            origin[key] = "preset"
-            moved.append(key)
-    if "run.checkpoint_dir" in moved and origin["run.resume"] != "command line":
-        values["run.resume"], origin["run.resume"] = "none", "preset"
 
 
 @cache

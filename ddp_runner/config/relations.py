@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.config.naming import CHECKPOINTS, LOGS
 from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
@@ -180,11 +181,19 @@ def _task_problems(task: str) -> list[BadInputError]:
 
 
 def _notes(settings: Settings) -> tuple[str, ...]:
+    notes = []
     steps, warmup = settings.run.max_steps, settings.optim.warmup_steps
     if steps and warmup >= steps:
-        note = (
+        notes.append(
             f"optim.warmup_steps={warmup} is not below run.max_steps={steps}: "
             "the learning rate never reaches its full value"
         )
-        return (note,)
-    return ()
+    folder = Path(settings.run.checkpoint_dir)
+    # Before runs had names they saved to the folder above.
+    is_first = folder.parent == Path(CHECKPOINTS) and not folder.exists()
+    if is_first and any(folder.parent.glob("step_*.pt")):
+        notes.append(
+            f"the checkpoints in {CHECKPOINTS} itself are of a run without a name; "
+            f"-c {CHECKPOINTS} -l {LOGS} goes on with it"
+        )
+    return tuple(notes)

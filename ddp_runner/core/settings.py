@@ -27,14 +27,15 @@ class RunSettings:
     """What is run, how long, and where its files go."""
 
     task: str = "bytes"  # bytes | synthetic | FILE.py[:NAME] | module:NAME
+    name: str = "bytes"  # of the run; the task's unless it is given, and the folders follow
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     epochs: Positive = 10
     max_steps: NonNegative = 0  # 0: by epochs; else wins over epochs
     target_loss: float | None = None  # stop when the training loss (smoothed) reaches it
     resume: str = "auto"  # auto | last | best | none | PATH
     init_from: str = ""  # weights only, on the very first start
-    log_dir: str = "logs"
-    checkpoint_dir: str = "checkpoints"
+    log_dir: str = "logs/bytes"
+    checkpoint_dir: str = "checkpoints/bytes"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     gpus: tuple[NonNegative, ...] = ()  # empty: every visible one
     nproc_per_node: Literal["auto"] | Positive = "auto"

@@ -347,13 +347,14 @@ def _nothing_left(cause: str) -> Fault:
 
 
 def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:
-    changes = config.difference(loaded.manifest.meaning, workload.meaning)
-    if changes:
+    old, new = loaded.manifest.meaning, workload.meaning
+    if changes := config.difference(old, new):
+        world_size = workload.global_batch // settings.data.batch_size
+        ways = config.ways_on(settings, old=old, new=new, world_size=world_size)
         raise BadInputError(
             "--resume",
             settings.run.resume,
-            f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); "
-            "restore them, use another --checkpoint-dir, or start anew with --resume none",
+            f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); {ways}",
         )
 
 
@@ -369,7 +370,8 @@ def _refuse_earlier_end(
         option,
         value,
         f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
-        "give a larger end, or start anew with --resume none",
+        f"give a larger end, another run with {config.own_folder(settings)}, or start anew with "
+        "--resume none",
     )
 
 

@@ -1,7 +1,7 @@
 """A complete task of one's own: sort points by which of three rings they lie on.
 
-    ./launch_training.sh --task docs/examples/my_task.py --cpu -b 64 --epochs 5 learning_rate=0.01
-    ./launch_training.sh --task docs/examples/my_task.py --cpu -b 64 task.rings=4 task.hidden=64
+    ./launch_training.sh --name rings --task docs/examples/my_task.py --cpu -b 64 --epochs 5 lr=0.01
+    ./launch_training.sh --name rings4 --task docs/examples/my_task.py --cpu -b 64 task.rings=4
 
 A task is any class with the three methods below. What its constructor takes comes from ``task.*``
 on the command line or from the ``task:`` section of a configuration file.

@@ -99,7 +99,7 @@ def test_a_checkpoint_beyond_the_end_is_refused_in_one_line(tmp_path, which):
         load_start(asked, workload, state, store)
     assert str(caught.value) == (
         f"--max-steps=30: the run would end at step 30, and {path} is at step 31 already; "
-        "give a larger end, or start anew with --resume none"
+        "give a larger end, another run with --name bytes-2, or start anew with --resume none"
     )
     assert sorted(tmp_path.iterdir()) == before
 

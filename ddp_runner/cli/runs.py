@@ -1,0 +1,90 @@
+"""Which run a small command is about: the folder that is named, the run's name, or the newest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from ddp_runner.config.naming import CHECKPOINTS, LOGS, is_name
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.directories import latest_logs
+
+if TYPE_CHECKING:
+    from ddp_runner.cli.arguments import SmallArguments
+
+NAME = ("--name", "")
+_CONFIG_BYTES_MAX = 1 << 20
+_RECORDS = ("summary.json", "status.json")
+
+
+def log_dir_of(arguments: SmallArguments) -> Path:
+    """The log folder that ``-l`` or ``--name`` asks for, else the newest run's. Raises BadInputError."""
+    asked = arguments.values.get("--log-dir")
+    if asked is not None:
+        folder = Path(asked).expanduser()
+        if not folder.is_dir():
+            raise BadInputError("--log-dir", asked, "no such folder")
+        return folder if _holds_a_run(folder) else latest_logs(folder) or folder
+    if (name := _asked_name(arguments)) is not None:
+        return _folder_of(name, Path(LOGS, name))
+    # Without names, runs wrote into the folder itself.
+    newest = latest_logs() or (Path(LOGS) if _holds_a_run(Path(LOGS)) else None)
+    if newest is None:
+        raise BadInputError("--log-dir", LOGS, "holds no run yet; --log-dir names another folder")
+    return newest
+
+
+def checkpoint_dir_of(arguments: SmallArguments) -> Path:
+    """The folder that ``-c`` or ``--name`` asks for, else the newest run's. Raises BadInputError."""
+    asked = arguments.values.get("--checkpoint-dir")
+    if asked is not None:
+        folder = Path(asked).expanduser()
+        if not folder.is_dir():
+            what = "is a file; give a folder" if folder.exists() else "no such folder"
+            raise BadInputError("--checkpoint-dir", asked, what)
+        return folder
+    if (name := _asked_name(arguments)) is not None:
+        return _folder_of(name, Path(CHECKPOINTS, name))
+    newest = latest_logs()
+    if newest is None:
+        folder = Path(CHECKPOINTS)
+    else:
+        folder = _recorded(newest) or Path(CHECKPOINTS, newest.name)
+    if not folder.is_dir():
+        raise BadInputError(
+            "--checkpoint-dir", folder, "no such folder; give the one that the run saves to"
+        )
+    return folder
+
+
+def _asked_name(arguments: SmallArguments) -> str | None:
+    name = arguments.values.get("--name")
+    if name is not None and not is_name(name):
+        raise BadInputError("--name", name or "''", "is no name of a run")
+    return name
+
+
+def _folder_of(name: str, folder: Path) -> Path:
+    if folder.is_dir():
+        return folder
+    root = folder.parent
+    names = sorted(one.name for one in root.iterdir() if one.is_dir()) if root.is_dir() else []
+    known = [one for one in names if is_name(one)]
+    there = f"; there are {', '.join(known[:8])}" if known else ""
+    raise BadInputError("--name", name, f"no such folder {folder}{there}")
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _RECORDS)
+
+
+def _recorded(logs: Path) -> Path | None:
+    """Where the newest run in ``logs`` saves, by its config.yaml; None where that cannot be read."""
+    try:
+        with (logs / "config.yaml").open(encoding="utf-8") as file:
+            found = yaml.safe_load(file.read(_CONFIG_BYTES_MAX))["run"]["checkpoint_dir"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None
+    return Path(found) if isinstance(found, str) else None

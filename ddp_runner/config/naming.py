@@ -1,0 +1,103 @@
+"""What a run is called, and the folders that its name gives it. Reads and writes no file.
+
+A run is called as ``--name`` says, else as its task. Its files are in ``logs/NAME`` and
+``checkpoints/NAME``, unless somebody names a folder: that one is then used exactly.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
+from ddp_runner.core.faults import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.config.sources import Origin
+    from ddp_runner.core.settings import RunSettings
+
+LOGS = "logs"  # of all runs; each has a folder of its own below
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"  # in LOGS: points to the newest run's folder
+_TEST = "test"  # what every --test is called: it begins afresh, whatever is there
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
+_STRENGTH: Mapping[Origin, int] = {
+    "default": 0,
+    "preset": 1,
+    "file": 2,
+    "environment": 3,
+    "command line": 4,
+}
+
+
+def name_of_task(task: str) -> str:
+    """What a run of ``task`` (as in ``--task``) is called where nobody says; always a legal name."""
+    head, _, own = task.rpartition(":") if ":" in task else (task, "", "")
+    word = PurePath(head).stem if head.endswith(".py") else head.rpartition(".")[2]
+    if word == "__main__":
+        word = own
+    name = _UNSAFE.sub("_", word).strip("._-")[:100] or "task"
+    return f"{name}_task" if name in (_TEST, LATEST) else name
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a run, and so that of a folder."""
+    return bool(_NAME.fullmatch(text)) and text != LATEST
+
+
+def has_folders_of_its_name(run: RunSettings) -> bool:
+    """Whether the run's files are where its name says, and another name would move them."""
+    folders = {"run.log_dir": run.log_dir, "run.checkpoint_dir": run.checkpoint_dir}
+    return all(PurePath(folders[key]) == PurePath(root, run.name) for key, root in _FOLDERS)
+
+
+def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
+    """Fill in the name and the folders that it gives. Raises BadInputError for an unusable name.
+
+    A smoke test (``--test``) keeps apart from real runs, below whatever folder it is given, and
+    begins afresh; not so where the command line names the run or the folder.
+    """
+    is_test = bool(values.get("run.test", False))
+    asked = origin["run.name"] != "default"
+    if asked:
+        _check(str(values["run.name"]), is_test=is_test)
+    keeps_apart = is_test and origin["run.name"] != "command line"
+    if keeps_apart:
+        values["run.name"] = _TEST
+    elif not asked:
+        values["run.name"] = name_of_task(str(values.get("run.task", BUILT_IN_TASKS[0])))
+    name = str(values["run.name"])
+    for key, root in _FOLDERS:
+        folder = PurePath(str(values.get(key, known_fields()[key].default)))
+        if origin[key] == "command line":
+            continue
+        # A config.yaml that a run has written names both; a name that is given later wins.
+        is_of_a_name = folder.parent == PurePath(root)
+        is_later = _STRENGTH[origin["run.name"]] > _STRENGTH[origin[key]]
+        if origin[key] in ("default", "preset") or (is_of_a_name and is_later):
+            values[key] = str(PurePath(root, name))
+        elif keeps_apart and folder.name != _TEST:
+            values[key] = str(folder / _TEST)
+        else:
+            continue
+        origin[key] = "preset"
+    if keeps_apart and "command line" not in (origin["run.checkpoint_dir"], origin["run.resume"]):
+        values["run.resume"], origin["run.resume"] = "none", "preset"
+
+
+def _check(name: str, *, is_test: bool) -> None:
+    shown = name or "''"
+    if name == LATEST or (name == _TEST and not is_test):
+        whose = "the newest run" if name == LATEST else "--test"
+        raise BadInputError("--name", name, f"is taken by {whose}; give another name")
+    if not is_name(name):
+        raise BadInputError(
+            "--name",
+            shown,
+            "must be letters, digits, dots, dashes and underscores, and begin with a letter or digit",
+        )

@@ -1,0 +1,83 @@
+"""What to type where a folder holds a run of other settings. Looks for free names on the disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.config.identity import GLOBAL_BATCH
+from ddp_runner.config.naming import CHECKPOINTS, LOGS, has_folders_of_its_name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.settings import Settings
+
+_OPTION_OF = {"run.task": "--task", "run.seed": "--seed", "data.path": "--data"}
+_NUMBERED = re.compile(r"-\d+$")
+
+
+def ways_on(
+    settings: Settings, *, old: Mapping[str, object], new: Mapping[str, object], world_size: int
+) -> str:
+    """The three ways on from a checkpoint of other settings, each with the exact words to type.
+
+    ``old`` and ``new`` are what the checkpoint and this launch mean (``identity.meaning``).
+    """
+    words, others = words_of_old(old, new, world_size=world_size)
+    return (
+        f"three ways on: {own_folder(settings)} (a run of its own); --resume none (starts anew, "
+        f"the old files are set aside); or the old settings: {', '.join([*words, *others])}"
+    )
+
+
+def own_folder(settings: Settings) -> str:
+    """The words that give this launch folders where no run is."""
+    run = settings.run
+    if has_folders_of_its_name(run):
+        stem = _NUMBERED.sub("", run.name)
+        names = (f"{stem}-{number}" for number in count(2))
+        taken = (LOGS, CHECKPOINTS)
+        return "--name " + next(n for n in names if not any(Path(r, n).exists() for r in taken))
+    folders = (_NUMBERED.sub("", run.checkpoint_dir), _NUMBERED.sub("", run.log_dir))
+    pairs = ((f"{folders[0]}-{number}", f"{folders[1]}-{number}") for number in count(2))
+    free = next(pair for pair in pairs if not any(Path(folder).exists() for folder in pair))
+    return f"-c {shlex.quote(free[0])} -l {shlex.quote(free[1])}"
+
+
+def words_of_old(
+    old: Mapping[str, object], new: Mapping[str, object], *, world_size: int
+) -> tuple[list[str], list[str]]:
+    """What to type for the old values, and what no words bring back."""
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    changed += [key for key in sorted({*old} ^ {*new}) if key not in changed]
+    words, others = [], []
+    for key in changed:
+        if key == GLOBAL_BATCH and isinstance(old.get(key), int):
+            words.append(_batch_words(int(str(old[key])), world_size))
+        elif key == "data.path" and not old.get(key):
+            others.append("no --data")
+        elif key not in old:
+            others.append(f"no {key}")
+        elif "." not in key:  # a fact about the data, which is not a setting
+            others.append(f"the {key.removesuffix(' fingerprint')} as it was")
+        else:
+            option = _OPTION_OF.get(key)
+            value = _typed(old[key])
+            words.append(f"{option} {value}" if option else f"{key}={value}")
+    return words, others
+
+
+def _batch_words(total: int, world_size: int) -> str:
+    if total % world_size == 0:
+        return f"-b {total // world_size}"
+    ranks = max(n for n in range(1, world_size + 1) if total % n == 0)
+    return f"-n {ranks} -b {total // ranks}"
+
+
+def _typed(value: object) -> str:
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
