@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import GradBucket, _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.group import Group
+from ddp_runner.collective.loss import Loss, checked_loss
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import DdpSettings
 
 BROADCAST_BYTES = 25 * 1024 * 1024
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Signal(IntEnum):
@@ -57,19 +57,17 @@ class _LossModule(nn.Module):
         self._trouble = torch.zeros(len(Signal), device=device)
         self._trouble[Signal.TROUBLE] = 2.0 ** min(rank, 20)
         self._untold = torch.ones((), device=device)
+        self.has_graph = False  # of a loss of this step, to any parameter
 
     def begin_step(self) -> None:
         """No micro-batch of this step has been in trouble yet."""
         self._untold.fill_(1.0)
+        self.has_graph = False
 
     def forward(self, batch: Any, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
-        loss = self._loss(self.model, batch)
-        if loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise ValueError(
-                f"loss() gave a tensor of shape {shape}: it must be the mean, a scalar"
-            )
-        weighted = loss.float().reshape(()) * weight
+        loss = checked_loss(self._loss(self.model, batch))
+        self.has_graph = self.has_graph or loss.requires_grad
+        weighted = loss * weight
         # d(result)/d(signal) = carried, whatever the signal's own value (zero).
         own = weighted.detach()
         # Once a step, however many micro-batches are broken: the numbers are summed over those too.
@@ -123,6 +121,11 @@ class Replica:
         """
         loss: Tensor = self._ddp(batch, weight, votes, loss_limit)
         return loss
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a loss of this rank's, in this step, led to any parameter."""
+        return self._module.has_graph
 
     def without_sync(self) -> AbstractContextManager[None]:
         """For all but the last micro-batch of a step: accumulate, reduce nothing."""

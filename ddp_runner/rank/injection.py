@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.collective.replica import Loss
+from ddp_runner.collective.loss import Loss
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind
 from ddp_runner.core.phases import Moment, Phase

@@ -15,7 +15,7 @@ from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, collectives_begun
-from ddp_runner.collective.replica import Loss
+from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ddp_runner.collective.loss import checked_loss
 from ddp_runner.collective.replica import Replica
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
@@ -105,7 +106,7 @@ def _one_round(
     for micro_batch in taken:
         batch = to_device(micro_batch.batch, device)
         with precision.autocast():
-            loss = task.loss(model, batch)
+            loss = checked_loss(task.loss(model, batch))
         size = len(micro_batch.indices)
         loss_sum += float(loss) * size
         samples += size

@@ -15,7 +15,7 @@ from typing import Protocol
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership
-from ddp_runner.collective.replica import Loss
+from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.exits import StopReason

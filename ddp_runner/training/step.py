@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner.collective.loss import no_graph
 from ddp_runner.collective.replica import Replica, Signal
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.exits import StopReason
@@ -125,6 +126,8 @@ class Stepper:
         if scaler.is_enabled():
             scaler.unscale_(self._state.optimizer)
         norm = self._gradient_norm()
+        if self._state.committed_step == 0 and norm == 0.0 and not self._replica.has_graph:
+            raise no_graph()
         # INVARIANT confirmed-before-commit: a step is committed only if its collectives came to
         # their end. Broken if: what was read from the device is used before confirm().
         # Guarded by: test_a_step_that_an_abort_may_have_cut_short_is_not_committed.

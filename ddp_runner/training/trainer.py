@@ -152,8 +152,9 @@ class DDPTrainer:
     def _log_fault(self, fault: Fault) -> None:
         """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
         logger = self._runtime.logger
-        # Where a disk refused us is in our own code; what it refused is told with the plan.
+        # Where a disk refused us, or a value was of no use, is in our own code: the plan tells it.
         for_file = fault.kind in VICTIM_KINDS | {FaultKind.STORAGE_FAILED}
+        for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry
         if for_file or (fault.kind in MENDED_BY_RANK and fault.may_retry):
             logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)
         else:

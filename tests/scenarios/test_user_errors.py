@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.scenarios.conftest import SETTINGS
@@ -81,3 +83,25 @@ def check_told_once(run, text):
     assert sum(text in line for line in console.splitlines()) in (1, 2), console
     assert not run.logs.exists()
     assert not run.checkpoints.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "gave", "steps"),
+    [
+        ("TupleLoss", "a tuple of 2 (return the loss of it), not a scalar tensor, the mean", 0),
+        ("DetachedLoss", "a tensor without a graph to the parameters: nothing would be trained", 0),
+        ("DictOfEvaluation", "a dict of loss, logits (return the loss of it), not a scalar", 2),
+    ],
+)
+def test_a_loss_that_is_no_number_ends_the_run_at_once_in_one_line(tmp_path, name, gave, steps):
+    """Exit 1 with what came and what is expected; no process is replaced to try it again."""
+    task = f"{Path(__file__).with_name('mistaken.py')}:{name}"
+    with Run(tmp_path, "-b", 8, "--max-steps", 2, "num_workers=0", task=task) as run:
+        assert run.wait() == 1, run.console
+    errors = [line for line in run.console.splitlines() if "ERROR" in line]
+    assert len(errors) == 1, run.console
+    assert f"loss() gave {gave}" in errors[0]
+    assert "Traceback" not in run.console
+    plans = [(plan["plan"], plan["kind"]) for plan in run.events("plan")]
+    assert plans == [("GiveUp", "rank_raised")]
+    assert run.summary()["steps"] == steps

@@ -1,0 +1,39 @@
+"""Tasks with a newcomer's mistakes in what they return."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp_runner import Datasets
+
+
+class TupleLoss:
+    """Returns what its model's forward gave."""
+
+    def build_model(self):
+        return nn.Linear(4, 1)
+
+    def build_datasets(self):
+        data = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return Datasets(train=TensorDataset(data), validation=TensorDataset(data[:8]))
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return outputs.square().mean(), outputs
+
+
+class DetachedLoss(TupleLoss):
+    """Returns a number that nothing can be learnt from."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch)[0].detach()
+
+
+class DictOfEvaluation(TupleLoss):
+    """Returns more where it is not trained."""
+
+    def loss(self, model, batch):
+        loss, logits = super().loss(model, batch)
+        return loss if model.training else {"loss": loss, "logits": logits}
