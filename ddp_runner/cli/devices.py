@@ -38,12 +38,19 @@ class VisibleGpus:
     gpus: tuple[Gpu, ...] = ()
     why_none: str = ""
     is_surprising: bool = False  # a GPU could be expected here: people should be told
+    is_unsupported: bool = False  # torch was built for GPUs that this runner cannot use
 
 
 def find_gpus(environment: Mapping[str, str], build: TorchBuild | None) -> VisibleGpus:
     """The GPUs that a rank's torch would see under ``environment``."""
     if build is None:
         return VisibleGpus(why_none="torch is not installed")
+    if build.other:
+        return VisibleGpus(
+            why_none=f"torch {build.version} is built for {build.other}, "
+            "and only NVIDIA's GPUs (CUDA) can be used",
+            is_unsupported=True,
+        )
     if not build.cuda:
         return VisibleGpus(why_none=f"torch {build.version} is a build without CUDA")
     present = _present()
@@ -107,7 +114,11 @@ def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
 def plan_devices(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:
     """The place of each rank. Raises BadInputError for GPUs or ranks that cannot be had."""
     run = settings.run
-    if run.device == "cpu" or (run.device == "auto" and not run.gpus and not found.gpus):
+    is_left_open = run.device == "auto" and not run.gpus
+    if is_left_open and found.is_unsupported:
+        # Whoever installed such a torch means its GPUs: never hours on the CPU without a word.
+        raise BadInputError("run.device", "auto", f"{found.why_none}; --cpu trains on the CPU")
+    if run.device == "cpu" or (is_left_open and not found.gpus):
         count = run.nproc_per_node
         ranks = min(AUTO_CPU_RANKS, cores) if count == "auto" else count
         most = max(CPU_RANKS_MAX, cores)

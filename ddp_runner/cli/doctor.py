@@ -140,7 +140,7 @@ def check_torch() -> Check:
     build = torch_build()
     if build is None:
         return Check(name="torch", verdict=Verdict.FAIL, found="missing", cure="pip install torch")
-    kind = f"CUDA {build.cuda}" if build.cuda else "without CUDA"
+    kind = build.other or (f"CUDA {build.cuda}" if build.cuda else "without CUDA")
     return Check(name="torch", verdict=Verdict.OK, found=f"{build.version}, {kind}")
 
 
@@ -150,6 +150,9 @@ def check_gpus() -> Check:
     if seen.gpus:
         found = ", ".join(f"{i}: {gpu.name} {gpu.memory}" for i, gpu in enumerate(seen.gpus))
         return Check(name="GPUs", verdict=Verdict.OK, found=found)
+    if seen.is_unsupported:
+        cure = "install a torch for CUDA, or train with --cpu"
+        return Check(name="GPUs", verdict=Verdict.FAIL, found=seen.why_none, cure=cure)
     if seen.is_surprising:
         cure = "make nvidia-smi work, or train with --cpu"
         return Check(name="GPUs", verdict=Verdict.WARN, found=seen.why_none, cure=cure)

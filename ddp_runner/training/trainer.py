@@ -30,6 +30,7 @@ from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
     MENDED_BY_RANK,
+    BadInputError,
     Fault,
     FaultError,
     FaultKind,
@@ -404,5 +405,8 @@ def _local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRunti
 def _local_device(settings: Settings, local_rank: int) -> str:
     if settings.run.device == "cpu" or not torch.cuda.is_available():
         return "cpu"
+    if torch.version.hip:  # torch.cuda is then AMD's
+        expected = "torch is built for ROCm, and only NVIDIA's GPUs (CUDA) can be used; use cpu"
+        raise BadInputError("run.device", settings.run.device, expected)
     gpus = settings.run.gpus
     return f"cuda:{gpus[local_rank] if gpus else local_rank % torch.cuda.device_count()}"

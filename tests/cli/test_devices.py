@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import VisibleGpus, find_gpus, parse_query, plan_devices, visible
 from ddp_runner.cli.machine import TorchBuild, core_count, cpu_quota, torch_build
-from ddp_runner.cli.train import place_notes, preset_name, threads_per_rank
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.train import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
 from ddp_runner.core.faults import BadInputError
 
@@ -70,6 +72,17 @@ def fake_query(tmp_path, monkeypatch):
     return install
 
 
+@pytest.fixture
+def torch_version(tmp_path, monkeypatch):
+    """A torch on the path of which only ``version.py`` may be read."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('torch was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    return (package / "version.py").write_text
+
+
 def test_gpus_are_found_by_the_command_and_the_mask(fake_query):
     """What nvidia-smi lists, seen through CUDA_VISIBLE_DEVICES."""
     fake_query(f"printf '%s' '{LISTED}'")
@@ -94,6 +107,26 @@ def test_a_torch_without_cuda_sees_no_gpu(fake_query):
     fake_query(f"printf '%s' '{LISTED}'")
     found = find_gpus({}, TorchBuild(version="2.9.0+cpu", cuda=""))
     assert (found.gpus, found.is_surprising) == ((), False)
+
+
+@pytest.mark.parametrize("line", ["hip = '6.2.41133'", "xpu: Optional[str] = '20250101'"])
+def test_a_torch_for_other_gpus_is_refused_and_not_a_silent_run_on_the_cpu(
+    torch_version, line, capsys
+):
+    """Its GPUs cannot be used: one line that says so, and what to do; with --cpu it trains."""
+    torch_version(f"__version__ = '2.9.0+other'\ncuda: Optional[str] = None\n{line}\n")
+    with pytest.raises(BadInputError) as caught:
+        plan_launch(parse_train([]), words=[])
+    told = str(caught.value)
+    assert told.startswith("run.device=auto: torch 2.9.0+other is built for ")
+    assert told.endswith("only NVIDIA's GPUs (CUDA) can be used; --cpu trains on the CPU")
+    with pytest.raises(BadInputError, match=r"no GPU can be used: torch 2\.9\.0.other is built"):
+        plan_launch(parse_train(["-g", "0"]), words=[])
+    assert plan_launch(parse_train(["--cpu"]), words=[]).devices[0].device == "cpu"
+    checks = {check.name: check for check in (doctor.check_torch(), doctor.check_gpus())}
+    assert checks["GPUs"].verdict is doctor.Verdict.FAIL
+    assert "--cpu" in checks["GPUs"].cure
+    assert "without CUDA" not in checks["torch"].found
 
 
 def test_no_driver_is_not_surprising(tmp_path, monkeypatch):
@@ -190,17 +223,11 @@ def test_devices_choose_preset_and_threads():
     assert threads_per_rank(fixed, devices=on_gpu, cores=96) == 3
 
 
-def test_the_torch_build_is_read_without_importing_torch(tmp_path, monkeypatch):
+def test_the_torch_build_is_read_without_importing_torch(torch_version):
     """version.py says the version and the CUDA it was built with."""
-    package = tmp_path / "torch"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise AssertionError('torch was imported')")
-    version = package / "version.py"
-    version.write_text("__version__ = '2.9.0+cu128'\ncuda: Optional[str] = '12.8'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    torch_version("__version__ = '2.9.0+cu128'\ncuda: Optional[str] = '12.8'\nhip = None\n")
     assert torch_build() == WITH_CUDA
-    version.write_text("__version__ = '2.6.0+cpu'\ncuda = None\n")
+    torch_version("__version__ = '2.6.0+cpu'\ncuda = None\n")
     assert torch_build() == TorchBuild(version="2.6.0+cpu", cuda="")
 
 
