@@ -49,12 +49,30 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
             if option.long in _PAGES:
                 page = page or option.long
             elif option.long == "--config":
-                files.append(Path(_value(option, attached, rest)))
+                files.append(Path(_given(option.long, "", _value(option, attached, rest))))
             else:
-                assignments.append((_name(option), _value(option, attached, rest)))
+                text = _value(option, attached, rest)
+                assignments.append((_name(option), _given(option.long, option.key, text)))
         else:
-            assignments.append(_setting(word))
+            name, text = _setting(word)
+            assignments.append((name, _given(name, name, text)))
     return TrainArguments(files=tuple(files), assignments=tuple(assignments), page=page)
+
+
+def _given(written: str, name: str, text: str) -> str:
+    """``text``; refused where it is empty and would name something: as of a variable that is not set.
+
+    What is left out has a default; an empty path or task would be that in silence.
+    """
+    if text:
+        return text
+    try:
+        spec = known_fields().get(find_key(written, name.removeprefix("--"), list(known_fields())))
+    except BadInputError:  # told with all others that are wrong
+        spec = None
+    if written == "--config" or (spec is not None and spec.kind is Kind.TEXT):
+        raise BadInputError(written, "''", "is empty; give a value, or leave it out")
+    return text
 
 
 def _name(option: Option) -> str:

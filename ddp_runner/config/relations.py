@@ -147,7 +147,7 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
         problems.extend(_unreadable("--init-from", run.init_from, Path(run.init_from)))
     if run.resume not in _RESUME_WORDS:
         expected = "must be auto, last, best, none or the path of a checkpoint; no such file"
-        if not Path(run.resume).exists():
+        if not run.resume or not Path(run.resume).exists():
             problems.append(BadInputError("--resume", run.resume, expected))
     problems.extend(_task_problems(run.task))
     return problems

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.corpus import (
+    ScannedFiles,
     fingerprint,
     scan_standard_library,
     scan_text_files,
@@ -69,6 +71,7 @@ class BytesTask:
         train, validation = split_by_file(
             text, validation_fraction=self._data.validation_fraction, seed=self._seed
         )
+        self._refuse_empty_side(text, train, validation)
         split = (
             f"{_megabytes(train.total_bytes)} to train on, "
             f"{_megabytes(validation.total_bytes)} held out to validate on"
@@ -79,6 +82,24 @@ class BytesTask:
             fingerprint=fingerprint(text.files, text.sizes, text.root),
             notes=(f"{text.root}: {summary(text)}", split),
         )
+
+    def _refuse_empty_side(
+        self, text: ScannedFiles, train: ScannedFiles, validation: ScannedFiles
+    ) -> None:
+        """Raise BadInputError where it is the split, not the text, that leaves too little."""
+        fraction, window_bytes = self._data.validation_fraction, self._model.seq_len + 1
+        if text.total_bytes < 2 * window_bytes:
+            return  # no split would do
+        # Of what was asked for: whole files are moved, and the one that is left may hold more.
+        to_train_bytes = min(train.total_bytes, round(text.total_bytes * (1 - fraction)))
+        for size, purpose in ((to_train_bytes, "train"), (validation.total_bytes, "validate")):
+            if size < window_bytes:
+                raise BadInputError(
+                    "data.validation_fraction",
+                    fraction,
+                    f"leaves {size} of {text.total_bytes} bytes to {purpose} on, and one sample "
+                    f"takes {window_bytes} (model.seq_len + 1)",
+                )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy over next bytes, in nats. ``batch`` is ``[B, seq_len + 1]``."""

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.training.arguments import parameters_of, unfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -217,8 +219,8 @@ def _make(factory: Callable[..., Any], settings: Settings, spec: _TaskSpec) -> o
 def _check_arguments(
     factory: Callable[..., Any], arguments: Mapping[str, object], spec: _TaskSpec
 ) -> None:
-    """Raise BadInputError for an argument that ``factory`` does not know or lacks."""
-    parameters = inspect.signature(factory).parameters.values()
+    """Raise BadInputError for an argument that ``factory`` does not know or lacks, or of another type."""
+    parameters = parameters_of(factory)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     known = [p.name for p in named]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -229,6 +231,11 @@ def _check_arguments(
                 raise BadInputError(
                     f"task.{key}", value, f"{spec.text} has no such argument; {takes}{hint}"
                 )
+    for parameter in named:
+        value = arguments.get(parameter.name)
+        if parameter.name in arguments and (wanted := unfit(value, parameter)):
+            expected = f"{spec.text} takes {wanted}"
+            raise BadInputError(f"task.{parameter.name}", json.dumps(value), expected)
     lacking = [p.name for p in named if p.default is p.empty and p.name not in arguments]
     if lacking:
         wanted = ", ".join(f"task.{name}=VALUE" for name in lacking)

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from ddp_runner.data.windows import ByteWindows
 
 
-def task(path: object = "", *, seed: int = 5, seq_len: int = 32) -> BytesTask:
+def task(
+    path: object = "", *, seed: int = 5, seq_len: int = 32, fraction: float = 0.2
+) -> BytesTask:
     shape = ModelSettings(seq_len=seq_len, hidden_size=32, num_layers=1, num_heads=2, dropout=0.0)
-    data = DataSettings(path=str(path), validation_fraction=0.2)
+    data = DataSettings(path=str(path), validation_fraction=fraction)
     return BytesTask(Settings(run=RunSettings(seed=seed), model=shape, data=data))
 
 
@@ -91,6 +93,18 @@ def test_missing_data_is_the_users_to_mend(tmp_path):
     with pytest.raises(BadInputError, match="--data") as caught:
         task(tmp_path / "absent").build_datasets()
     assert str(tmp_path / "absent") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "purpose"), [(0.9999999, "train"), (0.9995, "train"), (1e-9, "validate")]
+)
+def test_a_split_that_leaves_no_sample_is_refused_by_its_name(folder, fraction, purpose):
+    """Not the data is too small: the share is. The control is a share that leaves one sample."""
+    with pytest.raises(BadInputError) as caught:
+        task(folder, fraction=fraction).build_datasets()
+    assert str(caught.value).startswith(f"data.validation_fraction={fraction}: leaves ")
+    assert f"bytes to {purpose} on, and one sample takes 33" in str(caught.value)
+    assert len(task(folder, fraction=0.99).build_datasets().train) > 0
 
 
 def test_untrained_loss_is_eight_bits_per_byte(folder):

@@ -60,6 +60,85 @@ def test_task_arguments_reach_the_constructor(tmp_path):
     assert (task.width, task.depth) == (7, 2)
 
 
+TYPED = """
+    from pathlib import Path
+    from typing import Literal, Optional, Sequence, Union
+    class Mine:
+        def __init__(self, whole: int = 1, real: float = 0.1, flag: bool = False, text: str = "",
+                     sizes: tuple[int, ...] = (), names: Sequence[str] = (), where: Path = Path(),
+                     maybe: Optional[int] = None, mode: Literal["a", "b"] = "a", odd: int = None,
+                     either: Union[int, str] = 1, options: dict[str, int] = {}, own: "Nothing" = "x"):
+            pass
+        def build_model(self): ...
+        def build_datasets(self): ...
+        def loss(self, model, batch): ...
+"""
+GUESSED = """
+    class Mine:
+        def __init__(self, hidden=64, rate=0.1, flag=False, mode="auto", scale=None, free=object()):
+            pass
+        def build_model(self): ...
+        def build_datasets(self): ...
+        def loss(self, model, batch): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "fits", "expected"),
+    [
+        ("whole", ["abc", 1.5, True, None, [1]], [3, -1], "a whole number"),
+        ("real", ["1e-3x", False, None], [1, 0.5], "a number"),
+        ("flag", ["maybe", 1, None], [True], "true or false"),
+        ("text", [5, True, None, ["a"]], ["", "5"], "text"),
+        ("sizes", [3, "3", ["a"], {}], [[], [1, 2]], "a list"),
+        ("names", ["abc", [1]], [["a"]], "a list"),
+        ("where", [3], ["x/y"], "a path"),
+        ("maybe", ["abc"], [None, 3], "a whole number or null"),
+        ("mode", ["c", 1], ["b"], "one of a, b"),
+        ("odd", ["abc"], [None, 3], "a whole number"),
+        ("either", [1.5], ["x", 2], "a whole number or text"),
+        ("options", [3], [{"a": 1}], "a mapping"),
+    ],
+)
+def test_arguments_are_checked_against_annotations(tmp_path, name, wrong, fits, expected):
+    """One line that names the argument, its value and what it takes; before anything is built.
+
+    Also where the annotation of another argument names what is not there.
+    """
+    as_objects = textwrap.dedent(TYPED)
+    as_text = "from __future__ import annotations\n" + as_objects
+    for number, source in enumerate((as_objects, as_text)):
+        file = write(tmp_path, source, f"typed_{number}.py")
+        for value in fits:
+            load_task(settings(file, **{name: value}))
+        for value in wrong:
+            error = error_of(file, **{name: value})
+            assert error.option == f"task.{name}"
+            assert error.expected.startswith(f"{file} takes {expected}")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "fits"),
+    [
+        ("hidden", ["abc", True, [64]], [128, 0.5, None]),
+        ("rate", ["abc", False], [1, None]),
+        ("flag", ["abc", 2], [True]),
+        ("mode", [], ["b", 5, None]),
+        ("scale", [], ["abc", 5, [1]]),
+        ("free", [], ["abc", 5]),
+    ],
+)
+def test_without_annotations_only_what_can_hardly_be_meant_is_refused(tmp_path, name, wrong, fits):
+    """A default is a hint: a number for a number, but a whole one may stand for any."""
+    file = write(tmp_path, GUESSED)
+    for value in fits:
+        load_task(settings(file, **{name: value}))
+    for value in wrong:
+        error = error_of(file, **{name: value})
+        assert error.option == f"task.{name}"
+        assert ", as its default " in error.expected
+
+
 def test_relative_path_is_from_the_working_directory(tmp_path, monkeypatch):
     """FILE.py may be relative, as on any command line."""
     write(tmp_path, TASK_SOURCE)
