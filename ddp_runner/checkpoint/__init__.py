@@ -8,5 +8,6 @@ snapshot    a state's copy in host memory, made while training reads on
 background  one save at a time, in a thread beside training
 store       CheckpointStore: save, retention, load
 weights     torch files as plain data; weights for ``--init-from``
-codec       state dicts as values: prefixes, differences, digest, what can be stored
+naming      the names of a model's entries: in files those of the bare model
+codec       state dicts as values: differences, digest, what can be stored
 """

@@ -1,10 +1,10 @@
-"""State dicts as values: prefixes, differences, digest, what can be stored. Never touches a disk."""
+"""State dicts as values: differences, digest, what can be stored. Never touches a disk."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_Value = TypeVar("_Value")
-_COMPILED = "_orig_mod."
-_WRAPPED = "module."
 _LISTED_MAX = 5
 
 # What torch.load(weights_only=True) gives back unchanged in every torch that we support.
@@ -22,23 +19,6 @@ _PLAIN_LEAVES = (type(None), bool, int, float, torch.dtype, torch.device, torch.
 _BYTES_PER_ENTRY = (
     512  # of the archive: headers, alignment and the pickled description of one entry
 )
-
-
-def strip_prefixes(state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
-    """The entries under the bare module's names, in order; the values themselves, not copies.
-
-    ``_orig_mod.`` (torch.compile) goes wherever it stands. A leading ``module.`` (DDP and other
-    wrappers) goes while *every* key has it: where only some do, the model has a part of that name.
-    Raises ValueError if two keys become one.
-    """
-    names = {key: key.replace(_COMPILED, "") for key in state_dict}
-    while names and all(name.startswith(_WRAPPED) for name in names.values()):
-        names = {key: name[len(_WRAPPED) :] for key, name in names.items()}
-    bare = {names[key]: value for key, value in state_dict.items()}
-    if len(bare) != len(names):
-        twice = sorted(name for name in bare if list(names.values()).count(name) > 1)
-        raise ValueError(f"two entries become one without prefixes: {', '.join(twice)}")
-    return bare
 
 
 def check_state_dict(

@@ -99,8 +99,8 @@ class CheckpointStore:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
         Blocks for the write and its sync; device tensors are copied to the host one at a time. The
-        model's entries must come from the bare module (no ``module.``). ``monitored`` is better
-        when lower; a value that is not finite counts as None. Checkpoints of later steps belong to
+        model's entries must have the bare model's names (``naming``). ``monitored`` is better when
+        lower; a value that is not finite counts as None. Checkpoints of later steps belong to
         a course that was left (a rollback, a resume from an older file): they are moved into
         ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
 

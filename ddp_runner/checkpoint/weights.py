@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ddp_runner.checkpoint.codec import strip_prefixes
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
 
@@ -36,7 +35,7 @@ def read_archive(path: Path, *, map_location: str | torch.device) -> Any:
 
 
 def load_weights(path: Path, *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """The model's state dict in a file, under the bare module's names, for ``--init-from``.
+    """The model's state dict in a file, under the names that stand there, for ``--init-from``.
 
     Takes a checkpoint of ours, a plain state dict, or a dict that holds one as ``model``,
     ``state_dict`` or ``model_state_dict``. Raises BadInputError (``--init-from``) otherwise.
@@ -54,10 +53,7 @@ def load_weights(path: Path, *, map_location: str | torch.device = "cpu") -> dic
             break
     if not _is_state_dict(content):
         raise BadInputError("--init-from", path, f"holds no state dict; {expected}")
-    try:
-        return strip_prefixes(content)
-    except ValueError as error:
-        raise BadInputError("--init-from", path, str(error)) from error
+    return dict(content)
 
 
 def _is_state_dict(content: object) -> bool:

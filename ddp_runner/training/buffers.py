@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.checkpoint.naming import bare_name, read_as
 from ddp_runner.training.fingerprint import tensor_hash
 
 HELD_SHARE_MAX = 2  # of the trained parameters' bytes; AdamW keeps as much of them
@@ -31,7 +32,11 @@ class Buffers:
         persistent = {id(tensor) for tensor in self._persistent()}
         self._others = [buffer for buffer in model.buffers() if id(buffer) not in persistent]
         self._values: list[Tensor] = []
-        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self._frozen = {
+            bare_name(model, name): parameter
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad
+        }
         self._followed: dict[str, nn.Parameter] = {}
         self._followed_values: list[Tensor] = []
         trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
@@ -56,7 +61,7 @@ class Buffers:
 
     def follow(self, names: Iterable[str]) -> None:
         """Those that another process has seen to change; :meth:`keep` comes next."""
-        for name in names:
+        for name in read_as(dict.fromkeys(names), self._frozen):
             if name in self._frozen:
                 self._followed[name] = self._frozen.pop(name)
                 self._held.pop(name, None)
@@ -148,7 +153,7 @@ class Buffers:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where the buffers of the model's state live: name -> (module, attribute).
+    """Where the buffers of the model's state live: bare name -> (module, attribute).
 
     A mask that is rebuilt at construction is no part of the state; what is registered as None, to
     be filled later, is.
@@ -165,7 +170,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
                 is_saved = name in saved and id(buffer) not in seen
                 seen.add(id(buffer))
             if is_saved:
-                owners[name] = (owner, key)
+                owners[bare_name(model, name)] = (owner, key)
     return owners
 
 

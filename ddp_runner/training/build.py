@@ -16,8 +16,9 @@ from torch.utils.data import IterableDataset
 
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import WORDS
-from ddp_runner.checkpoint.codec import check_state_dict, stored_bytes, strip_prefixes
+from ddp_runner.checkpoint.codec import check_state_dict, stored_bytes
 from ddp_runner.checkpoint.manifest import checkpoint_name
+from ddp_runner.checkpoint.naming import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
@@ -247,9 +248,9 @@ def load_start(
 def _begin_anew(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that is new, the one of step 0."""
     if settings.run.init_from:
-        weights = load_weights(Path(settings.run.init_from))
+        weights = read_as(load_weights(Path(settings.run.init_from)), state.weights())
         _check_fits(weights, state, option="--init-from", value=settings.run.init_from)
-        state.model.load_state_dict(weights)
+        load_bare_state(state.model, weights)
         state.buffers.keep()
     state.committed_step = state.begun_step = 0
 
@@ -377,7 +378,7 @@ def _refuse_earlier_end(
 
 def _check_fits(weights: Mapping[str, Any], state: TrainState, *, option: str, value: str) -> None:
     state.buffers.make_room(weights)
-    differences = check_state_dict(weights, state.model.state_dict())
+    differences = check_state_dict(weights, state.weights())
     if differences:
         shown = "; ".join(differences[:3]) + ("; ..." if len(differences) > 3 else "")
         raise BadInputError(option, value, f"holds another model: {shown}")
@@ -386,7 +387,7 @@ def _check_fits(weights: Mapping[str, Any], state: TrainState, *, option: str, v
 def _restore(
     settings: Settings, state: TrainState, saved: Mapping[str, Any], *, where: str
 ) -> None:
-    weights = strip_prefixes(saved["model"])
+    weights = read_as(saved["model"], state.weights())
     _check_fits(weights, state, option="--resume", value=where)
     try:
         state.restore({**saved, "model": weights})

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ddp_runner.checkpoint.naming import bare_name, read_as
 from ddp_runner.training.buffers import persistent_buffers
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ class Ema:
 
 
 def _float_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Floating-point parameters, tied ones once, in the model's order."""
+    """Floating-point parameters, tied ones once, in the model's order, under their bare names."""
     return {
-        name: parameter
+        bare_name(model, name): parameter
         for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
     }
@@ -173,6 +174,7 @@ def _average_dtype(tensor: Tensor) -> torch.dtype:
 
 def _ordered_copy(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of ``saved`` on the devices and in the order of ``live``."""
+    saved = read_as(saved, live)
     wrong = saved.keys() ^ live.keys()
     wrong |= {name for name in saved.keys() & live.keys() if saved[name].shape != live[name].shape}
     if wrong:

@@ -38,7 +38,7 @@ def report_of(parts: RankParts, reason: StopReason, *, sample: str) -> TrainRepo
         samples=state.samples,
         loss=parts.progress.loss,
         figures=dict(parts.progress.figures),
-        weights_sha256=weights_sha256(state.model.state_dict()),
+        weights_sha256=weights_sha256(state.weights()),
         checkpoint=parts.progress.checkpoint,
         peaks=parts.memory.peaks(),
         leaks=parts.memory.suspected_leaks,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.checkpoint.naming import bare_name, bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.quarantine import Quarantine
@@ -61,10 +62,14 @@ class TrainState:
         self.before_change: Callable[[], None] = _nobody_reads
         self.buffers = Buffers(model)
 
+    def weights(self) -> dict[str, Any]:
+        """The model's state under its bare names; references, not copies."""
+        return bare_state(self.model)
+
     def capture(self) -> dict[str, Any]:
         """References, not copies: valid until the next optimizer step."""
         state: dict[str, Any] = {
-            "model": self.model.state_dict(),
+            "model": self.weights(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
             "monitor": self.monitor.state_dict(),
@@ -104,12 +109,12 @@ class TrainState:
 
     def replicated(self) -> dict[str, Tensor]:
         """What must be the same on every rank after a commit, by name; references, in one order."""
-        values = self.model.state_dict().items()
+        values = self.weights().items()
         found = {name: value for name, value in values if isinstance(value, Tensor)}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"{name} ({key})"] = value
+                    found[f"{bare_name(self.model, name)} ({key})"] = value
         if self.ema is not None:
             averages = self.ema.averages()
             found.update({f"average {number}": value for number, value in enumerate(averages)})
@@ -122,8 +127,9 @@ class TrainState:
         """
         self.before_change()
         self.committed_step = EMPTY_STEP
-        self.buffers.make_room(state["model"])
-        self.model.load_state_dict(state["model"])
+        weights = read_as(state["model"], self.weights())
+        self.buffers.make_room(weights)
+        load_bare_state(self.model, weights)
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])

@@ -1,4 +1,4 @@
-"""State dicts: prefixes, differences, the digest of the weights, what may be stored."""
+"""State dicts: differences, the digest of the weights, what may be stored."""
 
 from __future__ import annotations
 
@@ -15,41 +15,8 @@ from torch import nn
 from ddp_runner.checkpoint.codec import (
     check_state_dict,
     stored_bytes,
-    strip_prefixes,
     weights_sha256,
 )
-
-
-@pytest.mark.parametrize(
-    "prefix",
-    [
-        "",
-        "module.",
-        "_orig_mod.",
-        "module._orig_mod.",
-        "_orig_mod.module.",
-        "module.module._orig_mod.",
-    ],
-)
-def test_any_nesting_of_prefixes_is_removed(prefix):
-    """DDP and torch.compile prefixes, in any order and depth, leave the bare names in order."""
-    bare = {"b.weight": 1, "a.bias": 2}
-    assert list(
-        strip_prefixes({prefix + key: value for key, value in bare.items()}).items()
-    ) == list(bare.items())
-
-
-def test_a_part_called_module_keeps_its_name():
-    """``module.`` goes only while every key has it; a compiled part in the middle is renamed."""
-    state = {"module.weight": 1, "head._orig_mod.weight": 2, "encoder.module.bias": 3}
-    assert strip_prefixes(state) == {"module.weight": 1, "head.weight": 2, "encoder.module.bias": 3}
-    assert strip_prefixes({}) == {}
-
-
-def test_two_keys_that_become_one_are_refused():
-    """Nothing is silently overwritten."""
-    with pytest.raises(ValueError, match=r"a\.w"):
-        strip_prefixes({"a.w": 1, "a._orig_mod.w": 2})
 
 
 def test_differences_are_told_in_words():

@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 
+from ddp_runner.checkpoint.naming import live_name
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.training.buffers import Buffers
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
+from tests.scenarios.wrapping import Wrapper
 
 from .building import as_plain, bits_of, build_model, build_state, micro_batches
 
@@ -432,3 +435,49 @@ def test_a_state_with_a_part_missing_is_refused(missing):
     del captured[missing]
     with pytest.raises(KeyError):
         build_state().restore(captured)
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def with_live_names(state):
+    """The captured state as files of earlier versions have it: with the names of the live model."""
+    captured = copy.deepcopy(state.capture())
+    for part in (captured["model"], captured["ema"]["parameters"], captured["ema"]["buffers"]):
+        for name in list(part):
+            part[live_name(state.model, name)] = part.pop(name)
+    captured["followed"] = [live_name(state.model, name) for name in captured.get("followed", ())]
+    return captured
+
+
+@pytest.mark.parametrize("saves", [lambda state: state.capture(), with_live_names])
+@pytest.mark.parametrize("wraps", [compiled, Wrapper])
+def test_a_state_goes_on_in_a_model_that_is_wrapped_otherwise(wraps, saves):
+    """Weights, average and what is followed come over, with and without a wrapper on either side."""
+    plain, wrapped = build_state(), build_state(model=wraps(build_model()))
+    for state in (plain, wrapped):
+        next(iter(state.model.parameters())).requires_grad_(False)
+        state.buffers = Buffers(state.model)
+        advance(state, 1)
+        follow(state)
+        advance(state, 2)
+    for source, target in ((plain, wrapped), (wrapped, plain), (wrapped, wrapped)):
+        advance(source, 1)
+        target.restore(copy.deepcopy(saves(source)))
+        assert tensors_of(target) == tensors_of(source)
+        assert len(target.buffers.followed()) == 1
+
+
+def follow(state):
+    """As if forward had moved the frozen parameter."""
+    state.buffers.follow([name for name in state.weights() if name.endswith("0.weight")][:1])
+    state.buffers.keep()
+
+
+def tensors_of(state):
+    """Bits and positions, without the names that a wrapper of the user's own changes."""
+    captured = state.capture()
+    average = captured["ema"]
+    parts = (captured["model"], average["parameters"], average["buffers"])
+    return [list(as_plain(part).values()) for part in parts] + [as_plain(captured["optimizer"])]

@@ -1,0 +1,110 @@
+"""The one rule for names of a model's entries: in files they are those of the bare model.
+
+What torch wraps around a model or a part of it (torch.compile, DDP) is no part of a name, and is found
+by what the modules are, never by what they are called: a class of the user's own whose only child is
+called ``module`` is part of it. Changes no tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_Value = TypeVar("_Value")
+_COMPILED = "_orig_mod"
+_WRAPPED = "module."
+
+# INVARIANT bare-names: what is written has the bare model's names, and whatever names stand in a file
+# are read as those: a run resumes its own checkpoints, compiled or not, whichever of the two made them.
+# Broken if: a state dict goes to a file, or comes from one, beside bare_state() and load_bare_state().
+# Guarded by: test_every_form_of_a_model_is_saved_under_bare_names_and_loads_from_every_other.
+
+
+def bare_name(model: nn.Module, name: str) -> str:
+    """The name of ``model``'s entry or module ``name`` without what torch has wrapped around it."""
+    kept: list[str] = []
+    at: nn.Module | None = model
+    for part in name.split("."):
+        if at is None or part != _wrapped_child(at):
+            kept.append(part)
+        at = None if at is None else at._modules.get(part)  # noqa: SLF001 - as named_modules() does
+    return ".".join(kept)
+
+
+def live_name(model: nn.Module, bare: str) -> str:
+    """What ``model`` calls the entry that :func:`bare_name` calls ``bare``."""
+    named: list[str] = []
+    at: nn.Module | None = model
+    for part in bare.split("."):
+        while at is not None and (child := _wrapped_child(at)) is not None:
+            named.append(child)
+            at = at._modules.get(child)  # noqa: SLF001
+        named.append(part)
+        at = None if at is None else at._modules.get(part)  # noqa: SLF001
+    return ".".join(named)
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    """The name of the module that torch has wrapped into ``module``; None where it is no such wrapper."""
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    # Importing it takes a second; where nobody has, nothing is compiled.
+    compiling = sys.modules.get("torch._dynamo.eval_frame")
+    if compiling is not None and isinstance(module, compiling.OptimizedModule):
+        return _COMPILED
+    return None
+
+
+def bare_state(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` under the bare model's names; references, not copies.
+
+    Raises ValueError if two entries have one name then.
+    """
+    state = model.state_dict()
+    named: OrderedDict[str, Any] = OrderedDict(
+        (bare_name(model, name), value) for name, value in state.items()
+    )
+    if len(named) != len(state):
+        raise ValueError("two entries of the model have one name without torch's wrappers")
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        renamed = {bare_name(model, name): value for name, value in versions.items()}
+        named._metadata = renamed  # type: ignore[attr-defined] # noqa: SLF001 - as torch hangs it on
+    return named
+
+
+def load_bare_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`bare_state`. Raises RuntimeError where ``state`` is of another model."""
+    model.load_state_dict({live_name(model, name): value for name, value in state.items()})
+
+
+def read_as(found: Mapping[str, _Value], expected: Iterable[str]) -> dict[str, _Value]:
+    """What a file holds, under those of its names that the bare model ``expected`` has.
+
+    Files of others, and ours of before, have names with ``_orig_mod`` in them or ``module.`` before
+    all of them, or lack such a ``module.`` that the model has: the reading is taken that finds most
+    of the expected names, and the names as they stand where none is better.
+    """
+    wanted = frozenset(expected)
+    best = max(_readings(list(found), wanted), key=lambda names: len(wanted.intersection(names)))
+    return dict(zip(best, found.values(), strict=True))
+
+
+def _readings(found: list[str], wanted: frozenset[str]) -> Iterator[list[str]]:
+    depth = 0
+    while wanted and all(name.startswith(_WRAPPED * (depth + 1)) for name in wanted):
+        depth += 1
+    plain = [".".join(part for part in name.split(".") if part != _COMPILED) for name in found]
+    for names in (found, plain):
+        if len(set(names)) < len(found):
+            continue  # two entries would become one
+        yield names
+        inner = names
+        while inner and all(name.startswith(_WRAPPED) for name in inner):
+            inner = [name[len(_WRAPPED) :] for name in inner]
+            yield inner
+        yield [_WRAPPED * depth + name for name in inner]
