@@ -343,7 +343,7 @@ def test_launch_runs_the_command_and_streams_its_output(free_program, tmp_path):
     )
     assert done.stderr == ""
     assert done.stdout.startswith("ddp_runner - training that keeps going.")
-    assert done.stdout.endswith(f"{tmp_path}/logs {tmp_path}/checkpoints\n")
+    assert done.stdout.endswith(f"{tmp_path}/logs/bytes {tmp_path}/checkpoints/bytes\n")
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
@@ -482,14 +482,16 @@ def is_running(pid: int) -> bool:
 def test_an_old_summary_is_not_taken_for_the_runs(tmp_path, monkeypatch):
     """A run that wrote none has none, even where an earlier run left one."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "logs").mkdir()
-    file = tmp_path / "logs" / "summary.json"
+    file = tmp_path / "logs" / "bytes" / "summary.json"
+    file.parent.mkdir(parents=True)
     file.write_text('{"run_id": "old"}')
     digest = hashlib.sha256(file.read_bytes()).digest()
     monkeypatch.setattr(launcher, "_CHILD", "raise SystemExit(1)")
     assert launcher.launch().summary is None
     assert hashlib.sha256(file.read_bytes()).digest() == digest
     monkeypatch.setattr(
-        launcher, "_CHILD", "open('logs/summary.json', 'w').write('{\"run_id\": \"new\"}')"
+        launcher,
+        "_CHILD",
+        "open('logs/bytes/summary.json', 'w').write('{\"run_id\": \"new\"}')",
     )
     assert launcher.launch().summary == {"run_id": "new"}
