@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Finds or makes the Python environment, then becomes `python -m ddp_runner`. It decides nothing else.
+# Finds or makes the Python environment, then becomes the command `ddp_runner`. It decides nothing else.
 #
 #   ./launch_training.sh [OPTIONS]            train; --help lists the options
 #   ./launch_training.sh COMMAND [OPTIONS]    train, checkpoints, report, doctor, demo
@@ -7,6 +7,13 @@
 #
 # DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/environment.py documents the order.
 set -euo pipefail
+trap 'printf "ddp_runner: interrupted\n" >&2; exit 130' INT
+
+# A Ctrl-C is held back until start.py answers it with one line, where `env` knows how.
+if [[ -z ${DDP_RUNNER_HELD:-} ]] && /usr/bin/env --block-signal=INT true 2>/dev/null; then
+    DDP_RUNNER_HELD=1 exec /usr/bin/env --block-signal=INT "$BASH" "${BASH_SOURCE[0]}" "$@"
+fi
+unset DDP_RUNNER_HELD
 
 fail() {
     printf 'ddp_runner: error: %s\n' "$1" >&2
@@ -15,7 +22,7 @@ fail() {
 
 # True for an interpreter that starts and is new enough to run ddp_runner/environment.py.
 is_new_enough() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+    "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
 }
 
 # Prints the interpreter to begin with: the chosen one, else the active one, else the first fit.
@@ -39,12 +46,17 @@ first_python() {
 
 script=$(readlink -f -- "${BASH_SOURCE[0]}")
 repository=$(dirname -- "$script")
-# The package runs from the checkout, whatever folder the user is in and keeps.
-export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+# The package runs from the checkout, whatever folder the user is in and keeps. An empty part of
+# PYTHONPATH would be the working directory, whose files are not ours to run.
+path=:${PYTHONPATH:-}:
+while [[ $path == *::* ]]; do path=${path//::/:}; done
+path=${path#:}
+export PYTHONPATH="$repository${path:+:${path%:}}"
+start=$repository/ddp_runner/start.py
 
 first=$(first_python)
 if [[ ${1:-} == environment ]]; then
-    exec "$first" -m ddp_runner.environment "${@:2}"
+    exec "$first" "$start" ddp_runner.environment "${@:2}"
 fi
-python=$("$first" -m ddp_runner.environment)
-exec "$python" -m ddp_runner "$@"
+python=$("$first" "$start" ddp_runner.environment)
+exec "$python" "$start" ddp_runner.__main__ "$@"

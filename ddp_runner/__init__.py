@@ -6,6 +6,13 @@ imports torch. ARCHITECTURE.md maps the rooms.
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"]:  # python looks for the module to run: perhaps for ours
+    from ddp_runner.start import leave_working_directory
+
+    leave_working_directory()
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ddp_runner import start
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 
@@ -25,16 +26,21 @@ _LATER = ("run",)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process's); the exit code."""
+    if argv is None:  # as `ddp-runner` or `python -m ddp_runner`, not by start.py
+        start.leave_script_folder()
+        start.open_standard_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         command, rest = split_command(words)
         module = import_module(_MODULE_OF_COMMAND[command])
+        start.interrupts_raise()
         return int(module.run(rest))
     except BadInputError as error:
         for line in str(error).splitlines():
             print(f"ddp_runner: error: {line}", file=sys.stderr)
         return ExitCode.BAD_USAGE
     except KeyboardInterrupt:
+        print("ddp_runner: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output is gone; keep the interpreter from flushing into it at exit.

@@ -1,6 +1,6 @@
 """Finds or makes the Python environment; the standard library is all it needs.
 
-``python -m ddp_runner.environment`` prints the interpreter to run with on standard output and
+``start.py ddp_runner.environment`` prints the interpreter to run with on standard output and
 everything for people on standard error. It never changes an environment that it did not make.
 
 Order: ``$DDP_RUNNER_PYTHON`` (an error if it does not satisfy the requirements), the active virtual
@@ -163,7 +163,8 @@ class Repository:
 
     def missing_in(self, python: Path) -> str:
         """What ``python`` lacks, in words; empty if it satisfies everything."""
-        command = [str(python), "-m", "ddp_runner.environment", "--check", "--", *self.wanted]
+        start = str(REPOSITORY / "ddp_runner" / "start.py")
+        command = [str(python), start, "ddp_runner.environment", "--check", "--", *self.wanted]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         try:
             answer = subprocess.run(  # noqa: S603 - the interpreter that the user chose
@@ -244,7 +245,7 @@ def _create(repository: Repository) -> None:
             "that satisfies requirements.txt"
         ) from error
     made = subprocess.run(  # noqa: S603 - our own interpreter
-        [sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-m", "venv", str(venv)], capture_output=True, text=True, check=False
     )
     if made.returncode != 0:
         output = (made.stdout + made.stderr).strip()
@@ -255,7 +256,7 @@ def _create(repository: Repository) -> None:
 
 def _install(repository: Repository) -> None:
     _tell("installing the requirements; this can take some minutes")
-    command = [str(repository.python), "-m", "pip", "install", "--disable-pip-version-check"]
+    command = [str(repository.python), "-I", "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--no-input", "-r", str(repository.file), *repository.extra_requirements]
     # pip draws its progress on standard error here: standard output carries our one answer.
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:  # noqa: S603
@@ -272,7 +273,7 @@ def _tell(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 with the interpreter's path printed, else 1 or 2 with one line of reason."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_runner.environment")
+    parser = argparse.ArgumentParser(prog="launch_training.sh environment")
     parser.add_argument("--extra", default="", help="also satisfy this extra of pyproject.toml")
     parser.add_argument("--check", nargs="*", metavar="REQUIREMENT", help="only test these, here")
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)

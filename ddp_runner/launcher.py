@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ _CHILD = (
     " die_with_parent(int(sys.argv[1]));"
     " from ddp_runner.__main__ import main; sys.exit(main(sys.argv[2:]))"
 )
+# "python -c" looks in the working directory first, for whatever is imported; see start.py.
+_NOT_HERE = "import sys; sys.path[:] = [folder for folder in sys.path if folder];"
+_BEGINS = _NOT_HERE + "from ddp_runner.start import clean_search_path; clean_search_path();"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,8 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 def _run_child(words: Sequence[str]) -> int:
     """Run ``train`` with ``words``; forwards output and interrupts."""
-    command = [sys.executable, "-c", _HEARS + _CHILD, str(os.getpid()), "train", *words]
+    code = _BEGINS + _HEARS + _CHILD
+    command = [sys.executable, "-c", code, str(os.getpid()), "train", *words]
     inherits = _writes_to_descriptor_1()
     # INVARIANT no-run-without-a-waiter: an interrupt comes once there is a child to pass it on to.
     # Broken if: it may be raised inside Popen, which leaves a run behind that nobody waits for.
@@ -213,6 +218,12 @@ def _writes_to_descriptor_1() -> bool:
 
 def _child_environment() -> dict[str, str]:
     """Our environment, able to import what this process can, marked for :func:`launch`."""
-    root = str(Path(__file__).resolve().parent.parent)
-    search = [root, *(path for path in sys.path if path and path != root)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(search), _LAUNCHED: "1"}
+    before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    search = [PACKAGE_PARENT, *(part for part in before if part != PACKAGE_PARENT)]
+    folders = [str(Path(folder).absolute()) for folder in sys.path if folder]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(search),
+        FOLDERS_VARIABLE: os.pathsep.join(folders),
+        _LAUNCHED: "1",
+    }

@@ -24,7 +24,9 @@ from ddp_runner.core.faults import BadInputError
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM_PATH = "/usr/bin:/bin"
 STUB = """import os, sys
-print("|".join([sys.executable, os.environ.get("STUB_CWD") or os.getcwd(), *sys.argv[1:]]))
+def main(words):
+    print("|".join([sys.executable, os.environ.get("STUB_CWD") or os.getcwd(), *words]))
+    return 0
 """
 
 
@@ -53,7 +55,8 @@ def checkout(tmp_path):
     (root / "ddp_runner").mkdir(parents=True)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "launch_training.sh", root)
-    shutil.copy(ROOT / "ddp_runner" / "environment.py", root / "ddp_runner")
+    for name in ("environment.py", "start.py"):
+        shutil.copy(ROOT / "ddp_runner" / name, root / "ddp_runner")
     (root / "ddp_runner" / "__init__.py").write_text("")
     (root / "ddp_runner" / "__main__.py").write_text(STUB)
     (root / "requirements.txt").write_text("# nothing\n")

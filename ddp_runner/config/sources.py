@@ -19,7 +19,7 @@ Origin = Literal["default", "preset", "file", "environment", "command line"]
 
 ENVIRONMENT_PREFIX = "DDP_RUNNER_"
 # Read by launch_training.sh and launcher.py, or set by the run for its own processes.
-RESERVED_VARIABLES = frozenset({"DDP_RUNNER_PYTHON", "DDP_RUNNER_LAUNCHED"})
+RESERVED_VARIABLES = frozenset({"DDP_RUNNER_PYTHON", "DDP_RUNNER_LAUNCHED", "DDP_RUNNER_FOLDERS"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

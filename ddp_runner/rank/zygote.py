@@ -1,7 +1,7 @@
 """The zygote: imports torch once, then forks ranks and the store host in milliseconds.
 
 It stays single-threaded and never touches CUDA, so that its forks start clean. It is started as
-``python -m ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID [TASK]`` and ends with its supervisor.
+``start.py ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID [TASK]`` and ends with its supervisor.
 """
 
 from __future__ import annotations
@@ -177,7 +177,3 @@ def main(arguments: list[str]) -> int:
     )
     serve(channel, supervisor_pid)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from ddp_runner import start
 from ddp_runner.channel import Channel
 from ddp_runner.core.messages import Fork
 from ddp_runner.supervisor.stopped import stat_fields
@@ -79,7 +80,7 @@ class Zygote:
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [
                 sys.executable,
-                "-m",
+                start.__file__,
                 "ddp_runner.rank.zygote",
                 str(theirs.fileno()),
                 str(os.getpid()),

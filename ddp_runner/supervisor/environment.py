@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from ddp_runner.core.launch import LaunchPlan
-
-_PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+from ddp_runner.start import PACKAGE_PARENT
 
 # Ranks that must survive a failed collective (DESIGN section 12): the watchdog would kill them.
 _NCCL = {
@@ -47,6 +45,6 @@ def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, st
 def _with_package(path: str) -> str:
     """The search path with this package's folder, wherever the user's working directory is."""
     parts = [part for part in path.split(":") if part]
-    if str(_PACKAGE_PARENT) not in parts:
-        parts.append(str(_PACKAGE_PARENT))
+    if PACKAGE_PARENT not in parts:
+        parts.append(PACKAGE_PARENT)
     return ":".join(parts)

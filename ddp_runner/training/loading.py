@@ -7,6 +7,7 @@ a ready instance. All that goes wrong here is the user's to mend, so it is a
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -23,7 +24,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.training.arguments import parameters_of, unfit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import ModuleType
 
     from ddp_runner.core.settings import Settings
@@ -73,14 +74,16 @@ def import_task_module(spec: str) -> ModuleType:
     """Import the module that ``spec`` (as in ``--task``) needs, once per process; later calls find it.
 
     A file becomes a module of a name that is stable for its path, so that its classes pickle by
-    reference in forked processes; its folder goes to the front of ``sys.path``, as ``python FILE``
-    would have it. Raises BadInputError, with the user's exception as its cause.
+    reference in forked processes. Its folder, or for ``module:NAME`` the working directory, is
+    searched last: a ``random.py`` that lies there takes no installed module's place. Raises
+    BadInputError, with the user's exception as its cause.
     """
     parsed = _parse(spec)
     if parsed.file is not None:
         return _import_file(parsed.file, spec)
     try:
-        return importlib.import_module(parsed.module)
+        with _also_searched("" if spec in BUILT_IN_TASKS else _working_directory()):
+            return importlib.import_module(parsed.module)
     except ModuleNotFoundError as error:
         wanted = error.name or ""
         if parsed.module == wanted or parsed.module.startswith(wanted + "."):
@@ -88,6 +91,27 @@ def import_task_module(spec: str) -> ModuleType:
         raise BadInputError("--task", spec, _import_failure(error, None)) from error
     except (Exception, SystemExit) as error:  # boundary: any user code may run at import
         raise BadInputError("--task", spec, _import_failure(error, None)) from error
+
+
+@contextlib.contextmanager
+def _also_searched(folder: str) -> Iterator[None]:
+    """``folder`` at the end of ``sys.path``, for good unless the import fails."""
+    is_new = bool(folder) and folder not in sys.path
+    if is_new:
+        sys.path.append(folder)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            sys.path.remove(folder)
+        raise
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return ""
 
 
 def _parse(text: str) -> _TaskSpec:
@@ -118,17 +142,12 @@ def _import_file(file: Path, spec: str) -> ModuleType:
     assert import_spec is not None, "a .py file always has a loader"
     assert import_spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(import_spec)
-    folder = str(file.parent)
-    added = folder not in sys.path
-    if added:
-        sys.path.insert(0, folder)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look it up by name
     try:
-        import_spec.loader.exec_module(module)
+        with _also_searched(str(file.parent)):
+            import_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # boundary: the user's file runs here
         del sys.modules[name]
-        if added:
-            sys.path.remove(folder)
         raise BadInputError("--task", spec, _import_failure(error, file)) from error
     return module
 
@@ -140,7 +159,18 @@ def _module_name(file: Path) -> str:
 
 
 def _import_failure(error: BaseException, file: Path | None) -> str:
-    return f"importing it raised {_described(error, file)}"
+    return f"importing it raised {_described(error, file)}{_hidden_helper(error, file)}"
+
+
+def _hidden_helper(error: BaseException, file: Path | None) -> str:
+    """A hint where an installed module was imported instead of the one that lies beside the task."""
+    if file is None or not isinstance(error, ImportError) or not error.name or not error.path:
+        return ""
+    name = error.name.partition(".")[0]
+    beside = (file.parent / f"{name}.py", file.parent / name)
+    if not any(path.exists() for path in beside) or Path(error.path).is_relative_to(file.parent):
+        return ""
+    return f"; {error.path} hides the {name} beside the task: rename yours"
 
 
 def _described(error: BaseException, file: Path | None) -> str:

@@ -253,6 +253,14 @@ def test_file_that_fails_to_import_is_told_with_its_line(tmp_path, source, words
     assert not [m for m in sys.modules if m.startswith("ddp_runner_task_my_task")]
 
 
+def test_a_neighbour_named_like_an_installed_module_is_hidden_by_it_and_that_is_said(tmp_path):
+    """The task's folder is searched last; the message says why the wrong module was found."""
+    write(tmp_path, "X = 1\n", "colorsys.py")
+    error = error_of(write(tmp_path, "from colorsys import X\n"))
+    assert "cannot import name 'X' from 'colorsys'" in error.expected
+    assert error.expected.endswith("colorsys.py hides the colorsys beside the task: rename yours")
+
+
 def test_error_inside_a_neighbour_names_the_line_of_the_file(tmp_path):
     """The user sees the line of the file that was asked for; the cause has the rest."""
     write(tmp_path, "def explode():\n    raise KeyError('gone')\n", "loading_neighbour2.py")

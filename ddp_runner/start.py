@@ -1,0 +1,121 @@
+"""Begins every process that we start: the search path first, then the module that is wanted.
+
+Run by its path, ``python .../ddp_runner/start.py MODULE WORDS...``: both ``python -m`` and
+``python -c`` look in the working directory before anywhere else, so that a ``random.py`` which lies
+there would run as the user. Until the path is clean nothing may be imported but what is built in.
+"""
+
+import sys
+
+# INVARIANT no-code-from-here: the working directory is on no search path of ours, unless the user
+# names it. Broken if: anything is imported above, or a process of ours is started in another way.
+# Guarded by: test_nothing_in_the_working_directory_is_executed.
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]  # this file's folder
+
+import os
+import signal
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib takes 5 ms
+PACKAGE_PARENT = os.path.dirname(_PACKAGE)  # noqa: PTH120
+# Where launch() found what its program imports; searched last, behind the standard library.
+FOLDERS_VARIABLE = "DDP_RUNNER_FOLDERS"
+_INTERRUPTED = 130
+
+
+def clean_search_path() -> None:
+    """Take the working directory off, where only an empty part of PYTHONPATH has put it on.
+
+    Then this package can be found, first, and what :func:`launch` has passed on, last.
+    """
+    given = os.environ.get("PYTHONPATH", "")
+    named = [part for part in given.split(os.pathsep) if part]
+    if given and os.pathsep.join(named) != given:
+        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+        here = _working_directory()
+        if here in sys.path and here not in map(os.path.abspath, named):
+            sys.path.remove(here)
+    sys.path[:] = [folder for folder in sys.path if folder]
+    if PACKAGE_PARENT not in sys.path:
+        sys.path.insert(0, PACKAGE_PARENT)
+    passed_on = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
+    sys.path += [folder for folder in passed_on if folder and folder not in sys.path]
+
+
+def leave_working_directory() -> None:
+    """Undo what ``python -m`` has done, when it is this package that it looks for."""
+    if sys.argv[:1] == ["-m"] and _is_ours(sys.orig_argv):
+        if not getattr(sys.flags, "safe_path", False):
+            del sys.path[0]
+        clean_search_path()
+
+
+def leave_script_folder() -> None:
+    """Undo what starting the installed command has done: its folder is on the path, first."""
+    folder = os.path.dirname(os.path.realpath(sys.argv[0]))  # noqa: PTH120
+    if os.path.basename(sys.argv[0]) == "ddp-runner" and sys.path[:1] == [folder]:  # noqa: PTH119
+        del sys.path[0]
+        clean_search_path()
+
+
+def _is_ours(words: list[str]) -> bool:
+    """Whether the first ``-m`` (perhaps with others, ``-um``) of a command line names this package."""
+    for word, following in zip(words, words[1:], strict=False):  # noqa: RUF007 - not yet
+        if word.startswith("-") and not word.startswith("--") and word.endswith("m"):
+            return following.partition(".")[0] == "ddp_runner"
+    return False
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:
+        return ""  # it was removed
+
+
+def open_standard_streams() -> None:
+    """Let what is closed of standard input, output and error lead nowhere.
+
+    The next file that is opened would take the free number, and be written to by every ``print``.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def _answer_interrupts() -> None:
+    """One line for a Ctrl-C that comes while modules are imported, in place of a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
+def _end(number: int, frame: object) -> None:
+    del number, frame
+    os.write(2, b"ddp_runner: interrupted\n")
+    os._exit(_INTERRUPTED)
+
+
+def interrupts_raise() -> None:
+    """From here on a Ctrl-C is a KeyboardInterrupt again: there may be something to clean up."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _main() -> int:
+    open_standard_streams()
+    _answer_interrupts()
+    clean_search_path()
+    from importlib import import_module  # noqa: PLC0415 - the path had to be clean
+
+    _, module, *words = sys.argv
+    sys.argv[1:] = words
+    return int(import_module(module).main(words))
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
