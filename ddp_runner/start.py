@@ -114,7 +114,10 @@ def _main() -> int:
 
     _, module, *words = sys.argv
     sys.argv[1:] = words
-    return int(import_module(module).main(words))
+    code = int(import_module(module).main(words))
+    # While the interpreter ends, its handlers are gone: a Ctrl-C would change how it has ended.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    return code
 
 
 if __name__ == "__main__":
