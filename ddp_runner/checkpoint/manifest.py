@@ -47,7 +47,8 @@ class Manifest:
     the whole file. ``monitored`` is the value that ``best`` is judged by (lower is better), None
     where there was none. ``meaning`` says what the run means (model, data, global batch, seed):
     resuming under another meaning is refused by the caller. ``created_utc`` is for people; ``pace``
-    is what the run has learnt about the cost of saves, for whoever goes on with them.
+    is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
+    version of the order in which it takes its samples.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Manifest:
     created_utc: str
     reason: str
     pace: Mapping[str, float] = field(default_factory=dict)
+    order: int = 1
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -110,8 +112,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "created_utc": (str,),
     "reason": (str,),
     "pace": (dict,),
+    "order": (int,),
 }
-_SINCE: dict[str, object] = {"pace": {}}  # fields that older files of this format lack
+_SINCE: dict[str, object] = {"pace": {}, "order": 1}  # fields that older files of this format lack
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
 
 

@@ -95,6 +95,7 @@ class CheckpointStore:
         monitored: float | None,
         reason: str,
         pace: Mapping[str, float] = NO_PACE,
+        order: int = 1,
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
@@ -125,6 +126,7 @@ class CheckpointStore:
             created_utc=_utc("%Y-%m-%dT%H:%M:%SZ"),
             reason=reason,
             pace=dict(pace),
+            order=order,
         )
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.data.order import SampleOrder, share
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from ddp_runner.data.order import SampleOrder
 
 
 class InjectedSampleError(ValueError):
@@ -15,12 +15,22 @@ class InjectedSampleError(ValueError):
 
 
 class WithBadSamples:
-    """``dataset``, where the samples at ``bad`` raise whenever they are loaded, whoever loads them."""
+    """``dataset``, where the samples of ``find_bad`` raise whenever they are loaded, whoever loads them.
 
-    def __init__(self, dataset: Any, bad: frozenset[int]) -> None:
+    They are found when the first sample is loaded: only then is the order of the run known.
+    """
+
+    def __init__(self, dataset: Any, find_bad: Callable[[], frozenset[int]]) -> None:
         self._dataset = dataset
-        self._bad = bad
+        self._find_bad = find_bad
+        self._found: frozenset[int] | None = None
         self.deterministic = bool(getattr(dataset, "deterministic", False))
+
+    @property
+    def _bad(self) -> frozenset[int]:
+        if self._found is None:
+            self._found = self._find_bad()
+        return self._found
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -38,10 +48,22 @@ class WithBadSamples:
 
 
 def with_bad_samples(
-    dataset: Any, places: Sequence[tuple[int, int]], *, order: SampleOrder, world_size: int
+    dataset: Any,
+    places: Sequence[tuple[int, int]],
+    *,
+    order: Callable[[], SampleOrder],
+    world_size: int,
 ) -> Any:
-    """``dataset`` with a bad sample at each ``(rank, step)`` of ``places``: the rank's first there."""
+    """``dataset`` with a bad sample at each ``(rank, step)`` of ``places``: the rank's first there.
+
+    ``order`` gives that of the run, once samples are loaded.
+    """
     if not places:
         return dataset
-    shares = [share(order.indices(step), rank=rank, world_size=world_size) for rank, step in places]
-    return WithBadSamples(dataset, frozenset(int(mine[0]) for mine in shares if len(mine)))
+
+    def find_bad() -> frozenset[int]:
+        found = order()
+        shares = [found.share_of(step, rank=rank, world_size=world_size) for rank, step in places]
+        return frozenset(int(mine[0]) for mine in shares if len(mine))
+
+    return WithBadSamples(dataset, find_bad)

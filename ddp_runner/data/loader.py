@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultError
@@ -16,7 +17,7 @@ from ddp_runner.data import limits
 from ddp_runner.data.delivered import Delivered, MicroBatch
 from ddp_runner.data.files import collate_batch
 from ddp_runner.data.mending import Mender, Trouble
-from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share, share_size
+from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share_size
 from ddp_runner.data.pool import PoolSettings, WorkerPool
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.report import (
@@ -206,6 +207,14 @@ class SafeDataLoader:
         self._delivered = None
         self._rank, self._world_size, self._micro_batch_size = asked
 
+    def use_order(self, version: int) -> None:
+        """Take the samples in this version of the order from the next ``take`` on."""
+        if version == self._order.version:
+            return
+        self._end_pool(grace_s=_GRACE_S)
+        self._delivered = None
+        self._order = replace(self._order, version=version)
+
     def shrink_prefetch(self) -> None:
         """Load half as far ahead from the next ``take`` on, to save memory; at 1 batch, no less."""
         if self.workers == 0 or self.prefetch_factor == 1:
@@ -249,7 +258,7 @@ class SafeDataLoader:
             if epoch != last_epoch:
                 self.quarantine.refresh()
                 last_epoch = epoch
-            mine = share(self._order.indices(step), rank=self._rank, world_size=self._world_size)
+            mine = self._order.share_of(step, rank=self._rank, world_size=self._world_size)
             for piece in micro_batches(mine, self._micro_batch_size):
                 indices = tuple(self.quarantine.stand_in(index) for index in piece.tolist())
                 yield BatchKey(epoch=epoch, indices=indices)
@@ -334,7 +343,7 @@ class SafeDataLoader:
         return [self._checked(key, batch) for key, batch in received]
 
     def _batches_due(self) -> int:
-        total = len(self._order.indices(self._step))
+        total = self._order.batch_size(self._step)
         size = share_size(total, rank=self._rank, world_size=self._world_size)
         return micro_batch_count(size, self._micro_batch_size)
 

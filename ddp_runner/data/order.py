@@ -1,7 +1,7 @@
 """The sample order: which indices a step takes, as a pure function of seed, epoch and step.
 
-Nothing here knows how many ranks or loader workers there are until :func:`share` cuts a step's
-indices; so neither changes which samples a step takes.
+Nothing here knows how many ranks or loader workers there are until a step's indices are shared out;
+so neither changes which samples a step takes.
 """
 
 from __future__ import annotations
@@ -9,39 +9,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
+from ddp_runner.data.permutation import Indices, KeyedPermutation, Permutation, SortedPermutation
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 0xFFFFFFFFFFFFFFFF
-_EPOCHS_CACHED = 2  # the one being trained and the one that prefetch has begun
-
-
-def mix64(value: int) -> int:
-    """Scramble 64 bits one-to-one. Source: the finaliser of splitmix64 (Steele et al., 2014)."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
+# Which order a run has, for as long as it lives: its checkpoints name it.
+ORDER_VERSION = 2  # of a run that begins now
+FIRST_ORDER_VERSION = 1  # of a checkpoint that names none
+_PERMUTATIONS: dict[int, type[SortedPermutation | KeyedPermutation]] = {
+    FIRST_ORDER_VERSION: SortedPermutation,
+    ORDER_VERSION: KeyedPermutation,
+}
+_EPOCHS_KEPT = 2  # the one being trained and the one that prefetch has begun
+_AHEAD = 4096  # indices: so many cost little more at once than one step's alone
 
 
-def _mix64_array(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """:func:`mix64` of each element."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def known_order_version(version: int) -> int:
+    """``version``, if this program has it. Raises ValueError."""
+    if version not in _PERMUTATIONS:
+        known = ", ".join(map(str, _PERMUTATIONS))
+        raise ValueError(f"its samples are in order {version}; this program knows {known}")
+    return version
 
 
-def permutation(*, seed: int, epoch: int, size: int) -> Indices:
-    """A permutation of ``range(size)`` named by ``(seed, epoch)``, shape ``(size,)``."""
-    # INVARIANT stable-order: the order never depends on the versions of numpy or torch, or on the
-    # processor, because a resumed run must continue it. The keys are distinct (mix64 is
-    # one-to-one), so every sorting algorithm gives the same result.
-    # Broken if: this calls a library's shuffle, whose stream may change between versions.
-    # Guarded by: test_order_is_the_same_for_ever.
-    base = mix64(mix64(seed & _MASK) ^ ((epoch * _GOLDEN) & _MASK))
-    counters = np.arange(size, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(base)
-    return np.argsort(_mix64_array(counters)).astype(np.int64, copy=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """What one rank loads in the steps from ``first_step`` of an epoch on, a row a step."""
+
+    share: tuple[int, int, int]  # the epoch; the first place in the global batch, and how many
+    first_step: int
+    rows: Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +52,14 @@ class SampleOrder:
     dataset_size: int
     global_batch_size: int
     shuffle: bool = True
-    _epochs: dict[int, Indices] = field(default_factory=dict, init=False, repr=False, compare=False)
+    version: int = ORDER_VERSION
+    _epochs: dict[int, Permutation] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _ahead: list[_Ahead] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        known_order_version(self.version)
         if self.global_batch_size < 1:
             raise ValueError(f"global_batch_size={self.global_batch_size}: at least 1")
         if self.dataset_size < self.global_batch_size:
@@ -78,24 +79,51 @@ class SampleOrder:
             raise ValueError(f"step={step}: at least 0")
         return divmod(step, self.steps_per_epoch)
 
-    def indices(self, step: int) -> Indices:
-        """The sample indices of ``step`` over all ranks, shape ``(global_batch_size,)``."""
-        epoch, step_in_epoch = self.position(step)
-        first = step_in_epoch * self.global_batch_size
-        return self._epoch(epoch)[first : first + self.global_batch_size]
+    def batch_size(self, step: int) -> int:
+        """How many samples ``step`` takes over all ranks."""
+        _, step_in_epoch = self.position(step)
+        left = self.dataset_size - step_in_epoch * self.global_batch_size
+        return min(self.global_batch_size, left)
 
-    def _epoch(self, epoch: int) -> Indices:
-        order = self._epochs.get(epoch)
-        if order is None:
-            if self.shuffle:
-                order = permutation(seed=self.seed, epoch=epoch, size=self.dataset_size)
-            else:
-                order = np.arange(self.dataset_size, dtype=np.int64)
-            order.setflags(write=False)
-            while len(self._epochs) >= _EPOCHS_CACHED:
-                del self._epochs[min(self._epochs, key=lambda cached: -abs(cached - epoch))]
-            self._epochs[epoch] = order
-        return order
+    def indices(self, step: int) -> Indices:
+        """The sample indices of ``step`` over all ranks, in order."""
+        return self.share_of(step, rank=0, world_size=1)
+
+    def share_of(self, step: int, *, rank: int, world_size: int) -> Indices:
+        """The sample indices that ``rank`` loads for ``step``; empty if the ranks outnumber them."""
+        epoch, step_in_epoch = self.position(step)
+        first, count = share_span(self.batch_size(step), rank=rank, world_size=world_size)
+        if not self.shuffle or count == 0:
+            begin = step_in_epoch * self.global_batch_size + first
+            return np.arange(begin, begin + count, dtype=np.int64)
+        ahead = self._ahead[0] if self._ahead else None
+        if (
+            ahead is None
+            or ahead.share != (epoch, first, count)
+            or not 0 <= step_in_epoch - ahead.first_step < len(ahead.rows)
+        ):
+            ahead = self._looked_ahead(epoch, step_in_epoch, first=first, count=count)
+            self._ahead[:] = [ahead]
+        mine: Indices = ahead.rows[step_in_epoch - ahead.first_step]
+        return mine
+
+    def _looked_ahead(self, epoch: int, step_in_epoch: int, *, first: int, count: int) -> _Ahead:
+        whole_left = self.dataset_size // self.global_batch_size - step_in_epoch
+        steps = max(1, min(_AHEAD // count, whole_left))
+        begins = (step_in_epoch + np.arange(steps, dtype=np.int64)) * self.global_batch_size + first
+        rows = self._permutation(epoch).at(begins[:, None] + np.arange(count, dtype=np.int64))
+        rows.setflags(write=False)
+        return _Ahead(share=(epoch, first, count), first_step=step_in_epoch, rows=rows)
+
+    def _permutation(self, epoch: int) -> Permutation:
+        found = self._epochs.get(epoch)
+        if found is None:
+            make = _PERMUTATIONS[self.version]
+            found = make(seed=self.seed, epoch=epoch, size=self.dataset_size)
+            while len(self._epochs) >= _EPOCHS_KEPT:
+                del self._epochs[min(self._epochs, key=lambda kept: -abs(kept - epoch))]
+            self._epochs[epoch] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +148,16 @@ def share_size(total: int, *, rank: int, world_size: int) -> int:
     return total // world_size + (rank < total % world_size)
 
 
+def share_span(total: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Where the part of ``total`` samples begins that falls to ``rank``, and how many they are."""
+    count = share_size(total, rank=rank, world_size=world_size)
+    return rank * (total // world_size) + min(rank, total % world_size), count
+
+
 def share(indices: Indices, *, rank: int, world_size: int) -> Indices:
     """The contiguous part of ``indices`` that ``rank`` loads; empty if the ranks outnumber them."""
-    size = share_size(len(indices), rank=rank, world_size=world_size)
-    first = rank * (len(indices) // world_size) + min(rank, len(indices) % world_size)
-    return indices[first : first + size]
+    first, count = share_span(len(indices), rank=rank, world_size=world_size)
+    return indices[first : first + count]
 
 
 def micro_batch_count(samples: int, size: int) -> int:

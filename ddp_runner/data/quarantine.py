@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_runner.data.order import mix64
+from ddp_runner.data.permutation import mix64
 
 if TYPE_CHECKING:
     from pathlib import Path

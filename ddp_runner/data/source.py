@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ddp_runner.core.classify import lacks_memory
-from ddp_runner.data.order import mix64
+from ddp_runner.data.permutation import mix64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,7 +18,8 @@ from torch.utils.data import default_collate
 
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.data.delivered import Delivered, MicroBatch
-from ddp_runner.data.order import Indices, SampleOrder, micro_batches, share_size
+from ddp_runner.data.order import SampleOrder, micro_batches, share_size, share_span
+from ddp_runner.data.permutation import Indices
 from ddp_runner.data.plain import from_plain, to_plain
 from ddp_runner.data.report import fault_of_failure
 from ddp_runner.data.source import failed, generators_kept, seed_generators, seeding_base
@@ -33,10 +34,15 @@ _FIRST = -1  # seeds what a dataset draws when its iterator is made
 class StreamOrder(SampleOrder):
     """Items by the number under which the run takes them: what an epoch's end drops has none."""
 
-    def indices(self, step: int) -> Indices:
+    def batch_size(self, step: int) -> int:  # noqa: ARG002 - all are alike
         """As :class:`SampleOrder`."""
-        first = step * self.global_batch_size
-        return np.arange(first, first + self.global_batch_size, dtype=np.int64)
+        return self.global_batch_size
+
+    def share_of(self, step: int, *, rank: int, world_size: int) -> Indices:
+        """As :class:`SampleOrder`."""
+        first, count = share_span(self.global_batch_size, rank=rank, world_size=world_size)
+        begin = step * self.global_batch_size + first
+        return np.arange(begin, begin + count, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +163,9 @@ class StreamLoader:
         mark = self._position.before(step)
         return mark is not None and (mark.state is not None or mark.items == 0)
 
+    def use_order(self, version: int) -> None:
+        """Nothing: the stream says what comes next."""
+
     def assign(self, *, rank: int, world_size: int, micro_batch_size: int) -> None:
         """Take this share, cut so, from the next ``take`` on."""
         asked = (rank, world_size, micro_batch_size)
@@ -182,10 +191,8 @@ class StreamLoader:
         if self._iterator is None or self._mark.step != step:
             self._go_to(step)
         items = self._draw_batch()
-        numbers = self._order.indices(step)
-        first = self._rank * (len(numbers) // self._world_size)
-        first += min(self._rank, len(numbers) % self._world_size)
-        pieces = micro_batches(numbers[first : first + len(items)], self._micro_batch_size)
+        numbers = self._order.share_of(step, rank=self._rank, world_size=self._world_size)
+        pieces = micro_batches(numbers, self._micro_batch_size)
         batches = []
         for piece in pieces:
             mine = [items.pop(0) for _ in piece]

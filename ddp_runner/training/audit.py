@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.order import SampleOrder, share
+from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.observe.files import LineFile, Warn
 
@@ -82,7 +82,7 @@ def complete_audits(
         path = audit_path(settings, slot)
         if _last_step(path) >= step:
             continue
-        mine = share(order.indices(step - 1), rank=rank, world_size=len(crew.slots))
+        mine = order.share_of(step - 1, rank=rank, world_size=len(crew.slots))
         line = audit_line(
             generation=crew.generation,
             step=step,

@@ -337,6 +337,7 @@ def _first_state(
             )
         )
     first = _empty_state(settings, model, workload.device, workload=workload)
+    first.order_version = state.order_version
     _begin_anew(settings, first)
     return first.capture()
 

@@ -80,12 +80,12 @@ def make_loader(
     dataset = with_bad_samples(
         workload.datasets.train,
         bad,
-        order=order,
+        order=lambda: replace(order, version=state.order_version),
         world_size=place.world_size,
     )
     return SafeDataLoader(
         dataset,
-        order=order,
+        order=replace(order, version=state.order_version),
         rank=place.rank,
         world_size=place.world_size,
         total_steps=workload.length.total_steps,

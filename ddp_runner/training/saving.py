@@ -284,6 +284,7 @@ class Saving:
             monitored=self._monitored(),
             reason=reason,
             pace=self._pace.to_record(now_s=time.monotonic()),
+            order=self._state.order_version,
         )
 
     def _save_at_once(self, reason: str) -> Saved:

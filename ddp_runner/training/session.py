@@ -204,6 +204,7 @@ class Session:
         slot.set(Cell.EPOCH, self._workload.length.epoch_of(step))
         slot.stamp(Phase.DATA, time.monotonic_ns())
         self._runtime.logger.step = step
+        self._loader.use_order(self._state.order_version)
         return self._loader.take(step)
 
     def _account(self, began_ns: int, result: StepResult, *, waited_ns: int, aside_ns: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_runner.checkpoint.naming import bare_name, bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.training.buffers import Buffers
@@ -54,6 +55,10 @@ class TrainState:
         self.quarantine = quarantine
         self.validation_quarantine = validation_quarantine  # None: there is no validation
         self.stream = stream  # of an iterable dataset
+        # INVARIANT kept-order: a run goes on in the order of samples that it began with, on all ranks.
+        # Broken if: samples are loaded in another version than that of the state that is trained.
+        # Guarded by: test_a_run_that_began_with_the_first_order_keeps_it.
+        self.order_version = ORDER_VERSION
         self.committed_step = EMPTY_STEP
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.samples = 0
@@ -76,6 +81,7 @@ class TrainState:
             "explosions": self.explosions.state_dict(),
             "tuning": self.tuning.to_record(),
             "quarantine": self.quarantine.to_record(),
+            "order": self.order_version,
             "counters": {
                 "committed_step": self.committed_step,
                 "begun_step": self.begun_step,
@@ -121,12 +127,15 @@ class TrainState:
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a captured state of the same run. Raises KeyError or RuntimeError if it is none.
+        """Take over a captured state of the same run.
+
+        Raises KeyError, RuntimeError or ValueError if it is none.
 
         Until it is whole this rank stands empty, so that no half of it is ever elected or sent.
         """
         self.before_change()
         self.committed_step = EMPTY_STEP
+        self.order_version = known_order_version(int(state.get("order", FIRST_ORDER_VERSION)))
         weights = read_as(state["model"], self.weights())
         self.buffers.make_room(weights)
         load_bare_state(self.model, weights)

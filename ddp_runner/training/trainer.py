@@ -39,6 +39,7 @@ from ddp_runner.core.faults import (
 from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.agreeing import agree_on_tuning, recalled
 from ddp_runner.training.audit import Crew, complete_audits
@@ -180,6 +181,7 @@ class DDPTrainer:
                 run_id = loaded.manifest.run_id
                 progress.checkpoint = str(loaded.path)
                 progress.checkpoint_step = state.committed_step
+                self._tell_of_old_order(state)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
         loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)
@@ -214,6 +216,13 @@ class DDPTrainer:
         if loaded is not None:
             parts.saving.resumed(loaded)
         return parts, run_id
+
+    def _tell_of_old_order(self, state: TrainState) -> None:
+        if state.order_version != ORDER_VERSION and state.stream is None:
+            self._runtime.logger.info(
+                "the samples come in the order that this run began with; a new run has one that"
+                " needs no table of them in memory"
+            )
 
     def _train_generation(self, generation: Generation, parts: RankParts) -> TrainReport | Fault:
         """One generation from forming to its end, as a report or as the fault that broke it."""
@@ -300,7 +309,7 @@ class DDPTrainer:
                 self.settings,
                 self._crew,
                 step=state.committed_step,
-                order=parts.workload.order,
+                order=replace(parts.workload.order, version=state.order_version),
                 quarantine=parts.state.quarantine,
                 loss=parts.progress.loss,
                 warn=self._runtime.logger.warning,

@@ -385,12 +385,12 @@ def test_a_death_while_the_first_batches_are_handed_out_is_told_like_any_other()
     told, dataset, held_up = [], OnceExits(), []
 
     class HeldUp(SampleOrder):
-        def indices(self, step):
+        def share_of(self, step, **options):
             if step == 5 and not held_up:
                 held_up.append(step)
                 poll(dataset.has_happened, what="the sample")
                 poll(lambda: any(is_gone(each.pid) for each in psutil.Process().children()))
-            return super().indices(step)
+            return super().share_of(step, **options)
 
     order = HeldUp(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
     with make(dataset, order=order, on_mended=told.append) as loader:

@@ -10,6 +10,7 @@ import torch
 from ddp_runner.checkpoint.naming import live_name
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.buffers import Buffers
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
@@ -481,3 +482,22 @@ def tensors_of(state):
     average = captured["ema"]
     parts = (captured["model"], average["parameters"], average["buffers"])
     return [list(as_plain(part).values()) for part in parts] + [as_plain(captured["optimizer"])]
+
+
+def test_a_state_names_the_order_of_its_samples():
+    """It is kept by whoever goes on with the state; one of before it had a name is of the first order."""
+    captured = build_state().capture()
+    assert captured["order"] == ORDER_VERSION
+    old = {name: part for name, part in captured.items() if name != "order"}
+    state = build_state()
+    state.restore(old)
+    assert state.order_version == state.capture()["order"] == 1
+    state.restore(captured)
+    assert state.order_version == ORDER_VERSION
+
+
+def test_a_state_of_an_unknown_order_is_refused():
+    """A newer program has made it; the samples that come next are not known here."""
+    captured = build_state().capture() | {"order": 3}
+    with pytest.raises(ValueError, match="in order 3"):
+        build_state().restore(captured)
