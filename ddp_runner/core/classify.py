@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.last_words import LastWords
 
 VICTIM_KINDS = frozenset({FaultKind.COLLECTIVE_FAILED})
@@ -15,6 +15,10 @@ _SIGNAL_NAMES = {
     9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM",
     15: "SIGTERM", 24: "SIGXCPU", 25: "SIGXFSZ", 31: "SIGSYS",
 }  # fmt: skip
+# What ends a process from outside only; it would have to mean itself to do so.
+_SENT_BY_OTHERS = frozenset(
+    {"SIGHUP", "SIGINT", "SIGQUIT", "SIGKILL", "SIGUSR1", "SIGUSR2", "SIGTERM"}
+)
 
 
 def signal_name(number: int) -> str:
@@ -72,7 +76,17 @@ def classify_exit(end: RankExit) -> Fault:
         detail=end.last_words or ("" if end.crash is None else end.crash.text),
         at_ns=end.at_ns,
         is_disagreement=mismatch is not None,
+        origin=_origin(end) if kind is FaultKind.RANK_KILLED else Origin.OWN,
     )
+
+
+def _origin(end: RankExit) -> Origin:
+    """Who may have sent the signal that ended a rank; not the kernel, for its memory."""
+    if end.signal_number is not None and signal_name(end.signal_number) in _SENT_BY_OTHERS:
+        return Origin.OUTSIDE
+    # That it was in the user's code says nothing: a signal from outside finds it there as well.
+    says_why = end.crash is not None and bool(end.crash.reason)
+    return Origin.OWN if says_why else Origin.UNCLEAR
 
 
 def _signal_in_words(end: RankExit, number: int) -> str:

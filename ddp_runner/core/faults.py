@@ -49,6 +49,14 @@ class FaultKind(Enum):
     UNKNOWN = "unknown"
 
 
+class Origin(Enum):
+    """Who may have brought a fault about: only what repeats by itself is no use to try again."""
+
+    OWN = "own"  # the run itself: an exception, an exit, a hang, a crash that says why
+    OUTSIDE = "outside"  # somebody else: SIGKILL, SIGSTOP
+    UNCLEAR = "unclear"  # a signal that others send, and that a process brings upon itself
+
+
 SCOPE_OF_KIND = {
     FaultKind.RANK_KILLED: Scope.RANK,
     FaultKind.RANK_EXITED: Scope.RANK,
@@ -105,6 +113,7 @@ class Fault:
     is_disagreement: bool = (
         False  # of a stuck collective: the ranks are known to do different things
     )
+    origin: Origin = Origin.OWN
 
     @property
     def scope(self) -> Scope:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 
 WIRE_VERSION = 1
 STORE_RANK, SPARE_RANK = -1, -2  # in a Fork: processes that are no ranks
@@ -378,14 +378,18 @@ def decode(packet: bytes) -> Message:
 
 
 def _encode_value(value: object) -> object:
-    if isinstance(value, (FaultKind, StopReason)):
+    if isinstance(value, (FaultKind, Origin, StopReason)):
         return value.value
     raise TypeError(f"{type(value).__name__} has no wire form")
 
 
 def _decode_field(name: str, value: object) -> object:
     if name == "fault" and isinstance(value, dict):
-        return Fault(**{**value, "kind": FaultKind(value["kind"])})
+        known = {
+            "kind": FaultKind(value["kind"]),
+            "origin": Origin(value.get("origin", Origin.OWN)),
+        }
+        return Fault(**{**value, **known})
     if name == "reason":
         return StopReason(value)
     if name in ("pids", "notes") and isinstance(value, list):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +10,7 @@ from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.repeats import count_tries, row_without_progress, same_error
 from ddp_runner.core.settings import RecoverySettings
 
 # The cause does not go away by trying again.
@@ -32,10 +31,6 @@ NEVER_RETRIED = frozenset(
 # not even start changes nothing, nor does one that only tries ``once_more``.
 _BOUNDED_BY_THEMSELVES = frozenset({FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED})
 
-INJECTED_ERROR = "InjectedError"  # its type's name
-
-_FRAME = re.compile(r'^  File "(.+", line \d+), in ', re.MULTILINE)  # of a traceback
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
@@ -45,6 +40,7 @@ class Incident:
     at_s: float
     committed_step: int
     ever_formed: bool
+    done_between: int = 0  # since that step: rounds of an evaluation, comparisons, saves
     generation: int | None = None
     kept: int | None = None  # the rank that raised and whose process went on all the same
     dropped: tuple[int, ...] = ()  # ranks that were given up for it
@@ -141,17 +137,17 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     if not dropped and _is_bounded_by_itself(incident) and not _will_change_nothing(fault, history):
         return ReplaceRanks(ranks=wanted, loader=_loader(wanted, world), delay_s=0.0)
     counted = [earlier for earlier in history if not _is_bounded_by_itself(earlier)]
-    stuck = _row_without_progress(incident, counted)
+    stuck = row_without_progress(incident, counted)
     given_up_before = {rank for earlier in stuck for rank in earlier.dropped}
     if dropped and not given_up_before.issuperset(dropped):
         return ReplaceRanks(
             ranks=wanted, loader=_loader(wanted, world), delay_s=0.0, dropped=dropped, kept=kept
         )
-    tries = _count_tries(stuck)
-    if tries >= settings.no_progress_generations:
+    tries = count_tries(stuck)
+    if tries.count >= settings.no_progress_generations:
         return GiveUp(
-            fault=stuck[0].culprit,
-            reason=f"no step committed in {tries} generations",
+            fault=tries.first,
+            reason=f"no step committed in {tries.count} generations",
             status=RunStatus.GAVE_UP,
         )
     window_start_s = incident.at_s - settings.restart_window_s
@@ -165,7 +161,7 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     return ReplaceRanks(
         ranks=wanted,
         loader=_loader(wanted, world),
-        delay_s=backoff_s(len(stuck) - 1, settings),
+        delay_s=backoff_s(tries.repeats - 1, settings),
         dropped=dropped,
         kept=kept,
     )
@@ -199,12 +195,21 @@ def judge_parked(
 
 
 def _repeated(incident: Incident, history: Sequence[Incident]) -> list[tuple[Fault, Incident]]:
-    """Each cause that is the same error at the same step as a cause of an earlier incident, with that."""
+    """Each cause that is the same error at the same place as a cause of an earlier incident, with that.
+
+    At the end of a run all is at one step: there the place is how far its evaluation has come.
+    """
+    there = [
+        earlier
+        for earlier in history
+        if earlier.committed_step != incident.committed_step
+        or earlier.done_between == incident.done_between
+    ]
     return [
         (fault, earlier)
         for fault in incident.attribution.causes
-        for earlier in history
-        if any(_same_error(fault, one) for one in earlier.attribution.causes)
+        for earlier in there
+        if any(same_error(fault, one) for one in earlier.attribution.causes)
     ]
 
 
@@ -220,17 +225,6 @@ def _disagree_again(incident: Incident, history: Sequence[Incident]) -> bool:
     """Whether the ranks did different things at a step twice: no process is to blame for that."""
     earlier = [one.culprit.step for one in history if one.culprit.is_disagreement]
     return incident.culprit.is_disagreement and incident.culprit.step in earlier
-
-
-def _count_tries(row: Sequence[Incident]) -> int:
-    """Different ranks that are lost one after the other in one generation are one try.
-
-    The same rank again is another one: it may never come up.
-    """
-    generations = {one.generation for one in row if one.generation is not None}
-    unknown = sum(one.generation is None for one in row)
-    by_rank = Counter(one.culprit.rank for one in row)
-    return max(len(generations) + unknown, *by_rank.values())
 
 
 def _is_bounded_by_itself(incident: Incident) -> bool:
@@ -281,7 +275,10 @@ def _loader(ranks: Sequence[int], world: WorldFacts) -> int | None:
 
 
 def backoff_s(failures_in_a_row: int, settings: RecoverySettings) -> float:
-    """Wait before the next try: ``backoff_first_s`` after progress, then doubling from half a second."""
+    """Wait before the next try: ``backoff_first_s`` at first, then doubling from half a second.
+
+    Only the same cause again makes it longer: who is hit by others gains nothing by waiting.
+    """
     if failures_in_a_row <= 0:
         return settings.backoff_first_s
     return min(
@@ -296,35 +293,3 @@ def regrow_delay_s(failed_returns: int, settings: RecoverySettings) -> float:
     """
     longest_s = max(settings.regrow_after, settings.restart_window_s)
     return min(longest_s, settings.regrow_after * 2.0 ** min(failed_returns, 60))
-
-
-def _same_error(fault: Fault, earlier: Fault) -> bool:
-    return (fault.kind, fault.step, _what_was_raised(fault)) == (
-        earlier.kind,
-        earlier.step,
-        _what_was_raised(earlier),
-    )
-
-
-def _what_was_raised(fault: Fault) -> tuple[str, str]:
-    """Type and raising line, where a traceback tells: a message may hold an address, a pid, a time.
-
-    Injected errors are all raised in one line, and are numbered.
-    """
-    frames = _FRAME.findall(fault.detail)
-    name = fault.cause.partition(":")[0]
-    return (name, frames[-1]) if frames and name != INJECTED_ERROR else (fault.cause, "")
-
-
-def _row_without_progress(incident: Incident, history: Sequence[Incident]) -> list[Incident]:
-    """The incidents up to and with this one between which no step was committed, oldest first.
-
-    A run that went back to a checkpoint stands at a lower step than before: that is no lack of progress
-    yet, but dying at the same step again is.
-    """
-    row = [incident]
-    for earlier in reversed(history):
-        if earlier.committed_step != incident.committed_step:
-            break
-        row.append(earlier)
-    return row[::-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddp_runner.core.classify import RankExit, signal_name
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.last_words import SELF_MADE_SIGNALS, read_last_words, read_stack, user_frame
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.ranks import RankHandle
@@ -58,6 +58,7 @@ def store_died(ended: Ended, *, output: str, step: int) -> Fault:
         cause=f"the store process died ({how})",
         at_ns=ended.at_ns,
         detail=output,
+        origin=Origin.OUTSIDE,  # no code of the user's runs there
     )
 
 

@@ -78,6 +78,7 @@ def fault_fields(fault: Fault, *, generation: int) -> dict[str, Any]:
         "step": fault.step,
         "phase": fault.phase,
         "text": fault.cause,
+        "origin": fault.origin.value,
         "generation": generation,
         "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
     }

@@ -7,11 +7,12 @@ from collections.abc import Collection
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.watch import HangVerdict
+from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
@@ -107,4 +108,5 @@ def hung(handle: RankHandle, what: str) -> Fault:
         phase=reading.phase.label,
         cause=f"rank {handle.rank} hung: {what}",
         at_ns=time.monotonic_ns(),
+        origin=Origin.OUTSIDE if stopped.is_stopped(handle.pid) else Origin.OWN,
     )

@@ -13,7 +13,7 @@ from ddp_runner.supervisor.repair import Repair
 from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.world import World
 
-ZYGOTES_MAX = 20
+ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be replaced in it
 ZYGOTES_AT_START_MAX = 3
 STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is killed
 FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
@@ -49,7 +49,8 @@ class ZygoteKeeper:
         self._records = records
         self._repair = repair
         self._stopped = StoppedWatch()
-        self._count = 1
+        self._lost = 0
+        self._lost_at_s: list[float] = []  # within the restart window
         self._asked_at_s: float | None = None  # where it hangs
         self._hangs = ""  # in what, in words
         self._looked_at_s = self._awake_since_s = 0.0
@@ -101,7 +102,7 @@ class ZygoteKeeper:
         """Start another one, or say why there will be none."""
         self._records.event("zygote_ended", exit_code=ended.exit_code, signal=ended.signal_number)
         hung, self._asked_at_s, self._hangs = self._hangs, None, ""
-        self._count += 1
+        self._lost += 1
         if not self._may_start_another(ended, hung=bool(hung)):
             last = output.splitlines()[-1] if output else "it said nothing"
             reason = hung or f"died: {last}"
@@ -118,7 +119,9 @@ class ZygoteKeeper:
 
     def _may_start_another(self, ended: Ended, *, hung: bool) -> bool:
         """An import that fails by itself would fail again; one that was killed deserves another."""
-        if self._facts.generation:
-            return self._count <= ZYGOTES_MAX
+        now_s, window_s = ended.at_ns / 1e9, self._settings.restart_window_s
+        self._lost_at_s = [at_s for at_s in self._lost_at_s if at_s >= now_s - window_s] + [now_s]
+        if self._facts.generation:  # the import has worked: whoever kills it may be done at last
+            return len(self._lost_at_s) <= max(ZYGOTES_LOST_MAX, self._settings.max_restarts)
         killed = ended.signal_number in _SENT_BY_OTHERS and not hung
-        return self._count <= ZYGOTES_AT_START_MAX and killed
+        return self._lost < ZYGOTES_AT_START_MAX and killed

@@ -15,7 +15,8 @@ from ddp_runner.core.classify import (
     classify_error,
     classify_exit,
 )
-from ddp_runner.core.faults import SCOPE_OF_KIND, Fault, FaultKind
+from ddp_runner.core.faults import SCOPE_OF_KIND, Fault, FaultKind, Origin
+from ddp_runner.core.last_words import LastWords
 
 
 def fault(kind, rank, at_ns):
@@ -46,6 +47,32 @@ def test_a_kill_by_the_kernel_for_memory_is_no_mystery():
     killed = ended(signal_number=9, killed_for_memory=True)
     assert killed.kind is FaultKind.OUT_OF_MEMORY
     assert killed.cause == "rank 1 killed by the kernel: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("facts", "origin"),
+    [
+        ({"signal_number": 9}, Origin.OUTSIDE),
+        ({"signal_number": 15}, Origin.OUTSIDE),
+        ({"signal_number": 9, "killed_for_memory": True}, Origin.OWN),
+        ({"signal_number": 11}, Origin.UNCLEAR),
+        ({"signal_number": 7, "place": "in loss, task.py:31"}, Origin.UNCLEAR),
+        ({"exit_code": 0}, Origin.OWN),
+        ({"exit_code": 7}, Origin.OWN),
+    ],
+)
+def test_who_may_have_brought_an_end_about(facts, origin):
+    """Somebody else sends SIGKILL; what a process brings upon itself may have been sent as well."""
+    assert ended(**facts).origin is origin
+
+
+@pytest.mark.parametrize(
+    ("reason", "origin"), [("free(): invalid pointer", Origin.OWN), ("", Origin.UNCLEAR)]
+)
+def test_a_crash_that_says_why_was_not_sent(reason, origin):
+    """Nobody outside makes the C library say so; that it stood in a line of code is no proof."""
+    crash = LastWords(reason=reason, text="Fatal Python error: Aborted")
+    assert ended(signal_number=6, crash=crash, place="in loss, task.py:31").origin is origin
 
 
 def test_exit_zero_before_the_end_is_a_fault():

@@ -9,7 +9,7 @@ import pytest
 from ddp_runner.core.classify import Attribution
 from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.recovery import (
     NEVER_RETRIED,
     GiveUp,
@@ -36,15 +36,29 @@ def incident(
     phase="",
     rank=1,
     generation=None,
+    origin=Origin.OWN,
+    done_between=0,
 ):
-    fault = Fault(kind=kind, rank=rank, step=step, cause=cause, phase=phase)
+    fault = Fault(kind=kind, rank=rank, step=step, cause=cause, phase=phase, origin=origin)
     return Incident(
         attribution=Attribution(culprit=fault, causes=(fault,), victims=()),
         at_s=at_s,
         committed_step=committed,
         ever_formed=formed,
         generation=generation,
+        done_between=done_between,
     )
+
+
+def killed(rank=1, **facts):
+    """SIGKILL from outside, or SIGSTOP: who did it may do it again, and the run is not to blame."""
+    return incident(rank=rank, origin=Origin.OUTSIDE, **facts)
+
+
+def crashed(rank=1, *, where="in loss, task.py:31", phase="forward", **facts):
+    """SIGSEGV: sent by somebody, or a crash of the user's code."""
+    cause = f"rank {rank} killed (SIGSEGV {where})"
+    return incident(rank=rank, phase=phase, cause=cause, origin=Origin.UNCLEAR, **facts)
 
 
 def plan(now, history=(), *, lost=(1,), newest=10, parked=()):
@@ -215,6 +229,106 @@ def test_three_generations_without_a_new_step_end_the_run_with_the_first_cause()
     assert isinstance(answer, GiveUp)
     assert answer.status is RunStatus.GAVE_UP
     assert answer.fault.cause == "the first"
+
+
+def test_a_storm_from_outside_is_no_loop():
+    """A rank, the store, all the others, one by one within a step: nobody waits, nothing ends."""
+    storm = [
+        killed(rank, at_s=900.0 + at, generation=at, phase=phase)
+        for at, (rank, phase) in enumerate([(0, "forward"), (-1, ""), (2, "forming")])
+    ]
+    assert plan(killed(generation=9), storm) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
+
+
+def test_kills_of_one_rank_in_one_phase_wait_longer_each_time_and_end_by_the_budget():
+    """Whoever kills it cannot be told from a memory watcher: only the number of repairs is bounded."""
+    row = [killed(at_s=900.0 + at, generation=at, phase="forward") for at in range(4)]
+    waits = [plan(row[at], row[:at]).delay_s for at in range(4)]
+    assert waits == [0.0, 0.5, 1.0, 2.0]
+    answer = plan(killed(generation=5, phase="forward"), row)
+    assert isinstance(answer, GiveUp)
+    assert "restart budget spent" in answer.reason
+
+
+def test_kills_between_do_not_hide_that_a_cause_repeats():
+    """What is named is the first of the run's own causes, not who was killed before it."""
+    own = {"kind": FaultKind.RANK_EXITED, "rank": 2, "phase": "data"}
+    row = [killed(generation=1), incident(**own, generation=2, cause="exit 7")]
+    row += [killed(0, generation=3), incident(**own, generation=4, cause="exit 7")]
+    answer = plan(incident(**own, generation=5, cause="exit 7"), row)
+    assert isinstance(answer, GiveUp)
+    assert (answer.fault.cause, answer.fault.rank) == ("exit 7", 2)
+    assert "no step committed in 3" in answer.reason
+
+
+def test_the_same_crash_again_and_again_ends_the_run():
+    """The same slot, the same error, the same phase: code that crashes does so each time."""
+    row = [crashed(generation=at, step=10) for at in range(2)]
+    assert plan(row[1], row[:1]).delay_s == 0.5
+    answer = plan(crashed(generation=3), row)
+    assert isinstance(answer, GiveUp)
+    assert answer.fault.cause == "rank 1 killed (SIGSEGV in loss, task.py:31)"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        crashed(rank=2),
+        crashed(phase="backward"),
+        crashed(where="in loss, task.py:32"),
+        crashed(where=""),
+    ],
+    ids=["slot", "phase", "line", "nowhere"],
+)
+def test_crashes_that_differ_may_have_been_sent(other):
+    """Control: somebody who sends SIGSEGV to anybody at any time must not end the run."""
+    answer = plan(crashed(), [crashed(), other])
+    assert isinstance(answer, ReplaceRanks)
+
+
+def test_ranks_that_crash_together_repeat_it_whoever_is_first():
+    """Each incident has both causes; the order in which they were noticed says nothing."""
+    first, second = crashed(0).culprit, crashed(1).culprit
+    row = [
+        replace(
+            crashed(generation=at),
+            attribution=Attribution(culprit=causes[0], causes=causes, victims=()),
+        )
+        for at, causes in enumerate([(first, second), (second, first), (first, second)])
+    ]
+    assert isinstance(plan(row[2], row[:2]), GiveUp)
+
+
+def test_what_is_done_between_two_steps_is_progress():
+    """At the end of a run no step can be committed: a longer way through its evaluation counts."""
+    row = [
+        incident(FaultKind.RANK_EXITED, done_between=done, generation=done) for done in (1, 4, 9)
+    ]
+    assert isinstance(plan(row[2], row[:2]), ReplaceRanks)
+    assert isinstance(
+        plan(incident(FaultKind.RANK_EXITED, done_between=10, generation=10), row), ReplaceRanks
+    )
+
+
+def test_what_is_done_again_between_two_steps_is_no_progress():
+    """Each try begins anew: only one that comes further than any before counts."""
+    row = [
+        incident(FaultKind.RANK_EXITED, done_between=done, generation=at, cause=f"exit {at}")
+        for at, done in enumerate((2, 5, 3))
+    ]
+    answer = plan(incident(FaultKind.RANK_EXITED, done_between=5, generation=4), row)
+    assert isinstance(answer, GiveUp)
+    assert answer.fault.cause == "exit 1"
+
+
+def test_the_same_error_elsewhere_in_the_last_evaluation_is_retried():
+    """All is at one step there. Control: where it was raised before, it is the user's."""
+    earlier = incident(FaultKind.RANK_RAISED, cause="OSError: no", done_between=3)
+    again = incident(FaultKind.RANK_RAISED, cause="OSError: no", done_between=7)
+    assert isinstance(plan(again, [earlier]), ReplaceRanks)
+    answer = plan(again, [earlier, again])
+    assert isinstance(answer, GiveUp)
+    assert answer.status is RunStatus.FAILED
 
 
 def test_progress_between_failures_resets_the_count():

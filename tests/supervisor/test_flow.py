@@ -17,7 +17,8 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import repair, stopped
 from ddp_runner.supervisor.hangs import hung
-from tests.supervisor.simulated import EXIT_S, SAVE_EVERY, SPARE
+from ddp_runner.supervisor.zygotes import ZYGOTES_LOST_MAX
+from tests.supervisor.simulated import EXIT_S, SAVE_EVERY, SPARE, STEP_S
 
 
 def plans(run):
@@ -276,7 +277,7 @@ def test_a_crash_loop_backs_off_and_ends_with_its_first_cause(simulate):
         run.run_until(lambda: run.rank(1) is not None or run.ending)
         if run.ending is None:
             forks.append(run.clock.now_s)
-            run.kill(1)
+            run.leave(1, code=7)
             run.pass_time(0.2)
     assert run.ending.exit_code == ExitCode.GAVE_UP
     assert "rank 1 exited with code 7" in run.ending.reason
@@ -284,6 +285,53 @@ def test_a_crash_loop_backs_off_and_ends_with_its_first_cause(simulate):
     assert len(forks) == 3
     assert waits == sorted(waits)
     assert waits[0] >= 0.5
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("apart_s", [0.02, 0.1, 0.3])
+def test_ranks_that_are_killed_one_by_one_between_two_steps_are_repaired(simulate, ranks, apart_s):
+    """Nothing repeats: nobody waits, and nobody gives up."""
+    run = simulate(ranks=ranks)
+    run.to_step(15)
+    run.random.random = lambda: 1.0  # nobody commits any more on losing a peer
+    run.step_s = 60.0  # the step in hand takes as long as it does
+    for rank in range(ranks):
+        run.pass_time(apart_s)
+        run.kill(rank)
+    run.step_s = STEP_S
+    assert len({fault.incident.committed_step for fault in run.supervisor.ledger.faults}) <= 1
+    assert_done(run)
+    assert not [t for level, t in run.records.said if level == "WARNING" and t.endswith(" s")]
+
+
+@pytest.mark.parametrize("order", [(1, -1, 2), (-1, -1, -1), (-1, 0, -1)])
+def test_a_rank_the_store_and_a_rank_within_a_step_are_repaired(simulate, order):
+    """Each in a generation of its own, none of which commits a step: still a storm, and no loop."""
+    run = simulate()
+    run.to_step(15)
+    run.is_held = True
+    for number, rank in enumerate(order, start=2):
+        run.kill(rank)
+        run.run_until(lambda wanted=number: len(run.events("form")) == wanted)
+    run.is_held = False
+    assert_done(run)
+    assert sum(lost(run)) == 0
+
+
+def test_a_rank_that_is_killed_at_one_step_again_and_again_ends_the_run_by_the_budget(simulate):
+    """Each time a little later, and not for ever: nobody can tell who kills it."""
+    run = simulate(max_restarts=5)
+    run.to_step(15)
+    run.is_held = True
+    run.kill(1)
+    while run.ending is None:
+        run.run_until(lambda: run.ending or run.world.ranks[1].state is RankState.FORMING)
+        run.kill(1)
+        run.pass_time(0.1)
+    assert run.ending.exit_code == ExitCode.GAVE_UP
+    assert "restart budget spent: 5 in" in run.ending.reason
+    waits = [text.rpartition(" in ")[2] for level, text in run.records.said if level == "WARNING"]
+    assert waits[2:] == ["0.5 s", "1 s", "2 s"]
 
 
 def test_the_same_error_at_the_same_step_is_the_users(simulate):
@@ -833,6 +881,26 @@ def test_a_zygote_that_is_stopped_for_a_moment_stays(simulate):
         run.pass_time(0.3)
     assert_done(run)
     assert run.zygotes == 1
+
+
+@pytest.mark.parametrize("max_restarts", [10, 60])
+def test_zygotes_that_are_killed_again_and_again_count_within_the_window_only(
+    simulate, max_restarts
+):
+    """A run of weeks outlives any number of them; so many in a row as no budget allows end it."""
+    run = simulate(max_restarts=max_restarts, restart_window_s=100.0, steps=10**9)
+    run.step_s = 10.0
+    run.to_step(2)
+    allowed = max(ZYGOTES_LOST_MAX, max_restarts)
+    for _ in range(2 * allowed):
+        run.pass_time(120.0 / allowed)
+        run.kill(-2)
+    assert run.ending is None
+    for _ in range(allowed):
+        run.pass_time(1.2)
+        run.kill(-2)
+    run.pass_time(1.2)
+    assert run.ending.exit_code == ExitCode.FAILED
 
 
 def test_an_import_that_never_ends_ends_the_run_with_a_clear_error(simulate):
