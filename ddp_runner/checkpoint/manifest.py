@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.settings import JsonValue
 
@@ -48,7 +48,8 @@ class Manifest:
     where there was none. ``meaning`` says what the run means (model, data, global batch, seed):
     resuming under another meaning is refused by the caller. ``created_utc`` is for people; ``pace``
     is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
-    version of the order in which it takes its samples.
+    version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
+    that wrote it were computed, ``changes`` where that was otherwise before.
     """
 
     step: int
@@ -66,6 +67,8 @@ class Manifest:
     reason: str
     pace: Mapping[str, float] = field(default_factory=dict)
     order: int = 1
+    recipe: Mapping[str, JsonValue] = field(default_factory=dict)
+    changes: Sequence[str] = ()
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -113,8 +116,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "reason": (str,),
     "pace": (dict,),
     "order": (int,),
+    "recipe": (dict,),
+    "changes": (list,),
 }
-_SINCE: dict[str, object] = {"pace": {}, "order": 1}  # fields that older files of this format lack
+# Fields that older files of this format lack.
+_SINCE: dict[str, object] = {"pace": {}, "order": 1, "recipe": {}, "changes": []}
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
 
 
@@ -138,4 +144,5 @@ def _checked(values: Mapping[str, object]) -> Manifest:
     if step_of(str(values["file"])) != values["step"]:
         raise ValueError(f"file {values['file']!r} is not the file of step {values['step']}")
     known: dict[str, object] = {name: values[name] for name in _TYPES}
+    known["changes"] = tuple(str(line) for line in values["changes"])  # type: ignore[attr-defined] # a list
     return Manifest(**known)  # type: ignore[arg-type]  # the types were compared above

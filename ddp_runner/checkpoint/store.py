@@ -28,7 +28,7 @@ from ddp_runner.checkpoint.weights import UnreadableError, load_weights, read_ar
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.settings import JsonValue
 
@@ -36,6 +36,7 @@ __all__ = ["MANIFEST_KEY", "CheckpointStore", "Loaded", "Saved", "load_weights"]
 
 MANIFEST_KEY = "manifest"
 NO_PACE: Mapping[str, float] = MappingProxyType({})
+NO_RECIPE: Mapping[str, JsonValue] = MappingProxyType({})
 _SPARE_BYTES = 1024 * 1024  # of free space, for manifest, pointers and the file system's own
 
 
@@ -96,6 +97,8 @@ class CheckpointStore:
         reason: str,
         pace: Mapping[str, float] = NO_PACE,
         order: int = 1,
+        recipe: Mapping[str, JsonValue] = NO_RECIPE,
+        changes: Sequence[str] = (),
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
@@ -127,6 +130,8 @@ class CheckpointStore:
             reason=reason,
             pace=dict(pace),
             order=order,
+            recipe=dict(recipe),
+            changes=tuple(changes),
         )
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")

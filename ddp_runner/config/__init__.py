@@ -7,17 +7,20 @@ naming     what a run is called, and the folders that its name gives it
 compose    assignments -> Settings, with the origin of each value; the Python API's flat keys
 relations  how settings must fit together, and whether the paths they name can be used
 ways_on    what to type where a folder holds a run of other settings
-identity   what a run means (for refusing a resume), its digest, and its written forms
+identity   what a run means (for refusing a resume), how its steps are computed (for telling that
+           they changed), its digest, and its written forms
 
 Imports nothing of the package but ``core``. Only this room reads names of settings from outside.
 """
 
 from ddp_runner.config.compose import Resolved, SettingsError, from_flat, resolve
 from ddp_runner.config.identity import (
+    Surroundings,
     difference,
     digest,
     from_record,
     meaning,
+    recipe,
     to_record,
     to_yaml,
 )
@@ -29,6 +32,7 @@ __all__ = [
     "PRESETS",
     "Resolved",
     "SettingsError",
+    "Surroundings",
     "check_relations",
     "difference",
     "digest",
@@ -36,6 +40,7 @@ __all__ = [
     "from_record",
     "meaning",
     "own_folder",
+    "recipe",
     "resolve",
     "to_record",
     "to_yaml",

@@ -1,4 +1,7 @@
-"""What a run means, as plain values, and the written forms of settings. Decides no resume."""
+"""What a run means and how its steps are computed, as plain values; written forms of settings.
+
+Sorts every setting by what a change of it means to a run that is resumed. Decides no resume.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import yaml
@@ -23,6 +28,113 @@ _MODEL_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "bytes": _BYTES_MODEL,
     "synthetic": ("vocab_size", "dataset_size", *_BYTES_MODEL),
 }
+
+
+class OnResume(Enum):
+    """What it means that a setting differs from the run's that is resumed."""
+
+    REFUSED = "another run"  # part of meaning()
+    TOLD = "goes on, with other steps"  # part of recipe(); what is computed alike is not told
+    CANNOT_MATTER = "the same steps"
+
+
+# Every setting, once; ``task.X`` are all refused. Those of the model matter to whoever reads them: the
+# built-in tasks (refused), and a task of the user's that is given all settings (told). What follows from several is told as what follows:
+# ranks, device, precision, threads, the end of a schedule.
+ON_RESUME: Mapping[str, OnResume] = {
+    key: kind
+    for kind, keys in {
+        OnResume.REFUSED: """
+            run.task run.seed model.vocab_size model.dataset_size model.seq_len model.hidden_size
+            model.num_layers model.num_heads model.dropout data.path data.batch_size
+            data.validation_fraction
+        """,
+        OnResume.TOLD: """
+            run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
+            run.deterministic data.micro_batch_size optim.learning_rate optim.weight_decay
+            optim.beta1 optim.beta2 optim.schedule optim.warmup_steps optim.min_learning_rate
+            optim.max_grad_norm optim.use_amp optim.ema_decay ddp.backend
+            ddp.find_unused_parameters ddp.bucket_cap_mb
+        """,
+        # Samples and their random numbers depend on seed, epoch and index, never on who loads them
+        # or how soon. What decides about faults is told when there is one.
+        OnResume.CANNOT_MATTER: """
+            run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
+            run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
+            data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
+            data.on_bad_sample data.max_bad_samples ddp.relax_after_steps
+            ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
+            memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
+            memory.regrow_micro_batch memory.warn_share memory.react_share memory.limit_share
+            memory.leak_window_steps memory.leak_mb_per_1000_steps
+            checkpoint.save_interval checkpoint.save_every_steps checkpoint.keep_last
+            checkpoint.monitor log.log_interval log.evaluate_interval log.evaluate_every_steps
+            log.evaluate_batches log.display
+            recovery.max_restarts recovery.restart_window_s recovery.no_progress_generations
+            recovery.min_ranks recovery.slot_failures_max recovery.regrow_after
+            recovery.backoff_first_s recovery.backoff_max_s recovery.startup_timeout_s
+            recovery.form_timeout_s recovery.warm_spare recovery.hang_min_s recovery.hang_factor
+            recovery.first_step_timeout_s recovery.evaluation_timeout_s
+            recovery.checkpoint_timeout_s recovery.stop_timeout_s recovery.max_errors_per_epoch
+            recovery.rollbacks_max recovery.explosion_window recovery.explosion_loss_factor
+            recovery.explosion_grad_factor recovery.replica_check_steps
+        """,
+    }.items()
+    for key in keys.split()
+}
+# Keys of a recipe that act through the learning rate alone.
+RATE_KEYS = ("learning_rate", "schedule", "warmup_steps", "min_learning_rate")
+TOTAL_STEPS = "steps of the run"
+_AS_WRITTEN = (
+    "run.deterministic",
+    *(f"optim.{name}" for name in RATE_KEYS),
+    "optim.weight_decay",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.max_grad_norm",
+    "optim.ema_decay",
+    "ddp.find_unused_parameters",
+    "ddp.bucket_cap_mb",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What follows from settings and machine together. ``threads``: of a rank, 0 on a GPU.
+
+    ``own_task_reads_model``: the task is the user's and is given all settings.
+    """
+
+    total_steps: int
+    ranks: int
+    device: str
+    precision: str
+    backend: str
+    threads: int
+    torch: str
+    own_task_reads_model: bool
+
+
+def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
+    """How the steps of this launch are computed: a change makes other weights of the same run."""
+    sections = to_record(settings)
+    written: dict[str, JsonValue] = {}
+    for key in _AS_WRITTEN:
+        section, _, name = key.partition(".")
+        written[key] = sections[section][name]  # type: ignore[index]
+    if found.own_task_reads_model:
+        written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
+    return {
+        **written,
+        "data.micro_batch_size": settings.data.micro_batch_size or settings.data.batch_size,
+        TOTAL_STEPS: found.total_steps,
+        "ranks": found.ranks,
+        "device": found.device,
+        "precision": found.precision,
+        "ddp.backend": found.backend,
+        "threads per rank": found.threads,
+        "torch": found.torch,
+    }
 
 
 def meaning(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:

@@ -118,6 +118,8 @@ class OutsideRuntime(LocalRuntime):
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
         self._keep_time(message)
         self._told.keep(message)
+        if isinstance(message, Adjusted) and self.place.rank == 0 and message.remedy:
+            print(message.remedy, flush=True)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))

@@ -118,6 +118,8 @@ class Chronicle:
             remedy=message.remedy,
             inexact_reason=message.inexact_reason,
         )
+        if message.in_peace and message.remedy:  # else it is told with the repair
+            self._records.note(f"rank {message.rank}: {message.remedy}")
         self._note_inexact(message.inexact_reason)
 
     def forming(self, now_s: float) -> None:

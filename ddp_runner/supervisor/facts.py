@@ -67,7 +67,9 @@ class RunFacts:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             status = json.loads(Path(log_dir, "status.json").read_bytes())
             if status.get("run_id") == run_id:
-                self.inexact_reasons += [str(reason) for reason in status["inexact_reasons"]]
+                kept = [str(reason) for reason in status["inexact_reasons"]]
+                # Ranks may have told some already; those of before come first.
+                self.inexact_reasons[:] = dict.fromkeys([*kept, *self.inexact_reasons])
 
 
 def fault_fields(fault: Fault, *, generation: int) -> dict[str, Any]:

@@ -28,9 +28,10 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
+from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
-from ddp_runner.training.loading import load_task
+from ddp_runner.training.loading import BUILT_IN_TASKS, load_task
 from ddp_runner.training.loss_monitor import LossMonitor
 from ddp_runner.training.optimizer import build_optimizer
 from ddp_runner.training.precision import Precision
@@ -53,6 +54,7 @@ class Workload:
     device: torch.device
     backend: str
     meaning: Mapping[str, Any]
+    recipe: Mapping[str, Any]
     settings_digest: str
     parameters: int
 
@@ -93,6 +95,7 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
         device=device,
         backend=backend_of(settings, device),
         meaning=meaning,
+        recipe=_recipe(settings, place, task, total_steps=length.total_steps),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
     )
@@ -102,6 +105,22 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
     except TypeError as error:  # told now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
     return workload, state
+
+
+def _recipe(settings: Settings, place: Place, task: Task, *, total_steps: int) -> dict[str, Any]:
+    device = torch.device(place.device)
+    is_own = settings.run.task not in BUILT_IN_TASKS
+    found = config.Surroundings(
+        total_steps=total_steps,
+        ranks=place.world_size,
+        device=device.type,
+        precision=Precision(use_amp=settings.optim.use_amp, device=device).name,
+        backend=backend_of(settings, device),
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        torch=versions()["torch"],
+        own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
+    )
+    return dict(config.recipe(settings, found))
 
 
 def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:
@@ -234,6 +253,8 @@ def load_start(
         _restore(settings, state, loaded.state, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
         state.begun_step = state.committed_step
+        state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
+        note_changes(loaded, state, recipe=workload.recipe)
         return loaded
     if settings.run.resume in ("last", "best"):
         raise BadInputError(
@@ -308,6 +329,7 @@ def restore_newest(
         if loaded is not None:
             state.restore(loaded.state)
             state.begun_step = state.committed_step
+            note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
         elif state.begun_step == 0:
             state.restore(_first_state(settings, workload, state, store))
         else:

@@ -281,6 +281,8 @@ class Saving:
             run_id=self._runtime.run_id,
             meaning=dict(self._workload.meaning),
             settings_digest=self._workload.settings_digest,
+            recipe=dict(self._workload.recipe),
+            changes=self._state.changes,
             monitored=self._monitored(),
             reason=reason,
             pace=self._pace.to_record(now_s=time.monotonic()),

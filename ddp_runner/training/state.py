@@ -64,6 +64,7 @@ class TrainState:
         self.samples = 0
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
         self.attended_step = 0  # up to where evaluations and saves that were due have been made
+        self.changes: tuple[str, ...] = ()  # of how its steps were computed, over all launches
         self.before_change: Callable[[], None] = _nobody_reads
         self.buffers = Buffers(model)
 
@@ -90,6 +91,8 @@ class TrainState:
                 "all_used_steps": self.all_used_steps,
             },
         }
+        if self.changes:
+            state["changes"] = list(self.changes)
         if followed := self.buffers.followed_names():
             state["followed"] = followed
         if self.validation_quarantine is not None:
@@ -139,7 +142,7 @@ class TrainState:
         weights = read_as(state["model"], self.weights())
         self.buffers.make_room(weights)
         load_bare_state(self.model, weights)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(self._with_own_options(state["optimizer"]))
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])
         if "explosions" in state:
@@ -154,11 +157,22 @@ class TrainState:
             self.stream.restore(state.get("stream", {}))
         self.begun_step = int(state["counters"].get("begun_step", self.begun_step))
         self.samples = int(state["counters"]["samples"])
+        self.changes = tuple(state.get("changes", ()))
         self.attended_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
         self.buffers.keep()
         self.committed_step = int(state["counters"]["committed_step"])
+
+    def _with_own_options(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """``saved`` with decay, betas and the like as they are set now; a file has those of its run."""
+        own = self.optimizer.state_dict()["param_groups"]
+        groups = saved["param_groups"]
+        if len(groups) != len(own):
+            raise ValueError(f"{len(groups)} groups of parameters, the model has {len(own)}")
+        places = [{"params": group["params"]} for group in groups]
+        pairs = zip(own, places, strict=True)
+        return {**saved, "param_groups": [{**options, **place} for options, place in pairs]}
 
     def hold_frozen(self, *, room_bytes: float) -> None:
         """Keep what forward may begin to write, where there is room; if it is much, for the first step."""

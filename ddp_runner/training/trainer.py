@@ -49,6 +49,7 @@ from ddp_runner.training.build import (
     load_start,
     restore_newest,
 )
+from ddp_runner.training.changes import tell_changes
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.feeding import (
     collective_timeout_s,
@@ -215,6 +216,7 @@ class DDPTrainer:
         )
         if loaded is not None:
             parts.saving.resumed(loaded)
+            tell_changes(self._runtime, state, known=loaded.manifest.changes)
         return parts, run_id
 
     def _tell_of_old_order(self, state: TrainState) -> None:

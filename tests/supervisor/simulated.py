@@ -104,6 +104,9 @@ class Records:
     def say(self, text, *, level="INFO"):
         self.said.append((level, text))
 
+    def note(self, text):
+        pass
+
     def metrics(self, step, rank, values):
         pass
 

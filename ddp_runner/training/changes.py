@@ -1,0 +1,145 @@
+"""What a launch computes otherwise than the checkpoint that it goes on from. Refuses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddp_runner.checkpoint.store import Loaded
+from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
+from ddp_runner.core.messages import Adjusted
+from ddp_runner.core.settings import OptimSettings, Settings
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.schedule import learning_rate
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.tuning import Tuning
+
+CHANGES_KEPT = 100  # of the newest, in state and manifest
+_PROBES = 64  # steps at which two schedules are held against each other, beside their corners
+_RATES = {f"optim.{name}" for name in RATE_KEYS}
+
+
+def changes_since(
+    loaded: Loaded, state: TrainState, *, recipe: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """A line for each thing that is computed otherwise from the step of ``loaded`` on.
+
+    ``recipe`` is this launch's (``config.identity``), ``state`` what it has restored. Empty where no
+    step is left, or none was computed before.
+    """
+    step, old = state.committed_step, loaded.manifest.recipe
+    if not 0 < step < recipe[TOTAL_STEPS]:
+        return ()
+    lines = dict(_changed_values(old, recipe, step=step)) if old else {}
+    if not old:  # of a version that wrote none: what else the file says
+        before = {"torch": loaded.manifest.versions.get("torch", recipe["torch"])}
+        lines = dict(_changed_values(before, {"torch": recipe["torch"]}, step=step))
+    kept = {"optim.ema_decay": _average(loaded.state, state)}
+    kept["precision"] = _scaler(loaded.state, state)
+    for key, what in kept.items():
+        if what:
+            lines[key] = f"{lines[key]}: {what}" if key in lines else f"{what} at step {step}"
+    return tuple(lines.values())
+
+
+def note_changes(loaded: Loaded, state: TrainState, *, recipe: Mapping[str, Any]) -> None:
+    """Have ``state``, just restored from ``loaded``, keep what changes from here on."""
+    news = changes_since(loaded, state, recipe=recipe)
+    state.changes = (*state.changes, *news)[-CHANGES_KEPT:]
+
+
+def tell_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -> None:
+    """Say, and give as reasons why the run is not exact, what was changed; ``known``: said before."""
+    for line in state.changes:
+        is_news = line not in known
+        if is_news:
+            runtime.logger.info(f"changed: {line}")
+        runtime.tell(
+            Adjusted(
+                rank=runtime.place.rank,
+                step=state.committed_step,
+                remedy=line if is_news else "",
+                inexact_reason=line,
+                in_peace=True,
+            )
+        )
+
+
+def tuning_of_changed(
+    tuning: Tuning, settings: Settings, loaded: Loaded, *, recipe: Mapping[str, Any]
+) -> Tuning:
+    """``tuning`` of a file, without what was learnt for settings that are others now."""
+    old = loaded.manifest.recipe
+    changed = {key for key in old if key in recipe and old[key] != recipe[key]}
+    if "data.micro_batch_size" in changed:
+        size = settings.data.micro_batch_size or settings.data.batch_size
+        tuning = replace(tuning, micro_batch_size=size)
+    if "ddp.find_unused_parameters" in changed:
+        wanted = settings.ddp.find_unused_parameters is not False
+        tuning = replace(tuning, find_unused_parameters=wanted and not tuning.must_not_search)
+    return tuning
+
+
+def _changed_values(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
+) -> list[tuple[str, str]]:
+    """Key and line of each difference; of those that act through the rate only where it differs."""
+    rates = _RATES | {TOTAL_STEPS}
+    if not rates <= old.keys() or _same_rates(old, new, step=step):
+        pairs = []
+    else:
+        pairs = [(key, old[key], new[key]) for key in new if key in _RATES]
+        if old["optim.warmup_steps"] == new["optim.warmup_steps"]:  # at most half of the run
+            pairs.append(("end of the warm-up", _warmup_end(old), _warmup_end(new)))
+        if "constant" not in (old["optim.schedule"], new["optim.schedule"]):
+            pairs.append(("end of the schedule", old[TOTAL_STEPS], new[TOTAL_STEPS]))
+    pairs += [(key, old.get(key, new[key]), new[key]) for key in new if key not in rates]
+    return [
+        (key, _line(key, before, after, step=step))
+        for key, before, after in pairs
+        if before != after
+    ]
+
+
+def _warmup_end(recipe: Mapping[str, Any]) -> int:
+    return min(int(recipe["optim.warmup_steps"]), int(recipe[TOTAL_STEPS]) // 2)
+
+
+def _same_rates(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -> bool:
+    """Whether no step from ``step`` on has another learning rate."""
+    end = int(new[TOTAL_STEPS])
+    corners = [_warmup_end(old), _warmup_end(new), int(old[TOTAL_STEPS]), end]
+    probes = {step + (end - step) * number // _PROBES for number in range(_PROBES)}
+    probes |= {corner + aside for corner in corners for aside in (-1, 0, 1)}
+    return all(_rate(old, one) == _rate(new, one) for one in probes if step <= one < end)
+
+
+def _rate(recipe: Mapping[str, Any], step: int) -> float:
+    settings = OptimSettings(**{name: recipe[f"optim.{name}"] for name in RATE_KEYS})
+    return learning_rate(step, total_steps=int(recipe[TOTAL_STEPS]), settings=settings)
+
+
+def _line(key: str, before: object, after: object, *, step: int) -> str:
+    return f"{key} {_shown(before)} -> {_shown(after)} at step {step}"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _average(saved: Mapping[str, Any], state: TrainState) -> str:
+    had, has = "ema" in saved, state.ema is not None
+    if had == has:
+        return ""
+    return "the file's average (EMA) is dropped" if had else "an average (EMA) begins anew"
+
+
+def _scaler(saved: Mapping[str, Any], state: TrainState) -> str:
+    had, has = bool(saved["scaler"]), state.precision.scaler.is_enabled()
+    if had == has:
+        return ""
+    return "the file's loss scale is dropped" if had else "the loss scale begins anew"

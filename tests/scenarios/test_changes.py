@@ -1,0 +1,80 @@
+"""A run that is resumed with other settings: what makes other steps is told, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.scenarios.harness import Run
+from tests.scenarios.test_outside import TORCHRUN
+
+QUICK = ("-b", 8, "num_workers=0", "task.pace_s=0", "warmup_steps=4")
+RATE = "optim.learning_rate 0.006 -> 0.001 at step 12"
+AVERAGE = "optim.ema_decay 0.9 -> none at step 12: the file's average (EMA) is dropped"
+LONGER = "end of the schedule 12 -> 24 at step 12"
+
+
+def launched(folder, *settings, **how):
+    """A launch that ended well."""
+    with Run(folder, *QUICK, *settings, **how) as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+def manifest(run, step):
+    return json.loads((run.checkpoints / f"step_{step:08d}.json").read_text(encoding="utf-8"))
+
+
+def test_what_a_resume_changes_is_told_everywhere_and_for_good(tmp_path):
+    """On the console once, in the logs, the journal, the summary and the manifests of this and later launches."""
+    first = launched(tmp_path, "--max-steps", 12, "ema_decay=0.9")
+    assert first.summary()["exact"] is True
+    assert manifest(first, 12)["changes"] == []
+    second = launched(tmp_path, "--max-steps", 24, "learning_rate=1e-3")
+    lines = [RATE, LONGER, AVERAGE]
+    assert [second.console.count(f"changed: {line}\n") for line in lines] == [1, 1, 1]
+    supervisor_log = (second.logs / "supervisor.log").read_text(encoding="utf-8")
+    rank_log = (second.logs / "rank_0.log").read_text(encoding="utf-8")
+    told = [event["remedy"] for event in second.events("adjusted")]
+    for line in lines:
+        assert line in supervisor_log
+        assert line in rank_log
+        assert told.count(line) == 1
+    summary = second.summary()
+    assert (summary["exact"], summary["inexact_reasons"]) == (False, lines)
+    assert manifest(second, 24)["changes"] == lines
+    # Elsewhere, so that only the checkpoint can know of it.
+    third = launched(tmp_path, "--max-steps", 30, "learning_rate=1e-3", "-l", tmp_path / "other")
+    third.logs = tmp_path / "other"
+    again = "end of the schedule 24 -> 30 at step 24"
+    assert third.summary()["inexact_reasons"] == [*lines, again]
+    assert manifest(third, 30)["changes"] == [*lines, again]
+    assert third.console.count("changed: ") == 1
+    assert f"changed: {again}\n" in third.console
+
+
+def test_what_cannot_matter_is_not_told_and_changes_no_bit(tmp_path):
+    """More steps at a constant rate, more workers, other intervals: the weights of one long run."""
+    constant = ("schedule=constant", "ema_decay=0.9")
+    launched(tmp_path / "two", *constant, "--max-steps", 12)
+    changed = ("num_workers=1", "log_interval=3", "save_every_steps=5", "--max-steps", 24)
+    two = launched(tmp_path / "two", *constant, *changed)
+    one = launched(tmp_path / "one", *constant, "--max-steps", 24)
+    assert "changed: " not in two.console
+    assert (two.summary()["exact"], two.summary()["inexact_reasons"]) == (True, [])
+    assert two.digest == one.digest
+
+
+@pytest.mark.timeout(300)
+def test_under_an_outside_launcher_a_change_is_told_too(tmp_path):
+    """There the ranks have no supervisor: rank 0 says it, and writes the summary."""
+    launched(tmp_path, "--max-steps", 12, "ema_decay=0.9")
+    second = launched(tmp_path, "--max-steps", 24, "learning_rate=1e-3", command=TORCHRUN)
+    lines = {RATE, LONGER, AVERAGE}
+    for line in lines:
+        assert second.console.count(line) == 1, second.console
+    summary = second.summary()
+    assert summary["exact"] is False
+    assert lines <= set(summary["inexact_reasons"])
+    assert lines <= set(manifest(second, 24)["changes"])
