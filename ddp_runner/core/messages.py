@@ -92,6 +92,7 @@ class Ready:
     """Rank -> supervisor: everything is built; waiting for a Form.
 
     ``committed_step`` is -1 if empty; ``run_id`` is that of the checkpoint it resumes, or empty.
+    ``notes``: lines to show people once, before training.
     """
 
     rank: int
@@ -102,6 +103,8 @@ class Ready:
     train_samples: int
     parameters: int
     device: str
+    precision: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from ddp_runner.core.messages import (
     MendedInPlace,
     Message,
     Metrics,
+    Ready,
     Saved,
 )
 from ddp_runner.core.settings import Settings
@@ -57,7 +58,7 @@ from ddp_runner.rank.restarts import (
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.rank.told import Told, read_told, told_path
 from ddp_runner.training.report import TrainReport
-from ddp_runner.training.runtime import STORE_TIMEOUT_S, LocalRuntime, Place
+from ddp_runner.training.runtime import STORE_TIMEOUT_S, Generation, LocalRuntime, Place
 from ddp_runner.training.trainer import DDPTrainer
 
 _STOP_SIGNALS = {
@@ -99,6 +100,12 @@ class OutsideRuntime(LocalRuntime):
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
         take_signals((*_STOP_SIGNALS, _SAVE_SIGNAL), self._on_signal)
         self._told.keep(self.lived(step=-1))
+
+    def next_generation(self, ready: Ready) -> Generation:
+        """The one generation of this restart; rank 0 prints what there is to say before."""
+        if self.place.rank == 0:
+            print(f"computing in {ready.precision}", *ready.notes, sep="\n", flush=True)
+        return super().next_generation(ready)
 
     def store_link(self) -> StoreLink:
         """The launcher's store; without one (srun), rank 0 hosts it on the port that is named."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.messages import (
     Adjusted,
@@ -31,8 +33,9 @@ class Chronicle:
         self._published = published
         self._parts: dict[str, float] = {}  # seconds of the generation that forms
 
-    def begun(self, plan: LaunchPlan, first: Ready) -> None:
-        """The run begins, with what its first rank has built."""
+    def begun(self, plan: LaunchPlan, ready: Sequence[Ready]) -> None:
+        """The run begins, with what its ranks have built. What all say is said once."""
+        first = ready[0]
         self._published.begin()
         self._records.event(
             "run_begins",
@@ -47,8 +50,14 @@ class Chronicle:
         resumed = f", resumed at step {first.committed_step:,}" if first.committed_step else ""
         self._records.say(
             f"{first.parameters:,} parameters, {first.train_samples:,} samples, "
-            f"{first.total_steps:,} steps{resumed}"
+            f"{first.total_steps:,} steps{f', {first.precision}' if first.precision else ''}{resumed}"
         )
+        for note in first.notes:
+            self._records.say(note)
+        for other in ready[1:]:
+            for note in other.notes:
+                if note not in first.notes:
+                    self._records.say(f"rank {other.rank}: {note}")
 
     def metrics(self, handle: RankHandle, message: Metrics) -> None:
         """A rank's newest figures."""

@@ -369,7 +369,8 @@ class Supervisor:
             self._end_as_bad_input(str(error))
             return False
         self.records.open()
-        self.chronicle.begun(self.plan, first)
+        ready = [handle.ready for handle in self.world.present if handle.ready is not None]
+        self.chronicle.begun(self.plan, ready)
         return True
 
     def _on_formed(self, formed: Formed) -> None:

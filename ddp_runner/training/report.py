@@ -1,4 +1,4 @@
-"""How a rank's training ended, as a value and as a message. Never decides when."""
+"""What a rank has to say before it trains, and how its training ended. Never decides when."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished
 from ddp_runner.training.parts import RankParts
+
+NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,15 @@ class TrainReport:
     peaks: Mapping[str, int]
     leaks: tuple[Mapping[str, object], ...]
     sample: str
+
+
+def start_notes(parts: RankParts) -> tuple[str, ...]:
+    """What data, precision and loader have to say before training, a line each."""
+    data = parts.workload.datasets.notes
+    given = (data,) if isinstance(data, str) else tuple(data)
+    found = (*given, *parts.state.precision.notes, *getattr(parts.loader, "notes", ()))
+    lines = (" ".join(str(note).split()) for note in found[:NOTES_MAX])
+    return tuple(line[:NOTE_CHARACTERS_MAX] for line in lines if line)
 
 
 def report_of(parts: RankParts, reason: StopReason, *, sample: str) -> TrainReport:

@@ -110,6 +110,8 @@ class LocalRuntime:
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation there is; what is resumed goes on as the run that it was."""
         self.run_id = ready.run_id or self.run_id
+        for note in (f"computing in {ready.precision}", *ready.notes):
+            self.logger.info(note)
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")
         self._formed = True

@@ -60,7 +60,7 @@ from ddp_runner.training.feeding import (
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rehearsal import rehearse_threads
-from ddp_runner.training.report import TrainReport, finished_message, report_of
+from ddp_runner.training.report import TrainReport, finished_message, report_of, start_notes
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
@@ -397,6 +397,8 @@ def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
         train_samples=workload.order.dataset_size,
         parameters=workload.parameters,
         device=str(workload.device),
+        precision=parts.state.precision.name,
+        notes=start_notes(parts),
     )
 
 

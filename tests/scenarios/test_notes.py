@@ -1,0 +1,44 @@
+"""What data, precision and loader have to say before training is said: once, and in the log."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_runner.training.precision import Precision
+from tests.scenarios.harness import Run
+from tests.scenarios.test_outside import TORCHRUN
+
+NOTED = f"{Path(__file__).with_name('mistaken.py')}:NotedData"
+SETTINGS = ("-b", 8, "--max-steps", 2, "use_amp=true", "num_workers=3")
+PRECISION = Precision(use_amp=True, device=torch.device("cpu"))  # as the processor has it
+WORKERS = re.compile(r"^.*(\b3\b.*workers|workers.*\b3\b).*$", re.MULTILINE)
+
+
+def check(text):
+    """Each note once, whichever of the ranks had it."""
+    for note in ("64 rows of nothing in particular", *PRECISION.notes):
+        assert text.count(note) == 1, text
+    assert len(WORKERS.findall(text)) == 1, text  # more than the cores that two ranks can have
+    assert re.search(rf"\b{PRECISION.name}\b", text)
+
+
+def test_notes_stand_in_the_start_lines_and_in_the_supervisors_log(tmp_path):
+    """Amp that has no effect, more workers than cores, what a task says of its data."""
+    with Run(tmp_path, *SETTINGS, task=NOTED) as run:
+        assert run.wait() == 0, run.console
+    before_training = run.console.partition("saved ")[0]
+    check(before_training)
+    check((run.logs / "supervisor.log").read_text(encoding="utf-8"))
+
+
+@pytest.mark.timeout(300)
+def test_under_an_outside_launcher_rank_0_says_them(tmp_path):
+    """On the console, and in the log of each rank."""
+    with Run(tmp_path, *SETTINGS, task=NOTED, command=TORCHRUN) as run:
+        assert run.wait() == 0, run.console
+    check(run.console)
+    check((run.logs / "rank_1.log").read_text(encoding="utf-8"))
