@@ -9,13 +9,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import time
 from pathlib import Path
 
 from ddp_runner.config.naming import LATEST, LOGS, has_folders_of_its_name, is_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import RunSettings
+from ddp_runner.run_files import (
+    RefusedFileError,
+    open_lock,
+    open_new,
+    open_to_change,
+    read_small,
+    temporary_path,
+)
 
 LOCK_NAME = ".lock"
 LOG_LOCK_NAME = ".logs.lock"  # of its own: one directory may be for both
@@ -29,12 +36,12 @@ def point_latest(logs: Path) -> None:
     A link, or on a file system that has none a file with the folder's name.
     """
     latest = logs.with_name(LATEST)
-    temporary = latest.with_name(f".{LATEST}.tmp-{secrets.token_hex(8)}")
+    temporary = temporary_path(latest)
     try:
         try:
             temporary.symlink_to(logs.name, target_is_directory=True)
         except OSError:
-            with temporary.open("x", encoding="utf-8") as pointer:
+            with os.fdopen(open_new(temporary), "w", encoding="utf-8") as pointer:
                 pointer.write(f"{logs.name}\n")
         temporary.replace(latest)
     except OSError:
@@ -48,11 +55,8 @@ def latest_logs(root: Path = Path(LOGS)) -> Path | None:
     try:
         if latest.is_symlink():
             name = str(latest.readlink())
-        elif latest.is_file():
-            with latest.open(encoding="utf-8") as pointer:
-                name = pointer.read(_POINTER_BYTES_MAX).strip()
         else:
-            return None
+            name = read_small(latest, bytes_max=_POINTER_BYTES_MAX).decode().strip()
     except (OSError, ValueError):
         return None
     return root / name if is_name(name) and (root / name).is_dir() else None
@@ -77,7 +81,7 @@ class DirectoryLock:
     def refuse_if_held(self) -> None:
         """Raise BadInputError if another live run holds the directory. Creates nothing."""
         try:
-            descriptor = os.open(self._path, os.O_RDWR)
+            descriptor = open_to_change(self._path)
         except OSError:
             return
         try:
@@ -90,7 +94,11 @@ class DirectoryLock:
 
         OSError: it cannot be taken or, on a full disk, is held without a name.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = open_lock(self._path)
+        except RefusedFileError as error:
+            what = f"cannot be locked: {self._path.name} in it {error.strerror}"
+            raise BadInputError(self._option, self._path.parent, what) from error
         give_up_s = time.monotonic() + patience_s
         try:
             while True:
@@ -163,11 +171,12 @@ class RunDirectories:
                 "--checkpoint-dir", self._run.checkpoint_dir, f"cannot be locked: {error.strerror}"
             ) from error
         try:
-            with contextlib.suppress(OSError):  # worth no run: such a disk takes no lines either
-                self._logs.acquire(patience_s=patience_s)
+            self._logs.acquire(patience_s=patience_s)
         except BadInputError:
             self._checkpoints.release()
             raise
+        except OSError:
+            pass  # worth no run: such a disk takes no lines either
         if Path(self._run.log_dir).parent == Path(LOGS):
             with contextlib.suppress(OSError):  # a convenience: no run ends for want of it
                 point_latest(Path(self._run.log_dir))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.run_files import read_small
 from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def launch(
         before = _identity(summary_file)
         exit_code = _run_child(words)
         changed = _identity(summary_file) not in (None, before)
-    summary = json.loads(summary_file.read_bytes()) if changed else None
+    summary = json.loads(read_small(summary_file)) if changed else None
     return RunResult(
         exit_code=exit_code, summary=summary, log_dir=log_dir, checkpoint_dir=checkpoint_dir
     )

@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import stat
 import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
-from ddp_runner.checkpoint.publish import writer_of
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.run_files import is_regular, left_over, open_to_read, read_small, reading
 
 POINTERS = ("last", "best")
 WORDS = ("auto", "last", "best", "none")
@@ -28,6 +30,8 @@ NO_MANIFEST = "no manifest: the save was cut off before it was published"
 NO_FILE = "a manifest without its file"
 _READ_BYTES = 4 * 1024 * 1024
 _POINTER_BYTES_MAX = 4096
+_MANIFEST_BYTES_MAX = 4 * 1024 * 1024
+_NAMED_BY_PID = re.compile(r"\.step_\d{8,}\.pt\.tmp-\d+")  # as earlier versions named them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,7 @@ class Catalog:
             for name in self._names():
                 if step_of(name) is not None and name.endswith(".json"):
                     with contextlib.suppress(FileNotFoundError):  # retention works beside us
-                        found.add((name, (self.directory / name).stat().st_mtime_ns))
+                        found.add((name, (self.directory / name).lstat().st_mtime_ns))
         return frozenset(found)
 
     def verify(self, entry: Entry) -> str | None:
@@ -68,11 +72,12 @@ class Catalog:
         Without a usable manifest the file must pass the CRC-32 of its own archive.
         """
         try:
-            size_bytes = entry.path.stat().st_size
-            if entry.manifest is None:
-                return _archive_problem(entry.path, size_bytes)
-            if size_bytes != entry.manifest.size_bytes:
-                return f"{size_bytes} bytes, its manifest says {entry.manifest.size_bytes}"
+            with reading(entry.path) as file:
+                size_bytes = os.fstat(file.fileno()).st_size
+                if entry.manifest is None:
+                    return _archive_problem(file, size_bytes)
+                if size_bytes != entry.manifest.size_bytes:
+                    return f"{size_bytes} bytes, its manifest says {entry.manifest.size_bytes}"
             if sha256_of(entry.path) != entry.manifest.sha256:
                 return "its SHA-256 is not the one in its manifest"
         except FileNotFoundError:
@@ -166,19 +171,20 @@ class Catalog:
         return target
 
     def clean_leftovers(self) -> list[Path]:
-        """Remove temporary files of writers that have ended; returns what was removed.
+        """Remove temporary files of writers of this machine that have ended; returns what was removed.
 
-        A name of this very process counts as left over (process ids repeat across containers):
-        call it while this process is not saving.
+        Those of this very process count as left over: call it while this process is not saving.
         """
-        removed = []
-        for name in self._names():
-            writer = writer_of(name)
-            if writer is not None and not _is_other_living_process(writer):
-                path = self.directory / name
-                self._disk.remove(path)
-                removed.append(path)
+        removed, _ = left_over(self.directory)
+        for path in removed:
+            self._disk.remove(path)
         return removed
+
+    def foreign_leftovers(self) -> list[Path]:
+        """Temporary files of writers of other machines, or of nobody knows which, that may write now."""
+        names = [name for name in self._names() if _NAMED_BY_PID.fullmatch(name)]
+        found = left_over(self.directory)[1] + [self.directory / name for name in names]
+        return sorted(found)
 
     def _names(self) -> list[str]:
         try:
@@ -190,8 +196,7 @@ class Catalog:
         path = directory / checkpoint_name(step)
         manifest, problem = None, None
         try:
-            text = (directory / manifest_name(step)).read_text()
-            manifest = Manifest.from_json(text)
+            manifest = read_manifest(directory / manifest_name(step))
         except FileNotFoundError:
             problem = NO_MANIFEST
         except OSError as error:
@@ -208,14 +213,14 @@ class Catalog:
     def _follow(self, name: str) -> tuple[Path | None, str | None]:
         """The target of a pointer file, or why it has none."""
         try:
-            with (self.directory / name).open("rb") as file:
+            with reading(self.directory / name) as file:
                 target = file.read(_POINTER_BYTES_MAX).decode(errors="replace")
         except OSError as error:
             return None, f"pointer {name!r}: {error.strerror or error}"
         if not target.endswith("\n") or step_of(target[:-1]) is None or ".pt" not in target:
             return None, f"pointer {name!r} is torn: it holds {target[:40]!r}"
         path = self.directory / target[:-1]
-        if not path.is_file():
+        if not is_regular(path):
             return None, f"pointer {name!r} names {target[:-1]}, which does not exist"
         return path, None
 
@@ -242,11 +247,16 @@ class Catalog:
         return [self._entry(path.parent, step)]
 
 
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises OSError, or ValueError where it is none."""
+    return Manifest.from_json(read_small(path, bytes_max=_MANIFEST_BYTES_MAX).decode())
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, read in pieces. Raises OSError."""
     digest = hashlib.sha256()
     piece = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with open(open_to_read(path), "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
         while count := file.readinto(piece):
             digest.update(piece[:count])
     return digest.hexdigest()
@@ -255,18 +265,18 @@ def sha256_of(path: Path) -> str:
 def _size_of(path: Path) -> int | None:
     """The size of a file, in one look: retention works beside us. None where there is no such file."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _archive_problem(path: Path, size_bytes: int) -> str | None:
+def _archive_problem(file: BinaryIO, size_bytes: int) -> str | None:
     """Check the records of a torch archive (a ZIP file) against their CRC-32; None if all match."""
     if size_bytes == 0:
         return "it is empty, and it has no usable manifest"
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:
         return f"no usable manifest, and its archive is damaged: {error}"
@@ -279,15 +289,3 @@ def _is_ours(name: str) -> bool:
     """A checkpoint, manifest, pointer, or bad file that was set aside."""
     stem = name.split(".bad", maxsplit=1)[0]
     return name in POINTERS or step_of(stem) is not None
-
-
-def _is_other_living_process(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True  # it lives under another user, or the name is none that we wrote
-    return True

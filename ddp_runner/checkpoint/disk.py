@@ -11,6 +11,8 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Protocol
 
+from ddp_runner.run_files import open_new
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -23,7 +25,7 @@ class Disk(Protocol):
     """Every method raises OSError when the system refuses. Handles are opaque integers."""
 
     def open_temporary(self, path: Path) -> int:
-        """Create ``path``, or empty it, for writing."""
+        """Create ``path``, which must not be there, for writing."""
         ...
 
     def write(self, handle: int, data: memoryview) -> None:
@@ -67,8 +69,8 @@ class RealDisk:
     """The operating system's own."""
 
     def open_temporary(self, path: Path) -> int:
-        """Create ``path``, or empty it, for writing; not inherited by programs that we start."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        """Create ``path``, which must not be there, for writing; programs that we start have it not."""
+        return open_new(path)
 
     def write(self, handle: int, data: memoryview) -> None:
         """Append all of ``data``; the system may take it in several pieces."""
@@ -108,8 +110,8 @@ class RealDisk:
         directory.mkdir(parents=True, exist_ok=True)
 
     def size_bytes(self, path: Path) -> int:
-        """stat(2)."""
-        return path.stat().st_size
+        """lstat(2)."""
+        return path.lstat().st_size
 
     def free_bytes(self, directory: Path) -> int:
         """statvfs(3): what is free for an ordinary user."""

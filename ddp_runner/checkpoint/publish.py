@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import queue
-import re
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from ddp_runner.run_files import temporary_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Smaller pieces are gathered: torch writes four for each tensor, most of a few bytes, and below
 # this a hand-over to the hashing thread costs more than the hash.
 _PIECE_BYTES_MIN = 256 * 1024
-_TEMPORARY = re.compile(r"\.(.+)\.tmp-(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +131,6 @@ class DurableWriter:
         finally:
             self._hasher.wait()
         self.size_bytes += view.nbytes
-
-
-def temporary_path(path: Path) -> Path:
-    """Where this process writes what will become ``path``: the same directory, hence one file system."""
-    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
-
-
-def writer_of(name: str) -> int | None:
-    """The process id in one of our temporary names; None for any other name."""
-    match = _TEMPORARY.fullmatch(name)
-    return int(match[2]) if match else None
 
 
 def publish(disk: Disk, path: Path, produce: Callable[[DurableWriter], None]) -> Written:

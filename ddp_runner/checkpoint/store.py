@@ -160,6 +160,11 @@ class CheckpointStore:
         if not self._has_cleaned:  # a predecessor that was killed may hold the room that we need
             for path in self.catalog.clean_leftovers():
                 self._notes.append(f"removed {path}, which a writer that was killed had left")
+            for path in self.catalog.foreign_leftovers():
+                self._notes.append(
+                    f"{path} is left alone: it is of a save for which only its own machine can tell"
+                    " whether it goes on"
+                )
             self._has_cleaned = True
         free_bytes = disk.free_bytes(directory)
         if free_bytes < needed_bytes:

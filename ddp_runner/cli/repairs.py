@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind
+from ddp_runner.run_files import read_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,8 +84,7 @@ class Repaired:
 
 def read_journal(log_dir: Path) -> list[Event]:
     """Every event of the run that finished there. Raises OSError or ValueError if it cannot."""
-    lines = (log_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in read_lines(log_dir / "events.jsonl")]
 
 
 def read_repairs(events: Sequence[Event]) -> list[Repaired]:

@@ -15,6 +15,7 @@ from ddp_runner.core.lifecycle import RunState
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.report import fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
+from ddp_runner.run_files import read_lines, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ def run(words: Sequence[str]) -> int:
 def _report_unfinished(text: str, directory: Path) -> int:
     """A run that goes on, or that could not sum up: its newest status, and whether it is alive."""
     try:
-        status = json.loads((directory / "status.json").read_bytes())
+        status = json.loads(read_small(directory / "status.json"))
         pid, state = int(status["pid"]), str(status["state"])
         place = (
             f"at step {status['step']} of {status['max_steps']}, {status['world_size']} ranks, "
@@ -166,13 +167,12 @@ def _fault_line(fault: FaultRecord) -> str:
 
 def event_lines(path: Path) -> Iterator[str]:
     """How often each event was written; nothing without a readable journal."""
+    counts: Counter[str] = Counter()
     try:
-        lines = path.read_bytes().splitlines()
+        counts.update(_event_name(line) for line in read_lines(path))
     except OSError as error:
         yield f"{'events':<{_LABEL_COLUMNS}}{path.name} cannot be read: {error.strerror}"
         return
-    counts: Counter[str] = Counter()
-    counts.update(_event_name(line) for line in lines)
     yield f"{'events':<{_LABEL_COLUMNS}}" + ", ".join(
         f"{name} {number}" for name, number in counts.items()
     )

@@ -10,6 +10,7 @@ import yaml
 from ddp_runner.config.naming import CHECKPOINTS, LOGS, is_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.directories import latest_logs
+from ddp_runner.run_files import read_small
 
 if TYPE_CHECKING:
     from ddp_runner.cli.arguments import SmallArguments
@@ -83,8 +84,8 @@ def _holds_a_run(folder: Path) -> bool:
 def _recorded(logs: Path) -> Path | None:
     """Where the newest run in ``logs`` saves, by its config.yaml; None where that cannot be read."""
     try:
-        with (logs / "config.yaml").open(encoding="utf-8") as file:
-            found = yaml.safe_load(file.read(_CONFIG_BYTES_MAX))["run"]["checkpoint_dir"]
+        text = read_small(logs / "config.yaml", bytes_max=_CONFIG_BYTES_MAX)
+        found = yaml.safe_load(text)["run"]["checkpoint_dir"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return None
     return Path(found) if isinstance(found, str) else None

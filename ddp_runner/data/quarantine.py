@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_runner.data.permutation import mix64
+from ddp_runner.run_files import open_to_append, reading
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,13 +52,16 @@ class Quarantine:
 
     def refresh(self) -> None:
         """Take over what other ranks have written since the last time."""
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return
-        if self._path.stat().st_size == self._read_bytes:
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._read_bytes)
-            text = file.read()
+        try:
+            if self._path.lstat().st_size == self._read_bytes:
+                return
+            with reading(self._path) as file:
+                file.seek(self._read_bytes)
+                text = file.read()
+        except OSError:
+            return  # there is none yet, or it cannot be read now: found again if need be
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         for line in whole.splitlines():
@@ -101,10 +105,12 @@ class Quarantine:
         if self._path is None:
             return
         # One write to a file opened for appending: lines of several ranks do not mix.
-        with contextlib.suppress(OSError):  # worth having, never worth a run: see same-stand-in
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                file.write((json.dumps(record) + "\n").encode())
+        line = (json.dumps(record) + "\n").encode()
+        with (
+            contextlib.suppress(OSError),  # worth having, never worth a run: see same-stand-in
+            os.fdopen(open_to_append(self._path), "wb", buffering=0) as file,
+        ):
+            file.write(line)
 
     def stand_in(self, index: int) -> int:
         """What is loaded in place of ``index``: itself, unless it is bad."""

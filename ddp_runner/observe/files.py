@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from ddp_runner.run_files import open_to_append, reading
+
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import TextIO
@@ -106,8 +108,7 @@ class LineFile:
 
     def _open(self) -> None:
         self._torn = ends_torn(self._path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._fd = os.open(self._path, flags, 0o644)
+        self._fd = open_to_append(self._path)
 
     def _write(self, line: bytes) -> None:
         assert self._fd is not None
@@ -127,48 +128,11 @@ def ends_torn(path: Path) -> bool:
 def read_tail(path: Path, size_bytes: int = _TAIL_BYTES) -> bytes:
     """The last ``size_bytes`` of a file; empty where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with reading(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size_bytes))
             return file.read(size_bytes)
     except OSError:
         return b""  # an absent or unreadable file has no tail to go on from
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace ``path`` whole: readers see the old or the new content. Survives no power cut.
-
-    Raises OSError. The temporary name is fixed, so that a crash leaves at most one such file, which
-    the next write uses up.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def replace_file_synced(path: Path, data: bytes) -> None:
-    """As :func:`replace_file`, and on disk before it returns. Raises OSError."""
-    # INVARIANT publish-last: the file is on disk before its name is, and its name before we return.
-    # Broken if: the replace moves above the first fsync, or the directory is not synced.
-    # Guarded by: test_a_failed_write_keeps_the_previous_summary.
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class _LossyOutput(io.RawIOBase):

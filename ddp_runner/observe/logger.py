@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
 from ddp_runner.observe.files import ends_torn
+from ddp_runner.run_files import open_to_append
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +89,7 @@ class DDPLogger:
     Each record is one write(2) on an appending descriptor, so that records of several processes
     and threads never interleave and no lock can be left held by a fork. ``step`` is the default
     step of a record. A record that a failing disk refuses is counted in ``records_lost``. Raises
-    OSError where ``path`` cannot be opened.
+    OSError where ``path`` cannot be opened or is no regular file.
     """
 
     def __init__(
@@ -108,8 +109,7 @@ class DDPLogger:
         self._owns_fd = path is not None
         if path is not None:
             torn = ends_torn(path)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = open_to_append(path)
             if torn:
                 self._write("\n")
         elif stream is None:

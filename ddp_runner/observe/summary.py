@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.observe.files import encode_record, replace_file_synced
+from ddp_runner.observe.files import encode_record
+from ddp_runner.run_files import read_small, replace_file_synced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +105,7 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 
 def read_summary(path: Path) -> RunSummary:
     """Read ``path`` back. Raises OSError, or ValueError where the file is no summary."""
-    record = json.loads(path.read_bytes())
+    record = json.loads(read_small(path))
     try:
         known = {f.name: record[f.name] for f in fields(RunSummary) if f.name in record}
         known["status"] = RunStatus(known["status"])

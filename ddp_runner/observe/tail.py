@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ddp_runner.observe.format import byte_size
+from ddp_runner.run_files import open_to_read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,10 +56,9 @@ class FollowedFile:
 
     def _open(self) -> bool:
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            self._fd = os.open(self.path, flags)
+            self._fd = open_to_read(self.path)
         except OSError:
-            return False  # not there yet: the next poll looks again
+            return False  # not there yet, or no file: the next poll looks again
         return True
 
     def _size(self) -> int:

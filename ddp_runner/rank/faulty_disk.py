@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.manifest import manifest_name, step_of
 from ddp_runner.rank.fenced_disk import FencedDisk, never
+from ddp_runner.run_files import open_to_change
 
 
 class FaultyDisk(FencedDisk):
@@ -45,7 +46,7 @@ class FaultyDisk(FencedDisk):
         """Turn over a byte in the middle of the newest checkpoint; nothing where there is none."""
         if self._newest is None:
             return
-        with self._newest.open("rb+") as file:
+        with os.fdopen(open_to_change(self._newest), "rb+") as file:
             middle = file.seek(0, os.SEEK_END) // 2
             byte = os.pread(file.fileno(), 1, middle)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 0xFF]), middle)

@@ -42,6 +42,7 @@ from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.fenced_disk import FencedDisk
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
+from ddp_runner.run_files import open_to_append
 from ddp_runner.training.runtime import Generation, Place
 
 
@@ -62,9 +63,8 @@ class StartupOutput:
         self._attached = True
         sys.stdout.flush()
         sys.stderr.flush()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         try:
-            log = os.open(self._path, flags, 0o644)
+            log = open_to_append(self._path)
         except OSError:
             return  # what this rank says stays in memory: no log is worth a run
         # The memory file was written through a shared offset; a second opening reads from its start.

@@ -24,6 +24,7 @@ from ddp_runner.core.messages import (
     encode,
 )
 from ddp_runner.observe.files import LineFile
+from ddp_runner.run_files import read_lines
 
 KEPT = (Adjusted, Faulted, Finished, Lived, MendedInPlace, Saved)
 
@@ -65,9 +66,7 @@ def told_path(log_dir: Path, rank: int) -> Path:
 
 def read_told(path: Path) -> Iterator[Message]:
     """What a rank has told, oldest first; a torn line is passed over."""
-    lines: list[bytes] = []
     with contextlib.suppress(OSError):
-        lines = path.read_bytes().splitlines()
-    for line in lines:
-        with contextlib.suppress(WireError):
-            yield decode(line)
+        for line in read_lines(path):
+            with contextlib.suppress(WireError):
+                yield decode(line.rstrip(b"\n"))

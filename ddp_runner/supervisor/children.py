@@ -19,6 +19,7 @@ import psutil
 from ddp_runner import start
 from ddp_runner.channel import Channel
 from ddp_runner.core.messages import Fork
+from ddp_runner.run_files import reading
 from ddp_runner.supervisor.stopped import stat_fields
 
 OUTPUT_SHOWN_BYTES = 8_000
@@ -61,7 +62,7 @@ def file_size(path: Path) -> int:
 def read_end(path: Path, *, begin: int) -> str:
     """The end of what stands in a log from ``begin`` on; empty where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with reading(path) as file:
             file.seek(max(begin, file_size(path) - WORDS_BYTES))
             return file.read(WORDS_BYTES).decode(errors="replace")
     except OSError:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.run_files import left_over
 
 
 def remove_temporary_files(directory: Path) -> list[Path]:
-    """Remove what a writer that was killed left half written. The lock must be held: all are dead."""
+    """Remove what writers of this machine that have ended left half written; what was removed."""
     removed = []
-    for path in directory.glob(".*.tmp-*"):
+    dead, _ = left_over(directory)
+    for path in dead:
         with contextlib.suppress(OSError):
             path.unlink()
             removed.append(path)

@@ -11,6 +11,7 @@ from typing import Any
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
+from ddp_runner.run_files import read_small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class RunFacts:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""
         self.run_id = run_id
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-            status = json.loads(Path(log_dir, "status.json").read_bytes())
+            status = json.loads(read_small(Path(log_dir, "status.json")))
             if status.get("run_id") == run_id:
                 kept = [str(reason) for reason in status["inexact_reasons"]]
                 # Ranks may have told some already; those of before come first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.checkpoint.catalog import Catalog, read_manifest
 from ddp_runner.checkpoint.manifest import Manifest, step_of
 from ddp_runner.core.messages import Saved
 
@@ -48,7 +48,7 @@ class Published:
         found = []
         for name, _ in sorted(new, key=lambda one: one[1]):
             with contextlib.suppress(OSError, ValueError):  # retention works beside us
-                manifest = Manifest.from_json((self.directory / name).read_text())
+                manifest = read_manifest(self.directory / name)
                 key = (manifest.step, manifest.sha256)
                 if key not in self._told and manifest.step == step_of(name):
                     self._found.add(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,28 +13,38 @@ from ddp_runner import config
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import LogTail
 from ddp_runner.observe.display import make_display
-from ddp_runner.observe.files import LineFile
+from ddp_runner.observe.files import LineFile, Warn
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.status import StatusFile
 from ddp_runner.observe.summary import RunSummary, write_summary
 from ddp_runner.observe.view import RunView, status_record
+from ddp_runner.run_files import is_regular, replace_file
+from ddp_runner.supervisor.claim import remove_temporary_files
 
 
 class _Files:
     """What exists once the directories are claimed."""
 
-    def __init__(self, settings: Settings, *, ranks: int, warn: object) -> None:
+    def __init__(self, settings: Settings, *, ranks: int, warn: Warn) -> None:
         directory = Path(settings.run.log_dir)
-        self.logger = DDPLogger(
-            rank=None, path=directory / "supervisor.log", debug=settings.run.debug
-        )
-        notice = warn if callable(warn) else None
-        self.journal = Journal(directory / "events.jsonl", warn=notice)
-        self.metrics = MetricsFile(directory / "metrics.jsonl", warn=notice)
-        self.status = StatusFile(directory / "status.json", warn=notice)
+        self.logger = _logger(directory / "supervisor.log", debug=settings.run.debug, warn=warn)
+        self.journal = Journal(directory / "events.jsonl", warn=warn)
+        self.metrics = MetricsFile(directory / "metrics.jsonl", warn=warn)
+        self.status = StatusFile(directory / "status.json", warn=warn)
         self.tail = LogTail(directory, ranks=ranks, debug=settings.run.debug)
         self.summary_path = directory / "summary.json"
+
+
+def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
+    """The supervisor's own log. No log is worth a run: without the file its lines are on the console."""
+    try:
+        return DDPLogger(rank=None, path=path, debug=debug)
+    except OSError as error:
+        warn(f"{path} cannot be written ({error.strerror}); training goes on without it")
+        logger = DDPLogger(rank=None)
+        logger.close()
+        return logger
 
 
 class Records:
@@ -62,9 +73,14 @@ class Records:
         for event, fields in self._early_events:
             self._files.journal.write(event, **fields)
         self._early_events.clear()
-        path = Path(self._settings.run.log_dir) / "config.yaml"
+        directory = Path(self._settings.run.log_dir)
+        remove_temporary_files(directory)
         with contextlib.suppress(OSError):  # worth having, never worth a run
-            path.write_text(config.to_yaml(self._settings), encoding="utf-8")
+            replace_file(directory / "config.yaml", config.to_yaml(self._settings).encode())
+        for rank in range(self._ranks):
+            path = directory / f"rank_{rank}.log"
+            if os.path.lexists(path) and not is_regular(path):
+                self.warn_console(f"{path} is no regular file: what rank {rank} says is not kept")
 
     def event(self, event: str, *, cause: int | None = None, **fields: Any) -> int:
         """Journal an event; its id, or -1 while it is held back."""

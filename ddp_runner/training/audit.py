@@ -17,6 +17,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.observe.files import LineFile, Warn
+from ddp_runner.run_files import open_to_change
 
 _LINE_BYTES = 1 << 20  # more than the longest line
 
@@ -98,7 +99,7 @@ def complete_audits(
 def _last_step(path: Path) -> int:
     """The step of the last line; a torn one, of a rank that died while writing, is cut off."""
     try:
-        with path.open("rb+") as file:
+        with os.fdopen(open_to_change(path), "rb+") as file:
             start = max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES)
             file.seek(start)
             tail = file.read()

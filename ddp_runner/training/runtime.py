@@ -102,9 +102,7 @@ class LocalRuntime:
         self.slot = Board(memoryview(self._memory), 1).slot(0)
         self.disk: Disk = RealDisk()
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.logger = DDPLogger(
-            rank=place.rank, path=log_dir / f"rank_{place.rank}.log", debug=debug
-        )
+        self.logger = _logger(log_dir / f"rank_{place.rank}.log", rank=place.rank, debug=debug)
         self._formed = False
 
     def next_generation(self, ready: Ready) -> Generation:
@@ -155,3 +153,13 @@ class LocalRuntime:
     def training_loss(self, loss: Loss) -> Loss:
         """Nothing is injected."""
         return loss
+
+
+def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
+    """A rank's log, or standard error where that cannot be written: no log is worth a run."""
+    try:
+        return DDPLogger(rank=rank, path=path, debug=debug)
+    except OSError as error:
+        logger = DDPLogger(rank=rank, debug=debug)
+        logger.warning(f"{path} cannot be written ({error.strerror}); training goes on without it")
+        return logger

@@ -82,8 +82,8 @@ class CrashingDisk:
 
     def open_temporary(self, path: Path) -> int:
         self._count()
-        path.write_bytes(b"")
-        inode = Inode()
+        with path.open("xb"):
+            inode = Inode()
         self._live[path] = inode
         self._changes.append(Change(path.parent, None, (path, inode)))
         handle = max(self._open, default=0) + 1

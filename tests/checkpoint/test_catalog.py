@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ import pytest
 
 from ddp_runner.checkpoint.catalog import NO_FILE, NO_MANIFEST, Catalog
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.run_files import temporary_path, writer_of
+from tests.processes import poll
+from tests.temporaries import of_a_dead_writer
 
 from .states import save
 
@@ -183,24 +187,64 @@ def test_what_is_later_is_moved_with_the_pointers_that_name_it(tmp_path):
     assert Catalog(tmp_path).set_later_aside(10, "20260101T000000Z") is None
 
 
-def test_leftovers_of_the_dead_are_removed_and_of_the_living_kept(tmp_path):
-    """A temporary file goes when its writer has ended, and only then; foreign names stay."""
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    names = {
-        f".step_00000010.pt.tmp-{dead.pid}": False,
-        f".last.tmp-{os.getpid()}": False,
-        f".step_00000010.pt.tmp-{os.getppid()}": True,
-        "step_00000010.pt.tmp-1": True,
-        ".other.tmp": True,
-    }
-    for name in names:
+def renamed(path, old, new):
+    """The file under a name with ``new`` in place of ``old``."""
+    assert old in path.name
+    return path.rename(path.with_name(path.name.replace(old, new)))
+
+
+def test_leftovers_of_the_dead_are_removed_and_of_others_kept(tmp_path):
+    """A temporary file goes when its writer has ended, by its own machine's judgement, and only then."""
+    wanted = tmp_path / "step_00000010.pt"
+    mine = temporary_path(wanted)
+    mine.write_text("half")
+    me = writer_of(mine.name)
+    dead = of_a_dead_writer(wanted)
+    # Its pid is of a living process by now, which began at another time.
+    recycled = of_a_dead_writer(tmp_path / "last")
+    recycled = renamed(recycled, f"-{writer_of(recycled.name).pid}-", f"-{os.getppid()}-")
+    parent = temporary_path(wanted)
+    parent.write_text("half")
+    life = hashlib.sha256(boot_id() + began(os.getppid())).hexdigest()[:12]
+    parent = renamed(parent, f"-{me.pid}-{me.life}-", f"-{os.getppid()}-{life}-")
+    foreign = renamed(of_a_dead_writer(wanted), f"{me.host}-", "node7~00c0ffee-")
+    others = [".step_00000010.pt.tmp-1", ".userfile.tmp-keepme", "step_00000010.pt.tmp-1", ".x.tmp"]
+    for name in others:
         (tmp_path / name).write_text("x")
-    removed = Catalog(tmp_path).clean_leftovers()
-    assert {path.name for path in removed} == {name for name, stays in names.items() if not stays}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        name for name, stays in names.items() if stays
-    }
+    catalog = Catalog(tmp_path)
+    assert set(catalog.clean_leftovers()) == {mine, dead, recycled}
+    assert set(catalog.foreign_leftovers()) == {foreign, tmp_path / others[0]}
+    assert set(tmp_path.iterdir()) == {parent, foreign, *(tmp_path / name for name in others)}
+
+
+def boot_id():
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+
+
+def began(pid):
+    """When a process began, in the kernel's ticks."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]
+
+
+def test_a_writer_that_was_killed_and_not_waited_for_is_dead(tmp_path):
+    """A zombie has its number and its beginning still; it writes nothing any more."""
+    command = [sys.executable, "-c", WRITE_AND_WAIT, str(tmp_path / "last")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        left = Path(child.stdout.readline().decode().strip())
+        assert Catalog(tmp_path).clean_leftovers() == []
+        child.kill()
+        poll(lambda: Catalog(tmp_path).clean_leftovers() == [left], what="the end of its writer")
+
+
+WRITE_AND_WAIT = """
+import sys, time
+from pathlib import Path
+from ddp_runner.run_files import temporary_path
+path = temporary_path(Path(sys.argv[1]))
+path.write_text("half")
+print(path, flush=True)
+time.sleep(600)
+"""
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):

@@ -28,9 +28,10 @@ def _put(disk: Disk, path: Path, *pieces: bytes) -> None:
 
 
 def test_pieces_are_appended_and_sized(disk: Disk, tmp_path: Path):
-    """A file holds every piece in order, and opening it again empties it."""
-    _put(disk, tmp_path / "a", b"old and long")
+    """A file holds every piece in order; one that is there is never opened to be written."""
     _put(disk, tmp_path / "a", b"one", b"", b"two")
+    with pytest.raises(FileExistsError):
+        disk.open_temporary(tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == b"onetwo"
     assert disk.size_bytes(tmp_path / "a") == 6
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from tests.temporaries import of_a_dead_writer
 
 from .states import facts_of, save, state_of, steps_in
 
@@ -232,8 +231,19 @@ def test_a_state_that_could_not_be_read_again_is_refused_before_the_disk(tmp_pat
 
 def test_the_first_save_removes_what_a_killed_writer_left(tmp_path):
     """A kill in the middle of a save costs no disk space beyond the next save."""
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (tmp_path / f".step_00000010.pt.tmp-{gone.pid}").write_bytes(b"half")
-    save(tmp_path, 20)
+    left = of_a_dead_writer(tmp_path / "step_00000010.pt")
+    saved = save(tmp_path, 20)
     assert list(tmp_path.glob(".*")) == []
+    assert saved.notes == (f"removed {left}, which a writer that was killed had left",)
+
+
+def test_what_only_another_machine_can_judge_is_left_alone_and_said(tmp_path):
+    """It may be saving there now; so may an earlier version, whose names told no machine."""
+    left = of_a_dead_writer(tmp_path / "step_00000010.pt")
+    elsewhere = left.rename(left.with_name(left.name.replace(".tmp-", ".tmp-node7~")))
+    earlier = tmp_path / ".step_00000011.pt.tmp-1"
+    earlier.write_bytes(b"half")
+    saved = save(tmp_path, 20)
+    assert sorted(tmp_path.glob(".*")) == sorted([elsewhere, earlier])
+    assert [note.split(" ")[0] for note in saved.notes] == sorted(map(str, [elsewhere, earlier]))
+    assert all("only its own machine can tell whether it goes on" in one for one in saved.notes)

@@ -79,10 +79,16 @@ def test_a_torn_last_line_does_not_swallow_the_next_record(tmp_path):
     assert json.loads(lines[2])["event"] == "c"
 
 
-def test_a_full_disk_costs_lines_and_one_warning():
+def full_disk(path):
+    """What the kernel answers to each write there is that the disk is full."""
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def test_a_full_disk_costs_lines_and_one_warning(tmp_path, monkeypatch):
     """Writes to a full disk are counted, warned about once, and never raised."""
     told = []
-    journal = Journal(Path("/dev/full"), warn=told.append)
+    monkeypatch.setattr(files, "open_to_append", full_disk)
+    journal = Journal(tmp_path / "events.jsonl", warn=told.append)
     assert [journal.write("a"), journal.write("b"), journal.write("c")] == [0, 1, 2]
     journal.close()
     assert journal.lines_lost == 3

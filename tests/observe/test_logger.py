@@ -2,11 +2,11 @@
 
 import io
 import logging
+import os
 import subprocess
 import sys
 import warnings
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 
@@ -110,9 +110,11 @@ def test_a_stream_without_descriptor_works():
     assert parse_line(stream.getvalue().rstrip()).message == "hello"
 
 
-def test_a_full_disk_costs_records_not_the_training():
+def test_a_full_disk_costs_records_not_the_training(tmp_path, monkeypatch):
     """A record that does not fit is counted, and nothing is raised."""
-    with DDPLogger(rank=0, path=Path("/dev/full")) as log:
+    full = "ddp_runner.observe.logger.open_to_append"
+    monkeypatch.setattr(full, lambda path: os.open("/dev/full", os.O_WRONLY))
+    with DDPLogger(rank=0, path=tmp_path / "rank_0.log") as log:
         log.info("a")
         log.info("b")
         assert log.records_lost == 2

@@ -113,7 +113,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(peace, tmp_path):
     slow = ("--inject", "slow_disk:rank=0,step=6,seconds=2,phase=data")
     with Run(tmp_path, *settings, *slow) as run:
         first = run.wait_for_event("rank_formed", rank=0)["pid"]
-        poll(lambda: list(run.checkpoints.glob(f".*.tmp-{first}")), what="its save")
+        poll(lambda: list(run.checkpoints.glob(f".*.tmp-*-{first}-*")), what="its save")
         run.signal(signal.SIGSTOP, first)
         generation = run.wait_for_event("fault", kind="rank_hung", rank=0)["generation"]
         while run.events("form")[-1]["generation"] == generation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import subprocess
 import threading
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from ddp_runner.training import saving as training_saving
 from ddp_runner.training.runtime import LocalRuntime, Place
 from ddp_runner.training.task import Datasets
 from tests.processes import run_ranks
+from tests.temporaries import of_a_dead_writer
 
 SAMPLES, BATCH = 24, 4  # six steps an epoch
 STEPS = 12
@@ -353,10 +353,7 @@ def test_a_complete_run_saves_nothing_again(tmp_path):
 def _leave_a_mess(folder):
     """What crashes leave: half a file, a file without its manifest, pointers cut short."""
     checkpoints = folder / "checkpoints"
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    half = checkpoints / f".step_00000009.pt.tmp-{ended.pid}"
-    half.write_bytes(b"half")
+    half = of_a_dead_writer(checkpoints / "step_00000009.pt")
     (checkpoints / "step_00000006.json").unlink()
     (checkpoints / "last").write_text("step_000")
     (checkpoints / "best").write_text("step_00000099.pt\n")
