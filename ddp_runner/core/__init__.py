@@ -10,4 +10,5 @@ divergence  whose replica is the odd one                  pressure    levels of 
 leak        slow, steady growth                           injection   faults on request
 launch      a checked run, ready to start                 settings    every setting, its legal range
 spare       when a process is kept at hand                wishes    saves that were asked for
+last_save   who saves before a run ends, and its last line   stopping  which signals mean "at once"
 """

@@ -93,6 +93,19 @@ MENDED_BY_RANK = frozenset(
 # for the supervisor's word, and stays only where no other rank has a state.
 PARKED_BY_RANK = frozenset({FaultKind.RANK_RAISED})
 
+# The run ends for it, but where it happens there is a committed state: that process waits until it was
+# asked to save it. Not where the state itself is in doubt, or cannot be read (a device that is lost).
+SAVED_BEFORE_END = frozenset(
+    {
+        FaultKind.BAD_INPUT,
+        FaultKind.BAD_SAMPLE,
+        FaultKind.LOSS_EXPLODED,
+        FaultKind.NON_FINITE,
+        FaultKind.OUT_OF_MEMORY,
+        FaultKind.REDUCTION_UNFINISHED,
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:

@@ -18,6 +18,7 @@ class RunState(Enum):
     RUNNING = "running"
     RECOVERING = "recovering"
     STOPPING = "stopping"
+    SAVING = "saving"  # it is to end, and the newest state that is left is written first
     DONE = "done"
     FAILED = "failed"
 
@@ -29,6 +30,7 @@ class RunEvent(Enum):
     INCIDENT_BEGAN = "incident_began"
     STOP_ASKED = "stop_asked"
     ALL_FINISHED = "all_finished"
+    LAST_SAVE_BEGAN = "last_save_began"
     GAVE_UP = "gave_up"
 
 
@@ -62,18 +64,21 @@ RUN_TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     (RunState.STARTING, RunEvent.STOP_ASKED): RunState.STOPPING,
     # A resumed run that was complete finishes without training a step.
     (RunState.STARTING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.STARTING, RunEvent.LAST_SAVE_BEGAN): RunState.SAVING,
     (RunState.STARTING, RunEvent.GAVE_UP): RunState.FAILED,
     # A generation that re-formed before its predecessor was noticed to be well.
     (RunState.RUNNING, RunEvent.WORLD_FORMED): RunState.RUNNING,
     (RunState.RUNNING, RunEvent.INCIDENT_BEGAN): RunState.RECOVERING,
     (RunState.RUNNING, RunEvent.STOP_ASKED): RunState.STOPPING,
     (RunState.RUNNING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.RUNNING, RunEvent.LAST_SAVE_BEGAN): RunState.SAVING,
     (RunState.RUNNING, RunEvent.GAVE_UP): RunState.FAILED,
     # A second fault while repairing belongs to the same recovery.
     (RunState.RECOVERING, RunEvent.INCIDENT_BEGAN): RunState.RECOVERING,
     (RunState.RECOVERING, RunEvent.WORLD_FORMED): RunState.RUNNING,
     (RunState.RECOVERING, RunEvent.STOP_ASKED): RunState.STOPPING,
     (RunState.RECOVERING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.RECOVERING, RunEvent.LAST_SAVE_BEGAN): RunState.SAVING,
     (RunState.RECOVERING, RunEvent.GAVE_UP): RunState.FAILED,
     # A fault while stopping is repaired, because the save is still owed.
     (RunState.STOPPING, RunEvent.INCIDENT_BEGAN): RunState.STOPPING,
@@ -81,7 +86,12 @@ RUN_TABLE: dict[tuple[RunState, RunEvent], RunState] = {
     # Ignored: asked twice by two sources; a second *signal* ends the run by GAVE_UP instead.
     (RunState.STOPPING, RunEvent.STOP_ASKED): RunState.STOPPING,
     (RunState.STOPPING, RunEvent.ALL_FINISHED): RunState.DONE,
+    (RunState.STOPPING, RunEvent.LAST_SAVE_BEGAN): RunState.SAVING,
     (RunState.STOPPING, RunEvent.GAVE_UP): RunState.FAILED,
+    # Nothing forms any more. Ignored: who dies now, or asks for a stop, changes the end no more.
+    (RunState.SAVING, RunEvent.INCIDENT_BEGAN): RunState.SAVING,
+    (RunState.SAVING, RunEvent.STOP_ASKED): RunState.SAVING,
+    (RunState.SAVING, RunEvent.GAVE_UP): RunState.FAILED,
     # Ignored: signals and late deaths after the end change nothing.
     (RunState.DONE, RunEvent.STOP_ASKED): RunState.DONE,
     (RunState.DONE, RunEvent.INCIDENT_BEGAN): RunState.DONE,

@@ -69,6 +69,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAlone:
+    """Supervisor -> rank outside a generation: none comes any more; save what you have, with nobody else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inject:
     """Supervisor -> rank: do this to yourself at your next phase change (a random plan's strike ``number``)."""
 
@@ -147,6 +152,17 @@ class Saved:
     blocked_s: float
     size_bytes: int
     sha256: str  # of the file
+    is_rescued: bool = False  # elsewhere than with the others, whose disk refuses it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotSaved:
+    """Rank -> supervisor, answering ``SaveAlone``: its state is on no disk."""
+
+    rank: int
+    step: int
+    cause: str
+    is_in_doubt: bool = False  # a comparison has found that it differs; others' may be right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +311,7 @@ Message = (
     | CollectivesBegun
     | Stop
     | Checkpoint
+    | SaveAlone
     | Inject
     | Injected
     | Ready
@@ -302,6 +319,7 @@ Message = (
     | Faulted
     | Metrics
     | Saved
+    | NotSaved
     | LoaderWorkers
     | StopAsked
     | Adjusted
@@ -324,6 +342,7 @@ _TYPES: dict[str, type[Message]] = {
         CollectivesBegun,
         Stop,
         Checkpoint,
+        SaveAlone,
         Inject,
         Injected,
         Ready,
@@ -331,6 +350,7 @@ _TYPES: dict[str, type[Message]] = {
         Faulted,
         Metrics,
         Saved,
+        NotSaved,
         LoaderWorkers,
         StopAsked,
         Adjusted,

@@ -49,6 +49,7 @@ ROLE_OF_STATE = {
     "ready": Role.BUSY,
     "forming": Role.BUSY,
     "stopping": Role.BUSY,
+    "saving": Role.BUSY,
     "recovering": Role.CARE,
     "restarting": Role.CARE,
     "faulted": Role.BAD,

@@ -23,9 +23,10 @@ _HEADLINE = {
     RunStatus.COMPLETED: "completed",
     RunStatus.FAILED: "failed",
     RunStatus.GAVE_UP: "gave up",
-    RunStatus.PREEMPTED: "preempted and saved: run the same command again to go on",
-    RunStatus.INTERRUPTED: "interrupted and saved: run the same command again to go on",
+    RunStatus.PREEMPTED: "preempted",
+    RunStatus.INTERRUPTED: "interrupted",
 }
+_STOPPED = (RunStatus.PREEMPTED, RunStatus.INTERRUPTED)
 
 
 def progress_line(view: RunView) -> str:
@@ -55,7 +56,7 @@ def progress_line(view: RunView) -> str:
 def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]:
     """The last lines of a run, for people, on a terminal of ``width`` columns; broken between words."""
     rows = [
-        ("status", _HEADLINE[summary.status]),
+        ("status", headline(summary)),
         ("run", summary.run_id),
         ("steps", _steps(summary)),
         ("loss", "-" if summary.final_loss is None else fmt.figure(summary.final_loss)),
@@ -82,6 +83,19 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
         block += [f" {'' if is_long else label:<{labels}}{wrapped[0]}"]
         block += [" " * (labels + 1) + line for line in wrapped[1:]]
     return block
+
+
+def headline(summary: RunSummary) -> str:
+    """How the run ended; of one that was stopped also whether it saved."""
+    how = _HEADLINE[summary.status]
+    if summary.status not in _STOPPED:
+        return how
+    if summary.checkpoint is None:
+        return f"{how} and ended at once: there is no checkpoint"
+    step = summary.steps if summary.checkpoint_step is None else summary.checkpoint_step
+    if step >= summary.steps:
+        return f"{how} and saved: run the same command again to go on"
+    return f"{how} and ended at once; newest checkpoint: step {fmt.count(step)}"
 
 
 def _steps(summary: RunSummary) -> str:

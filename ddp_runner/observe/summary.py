@@ -72,6 +72,7 @@ class RunSummary:
     faults: tuple[FaultRecord, ...] = ()
     faults_left_out: int = 0  # mended by their ranks, and too many to list: in events.jsonl
     checkpoint: str | None
+    checkpoint_step: int | None = None
     peak_rss_bytes: int | None = None
     peak_device_bytes: int | None = None
     figures: Mapping[str, float] = field(default_factory=dict)

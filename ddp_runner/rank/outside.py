@@ -64,6 +64,7 @@ from ddp_runner.training.trainer import DDPTrainer
 _STOP_SIGNALS = {
     signal.SIGTERM: StopReason.PREEMPTED,
     signal.SIGUSR1: StopReason.PREEMPTED,
+    signal.SIGHUP: StopReason.PREEMPTED,
     signal.SIGINT: StopReason.INTERRUPTED,
 }
 _SAVE_SIGNAL = signal.SIGUSR2
@@ -98,7 +99,10 @@ class OutsideRuntime(LocalRuntime):
         self._store: TCPStore | None = None
         is_first = place.rank == 0
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
-        take_signals((*_STOP_SIGNALS, _SAVE_SIGNAL), self._on_signal)
+        numbers = [*_STOP_SIGNALS, _SAVE_SIGNAL]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+            numbers.remove(signal.SIGHUP)
+        take_signals(numbers, self._on_signal)
         self._told.keep(self.lived(step=-1))
 
     def next_generation(self, ready: Ready) -> Generation:
@@ -279,6 +283,7 @@ def _write_summary(
         time_s=time_shares(restarts, faults),
         faults=tuple(sorted([*faults, *mended], key=lambda record: record.detected_s)),
         checkpoint=report.checkpoint or None,
+        checkpoint_step=report.steps if report.checkpoint else None,
         peak_rss_bytes=report.peaks.get("peak_rss_bytes"),
         peak_device_bytes=report.peaks.get("peak_device_bytes") or None,
         figures=dict(report.figures),

@@ -20,7 +20,7 @@ from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import MENDED_BY_RANK, PARKED_BY_RANK, Fault
+from ddp_runner.core.faults import MENDED_BY_RANK, PARKED_BY_RANK, SAVED_BEFORE_END, Fault
 from ddp_runner.core.injection import Injection, InjectKind
 from ddp_runner.core.messages import (
     Abort,
@@ -33,6 +33,7 @@ from ddp_runner.core.messages import (
     LoaderWorkers,
     Message,
     Ready,
+    SaveAlone,
     Stacks,
     Stop,
     StopAsked,
@@ -106,17 +107,21 @@ class SupervisedRuntime:
         self._channel = channel
         self._link = link
         self._output = output
-        self._forms: queue.SimpleQueue[tuple[Generation, str]] = queue.SimpleQueue()
+        # None: there will be no generation.
+        self._forms: queue.SimpleQueue[tuple[Generation, str] | None] = queue.SimpleQueue()
         self._newest: Generation | None = None
         self._stop: StopReason | None = None
         self._save = threading.Event()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         take_signals((signal.SIGTERM, signal.SIGUSR1), self._on_signal)
 
-    def next_generation(self, ready: Ready) -> Generation:
+    def next_generation(self, ready: Ready) -> Generation | None:
         """Report, then wait for a Form; the first one also opens this rank's log file."""
         self.tell(ready)
-        generation, self.run_id = self._forms.get()
+        formed = self._forms.get()
+        if formed is None:
+            return None
+        generation, self.run_id = formed
         self._output.attach()
         return generation
 
@@ -146,11 +151,11 @@ class SupervisedRuntime:
         return True
 
     def survives(self, fault: Fault) -> bool:
-        """A victim goes on, who has mended its own fault, and who waits to be judged.
+        """A victim goes on, who has mended its own fault, and who waits to be judged, or to save.
 
         Never one that was inside its optimizer.
         """
-        stays = fault.kind in VICTIM_KINDS | PARKED_BY_RANK or (
+        stays = fault.kind in VICTIM_KINDS | PARKED_BY_RANK | SAVED_BEFORE_END or (
             fault.kind in MENDED_BY_RANK and fault.may_retry
         )
         return stays and not self.slot.get(Cell.DIRTY)
@@ -216,6 +221,8 @@ class SupervisedRuntime:
                 self._stop = reason
             case Checkpoint():
                 self._save.set()
+            case SaveAlone():
+                self._forms.put(None)
             case Inject(kind=kind, number=number):
                 if isinstance(self.slot, InjectingSlot):
                     self.slot.strike_soon(InjectKind(kind), number=number)

@@ -13,5 +13,6 @@ records     every file and screen that shows the run    sparing     one more pro
 chronicle   what ranks tell, in every record            helpers     the store host, and that process
 departures  whose process has ended                     published   saves that nobody has told of
 endings     how a rank ended, by its last words         incident    one thing that goes wrong
-stacks      where those stand who answer nothing
+stacks      where those stand who answer nothing        run_end     how it ends, and when
+last_save   the save before an end
 """

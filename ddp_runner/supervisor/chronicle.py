@@ -82,7 +82,7 @@ class Chronicle:
         for manifest in self._published.find():
             path = str(self._published.directory / manifest.file)
             self._facts.saved_any = True
-            self._ledger.checkpoint = path
+            self._ledger.checkpoint, self._ledger.checkpoint_step = path, manifest.step
             self._records.event(
                 "checkpoint_saved",
                 step=manifest.step,
@@ -91,6 +91,12 @@ class Chronicle:
                 size_bytes=manifest.size_bytes,
             )
             self._records.say(f"{path} is on disk; its rank has not told of it")
+
+    def know_newest(self) -> None:
+        """Where this launch has saved nothing, the checkpoint that it leaves is one of before."""
+        newest = self._published.newest()
+        if not self._ledger.checkpoint and newest is not None:
+            self._ledger.checkpoint_step, self._ledger.checkpoint = newest
 
     def mended(self, message: MendedInPlace) -> None:
         """A rank, or all of them together, mended a fault within the generation."""

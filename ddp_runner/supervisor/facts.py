@@ -16,13 +16,17 @@ from ddp_runner.run_files import read_small
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How the run ends. ``error_line`` goes to stderr; ``detail`` may hold a traceback."""
+    """How the run ends. ``error_line`` goes to stderr; ``detail`` may hold a traceback.
+
+    ``is_late_stop``: the ranks were to stop and save, and have not; one that saves alone makes up for it.
+    """
 
     status: RunStatus
     exit_code: ExitCode
     reason: str
     error_line: str = ""
     detail: str = ""
+    is_late_stop: bool = False
 
     @classmethod
     def of(
@@ -33,6 +37,7 @@ class Ending:
         exit_code: ExitCode | None = None,
         error_line: str = "",
         detail: str = "",
+        is_late_stop: bool = False,
     ) -> Ending:
         """With the exit code that belongs to ``status``, or ``exit_code``."""
         return cls(
@@ -41,6 +46,7 @@ class Ending:
             reason=reason,
             error_line=error_line,
             detail=detail,
+            is_late_stop=is_late_stop,
         )
 
 

@@ -45,6 +45,7 @@ class Ledger:
         self._mended_last: deque[FaultRecord] = deque(maxlen=MENDED_KEPT)
         self._mended_left_out = 0
         self.checkpoint = ""
+        self.checkpoint_step: int | None = None
         self._launch_step: int | None = None
         self._productive_at_save: dict[int, int] = {}
         self._lost_ns = 0
@@ -64,7 +65,7 @@ class Ledger:
 
     def saved(self, step: int, path: str, productive_ns: int) -> None:
         """A checkpoint was published; what comes after it may be lost."""
-        self.checkpoint = path
+        self.checkpoint, self.checkpoint_step = path, step
         # Net of what was lost before, so that each rollback counts its own work once.
         self._productive_at_save[step] = productive_ns - self._lost_ns
         while len(self._productive_at_save) > 64:
@@ -206,6 +207,7 @@ class Ledger:
             ),
             faults_left_out=self._mended_left_out,
             checkpoint=str(report.get("checkpoint") or self.checkpoint) or None,
+            checkpoint_step=finished[0].step if report.get("checkpoint") else self.checkpoint_step,
             peak_rss_bytes=_peak(finished, "peak_rss_bytes"),
             peak_device_bytes=_peak(finished, "peak_device_bytes"),
             figures=_figures(report),

@@ -27,6 +27,14 @@ class Published:
         """Whether this launch has published one, told or not. Looks at the directory."""
         return bool(self._catalog.published() - self._before)
 
+    def newest(self) -> tuple[int, str] | None:
+        """Step and path of the newest checkpoint that there is, of whichever launch of this run."""
+        with contextlib.suppress(OSError):
+            for entry in self._catalog.entries():
+                if entry.problem is None:
+                    return entry.step, str(entry.path)
+        return None
+
     def begin(self) -> None:
         """What there is now is of earlier launches, also where its manifest was just made."""
         self._seen = self._catalog.published()

@@ -19,6 +19,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.stopping import StopSignal
 from ddp_runner.directories import RunDirectories
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
@@ -38,6 +39,7 @@ _STOP_SIGNALS = {
     signal.SIGUSR1: StopReason.PREEMPTED,
     signal.SIGHUP: StopReason.PREEMPTED,
 }
+_INSISTENT = {signal.SIGINT: StopSignal.INTERRUPT, signal.SIGTERM: StopSignal.TERMINATE}
 _SAVE_SIGNAL = signal.SIGUSR2
 
 
@@ -56,7 +58,11 @@ class SignalBox:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Catch our signals for the length of the block. An ignored SIGHUP (nohup) stays ignored."""
+        """Catch our signals for the length of the block. An ignored SIGHUP (nohup) stays ignored.
+
+        Afterwards those that stop a run do nothing: it has ended, and one that is repeated would end
+        this process before it has given its exit code.
+        """
         wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         number: int
         for number in (*_STOP_SIGNALS, _SAVE_SIGNAL, signal.SIGCHLD):
@@ -67,7 +73,8 @@ class SignalBox:
             yield
         finally:
             for number, handler in self._before.items():
-                signal.signal(number, handler)  # type: ignore[arg-type] # what signal() returned
+                has_ended = number in _STOP_SIGNALS
+                signal.signal(number, signal.SIG_IGN if has_ended else handler)  # type: ignore[arg-type] # what signal() returned
             signal.set_wakeup_fd(wakeup_before)
             self._reader.close()
             self._writer.close()
@@ -152,7 +159,8 @@ class _Loop:
         for number in self._signals.take():
             reason = _STOP_SIGNALS.get(signal.Signals(number))
             if reason is not None:
-                self._supervisor.ask_stop(reason)
+                by = _INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
+                self._supervisor.ask_stop(reason, by=by)
             elif number == _SAVE_SIGNAL:
                 self._supervisor.ask_save()
 
@@ -211,6 +219,7 @@ class _Loop:
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
                 records.say(f"removed {path}, which a save that was cut off had left")
             supervisor.chronicle.saved_untold()
+            supervisor.chronicle.know_newest()
         records.show_rest()
         self._say_ending()
         summary = self._summary()
@@ -229,6 +238,8 @@ class _Loop:
         if not ending.error_line and self._supervisor.machine.state is RunState.FAILED:
             level = "INFO" if ending.exit_code >= ExitCode.PREEMPTED else "ERROR"
             records.say(ending.reason, level=level)
+            if closing := self._supervisor.run_end.closing_words():
+                records.say(closing)
         finished = self._world.present[0].finished
         sample = finished.report.get("sample") if finished is not None else None
         if sample:

@@ -37,6 +37,7 @@ from ddp_runner.core.messages import (
     Message,
     Metrics,
     Noted,
+    NotSaved,
     Ready,
     Saved,
     SpareReady,
@@ -46,6 +47,7 @@ from ddp_runner.core.messages import (
     ZygoteReady,
 )
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.directories import RunDirectories
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
@@ -58,6 +60,7 @@ from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.repair import Repair
+from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.sparing import SpareKeeper
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import World
@@ -77,7 +80,6 @@ class Supervisor:
         self.records = records
         self.ledger = Ledger(began_s=time.monotonic())
         self.facts = RunFacts()
-        self.ending: Ending | None = None
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         published = Published(Path(plan.settings.run.checkpoint_dir))
         self.chronicle = Chronicle(
@@ -99,14 +101,27 @@ class Supervisor:
         self._spares = SpareKeeper(
             plan, self.facts, world=world, records=records, repair=self._repair
         )
+        self.run_end = RunEnd(
+            plan.settings,
+            self.facts,
+            machine=self.machine,
+            world=world,
+            records=records,
+            published=published,
+        )
         self._directories = directories
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
-        self._was_signalled = False  # this process, by a person or a scheduler
+        self._signals = StopSignals()  # to this process, by a person or a scheduler
         # A person waits for a checkpoint of this step or a later one.
         self._save_from_step: int | None = None
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the run has ended; None while it has not."""
+        return self.run_end.ending
 
     def on_message(self, message: Message, handle: RankHandle | None) -> None:
         """A message came in; ``handle`` is its rank, None for the zygote or the store host."""
@@ -146,6 +161,8 @@ class Supervisor:
         self, message: Message, handle: RankHandle
     ) -> None:
         match message:
+            case Faulted() | Formed() if self.run_end.is_open:
+                pass  # nobody is repaired any more, and a rank that leaves says that it is ready
             case Ready():
                 handle.ready = message
                 self.facts.steps_per_epoch = message.steps_per_epoch
@@ -168,6 +185,9 @@ class Supervisor:
                 self.chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
                 if self._save_from_step is not None and message.step >= self._save_from_step:
                     self._save_from_step = None
+                self.run_end.last_save.saved(message)
+            case NotSaved():
+                self.run_end.last_save.not_saved(message)
             case Adjusted():
                 self.chronicle.adjusted(message)
                 self._repair.note_remedy(message)
@@ -198,12 +218,12 @@ class Supervisor:
         match self.world.departed(ended):
             case RankEnded(handle=rank):
                 self._on_rank_ended(rank, ended)
-            case ZygoteEnded(output=output) if self.ending is None:
+            case ZygoteEnded(output=output) if not self.run_end.is_known:
                 if self.world.spare is not None and self.world.spare.pid is None:
                     self._spares.lost(time.monotonic())  # perhaps the fork of it was the cause
                 none = self._zygotes.ended(ended, output)
                 if none is not None:
-                    self._end(Ending.of(RunStatus.FAILED, none.reason, detail=none.detail))
+                    self.run_end.begin(Ending.of(RunStatus.FAILED, none.reason, detail=none.detail))
             case SpareEnded(output=output):
                 if ended.signal_number == signal.SIGKILL:
                     self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
@@ -224,7 +244,9 @@ class Supervisor:
         return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended) -> None:
-        if handle.is_returning:
+        if self.run_end.is_known:
+            self.run_end.last_save.ended(handle)
+        elif handle.is_returning:
             self._repair.returning.ended(handle)
         elif handle.was_spare and not handle.has_begun:
             self._repair.owe(handle)  # it was ended as a spare
@@ -246,20 +268,20 @@ class Supervisor:
             self.records.keep_words(handle.rank, handle.last_words())
         self.world.bury(handle)
 
-    def ask_stop(self, reason: StopReason) -> None:
-        """Finish the step, save, end; a second request ends at once."""
+    def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
+        """Finish the step, save, end; :class:`StopSignals` knows who may ask for an end at once."""
         if self.ending is not None:
             return
-        if self._was_signalled or not self.facts.ever_formed:
-            word = "again: ended at once" if self._was_signalled else "before training began"
-            self._end(Ending.of(STATUS_OF_REASON[reason], f"{reason.value} {word}"))
+        if not self.facts.ever_formed:  # there is nothing to save
+            line = f"{reason.value} before training began"
+            self.run_end.at_once(Ending.of(STATUS_OF_REASON[reason], line))
             return
-        self._was_signalled = True
+        self._signals.heard(by, time.monotonic())
         self._begin_stop(reason)
 
     def ask_save(self) -> None:
         """Save after the step, and go on. Kept over repairs until such a checkpoint is told of."""
-        if self._stop is not None or self.ending is not None:
+        if self._stop is not None or self.run_end.is_known:
             return  # which saves, or can no more
         self._save_from_step = self.facts.committed_step
         self.records.event("save_asked")
@@ -280,19 +302,20 @@ class Supervisor:
 
         Ranks may all be signalled at once, and the supervisor with them: that is one request.
         """
-        if self._stop is not None or self.ending is not None:
+        if self._stop is not None or self.run_end.is_known:
             return
         self._stop = reason
         self._stop_by_s = time.monotonic() + self.plan.settings.recovery.stop_timeout_s
         self.machine.advance(RunEvent.STOP_ASKED)
         self.records.event("stop_asked", reason=reason.value)
-        self.records.say(f"{reason.value}: finishing the step and saving; once more ends at once")
+        keys = "Ctrl-C once more" if reason is StopReason.INTERRUPTED else "Ctrl-C twice"
+        self.records.say(f"{reason.value}: finishing the step and saving; {keys} ends at once")
         self.world.stop(Stop(reason=reason))
 
     def _report(self, fault: Fault) -> None:
         if self._repair.returning.is_regrouping and fault.kind in VICTIM_KINDS:
             return  # it was told to leave
-        if self.ending is None and self._finished_at_s is None and self._repair.report(fault):
+        if not self.run_end.is_known and self._finished_at_s is None and self._repair.report(fault):
             self.machine.advance(RunEvent.INCIDENT_BEGAN)
 
     def advance(self) -> None:
@@ -304,8 +327,7 @@ class Supervisor:
         self.facts.committed_step = max(
             handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
         )
-        self._end_if_finished(now_s)
-        if self._finished_at_s is not None:
+        if self._is_at_its_end(now_s):
             return
         self._zygotes.look(now_s)
         hung = self._repair.look(now_s)
@@ -328,6 +350,24 @@ class Supervisor:
         self._spares.look(now_s, in_peace=self._is_in_peace)
         self._end_if_stopping_takes_too_long(now_s)
 
+    def _is_at_its_end(self, now_s: float) -> bool:
+        """Whether the run ends: all have finished, the last save is made, or it is to end at once."""
+        is_asked_again = self._signals.ends_at_once(now_s)
+        if self.run_end.is_open:
+            if is_asked_again:
+                self.run_end.cut_short()
+            else:
+                self.run_end.look(now_s, stop=self._stop)
+            return True
+        self._end_if_finished(now_s)
+        if self._finished_at_s is not None:
+            return True
+        if is_asked_again and self._stop is not None:
+            line = f"{self._stop.value} again: ended at once"
+            self.run_end.at_once(Ending.of(STATUS_OF_REASON[self._stop], line))
+            return True
+        return False
+
     def _give_up(self, plan: GiveUp) -> None:
         fault = plan.fault
         if fault.kind is FaultKind.BAD_INPUT:
@@ -337,7 +377,10 @@ class Supervisor:
         log_dir = self.plan.settings.run.log_dir
         log = f"; see {log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
         reason = f"{told(fault)} ({plan.reason}){log}"
-        self._end(Ending.of(plan.status, reason, detail="" if has_log else fault.detail))
+        causes = self.ledger.faults[-1].incident.attribution.causes
+        self.run_end.begin(
+            Ending.of(plan.status, reason, detail="" if has_log else fault.detail), causes=causes
+        )
 
     def _form(self, now_s: float) -> None:
         # A rank may be ready before its zygote has told who it is. Until then nobody could end it.
@@ -394,31 +437,32 @@ class Supervisor:
         if self._finished_at_s is None:
             self._finished_at_s = now_s
             self._repair.drop()
-        late = now_s > self._finished_at_s + EXIT_TIMEOUT_S
+        late = now_s > self._finished_at_s + EXIT_TIMEOUT_S or self._signals.ends_at_once(now_s)
         if any(handle.is_alive for handle in ranks) and not late:
             return
         finished = ranks[0].finished
         assert finished is not None
-        self.machine.advance(RunEvent.ALL_FINISHED)
-        status = STATUS_OF_REASON[finished.reason]
-        self.ending = Ending.of(status, status.value)
+        self.run_end.completed(finished.reason)
 
     def _end_if_stopping_takes_too_long(self, now_s: float) -> None:
         if self._stop is not None and now_s > self._stop_by_s:
             limit_s = self.plan.settings.recovery.stop_timeout_s
-            self._end(Ending.of(RunStatus.FAILED, f"the ranks did not stop within {limit_s:g} s"))
+            line = f"the ranks did not stop within {limit_s:g} s"
+            self.run_end.begin(Ending.of(RunStatus.FAILED, line, is_late_stop=True))
 
     def fail(self, detail: str) -> None:
         """End the run because this supervisor is at fault itself; one that has ended stays so."""
-        if self.ending is not None:
+        if self.run_end.is_known:
             self.records.say(detail.strip(), level="ERROR")
+            if self.run_end.is_open:
+                self.run_end.cut_short()
             return
         last = detail.strip().splitlines()[-1]
-        self._end(Ending.of(RunStatus.FAILED, f"a bug in the supervisor: {last}", detail=detail))
+        self.run_end.begin(
+            Ending.of(RunStatus.FAILED, f"a bug in the supervisor: {last}", detail=detail)
+        )
 
     def _end_as_bad_input(self, line: str) -> None:
-        self._end(Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line))
-
-    def _end(self, ending: Ending) -> None:
-        self.machine.advance(RunEvent.GAVE_UP)
-        self.ending = ending
+        self.run_end.begin(
+            Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line)
+        )

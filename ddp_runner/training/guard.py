@@ -239,6 +239,10 @@ class Guard:
         found = self._exchange(f"weights/{step}", mine)
         comparison = compare_replicas(found)
         rank = self._group.rank
+        # Before anything that another rank's end may cut short: such a state is never saved.
+        self._state.is_in_doubt = bool(comparison.odd) and (
+            rank in comparison.odd or not comparison.has_majority
+        )
         if not comparison.odd:
             self._saving.prove()
             return comparison

@@ -63,8 +63,11 @@ class Runtime(Protocol):
     logger: DDPLogger
     is_watched: bool  # a supervisor finds ranks that hang
 
-    def next_generation(self, ready: Ready) -> Generation:
-        """Say what this rank has and wait for the next generation."""
+    def next_generation(self, ready: Ready) -> Generation | None:
+        """Say what this rank has and wait for the next generation.
+
+        None where there will be none: this rank is to save what it has, without the others.
+        """
         ...
 
     def tell(self, message: Message) -> None:

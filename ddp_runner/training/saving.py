@@ -34,6 +34,7 @@ from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
 INTERVAL = "interval"  # the reason of a save between others
+BEFORE_END = "before_end"  # of one that a rank makes alone, since the run cannot go on
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
 # Before each further try: a stop before a preemption has no time for more.
 LAST_SAVE_PAUSES_S = (0.2, 1.0)
@@ -188,6 +189,35 @@ class Saving:
         self.settle()
         if self._progress.checkpoint_step != self._state.committed_step:
             self._report(self._save_persistently(reason))
+
+    def save_alone(self) -> Fault:
+        """The run ends: have the state on disk, without the other ranks, and tell what became of it.
+
+        Returns why this process ends.
+        """
+        state = self._state
+        told_before, cause = self._progress.checkpoint_step, ""
+        try:
+            self.settle()
+            has_just_told = told_before != self._progress.checkpoint_step == state.committed_step
+            if state.is_in_doubt:
+                cause = "its state differs from that of other ranks"
+            elif not has_just_told:
+                self._report(self._save_persistently(BEFORE_END))
+        except FaultError as error:
+            cause = error.fault.cause
+        except Exception as error:  # noqa: BLE001 - a named boundary: what cannot be saved is told
+            cause = f"{type(error).__name__}: {error}"
+        if cause:
+            self._runtime.tell(
+                messages.NotSaved(
+                    rank=self._runtime.place.rank,
+                    step=state.committed_step,
+                    cause=cause,
+                    is_in_doubt=state.is_in_doubt,
+                )
+            )
+        return self._disk_faults.storage_failed(cause or "the run ends")
 
     def report_ended(self) -> None:
         """Report the save that has ended, if one has; for a rank that leaves its generation."""

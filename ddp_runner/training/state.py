@@ -60,6 +60,7 @@ class TrainState:
         # Guarded by: test_a_run_that_began_with_the_first_order_keeps_it.
         self.order_version = ORDER_VERSION
         self.committed_step = EMPTY_STEP
+        self.is_in_doubt = False  # a comparison has just found that it differs from others'
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.samples = 0
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
@@ -163,6 +164,7 @@ class TrainState:
         self.buffers.follow(state.get("followed", ()))
         self.buffers.keep()
         self.committed_step = int(state["counters"]["committed_step"])
+        self.is_in_doubt = False
 
     def _with_own_options(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """``saved`` with decay, betas and the like as they are set now; a file has those of its run."""

@@ -101,12 +101,14 @@ class DDPTrainer:
         """Train until the end of the run or an agreed stop.
 
         Raises BadInputError for settings, data or a checkpoint that do not fit, and FaultError for
-        a fault that this process does not survive.
+        a fault that this process does not survive, or where the run ends without it.
         """
         parts, run_id = self._prepare()
         with contextlib.closing(parts.loader):
             while True:
                 generation = self._runtime.next_generation(_ready(parts, self._place, run_id))
+                if generation is None:
+                    raise ToldFaultError(parts.saving.save_alone())
                 outcome = self._train_generation(generation, parts)
                 if isinstance(outcome, TrainReport):
                     return outcome
@@ -371,6 +373,7 @@ class DDPTrainer:
         with waiting_for_peers(self._runtime.slot):
             digests = group.exchange("weights_sha256", report.weights_sha256)
         if len(set(digests)) > 1:
+            parts.state.is_in_doubt = True
             raise FaultError(
                 Fault(
                     kind=FaultKind.REPLICA_DIVERGED,

@@ -16,13 +16,14 @@ from ddp_runner.core.lifecycle import (
 
 # What each state makes of each event, written down a second time: "-" is impossible, "same" ignored.
 RUN_ROWS = """
-            world_formed  incident_began  stop_asked  all_finished  gave_up
-starting    running       recovering      stopping    done          failed
-running     same          recovering      stopping    done          failed
-recovering  running       same            stopping    done          failed
-stopping    same          same            same        done          failed
-done        -             same            same        -             -
-failed      -             same            same        -             same
+            world_formed  incident_began  stop_asked  all_finished  last_save_began  gave_up
+starting    running       recovering      stopping    done          saving           failed
+running     same          recovering      stopping    done          saving           failed
+recovering  running       same            stopping    done          saving           failed
+stopping    same          same            same        done          saving           failed
+saving      -             same            same        -             -                failed
+done        -             same            same        -             -                -
+failed      -             same            same        -             -                same
 """
 RANK_ROWS = """
             spawned   got_ready  form_sent  got_formed  abort_sent  got_finished  exited

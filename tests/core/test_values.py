@@ -27,6 +27,7 @@ SAMPLES = [
     messages.CollectivesBegun(rank=1, step=3, count=7),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
+    messages.SaveAlone(),
     messages.Inject(kind="kill", number=3),
     messages.Injected(rank=0, number=1, kind="kill"),
     messages.Ready(rank=0, committed_step=-1, run_id="", total_steps=9, steps_per_epoch=3,
@@ -36,6 +37,7 @@ SAMPLES = [
     messages.Faulted(generation=1, fault=FAULT),
     messages.Metrics(rank=0, step=5, values={"loss": 1.5}),
     messages.Saved(rank=0, step=5, path="a/b", blocked_s=0.1, size_bytes=3, sha256="0"),
+    messages.NotSaved(rank=0, step=5, cause="a full disk", is_in_doubt=True),
     messages.LoaderWorkers(rank=0, pids=(1, 2)),
     messages.StopAsked(rank=0, reason=StopReason.PREEMPTED),
     messages.Lived(

@@ -161,6 +161,24 @@ def test_summary_block_is_broken_between_words(width):
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({}, "interrupted and saved: run the same command again to go on"),
+        ({"checkpoint_step": 1500}, "interrupted and saved: run the same command again to go on"),
+        ({"checkpoint_step": 1450}, "interrupted and ended at once; newest checkpoint: step 1,450"),
+        ({"checkpoint": None}, "interrupted and ended at once: there is no checkpoint"),
+    ],
+    ids=["an older summary", "saved", "not saved", "nothing ever"],
+)
+def test_summary_block_says_of_a_stop_whether_it_saved(saved, words):
+    """Only a file of the very last step is called saved."""
+    summary = run_summary(status=RunStatus.INTERRUPTED, exit_code=130, **saved)
+    text = " ".join(" ".join(summary_block(summary, log_dir="logs", width=80)).split())
+    assert words in text
+    assert text.count("interrupted") == 1
+
+
 def test_summary_block_of_a_failed_run():
     """No figure is made up: unknown ones are dashes, inexact runs say why, many faults are cut."""
     (fault,) = run_summary().faults

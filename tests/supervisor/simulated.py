@@ -31,7 +31,9 @@ from ddp_runner.core.messages import (
     Forked,
     Form,
     Formed,
+    NotSaved,
     Ready,
+    SaveAlone,
     Saved,
     SpareReady,
     Stop,
@@ -43,9 +45,12 @@ from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import (
     hangs,
+    last_save,
+    published,
     repair,
     returning,
     run,
+    run_end,
     stacks,
     stopped,
     striker,
@@ -177,6 +182,9 @@ class Simulation:
         self.step_s = STEP_S
         self.data_s = 0.0  # of every step, for the data of rank 0
         self.last_save_s = 0.0  # for which all wait for rank 0
+        self.alone_save_s = 0.3  # of a rank that saves before the run ends
+        self.alone_refusal = None  # why it cannot, and whether its state is in doubt
+        self.saved_alone = []  # by which rank, of which step
         self.is_held = False  # no generation comes to be while it is
         self.zygotes = 0
         self.resumed = []  # what each rank was told that has loaded
@@ -187,9 +195,11 @@ class Simulation:
         self._heap = []
         self._numbers = itertools.count()
         self._pids = itertools.count(100)
-        for module in (supervisor, repair, returning, hangs, watcher, world):
+        for module in (supervisor, repair, returning, hangs, watcher, world, run_end, last_save):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(stopped, "is_stopped", self._is_stopped)
+        newest = lambda _: (self.checkpoint, "p") if self.checkpoint else None  # noqa: E731
+        monkeypatch.setattr(published.Published, "newest", newest)
         monkeypatch.setattr(repair, "is_killed", lambda pid: pid in self.unreaped_kills)
         for module in (world, stacks, striker):
             monkeypatch.setattr(module, "kill", self.signal)
@@ -446,7 +456,7 @@ class Simulation:
             device="cpu",
         )
 
-    def _listen(self, process):
+    def _listen(self, process):  # noqa: C901 - one row a message
         while not process.dead and not process.stopped:
             try:
                 message, descriptors = process.channel.receive()
@@ -459,13 +469,7 @@ class Simulation:
                 case Fork():
                     self._become(process, message, descriptors)
                 case Form():
-                    assert not process.seen or message.generation > process.seen[-1]
-                    process.seen.append(message.generation)
-                    process.generation, process.trains = message.generation, False
-                    slot = self.world.ranks[process.rank].slot
-                    slot.set(Cell.GENERATION, message.generation)
-                    self.stamp(process, Phase.FORMING)
-                    self.later(FORM_S, lambda number=message: self._try_to_form(number))
+                    self._join(process, message)
                 case Abort():
                     if 0 < process.generation <= message.generation:
                         self._leave_generation(process, "aborted")
@@ -473,6 +477,16 @@ class Simulation:
                     process.stop = message.reason
                 case Checkpoint():
                     process.wants_save = True
+                case SaveAlone():
+                    self.later(self.alone_save_s, lambda: self._save_alone(process))
+
+    def _join(self, process, form):
+        assert not process.seen or form.generation > process.seen[-1]
+        process.seen.append(form.generation)
+        process.generation, process.trains = form.generation, False
+        self.world.ranks[process.rank].slot.set(Cell.GENERATION, form.generation)
+        self.stamp(process, Phase.FORMING)
+        self.later(FORM_S, lambda: self._try_to_form(form))
 
     def _members(self, generation):
         return [p for p in self.processes.values() if p.generation == generation]
@@ -558,6 +572,22 @@ class Simulation:
             sha256="",
         )
         self.send(process, saved)
+
+    def _save_alone(self, process):
+        if process.dead or process.stopped:
+            return
+        assert process.generation == 0, "it may be inside its optimizer"
+        fenced = [h.rank for h in self.world.ranks if h.slot.get(Cell.CONDEMNED)]
+        assert fenced == [h.rank for h in self.world.ranks if h.rank != process.rank]
+        if self.alone_refusal is None:
+            self.saved_alone.append((process.rank, process.committed))
+            self._save(process)
+            return
+        cause, is_in_doubt = self.alone_refusal
+        message = NotSaved(
+            rank=process.rank, step=process.committed, cause=cause, is_in_doubt=is_in_doubt
+        )
+        self.send(process, message)
 
     def _finish(self, process, generation, reason):
         """Say so and end, unless the generation has been broken by then."""

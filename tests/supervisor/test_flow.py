@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,8 +13,9 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState, RunState
-from ddp_runner.core.messages import Adjusted, MendedInPlace, Saved
+from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Saved
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.stopping import PRESS_GAP_S, StopSignal
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import repair, stopped
 from ddp_runner.supervisor.hangs import hung
@@ -532,7 +534,9 @@ def test_what_arrives_after_the_end_changes_nothing(simulate, signals):
         run.run_until(lambda: len(run.events("form")) == 2)
     run.run_until(lambda: run.world.ranks[1].state is RankState.FORMING)
     for _ in range(signals):
-        run.supervisor.ask_stop(StopReason.INTERRUPTED)
+        run.supervisor.ask_stop(StopReason.INTERRUPTED, by=StopSignal.INTERRUPT)
+        run.clock.now_s += 2 * PRESS_GAP_S
+    run.supervisor.advance()
     ended = run.ending
     assert ended.exit_code == ExitCode.INTERRUPTED
     for _ in range(10):
@@ -1275,3 +1279,197 @@ def test_any_sequence_of_faults_ends_with_the_run_complete(simulate, seed, elast
     assert run.ending.status is RunStatus.COMPLETED, (run.ending, run.where())
     assert run.supervisor.machine.state is RunState.DONE
     assert_generations_grow(run)
+
+
+def assert_saved_before_end(run, *, status, rank=None):
+    """The run has ended so, and the newest step that any rank has is on disk."""
+    ending = run.run_to_end()
+    assert ending.status is status, ending
+    assert run.checkpoint == run.best
+    assert [step for _, step in run.saved_alone] == [run.best]
+    if rank is not None:
+        assert run.saved_alone[0][0] == rank
+    assert f"step {run.best} is saved in p" in run.supervisor.run_end.closing_words()
+    assert run.supervisor.ledger.checkpoint_step == run.best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_is_given_up_saves_what_survivors_hold(simulate, seed):
+    """Its budget is spent: the rank with the newest step writes it, and nobody else may write."""
+    run = simulate(seed=seed, max_restarts=1)
+    run.to_step(12)
+    run.kill(1)
+    run.to_step(17)
+    run.kill(2)
+    assert_saved_before_end(run, status=RunStatus.GAVE_UP)
+
+
+def test_the_only_rank_that_is_left_saves(simulate):
+    """Below --min-ranks; it waits outside any generation."""
+    run = simulate(max_restarts=0, min_ranks=2, slot_failures_max=1)
+    run.to_step(17)
+    run.kill(0, 2)
+    assert_saved_before_end(run, status=RunStatus.GAVE_UP, rank=1)
+
+
+def test_only_the_rank_that_saves_before_the_end_may_write(simulate):
+    """The rank that is fenced out may itself be asked if the first one dies; then that one may."""
+    run = simulate(max_restarts=0)
+    run.to_step(17)
+    run.kill(2)
+    run.run_until(lambda: run.events("last_save_asked"))
+    first = run.events("last_save_asked")[0]["rank"]
+    run.kill(first)
+    assert run.run_to_end().exit_code == ExitCode.GAVE_UP
+    assert [rank for rank, _ in run.saved_alone] == [1 - first]
+    assert run.checkpoint >= 17
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_came_before_an_error_of_the_user_is_saved(simulate, ranks):
+    """At the second time, by a rank that raised itself where there is no other."""
+    run = simulate(ranks=ranks)
+    for tries in range(1, 4 if ranks == 1 else 3):  # one rank alone is tried as it is, and anew
+        run.run_until(lambda count=tries: len(run.events("form")) == count)
+        run.run_until(lambda: run.rank(0).trains and run.rank(0).committed >= 15)
+        for rank in range(ranks):
+            run.rank(rank).committed = 15
+            run.world.ranks[rank].slot.set(Cell.COMMITTED_STEP, 15)
+        run.best = 15
+        for rank in range(ranks):
+            run.fail(rank)
+    assert_saved_before_end(run, status=RunStatus.FAILED)
+    assert "the same error at the same step" in run.ending.reason
+
+
+def test_a_bug_in_the_supervisor_costs_no_step(simulate):
+    """The ranks leave their generation first; a second bug ends the run as it is."""
+    run = simulate()
+    run.to_step(15)
+    run.supervisor.fail("Traceback\nValueError: a bug")
+    assert_saved_before_end(run, status=RunStatus.FAILED)
+    again = simulate()
+    again.to_step(15)
+    again.supervisor.fail("Traceback\nValueError: a bug")
+    again.supervisor.fail("Traceback\nValueError: another")
+    assert "a bug" in again.ending.reason
+    assert not again.saved_alone
+
+
+def test_without_a_zygote_the_newest_state_is_saved(simulate):
+    """There will be no other process that imports torch: nothing can be repaired any more."""
+    run = simulate(steps=10_000)
+    run.run_until(lambda: run.best >= 12)
+    run.supervisor._zygotes._count = 99
+    run.kill(-2)
+    assert_saved_before_end(run, status=RunStatus.FAILED)
+
+
+def test_a_stop_that_takes_too_long_is_kept_by_a_rank_that_saves_alone(simulate):
+    """One rank hangs in its code; another one leaves it: what was asked for is done, and said."""
+    run = simulate(stop_timeout_s=5.0, hang_min_s=50.0)
+    run.to_step(15)
+    run.sleep(1)
+    run.supervisor.ask_stop(StopReason.PREEMPTED, by=StopSignal.TERMINATE)
+    assert_saved_before_end(run, status=RunStatus.PREEMPTED)
+    assert run.ending.exit_code == ExitCode.PREEMPTED
+    assert "did not stop within 5 s" in run.ending.reason
+
+
+def test_a_stop_that_did_not_save_ends_with_1(simulate):
+    """Asked to save, and no rank answers."""
+    run = simulate(ranks=2, stop_timeout_s=5.0, hang_min_s=500.0, checkpoint_timeout_s=20.0)
+    run.to_step(15)
+    run.sleep(0, 1)
+    monkeypatched = run.wake
+    run.wake = lambda: None
+    run.supervisor.ask_stop(StopReason.PREEMPTED)
+    ending = run.run_to_end(within_s=60.0)
+    run.wake = monkeypatched
+    assert (ending.status, ending.exit_code) == (RunStatus.FAILED, ExitCode.FAILED)
+    words = run.supervisor.run_end.closing_words()
+    assert f"step {run.best} could not be saved: not within 20 s" in words
+    assert "newest checkpoint: step 10" in words
+
+
+@pytest.mark.parametrize("is_in_doubt", [False, True])
+def test_a_last_save_that_fails_is_told_with_its_reason(simulate, is_in_doubt):
+    """Where the state is at fault the next rank is asked; where the disk is, nobody else."""
+    run = simulate(max_restarts=0)
+    run.alone_refusal = ("because", is_in_doubt)
+    run.to_step(15)
+    run.kill(2)
+    assert run.run_to_end().exit_code == ExitCode.GAVE_UP
+    assert f"step {run.best} could not be saved: because" in run.supervisor.run_end.closing_words()
+    assert len(run.events("last_save_asked")) == (2 if is_in_doubt else 1)
+
+
+def test_a_checkpoint_that_has_the_newest_step_is_not_written_again(simulate):
+    """Every rank is dead but for one, at the very step of the newest file."""
+    run = simulate(max_restarts=0, steps=10_000)
+    run.to_step(10)
+    for process in run.processes.values():
+        process.committed = min(process.committed, 10)
+    for handle in run.world.ranks:
+        handle.slot.set(Cell.COMMITTED_STEP, 10)
+    run.checkpoint = run.best = 10
+    run.sleep(0, 1, 2)
+    run.kill(0)
+    run.wake()
+    run.random.random = lambda: 1.0  # nobody commits another step as it leaves
+    assert run.run_to_end().exit_code == ExitCode.GAVE_UP
+    assert not run.saved_alone
+    assert "step 10 is saved in p" in run.supervisor.run_end.closing_words()
+
+
+def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
+    """All ranks differ: none of them is asked."""
+    run = simulate(ranks=2, steps=10_000)
+    run.to_step(15)
+    for rank in (0, 1):
+        process = run.rank(rank)
+        differ = run.fault(process, FaultKind.REPLICA_DIVERGED, "the replicas differ")
+        run.supervisor.on_message(
+            Faulted(generation=1, fault=replace(differ, may_retry=False)), run.world.ranks[rank]
+        )
+    ending = run.run_to_end()
+    assert ending.status is RunStatus.FAILED
+    assert not run.saved_alone
+    assert "could not be saved: the ranks' states differ" in run.supervisor.run_end.closing_words()
+
+
+@pytest.mark.parametrize("number", [StopSignal.INTERRUPT, StopSignal.TERMINATE, StopSignal.OTHER])
+def test_a_stop_that_is_asked_for_again_at_once_is_one_stop(simulate, number):
+    """Kernel, shell and scheduler repeat themselves; what was asked for is done."""
+    run = simulate()
+    run.to_step(15)
+    reason = StopReason.PREEMPTED
+    for _ in range(3):
+        run.supervisor.ask_stop(reason, by=number)
+        run.clock.now_s += 0.02
+    ending = run.run_to_end()
+    assert ending.exit_code == ExitCode.PREEMPTED
+    assert run.checkpoint == run.best > 15
+    assert "at once" not in ending.reason
+
+
+@pytest.mark.parametrize(
+    ("number", "after_s"), [(StopSignal.INTERRUPT, 0.4), (StopSignal.TERMINATE, 3.1)]
+)
+def test_a_person_who_asks_again_ends_a_run_at_once(simulate, number, after_s):
+    """Also one whose last save is being made; the last line says what there is."""
+    for is_given_up in (False, True):
+        run = simulate(max_restarts=0 if is_given_up else 10, hang_min_s=500.0)
+        run.alone_save_s = 50.0
+        run.to_step(15)
+        run.sleep(*((1,) if not is_given_up else ()))
+        run.supervisor.ask_stop(StopReason.INTERRUPTED, by=number)
+        if is_given_up:
+            run.kill(2)
+            run.run_until(lambda one=run: one.events("last_save_asked"))
+        run.pass_time(after_s)
+        assert run.ending is None
+        run.supervisor.ask_stop(StopReason.INTERRUPTED, by=number)
+        ending = run.run_to_end(within_s=1.0)
+        assert ending.exit_code == (ExitCode.GAVE_UP if is_given_up else ExitCode.INTERRUPTED)
+        assert "newest checkpoint: step 10" in run.supervisor.run_end.closing_words()

@@ -1,0 +1,114 @@
+"""Who saves before a run ends that cannot go on, and what people are told of it. Decides nothing else.
+
+Without any collective: of the ranks that are left, one that waits outside a generation writes the
+state that it has committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.faults import Fault, FaultKind
+
+_RESUMES_NEWEST = ("auto", "last")  # words of --resume for which the same command goes on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A rank that has not left its generation yet. ``saves``: it is at the disk, which takes its time."""
+
+    standing: Standing
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitForRanks:
+    """Somebody may still come with a newer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskToSave:
+    """Have this rank write the state of ``step``; nobody else may write meanwhile."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NothingToSave:
+    """It is all on disk, or nobody is left who has more."""
+
+
+Move = WaitForRanks | AskToSave | NothingToSave
+
+
+def next_saver(
+    parked: Sequence[Standing],
+    leaving: Sequence[Leaving],
+    *,
+    saved_step: int,
+    may_wait: bool,
+) -> Move:
+    """What to do now. ``parked`` ranks wait outside; ``saved_step`` is that of the newest checkpoint.
+
+    ``may_wait``: ranks that are told to leave still have time for it. One that saves has all there is.
+    """
+    filled = [one for one in parked if one.committed_step > EMPTY_STEP]
+    newer = [one for one in leaving if one.standing.committed_step > saved_step]
+    if newer and (may_wait or not filled or any(one.saves for one in newer)):
+        return WaitForRanks()
+    if not filled:
+        return NothingToSave()
+    elected = elect_source(filled)
+    if elected.committed_step <= max(saved_step, 0):
+        return NothingToSave()
+    return AskToSave(rank=elected.source, step=elected.committed_step)
+
+
+def why_not_saved(causes: Sequence[Fault]) -> str:
+    """Why the state that is left is not to be saved, in words; empty where it is."""
+    if any(one.kind is FaultKind.REPLICA_DIVERGED and not one.may_retry for one in causes):
+        return "the ranks' states differ, and nobody knows whose is right"
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOutcome:
+    """What became of the state that was left: on disk as ``path``, or not because of ``cause``, or neither."""
+
+    step: int = EMPTY_STEP
+    path: str = ""
+    is_rescued: bool = False  # elsewhere than where the next launch looks
+    cause: str = ""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a file of it."""
+        return bool(self.path)
+
+
+def closing_words(
+    outcome: SaveOutcome, *, newest: tuple[int, str] | None, committed_step: int, resume: str
+) -> str:
+    """The last line of a run that ends before its time: which step is on disk, and how to go on.
+
+    ``newest`` is the step and path of the newest checkpoint, ``resume`` the word of this command.
+    """
+    option = "" if resume in _RESUMES_NEWEST else " with --resume auto"
+    go_on = f"the same command{option} goes on from there"
+    if outcome.is_rescued:
+        return (
+            f"step {outcome.step} is saved, but not with the other checkpoints: "
+            f"go on from it with --resume {outcome.path}"
+        )
+    lost = ""
+    if outcome.cause:
+        lost = f"step {outcome.step} could not be saved: {outcome.cause}; "
+    if newest is None:
+        return f"{lost}there is no checkpoint: the same command begins anew"
+    step, path = newest
+    if step >= committed_step:
+        return f"step {step} is saved in {path}: {go_on}"
+    return f"{lost}newest checkpoint: step {step} of {committed_step} in {path}: {go_on}"

@@ -1,0 +1,113 @@
+"""How a run ends: at once, or once the newest state that is left is on disk. Holds the only Ending."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
+from ddp_runner.core.faults import Fault
+from ddp_runner.core.last_save import SaveOutcome, closing_words
+from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
+from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.facts import Ending, RunFacts
+from ddp_runner.supervisor.last_save import LastSave
+from ddp_runner.supervisor.published import Published
+from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.world import World
+
+
+class RunEnd:
+    """Driven by :class:`Supervisor`, which says that the run ends, and why. ``ending`` is None until then.
+
+    ``is_open``: the reason is known, and the newest state is still on its way to disk.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        facts: RunFacts,
+        *,
+        machine: Machine[RunState, RunEvent],
+        world: World,
+        records: Records,
+        published: Published,
+    ) -> None:
+        self._resume = settings.run.resume
+        self._facts = facts
+        self._machine = machine
+        self._records = records
+        self._published = published
+        self.last_save = LastSave(
+            settings.recovery, facts, world=world, records=records, published=published
+        )
+        self.ending: Ending | None = None
+        self._after_save: Ending | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a last save is being made."""
+        return self.ending is None and self._after_save is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known how the run ends, at once or after a save."""
+        return self.ending is not None or self._after_save is not None
+
+    def begin(self, ending: Ending, *, causes: Sequence[Fault] = ()) -> None:
+        """End the run, once the newest state that is left is on disk."""
+        if self.is_known:
+            return
+        if not self._facts.ever_formed:  # there is none that is newer
+            self.at_once(ending)
+            return
+        self._after_save = ending
+        self._machine.advance(RunEvent.LAST_SAVE_BEGAN)
+        self.last_save.begin(causes, time.monotonic())
+
+    def at_once(self, ending: Ending) -> None:
+        """End the run as it is."""
+        self._machine.advance(RunEvent.GAVE_UP)
+        self.ending = ending
+
+    def completed(self, reason: StopReason) -> None:
+        """Every rank has finished."""
+        self._machine.advance(RunEvent.ALL_FINISHED)
+        status = STATUS_OF_REASON[reason]
+        self.ending = Ending.of(status, status.value)
+
+    def look(self, now_s: float, *, stop: StopReason | None) -> None:
+        """Go on with the last save; the end follows it. ``stop``: what the ranks were asked for before."""
+        ending = self._after_save
+        if ending is None:
+            return
+        self.last_save.look(now_s)
+        if self.last_save.outcome is None:
+            return
+        newest = self._published.newest()
+        is_saved = newest is not None and newest[0] >= self._facts.committed_step
+        if stop is not None and is_saved and _ends_as_stopped(ending):
+            line = f"{stop.value}, and saved in spite of it: {ending.reason}"
+            ending = Ending.of(STATUS_OF_REASON[stop], line)
+        self.at_once(ending)
+
+    def cut_short(self) -> None:
+        """End now, without the save that is being made."""
+        if self._after_save is not None:
+            self.at_once(self._after_save)
+
+    def closing_words(self) -> str:
+        """Which step is on disk, and how to go on; empty where this run has made no file."""
+        if not self._records.may_write:
+            return ""
+        return closing_words(
+            self.last_save.outcome or SaveOutcome(),
+            newest=self._published.newest(),
+            committed_step=self._facts.committed_step,
+            resume=self._resume,
+        )
+
+
+def _ends_as_stopped(ending: Ending) -> bool:
+    """Whether a run that was to stop and save, and has, has done what was wanted of it after all."""
+    return ending.is_late_stop or ending.status is RunStatus.GAVE_UP
