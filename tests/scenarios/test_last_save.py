@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run, poll
 
-STRANGER = f"{Path(__file__).with_name("stumbling.py")}:Stumbling"
+STRANGER = f"{Path(__file__).with_name('stumbling.py')}:Stumbling"
 STEPS = 40
 SETTINGS = (
     *("-b", 8, "--max-steps", STEPS, "save_every_steps=1000", "save_interval=0", "num_workers=0"),
