@@ -1358,10 +1358,11 @@ def test_a_bug_in_the_supervisor_costs_no_step(simulate):
 
 def test_without_a_zygote_the_newest_state_is_saved(simulate):
     """There will be no other process that imports torch: nothing can be repaired any more."""
-    run = simulate(steps=10_000)
+    run = simulate(steps=10_000, warm_spare=False)
     run.run_until(lambda: run.best >= 12)
-    run.supervisor._zygotes._count = 99
-    run.kill(-2)
+    while not run.supervisor.run_end.is_known:
+        run.kill(-2)
+        run.pass_time(0.1)
     assert_saved_before_end(run, status=RunStatus.FAILED)
 
 
