@@ -1363,7 +1363,9 @@ def test_without_a_zygote_the_newest_state_is_saved(simulate):
     while not run.supervisor.run_end.is_known:
         run.kill(-2)
         run.pass_time(0.1)
-    assert_saved_before_end(run, status=RunStatus.FAILED)
+    assert run.run_to_end().status is RunStatus.FAILED
+    assert run.checkpoint == run.best, "in a file of its own, where none has that step yet"
+    assert [step for _, step in run.saved_alone] == ([run.best] if run.best % SAVE_EVERY else [])
 
 
 def test_a_stop_that_takes_too_long_is_kept_by_a_rank_that_saves_alone(simulate):
