@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.run_files import read_small
 from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
@@ -57,7 +58,8 @@ def launch(
     ``task`` is what ``--task`` takes, or a Task class that a file defines. ``config`` holds flat,
     dotted or nested settings; ``arguments`` are words of the command line and win over it. The
     run's output goes to this program's. KeyboardInterrupt asks the run to save and end; a second
-    one ends it at once. The run dies with this process.
+    one ends it at once. The run dies with this process. Of a run that was complete before the result
+    is the one of then.
 
     Raises BadInputError for wrong settings and RuntimeError when called by the ranks themselves.
     """
@@ -76,7 +78,7 @@ def launch(
         before = _identity(summary_file)
         exit_code = _run_child(words)
         changed = _identity(summary_file) not in (None, before)
-    summary = json.loads(read_small(summary_file)) if changed else None
+    summary = json.loads(read_small(summary_file)) if changed else _kept(summary_file, exit_code)
     return RunResult(
         exit_code=exit_code, summary=summary, log_dir=log_dir, checkpoint_dir=checkpoint_dir
     )
@@ -153,6 +155,14 @@ def _identity(file: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+def _kept(file: Path, exit_code: int) -> dict[str, Any] | None:
+    """The summary of a run that was complete before: then there was nothing to train, nor to write."""
+    if exit_code != ExitCode.DONE or not file.exists():
+        return None
+    summary: dict[str, Any] = json.loads(read_small(file))
+    return summary if summary.get("status") == RunStatus.COMPLETED.value else None
 
 
 def _run_child(words: Sequence[str]) -> int:

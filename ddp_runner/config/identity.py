@@ -85,6 +85,7 @@ ON_RESUME: Mapping[str, OnResume] = {
 # Keys of a recipe that act through the learning rate alone.
 RATE_KEYS = ("learning_rate", "schedule", "warmup_steps", "min_learning_rate")
 TOTAL_STEPS = "steps of the run"
+TASK_FILE = "the task's file"
 _AS_WRITTEN = (
     "run.deterministic",
     *(f"optim.{name}" for name in RATE_KEYS),
@@ -102,6 +103,7 @@ _AS_WRITTEN = (
 class Surroundings:
     """What follows from settings and machine together. ``threads``: of a rank, 0 on a GPU.
 
+    ``task_file``: its SHA-256, empty for a built-in task.
     ``own_task_reads_model``: the task is the user's and is given all settings.
     """
 
@@ -112,6 +114,7 @@ class Surroundings:
     backend: str
     threads: int
     torch: str
+    task_file: str = ""
     own_task_reads_model: bool
 
 
@@ -124,6 +127,8 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written[key] = sections[section][name]  # type: ignore[index]
     if found.own_task_reads_model:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
+    if found.task_file:
+        written[TASK_FILE] = f"sha256:{found.task_file[:16]}"
     return {
         **written,
         "data.micro_batch_size": settings.data.micro_batch_size or settings.data.batch_size,
@@ -200,6 +205,17 @@ def digest(settings: Settings) -> str:
     """SHA-256 (hex) of the settings as canonical JSON."""
     text = json.dumps(to_record(settings), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_yaml(text: str) -> dict[str, object]:
+    """What :func:`to_yaml` has written, as nested plain values. Raises ValueError for anything else."""
+    try:
+        record = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(record, dict):
+        raise ValueError("not a mapping")  # noqa: TRY004 - as all that is not one of ours
+    return record
 
 
 def to_yaml(settings: Settings) -> str:

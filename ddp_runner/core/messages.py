@@ -98,6 +98,8 @@ class Ready:
 
     ``committed_step`` is -1 if empty; ``run_id`` is that of the checkpoint it resumes, or empty.
     ``notes``: lines to show people once, before training.
+    ``is_complete``: of that run no step is left to train. ``changed_task``: the task's file, where it
+    is not the one that the checkpoint was made with; else empty.
     """
 
     rank: int
@@ -110,6 +112,8 @@ class Ready:
     device: str
     precision: str = ""
     notes: tuple[str, ...] = ()
+    is_complete: bool = False
+    changed_task: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

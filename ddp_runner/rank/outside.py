@@ -46,7 +46,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.directories import RunDirectories
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
-from ddp_runner.observe.summary import RunSummary, write_summary
+from ddp_runner.observe.summary import RunSummary, read_summary, write_summary
 from ddp_runner.rank.restarts import (
     SPENT,
     faults_between,
@@ -258,6 +258,10 @@ def _write_summary(
     """Of all restarts of this job, which are one run."""
     # Every rank has told all it had to tell before the ranks compared their weights.
     log_dir = Path(settings.run.log_dir)
+    if _has_summed_up(log_dir, runtime.run_id, report):
+        line = f"already complete: {report.steps:,} steps, nothing to train; the result is kept\n"
+        sys.stdout.write(line)
+        return
     told = {
         rank: list(read_told(told_path(log_dir, rank))) for rank in range(runtime.place.world_size)
     }
@@ -289,6 +293,20 @@ def _write_summary(
         figures=dict(report.figures),
     )
     write_summary(log_dir / "summary.json", summary)
+
+
+def _has_summed_up(log_dir: Path, run_id: str, report: TrainReport) -> bool:
+    """Whether this very result is that of an earlier job, which trained it: its account stands."""
+    try:
+        old = read_summary(log_dir / "summary.json")
+    except (OSError, ValueError):
+        return False
+    is_it = (old.run_id, old.steps, old.weights_sha256) == (
+        run_id,
+        report.steps,
+        report.weights_sha256,
+    )
+    return is_it and old.status is RunStatus.COMPLETED
 
 
 def _inexact_reason(message: Message) -> str:

@@ -14,6 +14,7 @@ from ddp_runner.core.messages import (
     Ready,
     Saved,
 )
+from ddp_runner.supervisor.complete import lines_of_kept
 from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
 from ddp_runner.supervisor.ledger import Ledger, OpenFault
 from ddp_runner.supervisor.published import Published
@@ -58,6 +59,20 @@ class Chronicle:
             for note in other.notes:
                 if note not in first.notes:
                     self._records.say(f"rank {other.rank}: {note}")
+
+    def already_complete(self, plan: LaunchPlan, first: Ready) -> None:
+        """There is nothing to train: the result stands, and what was asked for in vain is named."""
+        lines = lines_of_kept(plan.settings, first)
+        self._records.event(
+            "already_complete",
+            run_id=self._facts.run_id,
+            command=list(plan.command),
+            step=first.committed_step,
+            total_steps=first.total_steps,
+            text=lines,
+        )
+        for line in lines:
+            self._records.say(line)
 
     def metrics(self, handle: RankHandle, message: Metrics) -> None:
         """A rank's newest figures."""

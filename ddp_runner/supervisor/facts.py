@@ -11,6 +11,7 @@ from typing import Any
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
+from ddp_runner.observe.summary import RunSummary
 from ddp_runner.run_files import read_small
 
 
@@ -65,6 +66,7 @@ class RunFacts:
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
+    kept: RunSummary | None = None  # of the run, which was complete before this launch
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
 

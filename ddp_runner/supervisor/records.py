@@ -54,6 +54,7 @@ class Records:
         self._settings = settings
         self._ranks = ranks
         self._files: _Files | None = None
+        self._keeps_result = False
         self._held: list[tuple[str, str]] = []
         self._early_events: list[tuple[str, dict[str, Any]]] = []
         self._display = make_display(settings.log.display, stream=sys.stdout)
@@ -63,6 +64,10 @@ class Records:
     def may_write(self) -> bool:
         """Whether files are open."""
         return self._files is not None
+
+    def keep_result(self) -> None:
+        """From now on leave the files as they are that say what the run was, and how it ended."""
+        self._keeps_result = True
 
     def open(self) -> None:
         """Open the files; the directories exist and are ours. Writes config.yaml."""
@@ -75,8 +80,9 @@ class Records:
         self._early_events.clear()
         directory = Path(self._settings.run.log_dir)
         remove_temporary_files(directory)
-        with contextlib.suppress(OSError):  # worth having, never worth a run
-            replace_file(directory / "config.yaml", config.to_yaml(self._settings).encode())
+        if not self._keeps_result:
+            with contextlib.suppress(OSError):  # worth having, never worth a run
+                replace_file(directory / "config.yaml", config.to_yaml(self._settings).encode())
         for rank in range(self._ranks):
             path = directory / f"rank_{rank}.log"
             if os.path.lexists(path) and not is_regular(path):
@@ -123,7 +129,7 @@ class Records:
 
     def status(self, view: RunView) -> None:
         """Replace status.json."""
-        if self._files is not None:
+        if self._files is not None and not self._keeps_result:
             self._files.status.write(status_record(view))
 
     def show_rest(self) -> None:
@@ -137,8 +143,8 @@ class Records:
         self.show_rest()
         files = self._files
         if files is not None:
-            files.status.write(status_record(view))
-            if summary is not None:
+            self.status(view)
+            if summary is not None and not self._keeps_result:
                 try:
                     write_summary(files.summary_path, summary)
                 except OSError as error:

@@ -52,6 +52,7 @@ from ddp_runner.directories import RunDirectories
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.chronicle import Chronicle
+from ddp_runner.supervisor.complete import kept_summary
 from ddp_runner.supervisor.departures import RankEnded, SpareEnded, StoreEnded, ZygoteEnded
 from ddp_runner.supervisor.endings import exit_of, store_died
 from ddp_runner.supervisor.facts import Ending, RunFacts, told
@@ -411,7 +412,14 @@ class Supervisor:
         except BadInputError as error:
             self._end_as_bad_input(str(error))
             return False
+        self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
+        if self.facts.kept is not None:
+            self.records.keep_result()
         self.records.open()
+        if self.facts.kept is not None:
+            self.chronicle.already_complete(self.plan, first)
+            self.run_end.completed(StopReason.COMPLETED)
+            return False
         ready = [handle.ready for handle in self.world.present if handle.ready is not None]
         self.chronicle.begun(self.plan, ready)
         return True

@@ -31,7 +31,7 @@ from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
-from ddp_runner.training.loading import BUILT_IN_TASKS, load_task
+from ddp_runner.training.loading import BUILT_IN_TASKS, load_task, task_sha256
 from ddp_runner.training.loss_monitor import LossMonitor
 from ddp_runner.training.optimizer import build_optimizer
 from ddp_runner.training.precision import Precision
@@ -118,6 +118,7 @@ def _recipe(settings: Settings, place: Place, task: Task, *, total_steps: int) -
         backend=backend_of(settings, device),
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         torch=versions()["torch"],
+        task_file=task_sha256(settings.run.task),
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
     return dict(config.recipe(settings, found))
@@ -396,6 +397,13 @@ def _refuse_earlier_end(
         f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
         f"give a larger end, another run with {config.own_folder(settings)}, or start anew with "
         "--resume none",
+    )
+
+
+def is_complete(workload: Workload, state: TrainState) -> bool:
+    """Whether ``state`` is one after which this run trains no step."""
+    return state.committed_step >= workload.length.total_steps or (
+        state.committed_step > 0 and state.monitor.target_reached
     )
 
 

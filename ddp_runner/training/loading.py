@@ -35,6 +35,7 @@ BUILT_IN_TASKS = {
     "bytes": ("ddp_runner.tasks.bytes_lm", "BytesTask"),
     "synthetic": ("ddp_runner.tasks.synthetic", "SyntheticTask"),
 }
+_SHA256_OF_SPEC: dict[str, str] = {}
 TASK_METHODS = ("build_model", "build_datasets", "loss")
 
 
@@ -83,7 +84,7 @@ def import_task_module(spec: str) -> ModuleType:
         return _import_file(parsed.file, spec)
     try:
         with _also_searched("" if spec in BUILT_IN_TASKS else _working_directory()):
-            return importlib.import_module(parsed.module)
+            module = importlib.import_module(parsed.module)
     except ModuleNotFoundError as error:
         wanted = error.name or ""
         if parsed.module == wanted or parsed.module.startswith(wanted + "."):
@@ -91,6 +92,24 @@ def import_task_module(spec: str) -> ModuleType:
         raise BadInputError("--task", spec, _import_failure(error, None)) from error
     except (Exception, SystemExit) as error:  # boundary: any user code may run at import
         raise BadInputError("--task", spec, _import_failure(error, None)) from error
+    if spec not in BUILT_IN_TASKS:
+        _SHA256_OF_SPEC.setdefault(spec, _sha256(getattr(module, "__file__", None)))
+    return module
+
+
+def task_sha256(spec: str) -> str:
+    """Of the file that ``spec`` was imported from in this process, or in the one that it was forked from.
+
+    Empty for a built-in task, and for a module without a file.
+    """
+    return _SHA256_OF_SPEC.get(spec, "")
+
+
+def _sha256(file: str | Path | None) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    except OSError:
+        return ""
 
 
 @contextlib.contextmanager
@@ -142,6 +161,8 @@ def _import_file(file: Path, spec: str) -> ModuleType:
     assert import_spec is not None, "a .py file always has a loader"
     assert import_spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(import_spec)
+    # Before it runs, and once: whoever edits it while the run trains changes nothing of this run.
+    _SHA256_OF_SPEC[spec] = _sha256(file)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look it up by name
     try:
         with _also_searched(str(file.parent)):

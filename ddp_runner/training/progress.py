@@ -15,3 +15,4 @@ class Progress:
     figures: dict[str, float] = field(default_factory=dict)
     checkpoint: str = ""
     checkpoint_step: int = -1
+    changed_task: str = ""  # its file, where the checkpoint that was loaded is of another one

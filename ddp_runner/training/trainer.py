@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 
 from ddp_runner import config as configuration
-from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device import prove_device
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
@@ -44,7 +46,9 @@ from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.agreeing import agree_on_tuning, recalled
 from ddp_runner.training.audit import Crew, complete_audits
 from ddp_runner.training.build import (
+    Workload,
     build_workload,
+    is_complete,
     leave_other_course,
     load_start,
     restore_newest,
@@ -185,6 +189,7 @@ class DDPTrainer:
                 progress.checkpoint = str(loaded.path)
                 progress.checkpoint_step = state.committed_step
                 self._tell_of_old_order(state)
+                self._look_back(loaded, workload, state, progress)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
         loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)
@@ -227,6 +232,17 @@ class DDPTrainer:
                 "the samples come in the order that this run began with; a new run has one that"
                 " needs no table of them in memory"
             )
+
+    def _look_back(
+        self, loaded: Loaded, workload: Workload, state: TrainState, progress: Progress
+    ) -> None:
+        """Note what is to be known of the run whose checkpoint was loaded."""
+        before, now = (of.get(TASK_FILE) for of in (loaded.manifest.recipe, workload.recipe))
+        if before and now and before != now:
+            progress.changed_task = self.settings.run.task
+        if is_complete(workload, state):
+            where = f"{state.committed_step:,} of {workload.length.total_steps:,} steps"
+            self._runtime.logger.info(f"already complete: {where}, nothing to train")
 
     def _train_generation(self, generation: Generation, parts: RankParts) -> TrainReport | Fault:
         """One generation from forming to its end, as a report or as the fault that broke it."""
@@ -341,6 +357,8 @@ class DDPTrainer:
             if was_left:
                 # Of the source's and this all agree on one next; who has read the state may be new.
                 state.tuning = learnt
+        if math.isnan(parts.progress.loss) and state.monitor.last is not None:
+            parts.progress.loss = state.monitor.last  # until this process has trained a step
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
         slot.set(Cell.DIRTY, 0)
@@ -402,6 +420,8 @@ def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
         device=str(workload.device),
         precision=parts.state.precision.name,
         notes=start_notes(parts),
+        is_complete=is_complete(workload, parts.state),
+        changed_task=parts.progress.changed_task,
     )
 
 

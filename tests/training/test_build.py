@@ -12,7 +12,7 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.training.build import build_workload, load_start
+from ddp_runner.training.build import build_workload, is_complete, load_start
 from ddp_runner.training.runtime import Place
 from tests.checkpoint.states import facts_of
 
@@ -102,6 +102,20 @@ def test_a_checkpoint_beyond_the_end_is_refused_in_one_line(tmp_path, which):
         "give a larger end, another run with --name bytes-2, or start anew with --resume none"
     )
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "complete"),
+    [(30, 9.0, True), (29, 9.0, False), (29, 0.1, True), (0, 0.1, False)],
+)
+def test_a_run_is_complete_at_its_end_or_at_its_target(step, loss, complete):
+    """Then there is no step to train; before it, and before the first step, there is."""
+    workload, state = build(target_loss=0.5)
+    assert workload.length.total_steps == 30
+    state.committed_step = step
+    for number in range(20 if step else 0):
+        state.monitor.observe(number, 0, loss, True)
+    assert is_complete(workload, state) is complete
 
 
 def test_a_checkpoint_beyond_fewer_epochs_is_refused(tmp_path):

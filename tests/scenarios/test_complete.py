@@ -1,0 +1,140 @@
+"""A run that is complete, started again: the result of then stands, and what has no effect is named."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import textwrap
+
+import pytest
+
+from .harness import Outputs, Run
+from .test_names import SHORT, TASK
+from .test_refusals import contents
+
+STEPS = 12
+PYTHON = (sys.executable, "program.py")
+
+
+@pytest.fixture
+def complete(tmp_path):
+    """A folder with a task and the completed run of it."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(TASK))
+    with Run(tmp_path, "--task", "mine.py", *SHORT, STEPS, task=None) as run:
+        assert run.wait() == 0, run.console
+    found = Outputs(tmp_path)
+    found.logs, found.checkpoints = tmp_path / "logs" / "mine", tmp_path / "checkpoints" / "mine"
+    return found
+
+
+def again(complete, *words):
+    """What a further launch says; it must end as done."""
+    words = ("--task", "mine.py", *SHORT, STEPS, *words)
+    with Run(complete.folder, *words, task=None) as run:
+        assert run.wait() == 0, run.console
+    return run.console
+
+
+def test_a_complete_run_started_again_keeps_its_result(complete):
+    """Every figure of then stands; what was changed in vain is named, also the task's file."""
+    before, files = complete.summary(), contents(complete.checkpoints)
+    kept = {name: (complete.logs / name).read_bytes() for name in ("summary.json", "config.yaml")}
+    assert before["final_loss"] > 0
+    assert before["goodput"] > 0
+    said = again(complete)
+    assert f"already complete: {STEPS} of {STEPS} steps, nothing to train" in said
+    assert "without effect" not in said
+    assert "has changed" not in said
+    assert f"{before['final_loss']:.4f}" in said
+    assert "WARNING" not in said
+    with (complete.folder / "mine.py").open("a") as file:
+        file.write("# a thought\n")
+    said = again(complete, "lr=0.5", "log_interval=3")
+    assert "without effect on it: log.log_interval 20 -> 3, optim.learning_rate 0.01 -> 0.5" in said
+    assert "mine.py has changed since" in said
+    assert "a larger --max-steps trains on; --name mine-2 or --resume none begins anew" in said
+    assert {name: (complete.logs / name).read_bytes() for name in kept} == kept
+    assert contents(complete.checkpoints) == files
+    assert complete.summary() == before
+    status = complete.status()
+    assert (status["state"], status["step"]) == ("done", STEPS)
+    assert len(complete.events("already_complete")) == 2
+
+
+def test_a_complete_run_whose_summary_is_gone_sums_up_once_more(complete):
+    """The weights, the loss and the steps are those of then, from the checkpoint alone."""
+    before = complete.summary()
+    for path in complete.logs.iterdir():
+        path.unlink()
+    said = again(complete)
+    assert f"already complete: {STEPS} of {STEPS} steps, nothing to train" in said
+    after = complete.summary()
+    for name in ("status", "run_id", "steps", "samples", "final_loss", "weights_sha256"):
+        assert after[name] == before[name], name
+
+
+def test_a_longer_run_is_not_complete_and_names_the_changed_task(complete):
+    """Control: more steps are trained, by the file as it is now; the run is not exact for that."""
+    with (complete.folder / "mine.py").open("a") as file:
+        file.write("# a thought\n")
+    words = ("--task", "mine.py", *SHORT, STEPS + 4)
+    with Run(complete.folder, *words, task=None) as run:
+        assert run.wait() == 0, run.console
+    assert "already complete" not in run.console
+    assert "changed: the task's file sha256:" in run.console
+    summary = complete.summary()
+    assert summary["steps"] == STEPS + 4
+    reasons = [one for one in summary["inexact_reasons"] if one.startswith("the task's file")]
+    assert len(reasons) == 1, summary["inexact_reasons"]
+    assert reasons[0].endswith(f"at step {STEPS}")
+
+
+def test_python_gets_the_kept_result(complete):
+    """`launch` and `DDPTrainer` return the steps, the loss and the weights of the completed run."""
+    before = complete.summary()
+    program = """
+    import json, sys
+    import ddp_runner
+    from ddp_runner import DDPTrainer
+
+    if __name__ == "__main__":
+        config = {"batch_size": 8, "num_workers": 0, "lr": 0.01, "max_steps": 12}
+        config["device"] = "cpu"
+        kept = ddp_runner.launch("mine.py", nproc=2, config=config).summary
+        config.update({"task": "mine.py", "log_dir": "alone", "checkpoint_dir": "alone"})
+        first = DDPTrainer(config=config).train()
+        second = DDPTrainer(config=config).train()
+        found = [[r.steps, r.loss, r.weights_sha256, r.checkpoint] for r in (first, second)]
+        print(json.dumps({"kept": kept, "alone": found}))
+    """
+    (complete.folder / "program.py").write_text(textwrap.dedent(program))
+    with Run(complete.folder, task=None, command=PYTHON) as run:
+        assert run.wait() == 0, run.console
+    told = json.loads(run.console.strip().splitlines()[-1])
+    assert told["kept"] == before
+    first, second = told["alone"]
+    assert first == second
+    assert first[0] == STEPS
+    assert first[1] > 0
+
+
+def test_under_an_outside_launcher_the_account_of_then_stands(complete):
+    """A job of one rank that finds nothing to train writes no summary over the one that is there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = ("--task", "mine.py", *SHORT, STEPS, "-b", "16", "--name", "job")
+    job = Outputs(complete.folder)
+    job.logs = complete.folder / "logs" / "job"
+    ends = []
+    for _ in range(2):
+        with Run(complete.folder, *words, task=None, world=1, environment=rank) as run:
+            assert run.wait() == 0, run.console
+        ends.append((job.logs / "summary.json").read_bytes())
+    assert ends[0] == ends[1]
+    assert f"already complete: {STEPS} steps, nothing to train" in run.console
+    log = (job.logs / "rank_0.log").read_text()
+    assert f"already complete: {STEPS} of {STEPS} steps, nothing to train" in log
