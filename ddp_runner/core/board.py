@@ -14,6 +14,7 @@ from ddp_runner.core.phases import Moment, Phase
 
 CELLS_PER_SLOT = 32
 SLOT_BYTES = CELLS_PER_SLOT * 8
+_COUNT_BITS = 32  # of DONE_BETWEEN
 
 
 class Cell(IntEnum):
@@ -43,6 +44,7 @@ class Cell(IntEnum):
     COLLECTIVES = 21  # begun in the generation when the newest step was committed
     CONDEMNED = 22  # written by the supervisor: the rank hangs and is about to be killed
     SAMPLE = 23  # loaded in the rank itself: its index + 1, negative of validation; 0: none
+    DONE_BETWEEN = 24  # the committed step, shifted, and what this generation has done since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,21 @@ class Slot:
         empty = memoryview(b"")
         self._ints = empty
         self._floats = empty.cast("d")
+
+    def begin_between(self, step: int) -> None:
+        """Nothing but ``step`` steps is done yet: no evaluation, comparison or save."""
+        self.set(Cell.DONE_BETWEEN, step << _COUNT_BITS)
+
+    def count_done(self, step: int) -> None:
+        """One more thing is done since ``step`` was committed, which who begins anew does anew."""
+        if self.get(Cell.DONE_BETWEEN) >> _COUNT_BITS != step:
+            self.begin_between(step)
+        self.add(Cell.DONE_BETWEEN, 1)
+
+    def done_between(self, step: int) -> int:
+        """How much was done since ``step`` was committed."""
+        at, count = divmod(self.get(Cell.DONE_BETWEEN), 1 << _COUNT_BITS)
+        return count if at == step else 0
 
     def clear(self) -> None:
         """Zero every cell, for a rank that starts from nothing."""

@@ -240,6 +240,7 @@ class Repair:
             committed_step=self._facts.committed_step,
             ever_formed=self._facts.ever_formed,
             generation=self._facts.generation,
+            done_between=max(h.slot.done_between(self._facts.committed_step) for h in ranks),
             once_more=self._once_more,
         )
         self._once_more = False

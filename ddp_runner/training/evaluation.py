@@ -44,8 +44,11 @@ def evaluate(
     step: int,
     stop_asked: Callable[[], StopReason | None],
     after_round: Callable[[], None] = lambda: None,
+    round_done: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """The mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
+
+    ``after_round`` is called when this rank has done its part of some batches, ``round_done`` when all have.
 
     A forward through DDP would broadcast buffers and put the ranks out of step, so the bare module
     is used, in eval mode and without gradients; train mode is restored.
@@ -72,6 +75,7 @@ def evaluate(
                     reason is StopReason.INTERRUPTED,
                 ]
             )
+            round_done()
             total_loss += loss
             total_samples += int(count)
             if interrupted or preempted:

@@ -55,6 +55,7 @@ class Session:
         self._trained_samples = 0  # since then; those of the state go back with it
         self._waited_ns = 0
         self._streams = StreamWatch(group, parts.runtime)
+        parts.runtime.slot.begin_between(state.committed_step)
         if group.rank != 0:
             self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything
 
@@ -180,6 +181,7 @@ class Session:
         # Before the last save: what is saved is what a majority has.
         if self._guard.compare_replicas():
             return False
+        self._count_done()
         if reason is StopReason.COMPLETED:
             self._evaluate()
             self._state.attended_step = self._state.committed_step
@@ -187,7 +189,12 @@ class Session:
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self._group.rank == 0:
             self._saving.finish(reason.value)
+            self._count_done()
         return True
+
+    def _count_done(self) -> None:
+        """At the end of a run no step can be committed: to have come further than before is progress."""
+        self._runtime.slot.count_done(self._state.committed_step)
 
     def _at_end(self) -> bool:
         return self._state.committed_step >= self._workload.length.total_steps
@@ -334,6 +341,7 @@ class Session:
                 step=self._state.committed_step,
                 stop_asked=self._runtime.stop_asked,
                 after_round=partial(self._memory.in_evaluation, self._state.committed_step),
+                round_done=self._count_done,
             )
         # What is saved, and compared at the end, is what the steps made.
         self._state.buffers.drop()

@@ -124,6 +124,20 @@ def test_slots_of_a_board_do_not_touch_each_other():
     )  # fmt: skip
 
 
+def test_what_is_done_between_two_steps_counts_for_its_step_only():
+    """A process that takes over begins anew, and a committed step ends the count of the one before."""
+    board = Board(memoryview(bytearray(2 * SLOT_BYTES)), 2)
+    slot = board.slot(1)
+    for _ in range(3):
+        slot.count_done(7)
+    assert [slot.done_between(step) for step in (6, 7, 8)] == [0, 3, 0]
+    slot.count_done(8)
+    assert [slot.done_between(step) for step in (7, 8)] == [0, 1]
+    slot.begin_between(8)
+    assert slot.done_between(8) == 0
+    assert board.slot(0).done_between(0) == 0
+
+
 def test_a_board_refuses_what_it_has_no_room_for():
     """Too little memory and slots that do not exist are errors."""
     with pytest.raises(ValueError, match="needs"):

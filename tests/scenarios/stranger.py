@@ -33,25 +33,32 @@ class Digits(Dataset):
         picture = self.kinds[label] + 0.5 * torch.randn(1, 12, 12, generator=generator)
         if self.augment:
             picture = torch.roll(picture, int(torch.randint(-1, 2, ())), dims=-1)
-        return picture, label
+        return picture, label, index
 
 
 class Classifier:
     """``pace_s`` seconds a step at least, ``evaluation_pace_s`` a batch of validation.
 
-    ``fails_at``: a service that is asked for each of them fails once when a process has evaluated so
-    many samples, and once at each further number, all joined by ``+``.
+    ``fails_at``: samples of validation, joined by ``+``; the service that is asked for each of them does
+    not answer the first time. For ``always_fails_at`` it never does.
     """
 
     def __init__(
-        self, *, pace_s=0.0, samples=480, evaluation_samples=40, evaluation_pace_s=0.0, fails_at=""
+        self,
+        *,
+        pace_s=0.0,
+        samples=480,
+        evaluation_samples=40,
+        evaluation_pace_s=0.0,
+        fails_at="",
+        always_fails_at=-1,
     ):
         self.pace_s = pace_s
         self.samples = samples
         self.evaluation_samples = evaluation_samples
         self.evaluation_pace_s = evaluation_pace_s
         self.fails_at = [int(word) for word in str(fails_at).split("+") if word]
-        self.evaluated = 0
+        self.always_fails_at = always_fails_at
 
     def build_model(self):
         return nn.Sequential(
@@ -72,18 +79,17 @@ class Classifier:
         )
 
     def loss(self, model, batch):
-        pictures, labels = batch
+        pictures, labels, indices = batch
         if model.training:
             time.sleep(self.pace_s)
         else:
-            self.evaluate(len(labels))
+            self.ask_service(indices.tolist())
         return nn.functional.cross_entropy(model(pictures), labels)
 
-    def evaluate(self, size):
+    def ask_service(self, indices):
         time.sleep(self.evaluation_pace_s)
-        self.evaluated += size
-        for number, at in enumerate(self.fails_at):
-            mark = Path(f"away_{number}")
-            if self.evaluated >= at and not mark.exists():
+        for index in {*self.fails_at, self.always_fails_at}.intersection(indices):
+            mark = Path(f"asked_{index}")
+            if index == self.always_fails_at or not mark.exists():
                 mark.touch()
                 raise OSError("the service does not answer")

@@ -1,4 +1,4 @@
-"""Storms from outside: processes that are killed one after the other within one step, on real runs."""
+"""Faults one after the other while no step is committed, on real runs: from outside, and at the end."""
 
 from __future__ import annotations
 
@@ -58,3 +58,37 @@ def test_a_storm_within_one_step_is_repaired(calm, tmp_path, world, names):
     assert (summary["exact"], summary["steps"]) == (True, 5)
     assert [fault["steps_lost"] for fault in summary["faults"]] == [0] * len(names)
     assert " in 0.5 s" not in run.console
+
+
+# Rank, phase. All of them at the end of the run, where no step can be committed any more.
+HARMS_AT_THE_END = (
+    *("exit:rank=1,phase=compare", "exit:rank=1,phase=evaluate", "kill:rank=1,phase=evaluate"),
+    *("exit:rank=0,phase=checkpoint", "kill:rank=0,phase=checkpoint"),
+)
+
+
+def test_faults_one_after_the_other_at_the_end_do_not_end_a_run_that_gets_on(calm, tmp_path):
+    """It ends its comparison, more and more of its evaluation, its save: exits, errors and kills between."""
+    # Rounds of 8 batches of 16 samples; every error comes in another one, and none in the first.
+    evaluation = ("-b", 8, "evaluate_batches=64", "task.evaluation_samples=512")
+    asked = [word for harm in HARMS_AT_THE_END for word in ("--inject", f"{harm},step=4")]
+    with Run(
+        tmp_path, *SETTINGS, *evaluation, "task.fails_at=150+300+450", *asked, task=TASK
+    ) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == calm(*evaluation, world=2).digest
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, 5)
+    faults = [(fault["kind"], fault["step"]) for fault in summary["faults"]]
+    assert len(faults) == len(HARMS_AT_THE_END) + 3, faults
+    assert {step for _, step in faults} <= {4, 5}
+    assert [fault["steps_lost"] for fault in summary["faults"]] == [0] * len(faults)
+
+
+def test_an_error_in_the_same_sample_of_the_last_evaluation_again_is_the_users(tmp_path):
+    """Control: what came before it was done again, and no more than that."""
+    settings = ("-b", 8, "task.evaluation_samples=128", "task.always_fails_at=100")
+    with Run(tmp_path, *SETTINGS, *settings, task=TASK) as run:
+        assert run.wait() == 1, run.console
+    assert "the same error at the same step again" in run.console
+    assert len(run.events("plan")) == 2
