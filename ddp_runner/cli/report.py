@@ -132,6 +132,7 @@ def _times(summary: RunSummary) -> str:
         ("steps", times.productive),
         ("data wait", times.data_wait),
         ("checkpoints", times.checkpoint),
+        ("comparisons", times.comparison),
         ("evaluation", times.evaluation),
         ("recovery", times.recovery),
         ("lost steps", times.lost),

@@ -45,6 +45,7 @@ class Cell(IntEnum):
     CONDEMNED = 22  # written by the supervisor: the rank hangs and is about to be killed
     SAMPLE = 23  # loaded in the rank itself: its index + 1, negative of validation; 0: none
     DONE_BETWEEN = 24  # the committed step, shifted, and what this generation has done since
+    COMPARISON_NS = 25  # cumulative, of training that waited for comparisons of the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class SlotReading:
     data_wait_ns: int
     checkpoint_ns: int
     evaluation_ns: int
+    comparison_ns: int
     total_steps: int
     step_ns: int
     epoch: int
@@ -148,6 +150,7 @@ class Slot:
             data_wait_ns=cells[Cell.DATA_WAIT_NS],
             checkpoint_ns=cells[Cell.CHECKPOINT_NS],
             evaluation_ns=cells[Cell.EVALUATION_NS],
+            comparison_ns=cells[Cell.COMPARISON_NS],
             total_steps=cells[Cell.TOTAL_STEPS],
             step_ns=cells[Cell.STEP_NS],
             epoch=cells[Cell.EPOCH],

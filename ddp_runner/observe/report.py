@@ -112,6 +112,7 @@ def _time_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
             ("training", spent.productive),
             ("data wait", spent.data_wait),
             ("checkpoints", spent.checkpoint),
+            ("comparisons", spent.comparison),
             ("evaluation", spent.evaluation),
             ("recovery", spent.recovery),
             ("lost", spent.lost),

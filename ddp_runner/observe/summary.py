@@ -41,12 +41,17 @@ class FaultRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """Where a run's seconds went. ``productive``: inside committed steps, without data wait."""
+    """Where a run's seconds went. ``productive``: inside committed steps, without data wait.
+
+    ``checkpoint`` and ``comparison``: what training waited for saves, and for the ranks' states to be
+    compared before saves, at intervals and at the end.
+    """
 
     startup: float = 0.0
     productive: float = 0.0
     data_wait: float = 0.0
     checkpoint: float = 0.0
+    comparison: float = 0.0
     evaluation: float = 0.0
     recovery: float = 0.0
     lost: float = 0.0

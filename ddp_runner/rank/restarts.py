@@ -15,7 +15,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Faulted, Finished, Lived, MendedInPlace, Message
 from ddp_runner.observe.summary import FaultRecord, TimeShares
 
-SPENT = ("productive", "data_wait", "checkpoint", "evaluation")
+SPENT = ("productive", "data_wait", "checkpoint", "comparison", "evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +195,7 @@ def time_shares(restarts: Sequence[Restart], faults: Sequence[FaultRecord]) -> T
         productive=round((totals["productive"] - lost_ns) / 1e9, 3),
         data_wait=round(totals["data_wait"] / 1e9, 3),
         checkpoint=round(totals["checkpoint"] / 1e9, 3),
+        comparison=round(totals["comparison"] / 1e9, 3),
         evaluation=round(totals["evaluation"] / 1e9, 3),
         recovery=round(recovery_s, 3),
         lost=round(lost_ns / 1e9, 3),

@@ -228,6 +228,7 @@ class Ledger:
             productive=round((reading.productive_ns - self._lost_ns) / 1e9, 3),
             data_wait=round(reading.data_wait_ns / 1e9, 3),
             checkpoint=round(reading.checkpoint_ns / 1e9, 3),
+            comparison=round(reading.comparison_ns / 1e9, 3),
             evaluation=round(reading.evaluation_ns / 1e9, 3),
             recovery=round(self._recovery_s, 3),
             lost=round(self._lost_ns / 1e9 + self._unfinished_s, 3),

@@ -63,7 +63,7 @@ class Guard:
         self._compares = group.world_size > 1 and bool(self._settings.recovery.replica_check_steps)
         self._hashing: StateHashing | None = None  # of the state that the step in hand began with
         self._begun_ns = 0  # what it took to begin with it
-        self.compared_ns = 0  # of steps, so far: waiting for verdicts
+        self.compared_s = 0.0  # the last comparison at the end of training
 
     def skipped(
         self,
@@ -164,7 +164,7 @@ class Guard:
         began_ns = time.monotonic_ns()
         with self._comparing():
             self._hashing = StateHashing(self._state, source=self._saving.copies_of)
-        self._begun_ns = time.monotonic_ns() - began_ns
+        self._begun_ns = self._counted_ns(began_ns)
 
     def may_commit(self) -> bool:
         """Whether the step in hand, whose reduction is complete, may change the state.
@@ -180,8 +180,7 @@ class Guard:
             hashes = hashing.result()
         comparison = self._judge(hashes)
         if not comparison.odd:
-            took_ns = time.monotonic_ns() - began_ns
-            self.compared_ns += took_ns
+            took_ns = self._counted_ns(began_ns)
             self._saving.compared((self._begun_ns + took_ns) / 1e9)
             return True
         if not comparison.has_majority:
@@ -203,9 +202,12 @@ class Guard:
         """
         if not self._compares:
             return False
+        began_ns = time.monotonic_ns()
         with self._comparing():
             hashes = state_hashes(self._state.replicated())
         comparison = self._judge(hashes)
+        if not comparison.odd:
+            self.compared_s = self._counted_ns(began_ns) / 1e9
         # With a majority, the next collective fails, and its state is what the odd one receives.
         return bool(comparison.odd) and not comparison.has_majority
 
@@ -219,6 +221,12 @@ class Guard:
             self._saving.put_off(INTERVAL)
         if self._hashing is not None:
             self._hashing.drop()
+
+    def _counted_ns(self, began_ns: int) -> int:
+        """How long training has waited since then for a comparison, which the board adds up."""
+        took_ns = time.monotonic_ns() - began_ns
+        self._runtime.slot.add(Cell.COMPARISON_NS, took_ns)
+        return took_ns
 
     @contextlib.contextmanager
     def _comparing(self) -> Iterator[None]:

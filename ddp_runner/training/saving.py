@@ -65,6 +65,9 @@ class Saving:
         self._disk_faults = DiskFaults(state, runtime)
         self._saver = BackgroundSaver()
         self._begun_step = 0  # of the newest save
+        self._compare_s: float | None = (
+            None  # what training waited to have it proven; None: not yet
+        )
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
@@ -169,6 +172,10 @@ class Saving:
     def compared(self, compare_s: float) -> None:
         """So long training has waited for the comparison of the replicas, for a save's sake."""
         self._pace.compared(compare_s)
+        if (
+            self._compare_s is None
+        ):  # else it is for the save's sake no more, which is being written
+            self._compare_s = compare_s
 
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
@@ -184,11 +191,14 @@ class Saving:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
         self._collect(timeout_s=None)
 
-    def finish(self, reason: str) -> None:
-        """Have the state as it is now on disk. Raises FaultError if it cannot be saved."""
+    def finish(self, reason: str, *, compare_s: float = 0.0) -> None:
+        """Have the state as it is now on disk. Raises FaultError if it cannot be saved.
+
+        ``compare_s``: how long the comparison before it took.
+        """
         self.settle()
         if self._progress.checkpoint_step != self._state.committed_step:
-            self._report(self._save_persistently(reason))
+            self._report(self._save_persistently(reason), compare_s=compare_s)
 
     def save_alone(self) -> Fault:
         """The run ends: have the state on disk, without the other ranks, and tell what became of it.
@@ -252,7 +262,7 @@ class Saving:
         self._pace.began(now_s=time.monotonic() - age_s)
 
     def _begin(self, reason: str) -> None:
-        self._begun_step = self._state.committed_step
+        self._begun_step, self._compare_s = self._state.committed_step, None
         self._put_off = ""
         self.wishes.begun()
         self._pace.began(now_s=time.monotonic())
@@ -367,7 +377,7 @@ class Saving:
             self._failed(self._disk_faults.storage_failed(cause))
             return
         if saved is not None:
-            self._report(saved, blocked_s=ended.blocked_s)
+            self._report(saved, blocked_s=ended.blocked_s, compare_s=self._compare_s or 0.0)
 
     def _failed(self, fault: Fault) -> None:
         if self._runtime.slot.get(Cell.CONDEMNED):
@@ -380,15 +390,20 @@ class Saving:
         pause = f", without the next {self._skips} checkpoints" if self._skips else ""
         self._disk_faults.warn(fault, f"training goes on{pause}")
 
-    def _report(self, saved: Saved, *, blocked_s: float | None = None) -> None:
+    def _report(
+        self, saved: Saved, *, blocked_s: float | None = None, compare_s: float = 0.0
+    ) -> None:
+        """``blocked_s``: what training waited beside the comparison, if not for the whole write."""
         self._failures = self._skips = 0
         self.wishes.answered()
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
+        waited_s = blocked_s + compare_s
         self._pace.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)
         self._progress.checkpoint_step = step
+        of_it = f", {compare_s:.2f} s of it to compare the ranks" if compare_s >= 0.005 else ""
         self._runtime.logger.info(
-            f"saved {saved.path} ({saved.blocked_s:.2f} s, training waited {blocked_s:.2f} s)",
+            f"saved {saved.path} ({saved.blocked_s:.2f} s, training waited {waited_s:.2f} s{of_it})",
             step=step,
         )
         for note in saved.notes:
@@ -398,7 +413,7 @@ class Saving:
                 rank=self._runtime.place.rank,
                 step=step,
                 path=str(saved.path),
-                blocked_s=blocked_s,
+                blocked_s=waited_s,
                 size_bytes=saved.manifest.size_bytes,
                 sha256=saved.manifest.sha256,
             )

@@ -136,7 +136,8 @@ class Session:
 
     def _aside_ns(self) -> int:
         """What of steps was given to saves and comparisons, so far."""
-        return self._runtime.slot.get(Cell.CHECKPOINT_NS) + self._guard.compared_ns
+        slot = self._runtime.slot
+        return slot.get(Cell.CHECKPOINT_NS) + slot.get(Cell.COMPARISON_NS)
 
     def _adapt(self) -> None:
         """Try what may be faster, on all ranks at the same step; a fault takes it back."""
@@ -188,7 +189,7 @@ class Session:
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self._group.rank == 0:
-            self._saving.finish(reason.value)
+            self._saving.finish(reason.value, compare_s=self._guard.compared_s)
             self._count_done()
         return True
 

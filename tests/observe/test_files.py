@@ -200,7 +200,7 @@ def test_summary_reads_back_equal(tmp_path):
         "inexact_reasons wall_s time_s goodput faults checkpoint"
     )
     assert set(keys.split()) <= set(record)
-    shares = "startup productive data_wait checkpoint evaluation recovery lost"
+    shares = "startup productive data_wait checkpoint comparison evaluation recovery lost"
     assert set(record["time_s"]) == set(shares.split())
     fault = "kind rank step cause detected_s recovered_s steps_lost generation"
     assert set(fault.split()) <= set(record["faults"][0])

@@ -17,7 +17,10 @@ SUMMARY_FIELDS = (
     *("weights_sha256", "exact", "inexact_reasons", "wall_s", "time_s", "goodput", "faults"),
     "checkpoint",
 )
-TIME_FIELDS = ("startup", "productive", "data_wait", "checkpoint", "evaluation", "recovery", "lost")
+TIME_FIELDS = (
+    *("startup", "productive", "data_wait", "checkpoint", "comparison", "evaluation", "recovery"),
+    "lost",
+)
 STATUS_FIELDS = (
     *("run_id", "pid", "state", "generation", "world_size", "step", "max_steps", "faults_total"),
     "ranks",
@@ -46,6 +49,7 @@ def test_the_summary_of_a_run_in_peace_is_whole_and_true(peace, world):
     assert summary["checkpoint"] == str(run.checkpoints / f"step_{STEPS:08d}.pt")
     times = summary["time_s"]
     assert (times["recovery"], times["lost"]) == (0.0, 0.0)
+    assert (times["comparison"] > 0) == (world > 1), "before saves, and at the end"
     assert sum(times.values()) <= summary["wall_s"] + 0.01
     assert times["productive"] >= STEPS * 0.02  # the pace of the workload
     available_s = summary["wall_s"] - times["startup"]

@@ -53,11 +53,13 @@ class RecordingRuntime(LocalRuntime):
         )
         super().__init__(place=place, log_dir=folder / "logs", debug=False)
         self.saved_steps = []
+        self.waited_s = {}
         self._log = folder / "logs" / "rank_0.log"
 
     def tell(self, message):
         if isinstance(message, Saved):
             self.saved_steps.append(message.step)
+            self.waited_s[message.step] = message.blocked_s
 
     def log(self):
         return self._log.read_text()
@@ -70,7 +72,7 @@ def make_saving(folder, state, *, room_bytes=2**40, **settings):
     workload = Workload(
         task=None, datasets=None, order=None, global_batch=4, device=CPU, backend="gloo",
         length=RunLength(steps_per_epoch=10, total_steps=20),
-        meaning={}, settings_digest="", parameters=0,
+        meaning={}, recipe={}, settings_digest="", parameters=0,
     )  # fmt: skip
     saving = Saving(
         settings=from_flat({"log_dir": str(folder / "logs"), "save_every_steps": 0, **settings}), workload=workload, state=state,
@@ -717,3 +719,33 @@ def test_a_new_rank_0_goes_on_at_the_pace_that_the_one_before_has_learnt(tmp_pat
     assert ("1 faults in 0.2 h" in told) == known
     assert written["faults"] == 1
     assert 600.0 <= written["observed_s"] < 700.0
+
+
+def _saves_after_comparisons(me, folder):
+    """Each save's own comparison, one while it is written, a save without any, and the last one."""
+    del me
+    state = build_state()
+    saving, runtime, _ = make_saving(folder, state)
+    state.committed_step = 3
+    saving.due("interval")
+    saving.prove()
+    saving.compared(1000.0)
+    saving.compared(7000.0)
+    saving.settle()
+    state.committed_step = 4
+    due(saving)
+    saving.settle()
+    state.committed_step = 5
+    saving.finish("stopped", compare_s=2000.0)
+    lines = [line for line in runtime.log().splitlines() if "saved " in line]
+    return lines, runtime.waited_s
+
+
+def test_what_training_waited_for_a_save_has_the_comparison_in_it(tmp_path):
+    """In the line, and in what is told to the supervisor: that of this save, and of no other."""
+    lines, waited_s = run_ranks(_saves_after_comparisons, 1, tmp_path)[0]
+    assert lines[0].endswith(" s, 1000.00 s of it to compare the ranks)")
+    assert lines[2].endswith(" s, 2000.00 s of it to compare the ranks)")
+    assert "compare" not in lines[1]
+    for step, compared_s in ((3, 1000.0), (4, 0.0), (5, 2000.0)):
+        assert compared_s < waited_s[step] < compared_s + 1000.0
