@@ -9,44 +9,20 @@ is put by, and its operation then waits for the whole timeout (gloo, transport/t
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+
+from ddp_runner.collective.sockets import (
+    Address,
+    address_of_peer,
+    duplicate_if_connected,
+    listening_since,
+    open_sockets,
+)
 
 FORMING_RETRY_S = 0.02
-
-
-def _open_sockets() -> dict[int, int]:
-    """Descriptor -> inode of every socket of this process."""
-    found = {}
-    for name in os.listdir("/dev/fd"):  # noqa: PTH208 - names only, in one call
-        with contextlib.suppress(OSError):  # listdir's own descriptor is closed by now
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
-
-
-def _duplicate_if_connected(descriptor: int) -> socket.socket | None:
-    duplicate = socket.socket(fileno=os.dup(descriptor))
-    if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            # Shutting down gloo's listening socket would end the process.
-            listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            duplicate.getpeername()
-            if not listening:
-                return duplicate
-    duplicate.close()
-    return None
-
-
-def _leads_to(connection: socket.socket, port: int) -> bool:
-    with contextlib.suppress(OSError):  # disconnected meanwhile
-        return int(connection.getpeername()[1]) == port
-    return False
 
 
 class AbortSwitch:
@@ -94,7 +70,7 @@ class AbortSwitch:
         # Broken if: trip() looks descriptors up later, when gloo may have closed one and its number
         # belongs to somebody else.
         # Guarded by: test_a_blocked_all_reduce_is_freed_and_the_next_group_forms.
-        before = frozenset(_open_sockets().values())
+        before = frozenset(open_sockets().values())
         with self._lock:
             self._forming, self._peers = before, peers
         try:
@@ -106,21 +82,22 @@ class AbortSwitch:
                 if self._tripped:
                     self._shut_down_all()
 
-    def watch_store(self, port: int) -> None:
-        """Take over duplicates of the connections to the store, which listens on ``port``.
+    def watch_store(self, addresses: Collection[Address]) -> None:
+        """Take over duplicates of the connections to the store, which listens on ``addresses``.
 
         One that :meth:`watch_new_sockets` saw being made is no peer's: it outlives the generation.
+        By address *and* port: on another machine a peer may listen on the very port of the store.
         """
         with self._lock:
-            for connection in [c for c in self._sockets if _leads_to(c, port)]:
+            for connection in [c for c in self._sockets if address_of_peer(c) in addresses]:
                 self._sockets.remove(connection)
                 connection.close()
-            for descriptor in _open_sockets():
+            for descriptor in open_sockets():
                 with contextlib.suppress(OSError):
-                    duplicate = _duplicate_if_connected(descriptor)
+                    duplicate = duplicate_if_connected(descriptor)
                     if duplicate is None:
                         continue
-                    if _leads_to(duplicate, port):
+                    if address_of_peer(duplicate) in addresses:
                         self._store_sockets.append(duplicate)
                     else:
                         duplicate.close()
@@ -197,17 +174,17 @@ class AbortSwitch:
                     return
                 self._adopt_since(before)
                 self._shut_down_all()
-                listening = _listening_since(before)
+                listening = listening_since(before)
             for address in listening:
                 _knock(address, peers=self._peers)
             time.sleep(FORMING_RETRY_S)
 
     def _adopt_since(self, before: frozenset[int]) -> None:
-        for descriptor, inode in _open_sockets().items():
+        for descriptor, inode in open_sockets().items():
             if inode in before:
                 continue
             with contextlib.suppress(OSError):  # closed since it was listed
-                duplicate = _duplicate_if_connected(descriptor)
+                duplicate = duplicate_if_connected(descriptor)
                 if duplicate is not None:
                     self._sockets.append(duplicate)
 
@@ -219,20 +196,6 @@ class AbortSwitch:
         for connection in self._store_sockets if self._store_in_use else []:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _listening_since(before: frozenset[int]) -> list[tuple[int, tuple[str, int]]]:
-    """Family and address of each listening internet socket that is not in ``before``."""
-    found = []
-    for descriptor, inode in _open_sockets().items():
-        if inode in before:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.append((int(duplicate.family), duplicate.getsockname()[:2]))
-    return found
 
 
 def _knock(address: tuple[int, tuple[str, int]], *, peers: int) -> None:

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from ddp_runner.collective.sockets import Address, connected_since, open_sockets
+
 _PROBE_KEYS = ["alive"]
 POLL_S = 0.01
 
@@ -23,7 +25,9 @@ class StoreLink:
     def __init__(self, host: str, port: int, *, timeout_s: float) -> None:
         self.host = host
         self.port = port
-        self._timeout_s = timeout_s
+        # Where its newest connection leads; empty as long as there is none, and for a store in memory.
+        self.addresses: frozenset[Address] = frozenset()
+        self.timeout_s = timeout_s
         self._store: Store | None = None
         self._error: RuntimeError | None = None
         self._ahead: threading.Thread | None = None
@@ -75,10 +79,14 @@ class StoreLink:
     def _connected(self) -> Store:
         if self.port == 0:
             return HashStore()
-        return TCPStore(
+        before = frozenset(open_sockets().values())
+        store = TCPStore(
             self.host,
             self.port,
             world_size=None,
             is_master=False,
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=self.timeout_s),
         )
+        # Of the name's addresses, the one that was reached; asked of the kernel, not of a name server.
+        self.addresses = connected_since(before, port=self.port)
+        return store

@@ -43,6 +43,9 @@ class FaultKind(Enum):
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
     STORE_DIED = "store_died"
+    STORE_TAMPERED = (
+        "store_tampered"  # by another program: the generation forms again under new keys
+    )
     ZYGOTE_DIED = "zygote_died"
     DEVICE_LOST = "device_lost"
     BAD_INPUT = "bad_input"  # the user's settings, data or files: never retried
@@ -77,6 +80,7 @@ SCOPE_OF_KIND = {
     FaultKind.PREEMPTED: Scope.RUN,
     FaultKind.INTERRUPTED: Scope.RUN,
     FaultKind.STORE_DIED: Scope.WORLD,
+    FaultKind.STORE_TAMPERED: Scope.WORLD,
     FaultKind.ZYGOTE_DIED: Scope.RUN,
     FaultKind.DEVICE_LOST: Scope.RANK,
     FaultKind.BAD_INPUT: Scope.RUN,

@@ -25,7 +25,10 @@ class WireError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Supervisor -> rank: join generation ``generation`` through the store of its launch."""
+    """Supervisor -> rank: join generation ``generation`` through the store of its launch.
+
+    ``secret`` is new for each generation, and the same for all its ranks.
+    """
 
     generation: int
     rank: int
@@ -33,6 +36,7 @@ class Form:
     local_rank: int
     local_world_size: int
     run_id: str
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

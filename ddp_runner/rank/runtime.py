@@ -20,7 +20,13 @@ from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import MENDED_BY_RANK, PARKED_BY_RANK, SAVED_BEFORE_END, Fault
+from ddp_runner.core.faults import (
+    MENDED_BY_RANK,
+    PARKED_BY_RANK,
+    SAVED_BEFORE_END,
+    Fault,
+    FaultKind,
+)
 from ddp_runner.core.injection import Injection, InjectKind
 from ddp_runner.core.messages import (
     Abort,
@@ -155,7 +161,8 @@ class SupervisedRuntime:
 
         Never one that was inside its optimizer.
         """
-        stays = fault.kind in VICTIM_KINDS | PARKED_BY_RANK | SAVED_BEFORE_END or (
+        innocent = VICTIM_KINDS | {FaultKind.STORE_TAMPERED}
+        stays = fault.kind in innocent | PARKED_BY_RANK | SAVED_BEFORE_END or (
             fault.kind in MENDED_BY_RANK and fault.may_retry
         )
         return stays and not self.slot.get(Cell.DIRTY)
@@ -257,4 +264,5 @@ def _membership(form: Form) -> Membership:
         world_size=form.world_size,
         local_rank=form.local_rank,
         local_world_size=form.local_world_size,
+        secret=form.secret,
     )

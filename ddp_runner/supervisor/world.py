@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import time
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ from ddp_runner.supervisor.environment import zygote_environment
 from ddp_runner.supervisor.helpers import Helper, Spare, StoreHost
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.stacks import STACKS_SIGNAL
+
+SECRET_BYTES = 32
 
 
 class World:
@@ -275,6 +278,10 @@ class World:
     def form(self, generation: int, *, run_id: str) -> None:
         """Have every rank join ``generation``."""
         present = self.present
+        # INVARIANT secret-by-channel: what a generation signs with travels by the control channel only.
+        # Broken if: it comes from the store, or one that was used before is used again.
+        # Guarded by: test_each_generation_is_handed_a_secret_of_its_own.
+        secret = secrets.token_hex(SECRET_BYTES)
         for number, handle in enumerate(present):
             handle.machine.advance(RankEvent.FORM_SENT)
             handle.has_log = True
@@ -285,6 +292,7 @@ class World:
                 local_rank=number,
                 local_world_size=len(present),
                 run_id=run_id,
+                secret=secret,
             )
             self.send(handle, message)
 

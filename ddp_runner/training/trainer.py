@@ -162,7 +162,8 @@ class DDPTrainer:
         """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
         logger = self._runtime.logger
         # Where a disk refused us, or a value was of no use, is in our own code: the plan tells it.
-        for_file = fault.kind in VICTIM_KINDS | {FaultKind.STORAGE_FAILED}
+        of_no_use = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED}
+        for_file = fault.kind in VICTIM_KINDS | of_no_use
         for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry
         if for_file or (fault.kind in MENDED_BY_RANK and fault.may_retry):
             logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)

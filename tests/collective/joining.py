@@ -17,6 +17,7 @@ from tests.processes import poll
 CPU = torch.device("cpu")
 STORE_TIMEOUT_S = 20.0
 GONE_WITHIN_S = 30.0
+SECRET = "of these ranks alone"
 
 
 _links: dict[int, StoreLink] = {}
@@ -29,7 +30,7 @@ def link_to(port, *, timeout_s=STORE_TIMEOUT_S):
     return _links[port]
 
 
-def membership(me, *, generation=1, world_size=None):
+def membership(me, *, generation=1, world_size=None, secret=SECRET):
     """The membership of this rank in ``generation``."""
     size = world_size or me.world_size
     return Membership(
@@ -38,13 +39,14 @@ def membership(me, *, generation=1, world_size=None):
         world_size=size,
         local_rank=me.rank,
         local_world_size=size,
+        secret=secret,
     )
 
 
-def join(me, port, *, generation=1, switch=None, timeout_s=20.0, world_size=None):
+def join(me, port, *, generation=1, switch=None, timeout_s=20.0, world_size=None, secret=SECRET):
     """Be a member of ``generation`` for the length of the block; port 0: a world of one."""
     return joined(
-        membership(me, generation=generation, world_size=world_size),
+        membership(me, generation=generation, world_size=world_size, secret=secret),
         link=link_to(port),
         backend="gloo",
         device=CPU,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import statistics
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.sockets import address_of_peer
 from tests.processes import host_store, hosted_store, poll, ranks, results, run_ranks
 
 from .joining import freed_after_s, held, held_once_left, is_stopped, join, trip_when_told
@@ -429,3 +431,48 @@ def test_many_threads_may_trip_one_switch():
     for thread in threads:
         thread.join()
     assert called == [1]
+
+
+def test_the_store_is_told_from_a_peer_on_the_same_port_of_another_machine():
+    """By address and port: an abort hangs up on that peer, and leaves the store's connection alone."""
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = store.getsockname()[1]
+        # Another address of this machine stands for another machine.
+        peer = stack.enter_context(socket.create_server(("127.0.0.2", port)))
+        switch = AbortSwitch()
+        to_store = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with switch.watch_new_sockets(peers=0):
+            to_peer = stack.enter_context(socket.create_connection(("127.0.0.2", port)))
+        switch.watch_store({("127.0.0.1", port)})
+        at_store = stack.enter_context(store.accept()[0])
+        at_peer = stack.enter_context(peer.accept()[0])
+        switch.trip()
+        at_peer.sendall(b"x")
+        at_store.sendall(b"x")
+        assert to_peer.recv(1) == b"", "the peer's is shut"
+        assert to_store.recv(1) == b"x", "the store's is not: nobody waits there"
+        switch.close()
+
+
+def test_an_address_has_one_form_whatever_the_socket():
+    """An IPv4 peer that is seen through an IPv6 socket is the same peer."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_INET6))
+        try:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            server.bind(("::", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        server.listen()
+        port = server.getsockname()[1]
+        plain = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        mapped = stack.enter_context(socket.socket(socket.AF_INET6))
+        mapped.connect(("::ffff:127.0.0.1", port))
+        accepted = stack.enter_context(server.accept()[0])
+        assert mapped.getpeername()[0] == "::ffff:127.0.0.1", "else this proves nothing"
+        assert address_of_peer(plain) == address_of_peer(mapped) == ("127.0.0.1", port)
+        assert address_of_peer(accepted) == ("127.0.0.1", plain.getsockname()[1])
+        plain.close()
+        with socket.socket() as unconnected:
+            assert address_of_peer(unconnected) is None

@@ -21,7 +21,7 @@ from ddp_runner.core.settings import CheckpointSettings, LogSettings
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")
 SAMPLES = [
     messages.Form(generation=2, rank=1, world_size=3, local_rank=1, local_world_size=3,
-                  run_id="r"),
+                  run_id="r", secret="s"),
     messages.Abort(generation=4),
     messages.Stacks(),
     messages.CollectivesBegun(rank=1, step=3, count=7),

@@ -52,6 +52,7 @@ def form(generation):
         local_rank=0,
         local_world_size=1,
         run_id="the run",
+        secret="shared",
     )
 
 

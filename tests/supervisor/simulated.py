@@ -168,6 +168,7 @@ class Simulation:
         **recovery,
     ):
         self.clock = Clock()
+        self.secrets = {}  # generation -> those that were handed out for it
         self.records = Records()
         self.random = random.Random(seed)
         self.steps = steps
@@ -483,6 +484,7 @@ class Simulation:
     def _join(self, process, form):
         assert not process.seen or form.generation > process.seen[-1]
         process.seen.append(form.generation)
+        self.secrets.setdefault(form.generation, set()).add(form.secret)
         process.generation, process.trains = form.generation, False
         self.world.ranks[process.rank].slot.set(Cell.GENERATION, form.generation)
         self.stamp(process, Phase.FORMING)

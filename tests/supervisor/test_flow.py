@@ -171,6 +171,19 @@ def test_a_death_while_forming_starts_the_next_generation(simulate):
     assert lost(run) == [0, 0]
 
 
+def test_each_generation_is_handed_a_secret_of_its_own(simulate):
+    """The same for all its ranks, known from no earlier one, and nowhere in the journal."""
+    run = simulate()
+    run.to_step(15)
+    run.kill(1)
+    assert_done(run)
+    assert list(run.secrets) == [1, 2]
+    (first,), (second,) = run.secrets.values()
+    assert first != second
+    assert len(first) == len(second) == 64
+    assert not any(secret in str(run.records.written) for secret in (first, second))
+
+
 def test_each_of_two_faults_that_are_repaired_together_is_told(simulate):
     """One line and one event for each when the world trains again, with its own outcome and time."""
     run = simulate()

@@ -1,0 +1,89 @@
+"""Another program on this machine meddles with a run: at the store and at gloo's ports."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.harness import ROOT, Run, poll
+
+VANDAL = Path(__file__).with_name("vandal.py")
+
+
+class Vandal:
+    """Such a program. It has imported what it needs when it says so."""
+
+    def __enter__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, str(VANDAL)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PATH": "", "PYTHONPATH": str(ROOT)},
+        )
+        return self
+
+    def __exit__(self, *exception):
+        self._process.kill()
+        self._process.communicate()
+
+    @contextlib.contextmanager
+    def at_it(self, what, *ports):
+        """It does so for the length of the block."""
+        self._say(" ".join([what, *map(str, ports)]), answer="at it")
+        yield
+        self._say("enough", answer="done")
+
+    def _say(self, line, *, answer):
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == f"{answer}\n"
+
+
+def listening(pid):
+    """The ports on which a process listens."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
+
+
+def test_whoever_talks_to_the_ports_of_a_run_and_writes_to_its_store_ends_nothing(peace, tmp_path):
+    """Garbage, silence, and values in the store, overwritten and deleted: the weights are those of peace."""
+    settings = (*SETTINGS, "task.pace_s=0.08", "recovery.max_restarts=100")
+    with Vandal() as vandal, Run(tmp_path, *settings) as run:
+        with vandal.at_it("talk"):
+            pass
+        run.wait_for_step(3)
+        (store,) = listening(run.named("ddp:store").pid)
+        doors = [store, *listening(run.rank_pid(0)), *listening(run.rank_pid(1))]
+        assert len(doors) >= 3
+        with vandal.at_it("talk", *doors):
+            run.wait_for_step(run.committed() + 1)
+        for what in ("overwrite", "delete"):
+            before = len(run.events("fault"))
+            with vandal.at_it(what, store):
+                run.signal(signal.SIGKILL, run.rank_pid(1))  # who forms again reads from the store
+                poll(
+                    lambda before=before: (
+                        run.process.poll() is not None or meddled(run.events("fault")[before:])
+                    ),
+                    what=f"what the {what} breaks",
+                )
+            assert run.process.poll() is None, run.console
+            run.wait_for_step(run.committed() + 1)
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(2).digest
+    faults = {fault["kind"] for fault in run.summary()["faults"]}
+    assert "store_tampered" in faults
+    assert faults <= {"store_tampered", "store_died", "collective_failed", "rank_killed"}, faults
+    assert "another program meddled: the value of " in run.console
+    assert "Traceback" not in run.console
+
+
+def meddled(faults):
+    return any(fault["kind"] == "store_tampered" for fault in faults)
