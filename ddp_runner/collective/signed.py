@@ -60,7 +60,7 @@ class SignedStore(Store):
     """Writes to ``inner`` with signatures and reads from it what is rightly signed.
 
     Raises FaultError (STORE_TAMPERED), which names the key, for anything else, also through torch's
-    C++ code. Counters (``add``, ``compare_set``) are passed on as they are: no code of ours uses them.
+    C++ code, which does not keep it alive: its owner does. Counters (``add``, ``compare_set``) are passed on as they are: no code of ours uses them.
     """
 
     def __init__(self, inner: Store, secret: str, *, timeout_s: float) -> None:

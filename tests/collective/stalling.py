@@ -9,6 +9,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ddp_runner.collective.signed import SignedStore, key_prefix
+
+from .joining import SECRET
+
 
 class StoppingStore(dist.Store):
     """A store that SIGSTOPs its process at operation number ``stop_at``, counted from 1."""
@@ -49,11 +53,13 @@ class StoppingStore(dist.Store):
 
 
 def form_and_stop(me, port, *, stop_at, generation=1):
-    """Begin to form ``generation`` of this package; stopped at a store operation, or formed."""
+    """Begin to form ``generation`` of this package; stopped at a store operation, or once connected."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     limit = timedelta(seconds=20)
     inner = TCPStore("127.0.0.1", port, None, False, timeout=limit)
-    scoped = PrefixStore("group", PrefixStore(f"generation_{generation}", inner))
+    keys = PrefixStore(key_prefix(SECRET, generation), inner)
+    signed = SignedStore(keys, SECRET, timeout_s=20.0)  # torch alone would not keep it alive
+    scoped = PrefixStore("group", signed)
     dist.init_process_group(
         "gloo",
         store=StoppingStore(scoped, stop_at=stop_at),
@@ -61,3 +67,4 @@ def form_and_stop(me, port, *, stop_at, generation=1):
         world_size=me.world_size,
         timeout=limit,
     )
+    os.kill(os.getpid(), signal.SIGSTOP)  # before it has shown that it belongs to the generation
