@@ -157,7 +157,7 @@ def _fault_lines(summary: RunSummary) -> Iterable[str]:
 
 
 def fault_sentence(fault: FaultRecord) -> str:
-    """``step 60: rank 1 killed (SIGKILL), repaired in 0.1s``; steps done again only if there are."""
+    """``step 60: rank 1 killed (SIGKILL), repaired in 0.1s``; whether all ranks died, and steps done again, if so."""
     who = f"rank {fault.rank}" if fault.rank >= 0 else "all ranks"
     cause = fault.cause.split("\n")[0]
     if len(cause) > CAUSE_CHARACTERS_MAX:
@@ -166,9 +166,9 @@ def fault_sentence(fault: FaultRecord) -> str:
     repair = "not repaired"
     if fault.recovered_s is not None:
         repair = f"repaired in {fmt.duration(fault.recovered_s - fault.detected_s)}"
-    again = ""
+    again = ", all ranks were dead" if fault.all_ranks_dead else ""
     if fault.steps_lost:
-        again = f", {fmt.count(fault.steps_lost)} step{'' if fault.steps_lost == 1 else 's'} again"
+        again += f", {fmt.count(fault.steps_lost)} step{'' if fault.steps_lost == 1 else 's'} again"
     return f"step {fmt.count(fault.step)}: {what}, {repair}{again}"
 
 

@@ -23,7 +23,8 @@ class FaultRecord:
     where the run ended first. ``seconds`` has what the repair consisted of: ``detect`` (since the
     culprit's last sign of life), ``abort``, ``fork``, ``group``, ``transfer``, ``rebuild``,
     ``total`` (from the detection on). ``victims`` merely lost their peer. ``detail`` is the end of
-    the culprit's traceback, or of what it said last; empty where there is none.
+    the culprit's traceback, or of what it said last; empty where there is none. ``all_ranks_dead``:
+    no rank was left with the state, and the newest checkpoint was read; only that costs steps.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class FaultRecord:
     generation: int
     detail: str = ""
     victims: tuple[int, ...] = ()
+    all_ranks_dead: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 

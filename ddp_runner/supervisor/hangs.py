@@ -21,6 +21,8 @@ from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.watcher import Watcher
 from ddp_runner.supervisor.world import World
 
+# Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
+STOPPED_AT_ONCE_S = 0.15
 # Where the system's word is all that can be had: the board tells of training ranks only.
 _NOT_TRAINING = (RankState.STARTING, RankState.READY, RankState.FORMING)
 
@@ -52,8 +54,7 @@ class HangFinder:
             if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
                 if not self._holds_the_only_state(handle, leave_out):
                     return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
-                self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
-                wake(self._world.ranks)
+                self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
                 # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
                 self._world.kill_store()
@@ -61,6 +62,48 @@ class HangFinder:
                 return [self._stuck(cause, Phase.FORMING)]
         verdict = self.watcher.look(self._world.present)
         return [] if verdict is None else self._faults_of(verdict)
+
+    def find_stopped(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
+        """Ranks that the system holds stopped while an incident is open; the last state is woken.
+
+        One that is asked to leave its generation is waited for by all: it is found at once.
+        """
+        stopped = [
+            handle
+            for handle in self._world.present
+            if handle.rank not in leave_out and self._stands_too_long(handle, now_s)
+        ]
+        if not stopped:
+            return []
+        holders = self.holders_of_state(leave_out=leave_out)
+        if all(handle in stopped for handle in holders):
+            spared = max(
+                (handle for handle in holders),
+                key=lambda handle: (not handle.slot.get(Cell.DIRTY), handle.committed_step),
+                default=None,
+            )
+            stopped = [handle for handle in stopped if handle is not spared]
+            if spared is not None:
+                self._say_woken(spared)
+        return [hung(handle, "stopped by a signal") for handle in stopped]
+
+    def holders_of_state(self, *, leave_out: Collection[int]) -> list[RankHandle]:
+        """The living ranks whose processes have a state, as far as is known."""
+        return [
+            handle
+            for handle in self._world.present
+            if handle.rank not in leave_out and handle.is_alive and handle.has_state
+        ]
+
+    def _stands_too_long(self, handle: RankHandle, now_s: float) -> bool:
+        limit_s = self._settings.hang_min_s
+        if handle.state is RankState.ABORTING:
+            limit_s = min(limit_s, STOPPED_AT_ONCE_S)
+        return self._stopped.stopped_s(handle.pid, now_s) > limit_s
+
+    def _say_woken(self, handle: RankHandle) -> None:
+        self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+        wake(self._world.ranks)
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
         """Whether the system has held the process stopped for too long."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from ddp_runner.core.classify import VICTIM_KINDS
@@ -12,6 +12,8 @@ from ddp_runner.core.last_words import read_stack
 from ddp_runner.supervisor.endings import place_in
 
 STACKS_TIME_S = 1.0  # for a rank that hangs to write its stacks, before it is killed
+# Whoever follows such a rank starts like any other: it asks for no less, and nobody judges its state.
+_REPLACED_ALIKE = frozenset({FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_HUNG})
 STACKS_QUIET_S = 0.15  # without another byte: it has written them
 
 
@@ -50,6 +52,24 @@ class OpenIncident:
     # Each rank that was asked: the step it has committed, and the collectives it has begun since.
     collectives: dict[int, tuple[int, int]] = field(default_factory=dict)
     ended: dict[int, Fault] = field(default_factory=dict)  # how ranks ended, with their last words
+    # Ranks whose replacement was asked for before the last answer came, and has no fault of its own.
+    forked_ahead: set[int] = field(default_factory=set)
+    _tried_ahead: set[int] = field(default_factory=set)
+
+    def may_fork_ahead(self, rank: int) -> bool:
+        """Whether nothing that is still to be heard can change how this rank, which is dead, is replaced.
+
+        Once an incident: more of them would count nowhere.
+        """
+        kinds = {fault.kind for fault in self.faults if fault.rank == rank} - VICTIM_KINDS
+        return bool(kinds) and kinds <= _REPLACED_ALIKE and rank not in self._tried_ahead
+
+    def fork_ahead(self, ranks: Iterable[int]) -> None:
+        """These are being replaced: what is condemned is their predecessor, which has ended."""
+        for rank in ranks:
+            self.condemned.pop(rank, None)
+            self.forked_ahead.add(rank)
+            self._tried_ahead.add(rank)
 
     def told_faults(self) -> list[Fault]:
         """The faults, with what is known only now: what each rank was doing."""

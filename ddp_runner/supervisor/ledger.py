@@ -28,6 +28,7 @@ class OpenFault:
     generation: int
     event_id: int
     outcome: str  # of the plan, for the line that tells of the repair
+    all_ranks_dead: bool = False
     recovered_s: float | None = None
     steps_lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -81,6 +82,7 @@ class Ledger:
         generation: int,
         event_id: int,
         outcome: str,
+        all_ranks_dead: bool = False,
     ) -> None:
         """An incident is closed and being repaired.
 
@@ -95,6 +97,7 @@ class Ledger:
             generation=generation,
             event_id=event_id,
             outcome=outcome,
+            all_ranks_dead=all_ranks_dead,
         )
         fault.seconds["detect"] = detect_s
         fault.seconds["abort"] = incident.at_s - began_s
@@ -248,6 +251,7 @@ class Ledger:
             generation=fault.generation,
             detail=culprit.detail,
             victims=tuple(victim.rank for victim in fault.incident.attribution.victims),
+            all_ranks_dead=fault.all_ranks_dead,
             seconds={name: round(value, 4) for name, value in fault.seconds.items()},
         )
 

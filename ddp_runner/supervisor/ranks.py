@@ -40,6 +40,7 @@ class RankHandle:
         self.ready: Ready | None = None
         self.finished: Finished | None = None
         self.loads = False
+        self.has_formed = False  # this process has been in a generation that trained
         self.was_spare = False  # the process waited for this rank's death; it was not forked for it
         self.given_up_at_s: float | None = None  # None: part of the world
         self.is_returning = False  # given up, and being tried again
@@ -89,6 +90,16 @@ class RankHandle:
         return self.state is RankState.READY and self.standing.committed_step > EMPTY_STEP
 
     @property
+    def has_state(self) -> bool:
+        """Whether its process holds a state that could be given to others."""
+        return self.has_formed or self.standing.committed_step > EMPTY_STEP
+
+    @property
+    def committed_step(self) -> int:
+        """By the board."""
+        return self.slot.get(Cell.COMMITTED_STEP)
+
+    @property
     def standing(self) -> Standing:
         """What the process could offer, by its newest report."""
         step = EMPTY_STEP if self.ready is None else self.ready.committed_step
@@ -102,6 +113,7 @@ class RankHandle:
         self._log_begin = file_size(self._log_path)
         self.pid, self.token, self.spawned_at_s, self.killed_at_s = None, token, now_s, None
         self.ready, self.finished, self.has_log = None, None, False
+        self.has_formed = False
         self.was_spare, self.asked_bytes = False, None
         self.steps_before = self.slot.get(Cell.OWN_STEPS)
         self.loader_pids, self.metrics = (), {}

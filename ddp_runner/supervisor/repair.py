@@ -6,6 +6,7 @@ Gathers what belongs together, asks core for a plan, and carries it out as ranks
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_runner.core.board import Cell
@@ -14,14 +15,19 @@ from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import Adjusted, CollectivesBegun
-from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, plan_recovery
+from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
 from ddp_runner.core.settings import Settings
-from ddp_runner.observe.format import rank_list
 from ddp_runner.supervisor.children import is_killed
-from ddp_runner.supervisor.facts import RunFacts, fault_fields, told
+from ddp_runner.supervisor.facts import RunFacts, fault_fields
 from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.incident import Condemned, OpenIncident
 from ddp_runner.supervisor.ledger import Ledger
+from ddp_runner.supervisor.plan_words import (
+    blamed_in_words,
+    outcome_in_words,
+    reads_checkpoint,
+    repair_in_words,
+)
 from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.records import Records
@@ -30,6 +36,8 @@ from ddp_runner.supervisor.stacks import force_stacks, wake
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import World
 
+# For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
+ANSWERS_TIME_S = 0.2
 _IN_GENERATION = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
 
 
@@ -99,6 +107,7 @@ class Repair:
             self._incident = OpenIncident(faults=[], began_s=time.monotonic(), event_id=event_id)
             self._world.abort(self._facts.generation)
         self._incident.faults.append(fault)
+        self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
         return opened
 
@@ -133,7 +142,8 @@ class Repair:
     def note_end(self, handle: RankHandle, fault: Fault) -> None:
         """How a rank of the broken generation ended, and what it was doing by its own last words."""
         if self._incident is not None:
-            self._incident.ended[handle.rank] = fault
+            # What was forked ahead may end too; why the first one did is what counts.
+            self._incident.ended.setdefault(handle.rank, fault)
 
     def drop(self) -> None:
         """Forget the open incident: every rank has finished in spite of it."""
@@ -194,6 +204,7 @@ class Repair:
         incident = self._incident
         if incident is None:
             return None
+        self._condemn_stopped(incident, now_s)
         for rank, condemned in incident.condemned.items():
             handle = self._world.ranks[rank]
             if condemned.is_due(handle.written_bytes, now_s, said_since=handle.said_since):
@@ -206,6 +217,7 @@ class Repair:
         if not waiting:
             self._close_incident()
             return self._decide(incident, now_s)
+        self._fork_ahead(incident, now_s)
         if now_s > incident.began_s + PARK_TIMEOUT_S:
             waited_s = now_s - incident.began_s
             late = [
@@ -219,6 +231,46 @@ class Repair:
                 self.condemn(late)
         return None
 
+    def _condemn_stopped(self, incident: OpenIncident, now_s: float) -> None:
+        """Nobody waits for a rank that the system holds stopped, whatever else goes on."""
+        stopped = self._hangs.find_stopped(now_s, leave_out={*incident.condemned, *self._doomed})
+        for fault in stopped:
+            self.report(fault)
+        if stopped:
+            self.condemn(stopped)
+
+    def _fork_ahead(self, incident: OpenIncident, now_s: float) -> None:
+        """Have those who are certainly needed start while the last answers are still awaited."""
+        if now_s < incident.began_s + ANSWERS_TIME_S:
+            return
+        # INVARIANT reaped-first: a number is given out again only when its process has been reaped.
+        # Broken if: a rank is forked ahead while its predecessor still ends.
+        # Guarded by: test_a_replacement_is_forked_while_the_last_answer_is_awaited.
+        dead = [
+            handle
+            for handle in self._world.present
+            if handle.state is RankState.DEAD
+            and handle.finished is None
+            and handle.rank not in self._doomed
+            and incident.may_fork_ahead(handle.rank)
+        ]
+        if not dead or not self._hangs.holders_of_state(leave_out=incident.condemned):
+            return
+        ranks = tuple(handle.rank for handle in dead)
+        plan = plan_recovery(
+            self._as_incident(incident, now_s),
+            world=WorldFacts(lost=ranks, filled=True, present=len(self._world.present)),
+            history=self._ledger.history,
+            settings=self._settings,
+        )
+        if not isinstance(plan, ReplaceRanks) or plan.ranks != ranks or plan.delay_s:
+            return
+        self._records.event("forked_ahead", cause=incident.event_id, ranks=list(ranks))
+        if self._loader not in self._doomed:
+            self._loader = None  # of the plan before
+        incident.fork_ahead(ranks)
+        self._doom(dead)
+
     @staticmethod
     def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
         """Whether the incident cannot be judged before this rank has answered or ended."""
@@ -230,23 +282,29 @@ class Repair:
             fault.rank == handle.rank and fault.kind not in VICTIM_KINDS
             for fault in incident.faults
         )
-        return guilty and handle.state is RankState.STARTING
+        starts = handle.state is RankState.STARTING and handle.rank not in incident.forked_ahead
+        return guilty and starts
+
+    def _as_incident(self, opened: OpenIncident, now_s: float) -> Incident:
+        step = self._facts.committed_step
+        return Incident(
+            attribution=attribute(opened.told_faults()),
+            at_s=now_s,
+            committed_step=step,
+            ever_formed=self._facts.ever_formed,
+            generation=self._facts.generation,
+            done_between=max(h.slot.done_between(step) for h in self._world.present),
+            once_more=self._once_more,
+        )
 
     def _decide(self, opened: OpenIncident, now_s: float) -> GiveUp | None:
         ranks = self._world.present
-        incident = Incident(
-            attribution=attribute(opened.told_faults()),
-            at_s=now_s,
-            committed_step=self._facts.committed_step,
-            ever_formed=self._facts.ever_formed,
-            generation=self._facts.generation,
-            done_between=max(h.slot.done_between(self._facts.committed_step) for h in ranks),
-            once_more=self._once_more,
-        )
+        incident = self._as_incident(opened, now_s)
         self._once_more = False
+        without_state = {*self._doomed, *opened.forked_ahead}
         plan = plan_recovery(
             incident,
-            world=who_is_left(ranks, incident, doomed=self._doomed, now_s=now_s),
+            world=who_is_left(ranks, incident, doomed=without_state, now_s=now_s),
             history=self._ledger.history,
             settings=self._settings,
         )
@@ -260,7 +318,8 @@ class Repair:
             detect_s=max(0.0, opened.began_s - opened.last_sign_s[incident.culprit.rank]),
             generation=self._facts.generation,
             event_id=opened.event_id,
-            outcome=_outcome_in_words(plan, incident.culprit),
+            outcome=outcome_in_words(plan, incident.culprit),
+            all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
         )
         self._records.event(
             "plan",
@@ -271,6 +330,7 @@ class Repair:
             replaced=list(plan.ranks) if isinstance(plan, ReplaceRanks) else [],
             dropped=list(plan.dropped) if isinstance(plan, ReplaceRanks) else [],
             kept=incident.kept,
+            all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
             victims=[fault.rank for fault in incident.attribution.victims],
         )
         if isinstance(plan, GiveUp):
@@ -280,7 +340,7 @@ class Repair:
             for fault in incident.attribution.causes
             if fault.kind is FaultKind.OUT_OF_MEMORY and fault.rank in plan.ranks
         }
-        self._replace(plan, incident, now_s)
+        self._replace(plan, incident, now_s, forked_ahead=opened.forked_ahead)
         return None
 
     def _last_sign_s(self, culprit: Fault) -> float:
@@ -289,23 +349,27 @@ class Repair:
             return culprit.at_ns / 1e9
         return self._world.ranks[culprit.rank].slot.get(Cell.PHASE_SINCE_NS) / 1e9
 
-    def _replace(self, plan: ReplaceRanks, incident: Incident, now_s: float) -> None:
+    def _replace(
+        self, plan: ReplaceRanks, incident: Incident, now_s: float, *, forked_ahead: Collection[int]
+    ) -> None:
         """Kill what is left of the lost ranks; :meth:`respawn` forks them once they are reaped."""
         culprit = incident.culprit
         self._ledger.restarts += 1
         if culprit.kind is FaultKind.REPLICA_DIVERGED:
             self._facts.inexact_reasons.append(inexact_by(culprit))
         wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
-        words = ", ".join([*self._remedies, *_repair_in_words(plan)]) or "forming the world again"
+        words = ", ".join([*self._remedies, *repair_in_words(plan)]) or "forming the world again"
         self._remedies.clear()
-        blamed = _blamed_in_words(incident, ranks=len(self._world.present))
+        blamed = blamed_in_words(incident, ranks=len(self._world.present))
         self._records.say(f"{blamed}; {words}{wait}", level="WARNING")
         self._respawn_at_s = now_s + plan.delay_s
         self._loader = plan.loader
         for rank in plan.dropped:
             self._doomed.discard(rank)
             self.returning.give_up(self._world.ranks[rank], now_s)
-        self._doom([self._world.ranks[rank] for rank in plan.ranks])
+        # Who was forked ahead has no state, which the one that is to load needs.
+        there = {rank for rank in forked_ahead if self._world.ranks[rank].is_alive} - {plan.loader}
+        self._doom([self._world.ranks[rank] for rank in plan.ranks if rank not in there])
 
     def respawn(self, now_s: float) -> None:
         """Fork what is missing as soon as its predecessors are reaped; the spare needs no zygote."""
@@ -364,36 +428,3 @@ class Repair:
         # Ranks tell of a save at their next step; they may have died before that.
         saved = self._facts.saved_any or self._published.is_any_new
         return "auto" if saved or aside else self._resume
-
-
-def _blamed_in_words(incident: Incident, *, ranks: int) -> str:
-    """The culprit, and whether it is one of many: that one rank is named must not look like an error."""
-    raised = [c for c in incident.attribution.causes if c.kind is FaultKind.RANK_RAISED]
-    all_did = len(raised) == ranks > 1
-    return (
-        f"all {ranks} ranks raised, first {told(raised[0])}" if all_did else told(incident.culprit)
-    )
-
-
-def _repair_in_words(plan: ReplaceRanks) -> list[str]:
-    words = []
-    if plan.ranks:
-        source = "" if plan.loader is None else " from the newest checkpoint"
-        words.append(f"replacing {rank_list(plan.ranks)}{source}")
-    if plan.kept is not None:
-        words.append(f"rank {plan.kept} stays, with the newest state")
-    if plan.dropped:
-        words.append(f"going on without {rank_list(plan.dropped)}")
-    return words
-
-
-def _outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
-    if isinstance(plan, GiveUp):
-        return ""
-    if plan.dropped:
-        return f"going on without {rank_list(plan.dropped)}"
-    if plan.ranks == (culprit.rank,):
-        return "respawned"
-    if plan.ranks and plan.kept is not None:
-        return f"{rank_list(plan.ranks)} respawned, rank {plan.kept} stayed with the newest state"
-    return f"{rank_list(plan.ranks)} respawned" if plan.ranks else "formed again"

@@ -172,6 +172,7 @@ class Supervisor:
                     self._repair.returning.got_ready(handle)
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
+                handle.has_formed = True
                 self._accept_save_from(message.committed_step)
                 self._on_formed(message)
             case Faulted() if handle.given_up_at_s is not None:

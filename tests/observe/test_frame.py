@@ -1,10 +1,12 @@
 """Layout of the live display, and the plain text beside it."""
 
+from dataclasses import replace
+
 import pytest
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.frame import ASCII, Role, frame
-from ddp_runner.observe.report import FAULTS_SHOWN_MAX, progress_line, summary_block
+from ddp_runner.observe.report import FAULTS_SHOWN_MAX, fault_sentence, progress_line, summary_block
 from tests.observe.views import rank_view, run_summary, run_view
 
 
@@ -196,3 +198,17 @@ def test_summary_block_of_a_failed_run():
     assert "failed" in text
     assert "-, not bit-exact: batches were split" in text
     assert "and 3 more, in events.jsonl" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"all_ranks_dead": True, "steps_lost": 7}, "in 1.8s, all ranks were dead, 7 steps again"),
+        ({"all_ranks_dead": True, "steps_lost": 0}, "in 1.8s, all ranks were dead"),
+        ({}, "in 1.8s, 1 step again"),
+    ],
+)
+def test_a_fault_that_no_rank_outlived_says_so(changes, said):
+    """Only that may cost steps; it is why they are done again."""
+    (fault,) = run_summary().faults
+    assert fault_sentence(replace(fault, **changes)).endswith(said)

@@ -60,6 +60,24 @@ def test_a_storm_within_one_step_is_repaired(calm, tmp_path, world, names):
     assert " in 0.5 s" not in run.console
 
 
+def test_nobody_waits_for_a_stopped_rank_nor_for_the_last_answer(calm, tmp_path):
+    """It is ended as soon as it is to leave, and who was killed is followed while one is still at work."""
+    steps = ("--max-steps", 3)
+    with Run(tmp_path, *SETTINGS, *steps, "--audit", "task.pace_s=3", world=3, task=TASK) as run:
+        run.wait_for_step(1)  # the next one takes three seconds, in which nobody answers
+        stopped, killed = (run.rank_pid(rank) for rank in (1, 2))
+        run.signals_at_once((signal.SIGSTOP, stopped), (signal.SIGKILL, killed))
+        assert run.wait() == 0, run.console
+    (hung,) = [event for event in run.events("fault") if event["kind"] == "rank_hung"]
+    assert (hung["rank"], hung["text"]) == (1, "rank 1 hung: stopped by a signal")
+    (plan,) = run.events("plan")
+    assert plan["replaced"] == [1, 2]
+    ahead = {rank: event for event in run.events("forked_ahead") for rank in event["ranks"]}
+    assert ahead[2]["mono_s"] < plan["mono_s"]
+    assert run.digest == calm(*steps, world=3).digest
+    assert [fault["steps_lost"] for fault in run.summary()["faults"]] == [0]
+
+
 # Rank, phase. All of them at the end of the run, where no step can be committed any more.
 HARMS_AT_THE_END = (
     *("exit:rank=1,phase=compare", "exit:rank=1,phase=evaluate", "kill:rank=1,phase=evaluate"),
