@@ -71,7 +71,8 @@ def launch(
     words = ["--nproc-per-node", str(nproc)]
     if task is not None:
         words += ["--task", task if isinstance(task, str) else task_spec(task)]
-    with _config_file(config) as config_words:
+    arguments, secrets = _without_secrets(arguments)
+    with _config_file({**(config or {}), **secrets}) as config_words:
         words += [*config_words, *arguments]
         log_dir, checkpoint_dir = _folders(words)
         summary_file = log_dir / "summary.json"
@@ -105,6 +106,26 @@ def task_spec(task: type) -> str:
             "write it to a file and pass 'FILE.py:NAME' (%%writefile in a notebook)",
         )
     return f"{Path(file).resolve()}:{task.__qualname__}"
+
+
+def _without_secrets(arguments: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """``arguments``, and of those that name a secret its value: every user can read a command line."""
+    from ddp_runner.cli.parser import parse_train  # noqa: PLC0415 - see _config_file
+    from ddp_runner.config.sources import from_command_line  # noqa: PLC0415
+    from ddp_runner.core.secrets import masked_words  # noqa: PLC0415
+
+    if masked_words(arguments) == tuple(arguments):
+        return list(arguments), {}
+    secrets, words = {}, list(arguments)
+    for given in from_command_line(parse_train(arguments).assignments):
+        name = given.name
+        held = [word for word in words if word.lstrip("-").partition("=")[0] == name]
+        if masked_words([f"{name}={given.value}"])[0].endswith("=***") and held:
+            secrets[name] = given.value
+            for word in held:
+                place = words.index(word)
+                del words[place : place + (1 if "=" in word else 2)]
+    return words, secrets
 
 
 @contextmanager

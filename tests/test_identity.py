@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from ddp_runner.config import Surroundings, meaning, recipe, resolve
+from ddp_runner.config import (
+    Surroundings,
+    difference,
+    digest,
+    from_flat,
+    meaning,
+    recipe,
+    resolve,
+    task_meaning,
+    to_record,
+    to_yaml,
+)
 from ddp_runner.config.fields import Kind, known_fields
 from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.core.faults import BadInputError
 
 OTHER_VALUES = {
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",
@@ -84,3 +97,47 @@ def test_a_task_that_is_given_all_settings_may_read_the_model():
         found = Surroundings(**kinds, **sizes, own_task_reads_model=reads)
         assert (recipe(old, found) != recipe(new, found)) is reads
     assert meaning(old, world_size=1) == meaning(new, world_size=1)
+
+
+def secretive(**arguments):
+    return resolve(command_line={"task": arguments}).settings
+
+
+def test_of_a_secret_a_meaning_holds_a_salted_hash_that_can_be_compared():
+    """Equal secrets of two runs look different; with the salt of the one they are told apart or not."""
+    old = meaning(secretive(api_key="hunter2", width=3), world_size=1)
+    assert "hunter2" not in str(old)
+    assert old["task.width"] == 3
+    assert meaning(secretive(api_key="hunter2", width=3), world_size=1) != old
+    kept = {key: value for key, value in old.items() if key.startswith("task.")}
+    same = task_meaning(secretive(api_key="hunter2", width=3), like=old)
+    assert difference(kept, same) == []
+    other = task_meaning(secretive(api_key="hunter3", width=3), like=old)
+    assert difference(kept, other) == ["task.api_key: *** -> ***"]
+    gone = task_meaning(secretive(width=3), like=old)
+    assert difference(kept, gone) == ["task.api_key: *** -> (not set)"]
+
+
+@pytest.mark.parametrize("key", ["api_key", "login"])
+def test_a_secret_that_an_older_version_wrote_down_is_compared_and_not_shown(key):
+    """It stands in the file as it is; also one inside a mapping."""
+    value, changed = (
+        ("hunter2", "hunter3") if key == "api_key" else ({"password": "a"}, {"password": "b"})
+    )
+    old = {f"task.{key}": value}
+    assert difference(old, task_meaning(secretive(**{key: value}), like=old)) == []
+    told = difference(old, task_meaning(secretive(**{key: changed}), like=old))
+    assert told == [f"task.{key}: *** -> ***"]
+
+
+def test_written_settings_and_their_digest_have_no_secret_and_need_it_anew():
+    """A digest of known settings and a short secret could be guessed."""
+    one, two = secretive(api_key="hunter2"), secretive(api_key="hunter3")
+    assert digest(one) == digest(two)
+    assert "hunter2" not in to_yaml(one)
+    assert to_record(one)["task"] == {"api_key": "hunter2"}, "as the ranks are given it"
+    read = yaml.safe_load(to_yaml(one))
+    with pytest.raises(BadInputError, match=r"task\.api_key: is hidden in that file \(\*\*\*\)"):
+        from_flat(read)
+    read["task"]["api_key"] = "hunter2"
+    assert from_flat(read) == one

@@ -14,6 +14,7 @@ from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import check_relations, digest, meaning, resolve
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.secrets import masked_words
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         threads_per_rank=threads_per_rank(resolved.settings, devices=devices, cores=cores),
         meaning=meaning(resolved.settings, world_size=world_size),
         settings_digest=digest(resolved.settings),
-        command=(sys.executable, "-m", "ddp_runner", "train", *words),
+        command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
         notes=(*place_notes(devices, found=found, cores=cores), *notes),
     )
 

@@ -22,6 +22,7 @@ from ddp_runner.config.identity import (
     meaning,
     read_yaml,
     recipe,
+    task_meaning,
     to_record,
     to_yaml,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "read_yaml",
     "recipe",
     "resolve",
+    "task_meaning",
     "to_record",
     "to_yaml",
     "ways_on",

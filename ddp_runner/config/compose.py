@@ -29,6 +29,7 @@ from ddp_runner.config.sources import (
     from_mapping,
 )
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.core.settings import Settings
 
 if TYPE_CHECKING:
@@ -124,8 +125,20 @@ def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[s
         ):
             value = earlier + value if origin[key] == given.origin else value
         values[key], origin[key] = value, given.origin
+    problems += [
+        BadInputError(key, "", f"is hidden in that file ({HIDDEN}); give it anew, as {key}=VALUE")
+        for key, value in values.items()
+        if key.startswith(f"{TASK_SECTION}.") and _holds_hidden(value)
+    ]
     raise_problems(problems)
     return values, origin
+
+
+def _holds_hidden(value: object) -> bool:
+    """Whether a secret was to be here, of which a file of settings holds only that."""
+    if isinstance(value, Mapping):
+        return any(_holds_hidden(item) for item in value.values())
+    return value == HIDDEN
 
 
 def _legal_value(given: Assignment, spec: FieldSpec | None) -> object:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from ddp_runner.config.compose import validate_record
+from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue, Settings
 
+_NOTHING: Mapping[str, object] = {}
+_SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
 # The settings of the model that each built-in task reads; a user's own task reads none of them.
 _BYTES_MODEL = ("seq_len", "hidden_size", "num_layers", "num_heads", "dropout")
@@ -157,22 +161,56 @@ def meaning(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         found["data.path"] = os.path.normpath(path) if path else ""
         found["data.validation_fraction"] = settings.data.validation_fraction
     found[GLOBAL_BATCH] = settings.data.batch_size * world_size
+    return found | task_meaning(settings)
+
+
+def task_meaning(
+    settings: Settings, *, like: Mapping[str, object] = _NOTHING
+) -> dict[str, JsonValue]:
+    """The task's arguments in a meaning: of a secret there is only a hash.
+
+    ``like``: the meaning that they are to be compared with.
+    """
+    found: dict[str, JsonValue] = {}
     for name in sorted(settings.task):
-        found[f"task.{name}"] = settings.task[name]
+        key, value = f"task.{name}", settings.task[name]
+        is_known = key in like and like[key] == value  # written by a version that hid nothing
+        hides = holds_secret(name, value) and not is_known
+        found[key] = _sealed(value, like.get(key)) if hides else value
     return found
+
+
+def _sealed(value: object, like: object) -> str:
+    """A hash that tells whether two secrets are the same, and little else.
+
+    With a salt, so that equal secrets of two runs look different and no table helps; and slow, since
+    a short secret could be found by trying all there are. The salt of ``like`` is taken, if it has one.
+    """
+    parts = like.split() if is_sealed(like) and isinstance(like, str) else []
+    salt = bytes.fromhex(parts[2]) if parts else os.urandom(16)
+    text = json.dumps(value, sort_keys=True).encode()
+    made = hashlib.scrypt(text, salt=salt, n=2**14, r=8, p=1, dklen=32)
+    return f"{HIDDEN} scrypt {salt.hex()} {made.hex()}"
+
+
+def is_sealed(value: object) -> bool:
+    """Whether ``value`` stands for a secret in a meaning."""
+    return isinstance(value, str) and _SEALED.fullmatch(value) is not None
 
 
 def difference(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """One line for each key whose value differs, such as ``run.seed: 1 -> 2``."""
     missing = "(not set)"
     return [
-        f"{key}: {_written(old.get(key, missing))} -> {_written(new.get(key, missing))}"
+        f"{key}: {_written(old.get(key, missing), key)} -> {_written(new.get(key, missing), key)}"
         for key in sorted({*old, *new})
         if old.get(key, missing) != new.get(key, missing)
     ]
 
 
-def _written(value: object) -> str:
+def _written(value: object, key: str) -> str:
+    if value != "(not set)" and (is_sealed(value) or holds_secret(key, value)):
+        return HIDDEN
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
@@ -202,8 +240,8 @@ def _plain(value: object) -> object:
 
 
 def digest(settings: Settings) -> str:
-    """SHA-256 (hex) of the settings as canonical JSON."""
-    text = json.dumps(to_record(settings), sort_keys=True, separators=(",", ":"))
+    """SHA-256 (hex) of the settings as canonical JSON, without their secrets."""
+    text = json.dumps(masked(to_record(settings)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -219,5 +257,7 @@ def read_yaml(text: str) -> dict[str, object]:
 
 
 def to_yaml(settings: Settings) -> str:
-    """The settings as YAML that ``--config`` reads again."""
-    return yaml.safe_dump(to_record(settings), sort_keys=False, allow_unicode=True, width=100)
+    """The settings as YAML that ``--config`` reads again; secrets are hidden, and to be given anew."""
+    return yaml.safe_dump(
+        masked(to_record(settings)), sort_keys=False, allow_unicode=True, width=100
+    )

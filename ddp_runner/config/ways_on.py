@@ -9,8 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.config.identity import GLOBAL_BATCH
+from ddp_runner.config.identity import GLOBAL_BATCH, is_sealed
 from ddp_runner.config.naming import CHECKPOINTS, LOGS, has_folders_of_its_name
+from ddp_runner.core.secrets import is_secret
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,8 @@ def words_of_old(
             others.append("no --data")
         elif key not in old:
             others.append(f"no {key}")
+        elif is_sealed(old[key]) or is_secret(key, old[key]):
+            others.append(f"the old {key}")
         elif "." not in key:  # a fact about the data, which is not a setting
             others.append(f"the {key.removesuffix(' fingerprint')} as it was")
         else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+
+from ddp_runner.core.secrets import masked, without_secrets
 
 # Both travel in one packet, and stay in events.jsonl and the summary for each fault.
 CAUSE_CHARACTERS_MAX = 1_000
@@ -145,6 +148,14 @@ class Fault:
             detail=self.detail[-DETAIL_CHARACTERS_MAX:],
         )
 
+    def without(self, secrets: Sequence[str]) -> Fault:
+        """The same fault, where the texts of a user's exception may hold secrets."""
+        return replace(
+            self,
+            cause=without_secrets(self.cause, secrets),
+            detail=without_secrets(self.detail, secrets),
+        )
+
 
 class FaultError(Exception):
     """Carries a classified :class:`Fault` up to the nearest named boundary."""
@@ -162,10 +173,11 @@ class BadInputError(Exception):
     """The user's settings, data or files are wrong: exit 2, one line, nothing touched.
 
     ``option`` is what the user wrote or would write (``--data``, ``data.batch_size``), ``value``
-    what it holds, ``expected`` what would be right.
+    what it holds, ``expected`` what would be right. A secret is not shown.
     """
 
     def __init__(self, option: str, value: object, expected: str) -> None:
+        value = masked(value, option)
         super().__init__(
             f"{option}={value!s}: {expected}" if value != "" else f"{option}: {expected}"
         )

@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
+from ddp_runner.core.secrets import without_secrets
 from ddp_runner.observe.files import ends_torn
 from ddp_runner.run_files import open_to_append
 
@@ -103,6 +104,7 @@ class DDPLogger:
         self.rank = rank
         self.step: int | None = None
         self.records_lost = 0
+        self.hidden: tuple[str, ...] = ()  # secrets: shown as *** wherever a record holds one
         self._debug = debug
         self._stream: TextIO | None = stream
         self._fd: int | None = None
@@ -163,6 +165,7 @@ class DDPLogger:
 
     def _record(self, level: str, message: str, step: int | None) -> None:
         where = self.step if step is None else step
+        message = without_secrets(message, self.hidden)
         text = format_record(level, message, rank=self.rank, step=where, at=_local_now())
         if not self._write(text):
             self.records_lost += 1

@@ -58,7 +58,13 @@ from ddp_runner.rank.restarts import (
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.rank.told import Told, read_told, told_path
 from ddp_runner.training.report import TrainReport
-from ddp_runner.training.runtime import STORE_TIMEOUT_S, Generation, LocalRuntime, Place
+from ddp_runner.training.runtime import (
+    STORE_TIMEOUT_S,
+    Generation,
+    LocalRuntime,
+    Place,
+    without_secrets_in,
+)
 from ddp_runner.training.trainer import DDPTrainer
 
 _STOP_SIGNALS = {
@@ -127,6 +133,7 @@ class OutsideRuntime(LocalRuntime):
 
     def tell(self, message: Message) -> None:
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
+        message = without_secrets_in(message, self.logger.hidden)
         self._keep_time(message)
         self._told.keep(message)
         if isinstance(message, Adjusted) and self.place.rank == 0 and message.remedy:
@@ -211,7 +218,8 @@ def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:
     except BadInputError:
         raise
     except FaultError as error:
-        sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {error.fault.cause}\n")
+        cause = error.fault.without(runtime.logger.hidden).cause
+        sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {cause}\n")
         return int(ExitCode.FAILED)
     status = STATUS_OF_REASON[report.reason]
     if place.rank == 0:

@@ -50,7 +50,7 @@ from ddp_runner.rank.fenced_disk import FencedDisk
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.run_files import open_to_append
-from ddp_runner.training.runtime import Generation, Place
+from ddp_runner.training.runtime import Generation, Place, without_secrets_in
 
 
 class StartupOutput:
@@ -133,6 +133,7 @@ class SupervisedRuntime:
 
     def tell(self, message: Message) -> None:
         """Send to the supervisor; without one there is nothing left to do."""
+        message = without_secrets_in(message, self.logger.hidden)
         if isinstance(message, LoaderWorkers):
             self._loader_pids = message.pids
         if isinstance(message, Faulted):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import masked, secret_texts, without_secrets
 from ddp_runner.training.arguments import parameters_of, unfit
 
 if TYPE_CHECKING:
@@ -264,6 +265,7 @@ def _make(factory: Callable[..., Any], settings: Settings, spec: _TaskSpec) -> o
         raise
     except Exception as error:  # boundary: the user's constructor runs here
         made = f"making it raised {_described(error, spec.file and spec.file.resolve())}"
+        made = without_secrets(made, secret_texts(settings.task))
         raise BadInputError("--task", spec.text, made) from error
 
 
@@ -286,7 +288,8 @@ def _check_arguments(
         value = arguments.get(parameter.name)
         if parameter.name in arguments and (wanted := unfit(value, parameter)):
             expected = f"{spec.text} takes {wanted}"
-            raise BadInputError(f"task.{parameter.name}", json.dumps(value), expected)
+            shown = json.dumps(masked(value, parameter.name))
+            raise BadInputError(f"task.{parameter.name}", shown, expected)
     lacking = [p.name for p in named if p.default is p.empty and p.name not in arguments]
     if lacking:
         wanted = ", ".join(f"task.{name}=VALUE" for name in lacking)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultError
-from ddp_runner.core.messages import Adjusted, Message, Ready
+from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Message, Noted, Ready
 from ddp_runner.observe.logger import DDPLogger
 
 STORE_TIMEOUT_S = 60.0
@@ -89,6 +89,13 @@ class Runtime(Protocol):
     def training_loss(self, loss: Loss) -> Loss:
         """What training computes: ``loss``, with what is injected into it where that was asked for."""
         ...
+
+
+def without_secrets_in(message: Message, secrets: tuple[str, ...]) -> Message:
+    """``message``, where the texts of a user's exception may hold secrets."""
+    if secrets and isinstance(message, (Faulted, MendedInPlace, Noted)):
+        return replace(message, fault=message.fault.without(secrets))
+    return message
 
 
 class LocalRuntime:

@@ -40,6 +40,7 @@ from ddp_runner.core.faults import (
 )
 from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.secrets import secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.memory.manager import MemoryManager
@@ -94,6 +95,7 @@ class DDPTrainer:
             config if isinstance(config, Settings) else configuration.from_flat(config or {})
         )
         self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
+        self._runtime.logger.hidden = tuple(secret_texts(self.settings.task))
         self._place = self._runtime.place
         self._began = False
         self._short_of_memory_in = self._place.short_of_memory_in

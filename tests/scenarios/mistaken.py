@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -49,3 +51,16 @@ class NotedData(TupleLoss):
 
     def loss(self, model, batch):
         return super().loss(model, batch)[0]
+
+
+class Secretive(NotedData):
+    """Is given a key, and says it aloud when something fails."""
+
+    def __init__(self, api_key: str):
+        self._api_key = api_key
+
+    def loss(self, model, batch):
+        logging.getLogger("service").warning("logging in with %s", self._api_key)
+        if Path("outage").exists():
+            raise RuntimeError(f"the service refuses {self._api_key}")
+        return super().loss(model, batch)

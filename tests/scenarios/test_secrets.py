@@ -1,0 +1,80 @@
+"""What a task is given as a secret is in no file, line or process of the run; a resume compares it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from ddp_runner import launch
+from tests.scenarios.harness import Run
+
+SECRETIVE = f"{Path(__file__).with_name('mistaken.py')}:Secretive"
+SECRET, OTHER = "hunter2-and-more", "another-one"
+SETTINGS = ("-b", 8, "num_workers=1", "save_every_steps=2")
+
+
+def files_with(folder, secret):
+    """Every file below ``folder``, of whatever kind, that holds the text."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if secret.encode() in path.read_bytes()]
+
+
+def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path):
+    """From the environment, from a word; in peace, and in an exception that tells it."""
+    asked = {"DDP_RUNNER_TASK__API_KEY": SECRET}
+    with Run(tmp_path, *SETTINGS, "--max-steps", 4, task=SECRETIVE, environment=asked) as run:
+        run.wait_for_event("world_formed")
+        for process in run.processes():
+            assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+        assert run.wait() == 0, run.console
+    assert files_with(tmp_path, SECRET) == []
+    recorded = yaml.safe_load((run.logs / "config.yaml").read_text(encoding="utf-8"))
+    assert recorded["task"] == {"api_key": "***"}
+    first = json.loads((run.checkpoints / "step_00000004.json").read_text(encoding="utf-8"))
+    assert "logging in with ***" in (run.logs / "rank_1.log").read_text(encoding="utf-8")
+
+    words = (*SETTINGS, "--max-steps", 8)
+    with Run(tmp_path, *words, f"task.api_key={OTHER}", task=SECRETIVE) as run:
+        assert run.wait() == 2, run.console
+    assert "task.api_key: *** -> ***" in run.console
+    assert OTHER not in run.console
+    with Run(tmp_path, *words, "--config", run.logs / "config.yaml", task=SECRETIVE) as run:
+        assert run.wait() == 2, run.console
+    assert "task.api_key: is hidden in that file (***); give it anew" in run.console
+
+    (tmp_path / "outage").touch()
+    with Run(tmp_path, *words, f"task.api_key={SECRET}", task=SECRETIVE) as run:
+        assert run.wait() == 1, run.console
+    assert "the service refuses ***" in run.console
+    assert files_with(tmp_path, SECRET) == []
+    assert run.events("run_begins")[-1]["command"][-1] == "task.api_key=***"
+    assert run.summary()["steps"] == 4
+    sealed = first["meaning"]["task.api_key"]
+    assert sealed.startswith("*** scrypt ")
+
+
+def test_launch_puts_no_secret_on_a_command_line(tmp_path, monkeypatch):
+    """Every user can read those; a file that only this one can read carries it."""
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "looks.py"
+    task.write_text(
+        "import pathlib\n"
+        "from tests.scenarios.mistaken import NotedData\n"
+        "class Looks(NotedData):\n"
+        "    def __init__(self, api_key: str):\n"
+        "        files = pathlib.Path('/proc').glob('[0-9]*/cmdline')\n"
+        f"        assert api_key == {SECRET[:7]!r} + {SECRET[7:]!r}\n"
+        "        for file in files:\n"
+        "            try:\n"
+        "                assert api_key.encode() not in file.read_bytes(), file\n"
+        "            except OSError:\n"
+        "                pass\n"
+    )
+    settings = ["--cpu", "-b", "8", "num_workers=0", "--max-steps", "1"]
+    for words in ([f"task.api_key={SECRET}"], ["--task.api_key", SECRET]):
+        folders = ["-l", f"logs{len(words)}", "-c", f"checkpoints{len(words)}"]
+        result = launch(f"{task}:Looks", nproc=1, arguments=[*settings, *folders, *words])
+        assert result.exit_code == 0
