@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
-from ddp_runner.config.fields import Kind, find_key, known_fields
+from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fields
+from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
@@ -121,6 +121,9 @@ def _setting_as_option(written: str) -> Option:
     name = written[2:]
     try:
         key = find_key(written, name, list(known_fields()))
+    except ForeignNameError as foreign:
+        answer = foreign.expected.replace("setting", "option", 1)
+        raise BadInputError(written, "", answer) from None
     except BadInputError as unknown:
         hint = _nearest(written)
         if not hint:
@@ -130,10 +133,8 @@ def _setting_as_option(written: str) -> Option:
 
 
 def _nearest(written: str) -> str:
-    near = difflib.get_close_matches(
-        written.replace("_", "-").lower(), list(OPTIONS), n=1, cutoff=0.75
-    )
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest(written, OPTIONS)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _value(option: Option, attached: str | None, rest: list[str]) -> str:

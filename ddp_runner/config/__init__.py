@@ -1,6 +1,8 @@
 """COMPOSES: presets, files, environment and command line become one checked ``Settings``.
 
 fields     every setting as a name, a kind and a legal range; text -> value
+foreign    names of other launchers and trainers: accepted, or answered with ours
+suggest    which known name may have been meant by another
 sources    YAML files, environment and command line -> assignments
 presets    the CPU and smoke-test values that lie over the defaults
 naming     what a run is called, and the folders that its name gives it

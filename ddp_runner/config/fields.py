@@ -7,7 +7,6 @@ and what would be right, in the same words for YAML, environment, command line a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 from enum import Enum
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union, get_args, get_origi
 
 from pydantic.fields import FieldInfo
 
+from ddp_runner.config.foreign import ALIASES, ANSWERS
+from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 
@@ -24,18 +25,6 @@ if TYPE_CHECKING:
 
 TASK_SECTION = "task"
 BUILT_IN_TASKS = ("bytes", "synthetic")
-ALIASES: Mapping[str, str] = {
-    "num_epochs": "run.epochs",
-    "regrow_after_s": "recovery.regrow_after",
-    "max_epochs": "run.epochs",
-    "lr": "optim.learning_rate",
-    "min_lr": "optim.min_learning_rate",
-    "clip_grad": "optim.max_grad_norm",
-    "gradient_clip_val": "optim.max_grad_norm",
-    "gpu_ids": "run.gpus",
-    "nproc": "run.nproc_per_node",
-    "data": "data.path",
-}
 _YES = frozenset({"true", "yes", "on", "1"})
 _NO = frozenset({"false", "no", "off", "0"})
 _NONE = frozenset({"none", "null", "off", "~"})
@@ -261,6 +250,10 @@ def _bare_and_limits(hint: object) -> tuple[object, dict[str, float]]:
     return bare, limits
 
 
+class ForeignNameError(BadInputError):
+    """A name of another launcher's or trainer's, which has an answer."""
+
+
 def find_key(written: str, name: str, known: Sequence[str]) -> str:
     """The dotted key among ``known`` that ``name`` means.
 
@@ -277,17 +270,14 @@ def find_key(written: str, name: str, known: Sequence[str]) -> str:
         raise BadInputError(written, "", f"could be {' or '.join(matches)}; write the whole name")
     if name in ALIASES:
         return ALIASES[name]
+    if name in ANSWERS:
+        raise ForeignNameError(written, "", f"unknown setting; {ANSWERS[name]}")
     raise BadInputError(written, "", f"unknown setting{_did_you_mean(name, known)}")
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
     last = name.rpartition(".")[2]
-    key_of_last = {key.rpartition(".")[2]: key for key in known} | dict(ALIASES)
-    nearest = (
-        [key_of_last[last]] if last in key_of_last else [],
-        [key for key in known if last and key.startswith(name)],
-        difflib.get_close_matches(name, known, n=1, cutoff=0.7),
-        [key_of_last[near] for near in difflib.get_close_matches(last, key_of_last, n=1)],
-    )
-    found = next((keys[0] for keys in nearest if keys), "")
-    return f"; did you mean {found}?" if found else ""
+    if last in ALIASES:  # in a section where it is not
+        return f"; did you mean {ALIASES[last]}?"
+    found = nearest(name, [*known, *ALIASES])
+    return f"; did you mean {ALIASES.get(found, found)}?" if found else ""

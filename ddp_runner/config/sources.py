@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from ddp_runner.config.fields import ALIASES, TASK_SECTION, sections
+from ddp_runner.config.fields import TASK_SECTION, sections
+from ddp_runner.config.foreign import ALIASES
 from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
