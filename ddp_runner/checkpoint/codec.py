@@ -70,7 +70,7 @@ def weights_sha256(state_dict: Mapping[str, object]) -> str:
     return digest.hexdigest()
 
 
-def stored_bytes(state: Mapping[str, object]) -> int:
+def stored_bytes(state: Mapping[str, object], *, entry_bytes: int = _BYTES_PER_ENTRY) -> int:
     """About how many bytes ``state`` takes in a file: an upper estimate, storages counted once.
 
     Raises TypeError, naming the entry, for a value that plain ``torch.load(weights_only=True)``
@@ -78,7 +78,7 @@ def stored_bytes(state: Mapping[str, object]) -> int:
     """
     storages: dict[int, int] = {}
     entries = _visit(state, where="state", storages=storages)
-    return sum(storages.values()) + entries * _BYTES_PER_ENTRY
+    return sum(storages.values()) + entries * entry_bytes
 
 
 def _visit(value: Any, *, where: str, storages: dict[int, int]) -> int:

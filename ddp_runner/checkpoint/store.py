@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import math
+import os
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ __all__ = ["MANIFEST_KEY", "CheckpointStore", "Loaded", "Saved", "load_weights"]
 MANIFEST_KEY = "manifest"
 NO_PACE: Mapping[str, float] = MappingProxyType({})
 NO_RECIPE: Mapping[str, JsonValue] = MappingProxyType({})
-_SPARE_BYTES = 1024 * 1024  # of free space, for manifest, pointers and the file system's own
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class CheckpointStore:
         ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
 
         Raises FaultError (STORAGE_FAILED) if the disk refuses: then every earlier checkpoint stands
-        as before, or, once the new one is published, only pointers or clean-up are behind. Raises
+        as before. Once the new one is published, pointers or clean-up that fail are a note. Raises
         TypeError or ValueError for a state that could not be read again.
         """
         started_s = time.perf_counter()
@@ -136,12 +137,21 @@ class CheckpointStore:
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}
-        needed_bytes = stored_bytes(content) + _SPARE_BYTES
+        least_bytes = stored_bytes(content, entry_bytes=0)
         try:
-            published, write_s = self._publish(content, manifest, needed_bytes=needed_bytes)
-            self._point_and_retain(published)
+            published, write_s = self._publish(content, manifest, least_bytes=least_bytes)
+            self._set_later_aside(published)
         except OSError as error:
-            raise _storage_fault(error, self.directory / manifest.file, step=step) from error
+            where = self.directory / manifest.file
+            room = self._missing_room(error, needed_bytes=stored_bytes(content))
+            raise _storage_fault(error, where, step=step, room=room) from error
+        try:
+            self._point_and_retain(published)
+        except OSError as error:  # the next save makes up for it
+            self._notes.append(
+                f"{self.directory / published.file} is saved, but not all that follows from it "
+                f"({error.filename or 'pointers, retention'}: {error.strerror or error})"
+            )
         notes, self._notes = tuple(self._notes), []
         return Saved(
             path=self.directory / published.file,
@@ -152,7 +162,7 @@ class CheckpointStore:
         )
 
     def _publish(
-        self, content: dict[str, Any], manifest: Manifest, *, needed_bytes: int
+        self, content: dict[str, Any], manifest: Manifest, *, least_bytes: int
     ) -> tuple[Manifest, float]:
         """Put file and manifest in place; the finished manifest and the seconds of the file."""
         disk, directory = self._disk, self.directory
@@ -166,10 +176,9 @@ class CheckpointStore:
                     " whether it goes on"
                 )
             self._has_cleaned = True
-        free_bytes = disk.free_bytes(directory)
-        if free_bytes < needed_bytes:
-            wrong = f"{needed_bytes:,} bytes are needed and {free_bytes:,} are free"
-            raise OSError(errno.ENOSPC, wrong, str(directory))
+        # The tensors alone: what fits is written, and no reserve is kept from it.
+        if disk.free_bytes(directory) < least_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
         self._withdraw_manifest(manifest.step)
         started_s = time.perf_counter()
         written = publish(
@@ -187,6 +196,19 @@ class CheckpointStore:
         disk.sync_directory(directory)
         return finished, write_s
 
+    def _missing_room(self, error: OSError, *, needed_bytes: int) -> str:
+        """What to free, and where, in words; empty where room is not what is missing."""
+        if error.errno not in _NO_ROOM:
+            return ""
+        try:
+            free_bytes = self._disk.free_bytes(self.directory)
+        except OSError:
+            return ""
+        room = f"{needed_bytes:,} bytes are needed and {free_bytes:,} are free"
+        if free_bytes >= needed_bytes:
+            return f" ({room}: a quota, or no files are left)"
+        return f" ({room}: free {needed_bytes - free_bytes:,} more in {self.directory})"
+
     def _withdraw_manifest(self, step: int) -> None:
         """Before a file is replaced by another of the same step, take its manifest away."""
         # INVARIANT one-truth: a manifest never stands beside a file that it does not describe.
@@ -198,12 +220,15 @@ class CheckpointStore:
             self._disk.remove(path)
             self._disk.sync_directory(self.directory)
 
-    def _point_and_retain(self, published: Manifest) -> None:
-        """Everything that follows from a published checkpoint; none of it is needed to load one."""
-        directory = self.directory
+    def _set_later_aside(self, published: Manifest) -> None:
+        """A later checkpoint that stays would be taken for the newest."""
         aside = self.catalog.set_later_aside(published.step, _utc("%Y%m%dT%H%M%SZ"))
         if aside is not None:
             self._notes.append(f"the checkpoints of a later course are now in {aside}")
+
+    def _point_and_retain(self, published: Manifest) -> None:
+        """What follows from a published checkpoint, and is not needed to load one."""
+        directory = self.directory
         publish_text(self._disk, directory / "last", f"{published.file}\n")
         best = self.catalog.best()
         if best is not None and self.catalog.pointer("best") != best.path:
@@ -357,13 +382,12 @@ def _fault(kind: FaultKind, cause: str, *, step: int) -> Fault:
     )
 
 
-def _storage_fault(error: OSError, path: Path, *, step: int) -> FaultError:
+def _storage_fault(error: OSError, path: Path, *, step: int, room: str) -> FaultError:
     """The disk refused while ``path`` was being saved or set aside; text for people."""
     where = Path(error.filename) if error.filename else path
-    place = "" if where == path else f" (at {where})"
-    return FaultError(
-        _fault(FaultKind.STORAGE_FAILED, f"{path}{place}: {error.strerror or error}", step=step)
-    )
+    place = "" if where in (path, path.parent) else f" (at {where})"
+    cause = f"{path}{place}: {error.strerror or error}{room}"
+    return FaultError(_fault(FaultKind.STORAGE_FAILED, cause, step=step))
 
 
 def _utc(form: str) -> str:

@@ -127,6 +127,12 @@ GROUPS = (
                 says="checkpoints, to resume from and to keep",
             ),
             Option(
+                long="--rescue-dir",
+                key="checkpoint.rescue_dir",
+                metavar="DIR",
+                says="for a last save that the checkpoints' disk refuses; otherwise the logs",
+            ),
+            Option(
                 long="--config",
                 metavar="FILE",
                 says="YAML file of settings; may be repeated, the later wins",

@@ -109,10 +109,12 @@ def _device_problems(settings: Settings) -> list[BadInputError]:
 
 
 def _output_problems(settings: Settings) -> list[BadInputError]:
-    folders = (
+    folders = [
         ("--log-dir", settings.run.log_dir),
         ("--checkpoint-dir", settings.run.checkpoint_dir),
-    )
+    ]
+    if settings.checkpoint.rescue_dir:
+        folders.append(("--rescue-dir", settings.checkpoint.rescue_dir))
     found = [(option, value, unwritable_reason(Path(value))) for option, value in folders]
     return [BadInputError(option, value, reason) for option, value, reason in found if reason]
 

@@ -71,6 +71,8 @@ def why_not_saved(causes: Sequence[Fault]) -> str:
     """Why the state that is left is not to be saved, in words; empty where it is."""
     if any(one.kind is FaultKind.REPLICA_DIVERGED and not one.may_retry for one in causes):
         return "the ranks' states differ, and nobody knows whose is right"
+    if any(one.kind is FaultKind.STORAGE_FAILED for one in causes):
+        return "the disk refuses it"  # for as long as a last save is tried
     return ""
 
 

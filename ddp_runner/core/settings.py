@@ -136,6 +136,7 @@ class CheckpointSettings:
         "auto"  # auto: by time, from what a save costs and how often one is needed; 0: not by steps
     )
     keep_last: Positive = 3
+    rescue_dir: str = ""  # for a last save that its own disk refuses; empty: the log directory
     monitor: Literal["auto", "train_loss", "validation_loss"] = (
         "auto"  # auto: validation where there is some
     )

@@ -87,8 +87,8 @@ class OutsideRuntime(LocalRuntime):
     def __init__(self, *, place: Place, settings: Settings) -> None:
         log_dir = Path(settings.run.log_dir)
         super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
-        # The others wait there while rank 0 makes its last save.
-        self.store_timeout_s = max(STORE_TIMEOUT_S, settings.recovery.checkpoint_timeout_s)
+        # The others wait there while rank 0 makes its last save, at last elsewhere.
+        self.store_timeout_s = STORE_TIMEOUT_S + settings.recovery.checkpoint_timeout_s
         restarts = sum(int(os.environ.get(name, "0")) for name in _RESTART_COUNTS)
         # The launcher keeps its store over restarts: the keys of each must differ.
         self.generation = 1 + restarts

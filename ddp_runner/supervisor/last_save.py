@@ -143,6 +143,8 @@ class LastSave:
         self._world.send(self._world.ranks[move.rank], SaveAlone())
 
     def _conclude(self, outcome: SaveOutcome) -> None:
+        if self.outcome is not None:
+            return
         self.outcome = outcome
         self._records.event(
             "last_save",

@@ -8,6 +8,6 @@ evaluation  validation loss over all ranks                failure       exceptio
 audit       who gave which samples to a step                report        how training ended
 saving      when a rank saves, beside training            progress      what else a rank knows
 hashing     what replicas are compared by, beside it      fingerprint   the hash of a tensor
-disk_faults what the disk refused or damaged, told
+disk_faults what the disk refused or damaged, told      last_save  the save that no later one makes up for
 schedule, ema, buffers, precision, optimizer, loss_monitor, rng    rules and small parts of the step
 """

@@ -29,15 +29,13 @@ from ddp_runner.core.wishes import Wishes
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.build import Workload, versions
 from ddp_runner.training.disk_faults import DiskFaults
+from ddp_runner.training.last_save import BEFORE_END, LastSave
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
 INTERVAL = "interval"  # the reason of a save between others
-BEFORE_END = "before_end"  # of one that a rank makes alone, since the run cannot go on
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
-# Before each further try: a stop before a preemption has no time for more.
-LAST_SAVE_PAUSES_S = (0.2, 1.0)
 ROOM_SHARE_MAX = 0.5  # of the memory that is left, for a copy of the state
 
 
@@ -63,6 +61,7 @@ class Saving:
         self._runtime = runtime
         self._progress = progress
         self._disk_faults = DiskFaults(state, runtime)
+        self._last = LastSave(settings, store, runtime, told=self._disk_faults)
         self._saver = BackgroundSaver()
         self._begun_step = 0  # of the newest save
         self._compare_s: float | None = (
@@ -192,13 +191,16 @@ class Saving:
         self._collect(timeout_s=None)
 
     def finish(self, reason: str, *, compare_s: float = 0.0) -> None:
-        """Have the state as it is now on disk. Raises FaultError if it cannot be saved.
+        """Have the state as it is now on disk. Raises FaultError if it is not where it should be.
 
         ``compare_s``: how long the comparison before it took.
         """
         self.settle()
-        if self._progress.checkpoint_step != self._state.committed_step:
-            self._report(self._save_persistently(reason), compare_s=compare_s)
+        if self._progress.checkpoint_step == self._state.committed_step:
+            return
+        refusal = self._save_last(reason, compare_s=compare_s)
+        if refusal is not None:
+            raise FaultError(refusal)
 
     def save_alone(self) -> Fault:
         """The run ends: have the state on disk, without the other ranks, and tell what became of it.
@@ -213,7 +215,7 @@ class Saving:
             if state.is_in_doubt:
                 cause = "its state differs from that of other ranks"
             elif not has_just_told:
-                self._report(self._save_persistently(BEFORE_END))
+                self._save_last(BEFORE_END)
         except FaultError as error:
             cause = error.fault.cause
         except Exception as error:  # noqa: BLE001 - a named boundary: what cannot be saved is told
@@ -278,7 +280,7 @@ class Saving:
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
         state, steady = self._captured(), self._state.steady_tensors()
-        write = self._writer(reason)
+        write = self._writer(reason, self._store)
         if self._has_room_for(state):
             try:
                 self._saver.begin(state, steady=steady, write=write)
@@ -310,11 +312,11 @@ class Saving:
     def _captured(self) -> dict[str, Any]:
         return {**self._state.capture(), "versions": versions()}
 
-    def _writer(self, reason: str) -> Callable[[Mapping[str, Any]], Saved]:
+    def _writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
         step = self._state.committed_step
         return partial(
-            self._store.save,
+            store.save,
             step=step,
             epoch=self._workload.length.epoch_of(step),
             samples=self._state.samples,
@@ -329,25 +331,18 @@ class Saving:
             order=self._state.order_version,
         )
 
-    def _save_at_once(self, reason: str) -> Saved:
+    def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         began_ns = self._enter()
         try:
-            return self._writer(reason)(self._captured())
+            return self._writer(reason, store)(self._captured())
         finally:
             self._leave(began_ns)
 
-    def _save_persistently(self, reason: str) -> Saved:
-        """No later save makes up for the last one: what may be a passing error is tried again."""
-        for pause_s in LAST_SAVE_PAUSES_S:
-            try:
-                return self._save_at_once(reason)
-            except FaultError as error:
-                is_of_disk = error.fault.kind is FaultKind.STORAGE_FAILED
-                if not is_of_disk or self._runtime.slot.get(Cell.CONDEMNED):
-                    raise
-                self._disk_faults.warn(error.fault, f"tried again in {pause_s:g} s")
-            time.sleep(pause_s)
-        return self._save_at_once(reason)
+    def _save_last(self, reason: str, *, compare_s: float = 0.0) -> Fault | None:
+        """Save, if need be elsewhere: then what the disk says that has the other checkpoints."""
+        saved, refusal = self._last.make(partial(self._save_at_once, reason=reason), reason=reason)
+        self._report(saved, compare_s=compare_s, is_rescued=refusal is not None)
+        return refusal
 
     def _collect(self, *, timeout_s: float | None) -> None:
         """Report the save under way if it ends within the time."""
@@ -391,7 +386,12 @@ class Saving:
         self._disk_faults.warn(fault, f"training goes on{pause}")
 
     def _report(
-        self, saved: Saved, *, blocked_s: float | None = None, compare_s: float = 0.0
+        self,
+        saved: Saved,
+        *,
+        blocked_s: float | None = None,
+        compare_s: float = 0.0,
+        is_rescued: bool = False,
     ) -> None:
         """``blocked_s``: what training waited beside the comparison, if not for the whole write."""
         self._failures = self._skips = 0
@@ -416,6 +416,7 @@ class Saving:
                 blocked_s=waited_s,
                 size_bytes=saved.manifest.size_bytes,
                 sha256=saved.manifest.sha256,
+                is_rescued=is_rescued,
             )
         )
 

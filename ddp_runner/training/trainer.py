@@ -62,6 +62,7 @@ from ddp_runner.training.feeding import (
     open_quarantine,
     waiting,
 )
+from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rehearsal import rehearse_threads
@@ -190,7 +191,8 @@ class DDPTrainer:
             if loaded is not None:
                 run_id = loaded.manifest.run_id
                 progress.checkpoint = str(loaded.path)
-                progress.checkpoint_step = state.committed_step
+                if loaded.path.parent.resolve() == store.directory.resolve():
+                    progress.checkpoint_step = state.committed_step  # else it is to be saved here
                 self._tell_of_old_order(state)
                 self._look_back(loaded, workload, state, progress)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
@@ -289,6 +291,8 @@ class DDPTrainer:
             )
             self._tuning_mended, self._short_of_memory_in = None, ""
             open_quarantine(parts, is_first=not self._began)
+            if group.rank == 0 and generation.membership.generation == 1:
+                warn_of_room(parts.state, parts.store, self._runtime)
             session = Session(parts, group=group)
             self._began = True
             with contextlib.closing(session):

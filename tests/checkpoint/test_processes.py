@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,16 +141,41 @@ def test_a_full_disk_is_a_storage_fault(tmp_path, disk):
 
 
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path):
-    """A disk without room for the estimate is refused with both figures; nothing is touched."""
+    """A disk without room for the tensors is refused with all figures; nothing is touched."""
 
     class Full(RealDisk):
         def free_bytes(self, directory: Path) -> int:
-            return 1_000_000
+            return 50
 
     save(tmp_path, 10)
-    with pytest.raises(FaultError, match=r"bytes are needed and 1,000,000 are free") as caught:
+    with pytest.raises(FaultError, match=r"bytes are needed and 50 are free: free ") as caught:
         save(tmp_path, 20, disk=Full())
     _check_refused(tmp_path, caught.value.fault.cause)
+
+
+def test_no_reserve_is_kept_from_a_save_that_fits(tmp_path):
+    """A real disk of 64 kB takes a checkpoint of 60 bytes; one that is really full says what is missing."""
+    with small_disk(tmp_path / "disk", size_kb=64):
+        saved = save(tmp_path / "disk", 10)
+        assert saved.path.stat().st_size < 64 * 1024
+        filler = tmp_path / "disk" / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        with pytest.raises(FaultError, match="No space left on device") as caught:
+            save(tmp_path / "disk", 20)
+        assert f"more in {tmp_path / 'disk'})" in caught.value.fault.cause
+        filler.unlink()
+        assert save(tmp_path / "disk", 20).path.is_file()
+
+
+def test_a_system_that_cannot_say_what_is_free_is_asked_to_write(tmp_path, monkeypatch):
+    """Some network file systems tell of no room at all; control: one that has none is believed."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
+    assert save(tmp_path, 10).path.is_file()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=9, used=9, free=0))
+    with pytest.raises(FaultError, match="are free"):
+        save(tmp_path, 20)
 
 
 def test_a_directory_that_is_a_file_is_a_storage_fault(tmp_path):

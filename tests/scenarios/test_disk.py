@@ -103,17 +103,20 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
 
 
 def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
-    """Work that cannot be kept is no success, told in one line; the checkpoint before is untouched."""
-    last = f"step={STEPS - 1},phase=optimizer,seconds=100"
+    """Work that no place takes is no success, told in one line; the checkpoint before is untouched."""
+    last = f"step={STEPS - 1},phase=optimizer,seconds=1000"
     hold = tmp_path / HOLD_NAME
     hold.write_text(str(STEPS - 5))
-    with Run(tmp_path, *SETTINGS, *injected(f"disk_full:rank=0,{last}")) as run:
+    harm = (*injected(f"disk_full:rank=0,{last}"), "recovery.checkpoint_timeout_s=2")
+    with Run(tmp_path, *SETTINGS, *harm) as run:
         run.wait_for_checkpoint(10)
         hold.unlink()
         assert run.wait() == 1, run.console
     assert f"step_{STEPS:08d}.pt" in run.console
     (error,) = [line for line in run.console.splitlines() if line.startswith("ERROR")]
-    assert "File too large" in error
+    assert error.count("File too large") == 2
+    assert "nor elsewhere" in error
+    assert f"step {STEPS} could not be saved: the disk refuses it; newest checkpoint" in run.console
     assert "Traceback" not in run.console, run.console
     log = (run.logs / "rank_0.log").read_text(encoding="utf-8")
     assert log.count("Traceback (most recent call last)") >= 1, "where it failed is in the file"
@@ -127,7 +130,7 @@ def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(peace, tmp_path
     # No other save, which the error could meet where it is still being written.
     alone = ("save_every_steps=0", "save_interval=0")
     run = finish(tmp_path, *injected(f"disk_error:rank=0,{last}"), *alone)
-    assert f"step_{STEPS:08d}.pt: Input/output error; tried again in 0.2 s" in run.console
+    assert f"step_{STEPS:08d}.pt: Input/output error; tried again for 600 s" in run.console
     assert saved(run)[-1] == STEPS
     assert run.digest == peace(2).digest
     assert STEPS in verified_steps(run)
@@ -161,7 +164,7 @@ def read_only(directory):
 
 def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_path):
     """Every step is trained; then exit 1 with the file, and what was saved before is whole."""
-    few = ("--max-steps", 36, "save_interval=0", "task.pace_s=0.1")
+    few = ("--max-steps", 36, "save_interval=0", "task.pace_s=0.1", "checkpoint_timeout_s=3")
     hold = tmp_path / HOLD_NAME
     hold.write_text("20")  # before the next save
     with Run(tmp_path, *SETTINGS, *few) as run:
@@ -170,9 +173,62 @@ def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_p
             hold.unlink()
             assert run.wait() == 1, run.console
     assert "Read-only file system; training goes on" in run.console
-    assert "step_00000036.pt" in run.console
+    (rescued,) = run.logs.glob("rescued_*/step_00000036.pt")
+    assert f"go on from it with --resume {rescued}" in run.console
     assert sorted(run.audit(2)[0]) == list(range(1, 37))
     assert max(verified_steps(run)) < 36
+
+
+@contextlib.contextmanager
+def full(directory):
+    """The directory's disk with no byte left, until the block ends."""
+    filler = directory / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    yield
+    filler.unlink()
+
+
+FEW = ("--max-steps", 24, "save_every_steps=0", "save_interval=0")
+
+
+def test_a_finished_run_waits_for_a_disk_that_is_full(made_once, tmp_path):
+    """Said with what to free and where; freed in time, nothing is lost but that time."""
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("12")
+    with small_disk(tmp_path / "checkpoints", size_kb=512):
+        with Run(tmp_path, *SETTINGS, *FEW) as run:
+            run.wait_for_step(8)
+            with full(run.checkpoints):
+                hold.unlink()
+                poll(lambda: "tried again for 600 s" in run.console, what="the line that says so")
+            assert run.wait() == 0, run.console
+        assert f"more in {run.checkpoints})" in run.console
+        assert verified_steps(run) == [24]
+        assert run.digest == made_once(*SETTINGS, *FEW).digest
+
+
+def test_a_finished_run_is_kept_elsewhere_where_its_disk_stays_full(made_once, tmp_path):
+    """Where --rescue-dir says; exit 1, and the last line has the option that goes on from the file."""
+    hold = tmp_path / HOLD_NAME
+    hold.write_text("12")
+    rescue = ("--rescue-dir", tmp_path / "spare_disk")
+    with small_disk(tmp_path / "checkpoints", size_kb=256):
+        with Run(tmp_path, *SETTINGS, *FEW, *rescue, "checkpoint_timeout_s=2") as run:
+            run.wait_for_step(8)
+            with full(run.checkpoints):
+                hold.unlink()
+                assert run.wait() == 1, run.console
+        assert "5 checkpoints of about" in run.console, "said before training"
+        (rescued,) = (tmp_path / "spare_disk").glob("rescued_*/step_00000024.pt")
+        assert run.summary()["checkpoint"] == str(rescued)
+        assert run.summary()["checkpoint_step"] == 24
+        words = f"go on from it with --resume {rescued}"
+        assert run.console.index("ERROR") < run.console.rindex(words)
+        with Run(tmp_path, *SETTINGS, "--max-steps", 30, "--resume", rescued) as again:
+            assert again.wait() == 0, again.console
+        assert "resumed at step 24" in again.console
 
 
 def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_path):

@@ -1,0 +1,141 @@
+"""The save after which there is none: tried for a while, then elsewhere. And whether there is room at all.
+
+No later save makes up for the last one, and people need time to free a disk that is full.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_runner.checkpoint.codec import stored_bytes
+from ddp_runner.checkpoint.disk import Disk
+from ddp_runner.checkpoint.store import CheckpointStore, Saved
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.format import byte_size
+from ddp_runner.training.disk_faults import DiskFaults
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
+
+BEFORE_END = (
+    "before_end"  # the reason of a save that a rank makes alone, since the run cannot go on
+)
+FIRST_PAUSES_S = (0.2, 1.0, 2.0)  # what may be a passing error
+PAUSE_S = 5.0
+TOLD_EVERY_S = 60.0
+_MOMENTS = 2  # of AdamW, each of the size of what it updates
+
+Save = Callable[[CheckpointStore], Saved]
+
+
+class LastSave:
+    """One rank's. All calls come from the training thread."""
+
+    def __init__(
+        self, settings: Settings, store: CheckpointStore, runtime: Runtime, *, told: DiskFaults
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._runtime = runtime
+        self._told = told
+
+    def make(self, save: Save, *, reason: str) -> tuple[Saved, Fault | None]:
+        """Save where the other checkpoints are, or else elsewhere: then with the fault of the first place.
+
+        Blocks for as long as the disk may take to be freed. Raises FaultError where nobody takes it.
+        """
+        try:
+            return self._save_patiently(save, limit_s=self._limit_s(reason)), None
+        except FaultError as error:
+            if not self._is_of_disk(error):
+                raise
+            return self._rescued(save, error.fault)
+
+    def _limit_s(self, reason: str) -> float:
+        recovery = self._settings.recovery
+        if reason == StopReason.COMPLETED.value:
+            return recovery.checkpoint_timeout_s
+        if reason == BEFORE_END:
+            return recovery.checkpoint_timeout_s / 2  # which has to do for the other place as well
+        return min(recovery.checkpoint_timeout_s, recovery.stop_timeout_s / 2)
+
+    def _save_patiently(self, save: Save, *, limit_s: float) -> Saved:
+        began_s = time.monotonic()
+        tell_at_s = began_s
+        may_hurry = self._runtime.stop_asked() is None  # once a stop is asked for, nobody will wait
+        for pause_s in itertools.chain(FIRST_PAUSES_S, itertools.repeat(PAUSE_S)):
+            try:
+                return save(self._store)
+            except FaultError as error:
+                now_s = time.monotonic()
+                left_s = began_s + limit_s - now_s
+                is_hurried = may_hurry and self._runtime.stop_asked() is not None
+                if not self._is_of_disk(error) or left_s <= 0 or is_hurried:
+                    raise
+                if now_s >= tell_at_s:
+                    tell_at_s = now_s + TOLD_EVERY_S
+                    self._told.warn(error.fault, f"tried again for {left_s:.0f} s")
+            time.sleep(min(pause_s, left_s))
+        raise AssertionError("the pauses have no end")
+
+    def _rescued(self, save: Save, fault: Fault) -> tuple[Saved, Fault]:
+        folder = rescue_folder(self._settings, self._runtime.run_id)
+        store = CheckpointStore(folder, keep_last=self._store.keep_last, disk=self._runtime.disk)
+        try:
+            saved = save(store)
+        except FaultError as error:
+            raise FaultError(
+                replace(fault, cause=f"{fault.cause}; nor elsewhere: {error.fault.cause}")
+            ) from error
+        remedy = f"saved as {saved.path} instead: go on from it with --resume {saved.path}"
+        return saved, replace(fault, cause=f"{fault.cause}; {remedy}")
+
+    def _is_of_disk(self, error: FaultError) -> bool:
+        """Whether a disk has refused it, and not the fence of a rank that is about to be killed."""
+        is_of_disk = error.fault.kind is FaultKind.STORAGE_FAILED
+        return is_of_disk and not self._runtime.slot.get(Cell.CONDEMNED)
+
+
+def rescue_folder(settings: Settings, run_id: str) -> Path:
+    """Where a save goes that its own disk refuses: of this run alone, since it sets nothing aside there."""
+    base = settings.checkpoint.rescue_dir or settings.run.log_dir
+    return Path(base) / f"rescued_{run_id}"
+
+
+def warn_of_room(state: TrainState, store: CheckpointStore, runtime: Runtime) -> None:
+    """Say now what the first save would, or a later one, when hours of training are behind it."""
+    if warning := room_warning(state, store, runtime.disk):
+        runtime.logger.warning(warning)
+
+
+def room_warning(state: TrainState, store: CheckpointStore, disk: Disk) -> str:
+    """A line where the disk will not take the checkpoints that are to come; empty where it will.
+
+    There are ``keep_last`` and the best one, while the next is being written.
+    """
+    needed_bytes = stored_bytes(state.capture())
+    if not state.optimizer.state:
+        sizes = (tensor.numel() * tensor.element_size() for tensor in state.trainable())
+        needed_bytes += _MOMENTS * sum(sizes)
+    try:
+        free_bytes = disk.free_bytes(store.directory)
+        kept = [entry.path.stat().st_size for entry in store.catalog.entries() if not entry.problem]
+    except OSError:
+        return ""  # the first save tells
+    size, room = byte_size(needed_bytes), f"{byte_size(free_bytes)} are free in {store.directory}"
+    if free_bytes < needed_bytes:
+        missing = byte_size(needed_bytes - free_bytes)
+        return f"a checkpoint takes about {size}, and {room}: free {missing} or none can be saved"
+    count = store.keep_last + 2
+    if free_bytes + sum(kept) < count * needed_bytes:
+        return (
+            f"{count} checkpoints of about {size} are kept or written at a time, and {room}: "
+            "later saves may fail"
+        )
+    return ""

@@ -1,0 +1,152 @@
+"""The save after which there is none: tried for a while, then elsewhere; and what is said of room at all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config import from_flat
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.training import last_save
+from ddp_runner.training.disk_faults import DiskFaults
+from ddp_runner.training.last_save import BEFORE_END, LastSave, room_warning
+from tests.checkpoint.states import facts_of, state_of
+from tests.disks import small_disk
+
+from .building import build_state
+from .test_saving import RecordingRuntime
+
+COMPLETED = StopReason.COMPLETED.value
+STEP = 20
+
+
+class Disk:
+    """Refuses the first ``count`` saves in the folder of checkpoints, and ``elsewhere`` or not."""
+
+    def __init__(self, folder, *, count, elsewhere=False, kind=FaultKind.STORAGE_FAILED):
+        self._home = folder / "checkpoints"
+        self._count, self._elsewhere, self._kind = count, elsewhere, kind
+        self.tries = 0
+
+    def save(self, store):
+        is_home = store.directory == self._home
+        self.tries += is_home
+        if self.tries <= self._count if is_home else self._elsewhere:
+            cause = f"{store.directory}: no room"
+            raise FaultError(Fault(kind=self._kind, rank=-1, step=STEP, cause=cause))
+        return store.save(state_of(STEP), **facts_of(STEP))
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """``make(disk, reason, **settings)``: the last save of a rank; what it has said is its ``log``."""
+    monkeypatch.setattr(last_save, "FIRST_PAUSES_S", (0.01,))
+    monkeypatch.setattr(last_save, "PAUSE_S", 0.02)
+    runtime = RecordingRuntime(tmp_path)
+    runtime.run_id = "run-1"
+
+    def made(disk, reason=COMPLETED, **settings):
+        store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
+        asked = from_flat({"log_dir": str(tmp_path / "logs"), **settings})
+        told = DiskFaults(SimpleNamespace(committed_step=STEP), runtime)
+        return LastSave(asked, store, runtime, told=told).make(disk.save, reason=reason)
+
+    made.runtime, made.log = runtime, runtime.log
+    return made
+
+
+def step_in(path):
+    return CheckpointStore(Path(path).parent, keep_last=1).load(str(path)).manifest.step
+
+
+def test_what_is_freed_in_time_is_saved_where_it_belongs(make, tmp_path):
+    """However often it was refused; said once, with the time that is left."""
+    saved, refusal = make(Disk(tmp_path, count=6))
+    assert (refusal, saved.path.parent) == (None, tmp_path / "checkpoints")
+    assert make.log().count("no room; tried again for 600 s") == 1
+
+
+@pytest.mark.parametrize("rescue_dir", ["", "rescue"])
+def test_what_is_not_freed_is_saved_elsewhere(make, tmp_path, rescue_dir):
+    """In the log directory or where it was wished, in a folder of this run; and how to resume it is said."""
+    wished = {"checkpoint.rescue_dir": str(tmp_path / rescue_dir)} if rescue_dir else {}
+    saved, refusal = make(Disk(tmp_path, count=10**9), **wished, checkpoint_timeout_s=0.1)
+    assert saved.path.parent == tmp_path / (rescue_dir or "logs") / "rescued_run-1"
+    assert step_in(saved.path) == STEP
+    assert refusal.cause.startswith(f"{tmp_path / 'checkpoints'}: no room; saved as {saved.path}")
+    assert refusal.cause.endswith(f"--resume {saved.path}")
+
+
+def test_where_no_place_takes_it_both_reasons_are_told(make, tmp_path):
+    """Only then is the work lost."""
+    disk = Disk(tmp_path, count=10**9, elsewhere=True)
+    with pytest.raises(FaultError) as caught:
+        make(disk, checkpoint_timeout_s=0.1)
+    home, elsewhere = tmp_path / "checkpoints", tmp_path / "logs" / "rescued_run-1"
+    assert caught.value.fault.cause == f"{home}: no room; nor elsewhere: {elsewhere}: no room"
+    assert disk.tries > 2
+
+
+@pytest.mark.parametrize(
+    ("reason", "limits"),
+    [
+        (COMPLETED, {"checkpoint_timeout_s": 0.4}),
+        (BEFORE_END, {"checkpoint_timeout_s": 0.8}),
+        (StopReason.PREEMPTED.value, {"stop_timeout_s": 0.8}),
+    ],
+)
+def test_each_end_grants_the_time_that_it_has(make, tmp_path, reason, limits):
+    """A last save at the end all of it; one before an end, or in a stop, leaves some for the other place."""
+    began_s = time.monotonic()
+    make(Disk(tmp_path, count=10**9), reason, **limits)
+    assert time.monotonic() - began_s >= 0.4
+    assert "tried again for 0 s" in make.log()
+
+
+def test_who_asks_for_a_stop_meanwhile_need_not_wait(make, tmp_path, monkeypatch):
+    """The other place is taken at once; control: a stop that was asked for before changes nothing."""
+    asked = iter([None, None, StopReason.INTERRUPTED])
+    monkeypatch.setattr(make.runtime, "stop_asked", lambda: next(asked))
+    disk = Disk(tmp_path, count=10**9)
+    assert make(disk)[1] is not None
+    assert disk.tries == 2
+    monkeypatch.setattr(make.runtime, "stop_asked", lambda: StopReason.INTERRUPTED)
+    assert make(Disk(tmp_path, count=4), "interrupted")[1] is None
+
+
+def test_what_no_disk_has_refused_is_raised_at_once(make, tmp_path):
+    """Nor does a rank try again that is about to be killed."""
+    disk = Disk(tmp_path, count=10**9, kind=FaultKind.CHECKPOINT_BAD)
+    with pytest.raises(FaultError, match="no room"):
+        make(disk)
+    make.runtime.slot.set(Cell.CONDEMNED, 1)
+    fenced = Disk(tmp_path, count=10**9)
+    with pytest.raises(FaultError, match="no room"):
+        make(fenced)
+    assert (disk.tries, fenced.tries) == (1, 1)
+
+
+def test_too_little_room_is_told_before_training(tmp_path):
+    """For one checkpoint, or for those that are kept; control: enough says nothing."""
+    state = build_state()
+    folder = tmp_path / "disk"
+    with small_disk(folder, size_kb=64 * 1024):
+        store = CheckpointStore(folder, keep_last=3)
+        assert room_warning(state, store, RealDisk()) == ""
+        with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(b"x" * 4096)
+        warning = room_warning(state, store, RealDisk())
+        assert warning.startswith("a checkpoint takes about ")
+        assert f"0 B are free in {folder}: free " in warning
+        (folder / "filler").write_bytes(b"x" * (64 - 20) * 2**20)
+        warning = room_warning(state, store, RealDisk())
+        assert warning.startswith("5 checkpoints of about "), warning
