@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.config.naming import LATEST, LOGS, has_folders_of_its_name, is_name
@@ -17,6 +18,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import RunSettings
 from ddp_runner.run_files import (
     RefusedFileError,
+    is_named,
     open_lock,
     open_new,
     open_to_change,
@@ -62,6 +64,16 @@ def latest_logs(root: Path = Path(LOGS)) -> Path | None:
     return root / name if is_name(name) and (root / name).is_dir() else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderChange:
+    """What became of a folder of a live run. ``is_new``: it was removed, and is there again, empty."""
+
+    option: str
+    folder: Path
+    text: str
+    is_new: bool = False
+
+
 class DirectoryLock:
     """An exclusive flock(2) on a directory. The kernel drops it with the process."""
 
@@ -77,6 +89,8 @@ class DirectoryLock:
         self._option = option
         self._way_on = way_on
         self._descriptor = -1
+        self._folder: os.stat_result | None = None  # that was locked
+        self._trouble = ""
 
     def refuse_if_held(self) -> None:
         """Raise BadInputError if another live run holds the directory. Creates nothing."""
@@ -113,8 +127,48 @@ class DirectoryLock:
             os.close(descriptor)
             raise
         self._descriptor = descriptor
+        self._folder = self._path.parent.stat()
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    @property
+    def is_of_another_folder(self) -> bool:
+        """Whether the lock that is held is not, any more, the one that others would find."""
+        return self._descriptor >= 0 and not is_named(self._descriptor, self._path)
+
+    def renew(self) -> FolderChange | None:
+        """Make the folder again if it is gone, and lock the one that is there. What there is to say.
+
+        Where that fails the old lock is kept, and the next call tries again; it is said once.
+        """
+        # INVARIANT lock-of-now: the lock is of the folder that is there now.
+        # Broken if: a folder that was removed or moved away is written to again without its lock.
+        # Guarded by: test_folders_that_are_removed_are_made_again_and_locked.
+        folder, old = self._path.parent, self._descriptor
+        is_new = not self._is_the_folder(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.acquire()
+        except (OSError, BadInputError) as error:
+            return self._said_once(f"{folder} was removed, and cannot be locked again: {error}")
+        os.close(old)
+        self._trouble = ""
+        text = f"{folder} was removed or moved away: it is made again"
+        if not is_new:
+            text = f"the lock of {folder} was removed: it is locked again"
+        return FolderChange(option=self._option, folder=folder, text=text, is_new=is_new)
+
+    def _is_the_folder(self, folder: Path) -> bool:
+        try:
+            return self._folder is not None and os.path.samestat(folder.stat(), self._folder)
+        except OSError:
+            return False
+
+    def _said_once(self, text: str) -> FolderChange | None:
+        if text == self._trouble:
+            return None
+        self._trouble = text
+        return FolderChange(option=self._option, folder=self._path.parent, text=text)
 
     def release(self) -> None:
         """Let go; the file stays, since removing it would race with the next run."""
@@ -177,6 +231,18 @@ class RunDirectories:
             raise
         except OSError:
             pass  # worth no run: such a disk takes no lines either
+        self._point()
+
+    def look(self) -> list[FolderChange]:
+        """Make and lock again what was removed since; what there is to say of it. Raises nothing."""
+        locks = (self._checkpoints, self._logs)
+        lost = [lock for lock in locks if lock.is_of_another_folder]
+        changes = [change for lock in lost if (change := lock.renew()) is not None]
+        if self._logs in lost:
+            self._point()
+        return changes
+
+    def _point(self) -> None:
         if Path(self._run.log_dir).parent == Path(LOGS):
             with contextlib.suppress(OSError):  # a convenience: no run ends for want of it
                 point_latest(Path(self._run.log_dir))

@@ -75,6 +75,25 @@ def open_lock(path: Path) -> int:
     return descriptor
 
 
+def is_named(descriptor: int, path: Path) -> bool:
+    """Whether ``path`` still leads to the open file: it was not removed, moved away or replaced."""
+    held = os.fstat(descriptor)
+    try:
+        named = path.lstat()
+    except OSError:
+        return False
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+
+def open_to_append_anywhere(path: Path) -> int:
+    """As :func:`open_to_append`; a folder that was removed meanwhile is made again."""
+    try:
+        return open_to_append(path)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open_to_append(path)
+
+
 def _open_regular(path: Path, flags: int, *, mode: int = FILE_MODE) -> int:
     # Without O_NONBLOCK, opening a pipe waits until somebody opens its other end.
     try:

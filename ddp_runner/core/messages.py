@@ -73,6 +73,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReopenLog:
+    """Supervisor -> rank: your log file was removed or moved away; write to a new one of that name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveAlone:
     """Supervisor -> rank outside a generation: none comes any more; save what you have, with nobody else."""
 
@@ -319,6 +324,7 @@ Message = (
     | CollectivesBegun
     | Stop
     | Checkpoint
+    | ReopenLog
     | SaveAlone
     | Inject
     | Injected
@@ -350,6 +356,7 @@ _TYPES: dict[str, type[Message]] = {
         CollectivesBegun,
         Stop,
         Checkpoint,
+        ReopenLog,
         SaveAlone,
         Inject,
         Injected,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ddp_runner.run_files import open_to_append, reading
+from ddp_runner.run_files import is_named, open_to_append_anywhere, reading
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,6 +91,8 @@ class LineFile:
     def append(self, line: bytes) -> bool:
         """Append ``line``, which ends with a newline; False where it was given up."""
         try:
+            if self._fd is not None and not is_named(self._fd, self._path):
+                self.close()  # removed, or moved away: whoever looks for it finds a new one
             if self._fd is None:
                 self._open()
             self._write(line)
@@ -108,7 +110,7 @@ class LineFile:
 
     def _open(self) -> None:
         self._torn = ends_torn(self._path)
-        self._fd = open_to_append(self._path)
+        self._fd = open_to_append_anywhere(self._path)
 
     def _write(self, line: bytes) -> None:
         assert self._fd is not None

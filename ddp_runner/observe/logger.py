@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.observe.files import ends_torn
-from ddp_runner.run_files import open_to_append
+from ddp_runner.run_files import is_named, open_to_append, open_to_append_anywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +108,7 @@ class DDPLogger:
         self._debug = debug
         self._stream: TextIO | None = stream
         self._fd: int | None = None
-        self._owns_fd = path is not None
+        self._path = path
         if path is not None:
             torn = ends_torn(path)
             self._fd = open_to_append(path)
@@ -148,7 +148,7 @@ class DDPLogger:
 
     def close(self) -> None:
         """Close the file, if this logger opened one; standard error stays open."""
-        if self._owns_fd and self._fd is not None:
+        if self._path is not None and self._fd is not None:
             os.close(self._fd)
         self._fd, self._stream = None, None
 
@@ -173,6 +173,8 @@ class DDPLogger:
     def _write(self, text: str) -> bool:
         try:
             if self._fd is not None:
+                if self._path is not None and not is_named(self._fd, self._path):
+                    self._reopen(self._path)
                 data = text.encode(errors="backslashreplace")
                 return os.write(self._fd, data) == len(data)
             if self._stream is not None:
@@ -182,6 +184,13 @@ class DDPLogger:
         except (OSError, ValueError):
             return False  # a full disk or a closed stream: counted, and training goes on
         return False
+
+    def _reopen(self, path: Path) -> None:
+        """Write to a new file where ours was removed or moved away. Raises OSError, and keeps ours then."""
+        new = open_to_append_anywhere(path)
+        assert self._fd is not None
+        os.dup2(new, self._fd, inheritable=False)  # at once, for every thread that writes
+        os.close(new)
 
 
 def _local_now() -> datetime:

@@ -102,6 +102,7 @@ class OutsideRuntime(LocalRuntime):
         self._clock = _boot()
         self._stop: StopReason | None = None
         self._save_is_asked = False
+        self.directories: RunDirectories | None = None  # where this rank has taken hold of them
         self._store: TCPStore | None = None
         is_first = place.rank == 0
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
@@ -134,6 +135,7 @@ class OutsideRuntime(LocalRuntime):
     def tell(self, message: Message) -> None:
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
         message = without_secrets_in(message, self.logger.hidden)
+        self._look_after_folders(message)
         self._keep_time(message)
         self._told.keep(message)
         if isinstance(message, Adjusted) and self.place.rank == 0 and message.remedy:
@@ -143,6 +145,14 @@ class OutsideRuntime(LocalRuntime):
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
             sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
             sys.stdout.flush()
+
+    def _look_after_folders(self, message: Message) -> None:
+        """Have those that somebody removed made again; rank 0 holds their locks."""
+        if self.directories is not None and isinstance(message, (Metrics, Saved)):
+            for change in self.directories.look():
+                self.logger.warning(change.text)
+                if change.is_new and change.option == "--checkpoint-dir":
+                    self._save_is_asked = True
 
     def _keep_time(self, message: Message) -> None:
         """Write down where the time went, at what a later restart may go on from, and now and then."""
@@ -210,6 +220,8 @@ def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:
         directories.claim(patience_s=_PREDECESSOR_ENDS_S)
     _share_cores(settings, place, cores=cores)
     runtime = OutsideRuntime(place=place, settings=settings)
+    if place.rank == 0:
+        runtime.directories = directories
     install_root_handler(runtime.logger)
     resume = runtime.resume_word(settings.run.resume)
     settings = replace(settings, run=replace(settings.run, resume=resume))

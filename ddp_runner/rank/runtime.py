@@ -39,6 +39,7 @@ from ddp_runner.core.messages import (
     LoaderWorkers,
     Message,
     Ready,
+    ReopenLog,
     SaveAlone,
     Stacks,
     Stop,
@@ -49,7 +50,7 @@ from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.fenced_disk import FencedDisk
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
-from ddp_runner.run_files import open_to_append
+from ddp_runner.run_files import open_to_append, open_to_append_anywhere
 from ddp_runner.training.runtime import Generation, Place, without_secrets_in
 
 
@@ -60,6 +61,7 @@ class StartupOutput:
         self._descriptor = descriptor
         self._path = path
         self._attached = False
+        self._log: os.stat_result | None = None  # the file that is written to
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
 
@@ -81,6 +83,23 @@ class StartupOutput:
                 os.write(log, said)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        self._log = os.fstat(log)
+        os.close(log)
+
+    def reopen(self) -> None:
+        """Write to a new file, the old one was removed or moved away; what else 1 or 2 are stays."""
+        before = self._log
+        if before is None:
+            return
+        try:
+            log = open_to_append_anywhere(self._path)
+        except OSError:
+            return  # as above
+        self._log = os.fstat(log)
+        for descriptor in (1, 2):
+            with contextlib.suppress(OSError):  # user code has closed it
+                if os.path.samestat(os.fstat(descriptor), before):
+                    os.dup2(log, descriptor)
         os.close(log)
 
 
@@ -208,7 +227,7 @@ class SupervisedRuntime:
         finally:
             os._exit(1)
 
-    def _act(self, message: Message) -> None:
+    def _act(self, message: Message) -> None:  # noqa: C901 - one row a message
         match message:
             case Form():
                 generation = Generation(
@@ -229,6 +248,8 @@ class SupervisedRuntime:
                 self._stop = reason
             case Checkpoint():
                 self._save.set()
+            case ReopenLog():
+                self._output.reopen()
             case SaveAlone():
                 self._forms.put(None)
             case Inject(kind=kind, number=number):

@@ -105,6 +105,13 @@ class RankHandle:
         step = EMPTY_STEP if self.ready is None else self.ready.committed_step
         return Standing(rank=self.rank, committed_step=step)
 
+    def log_is_gone(self) -> bool:
+        """Whether somebody has removed its log file, or moved it away."""
+        if os.path.lexists(self._log_path):
+            return False
+        self._log_begin = 0
+        return True
+
     def open_lines(self, *, token: int, now_s: float) -> tuple[int, int]:
         """New channel and output for a new process; the child's ends, for the fork request."""
         self.close_lines()

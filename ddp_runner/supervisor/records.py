@@ -81,12 +81,17 @@ class Records:
         directory = Path(self._settings.run.log_dir)
         remove_temporary_files(directory)
         if not self._keeps_result:
-            with contextlib.suppress(OSError):  # worth having, never worth a run
-                replace_file(directory / "config.yaml", config.to_yaml(self._settings).encode())
+            self.write_config()
         for rank in range(self._ranks):
             path = directory / f"rank_{rank}.log"
             if os.path.lexists(path) and not is_regular(path):
                 self.warn_console(f"{path} is no regular file: what rank {rank} says is not kept")
+
+    def write_config(self) -> None:
+        """Write config.yaml."""
+        path = Path(self._settings.run.log_dir) / "config.yaml"
+        with contextlib.suppress(OSError):  # worth having, never worth a run
+            replace_file(path, config.to_yaml(self._settings).encode())
 
     def event(self, event: str, *, cause: int | None = None, **fields: Any) -> int:
         """Journal an event; its id, or -1 while it is held back."""

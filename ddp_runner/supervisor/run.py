@@ -25,6 +25,7 @@ from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.children import end_descendants, reap_children
 from ddp_runner.supervisor.claim import remove_temporary_files
+from ddp_runner.supervisor.folders import FolderKeeper
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.supervisor import Supervisor
@@ -129,6 +130,12 @@ class _Loop:
         self._records = supervisor.records
         self._signals = signals
         self._selector = selector
+        self._folders = FolderKeeper(
+            supervisor.directories,
+            world=supervisor.world,
+            records=supervisor.records,
+            ask_save=supervisor.ask_save,
+        )
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
@@ -193,7 +200,12 @@ class _Loop:
         self._records.show(view)
         if now_s - self._status_at_s >= STATUS_INTERVAL_S:
             self._status_at_s = now_s
+            self._look_after_folders()
             self._records.status(view)
+
+    def _look_after_folders(self) -> None:
+        if self._records.may_write:
+            self._folders.look()
 
     def _view(self) -> RunView:
         supervisor = self._supervisor
@@ -216,6 +228,7 @@ class _Loop:
         if left:
             records.say(f"processes {left} would not end", level="ERROR")
         if records.may_write:
+            self._look_after_folders()
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
                 records.say(f"removed {path}, which a save that was cut off had left")
             supervisor.chronicle.saved_untold()

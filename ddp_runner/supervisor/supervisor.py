@@ -110,7 +110,7 @@ class Supervisor:
             records=records,
             published=published,
         )
-        self._directories = directories
+        self.directories = directories
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._signals = StopSignals()  # to this process, by a person or a scheduler
@@ -409,7 +409,7 @@ class Supervisor:
         assert first is not None
         self.facts.take_up(first.run_id or uuid.uuid4().hex[:12], self.plan.settings.run.log_dir)
         try:
-            self._directories.claim()
+            self.directories.claim()
         except BadInputError as error:
             self._end_as_bad_input(str(error))
             return False

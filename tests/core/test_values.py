@@ -27,6 +27,7 @@ SAMPLES = [
     messages.CollectivesBegun(rank=1, step=3, count=7),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
+    messages.ReopenLog(),
     messages.SaveAlone(),
     messages.Inject(kind="kill", number=3),
     messages.Injected(rank=0, number=1, kind="kill"),

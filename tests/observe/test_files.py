@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import pytest
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe import files
 from ddp_runner.observe.journal import Journal, MetricsFile
+from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.observe.status import StatusFile
 from ddp_runner.observe.summary import goodput, read_summary, write_summary
 from ddp_runner.observe.view import status_record
@@ -87,13 +89,41 @@ def full_disk(path):
 def test_a_full_disk_costs_lines_and_one_warning(tmp_path, monkeypatch):
     """Writes to a full disk are counted, warned about once, and never raised."""
     told = []
-    monkeypatch.setattr(files, "open_to_append", full_disk)
+    monkeypatch.setattr(files, "open_to_append_anywhere", full_disk)
     journal = Journal(tmp_path / "events.jsonl", warn=told.append)
     assert [journal.write("a"), journal.write("b"), journal.write("c")] == [0, 1, 2]
     journal.close()
     assert journal.lines_lost == 3
     assert len(told) == 1
     assert "No space left" in told[0]
+
+
+@pytest.mark.parametrize("gone", ["file", "folder", "moved"])
+def test_a_file_that_was_removed_is_made_again(tmp_path, gone):
+    """The next line is in a new file of that name, where people look for it; nothing is reported lost."""
+    folder, told = tmp_path / "logs", []
+    folder.mkdir()
+    journal = Journal(folder / "events.jsonl", warn=told.append)
+    journal.write("before")
+    with DDPLogger(rank=0, path=folder / "rank_0.log") as log:
+        log.info("before")
+        if gone == "file":
+            for path in folder.iterdir():
+                path.unlink()
+        else:
+            folder.rename(tmp_path / "moved")
+        if gone == "folder":
+            shutil.rmtree(tmp_path / "moved")
+        journal.write("after")
+        log.info("after")
+        journal.write("still")
+        log.info("still")
+        assert log.records_lost == 0
+    journal.close()
+    assert [line["event"] for line in read_lines(folder / "events.jsonl")] == ["after", "still"]
+    lines = (folder / "rank_0.log").read_text().splitlines()
+    assert [line.rpartition("| ")[2] for line in lines] == ["after", "still"]
+    assert (told, journal.lines_lost) == ([], 0)
 
 
 FULL_THEN_FREE = """

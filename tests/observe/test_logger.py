@@ -112,8 +112,9 @@ def test_a_stream_without_descriptor_works():
 
 def test_a_full_disk_costs_records_not_the_training(tmp_path, monkeypatch):
     """A record that does not fit is counted, and nothing is raised."""
-    full = "ddp_runner.observe.logger.open_to_append"
-    monkeypatch.setattr(full, lambda path: os.open("/dev/full", os.O_WRONLY))
+    for name in ("open_to_append", "open_to_append_anywhere"):
+        full = f"ddp_runner.observe.logger.{name}"
+        monkeypatch.setattr(full, lambda path: os.open("/dev/full", os.O_WRONLY))
     with DDPLogger(rank=0, path=tmp_path / "rank_0.log") as log:
         log.info("a")
         log.info("b")

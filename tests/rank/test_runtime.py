@@ -99,6 +99,27 @@ def test_a_log_file_of_an_earlier_process_is_continued(tmp_path):
     assert path.read_text(encoding="utf-8") == "old\nnew\n"
 
 
+def _lose_the_log(me, path):
+    output = StartupOutput(os.memfd_create("output"), path)
+    output.attach()
+    print("before", flush=True)
+    other = os.open(path.with_name("mine"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(other, 2)  # as user code may
+    path.unlink()
+    output.reopen()
+    output.reopen()
+    print("after", flush=True)
+    os.write(2, b"still mine\n")
+
+
+def test_a_log_file_that_was_removed_is_made_again(tmp_path):
+    """What is said afterwards is in a new one; what user code has put on a descriptor stays there."""
+    path = tmp_path / "rank_0.log"
+    run_ranks(_lose_the_log, 1, path)
+    assert path.read_text(encoding="utf-8") == "after\n"
+    assert path.with_name("mine").read_text(encoding="utf-8") == "still mine\n"
+
+
 def make_runtime(descriptor, path):
     return SupervisedRuntime(
         Channel.from_descriptor(descriptor),
