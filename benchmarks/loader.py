@@ -3,6 +3,8 @@
 Run by hand: ``python benchmarks/loader.py [--rounds 25] [--seconds 0.25]``. Both load the same samples in the
 same order; rounds alternate, so that a slow moment of the machine meets both. Prints medians.
 
+``python benchmarks/loader.py --waits`` does so for data that is waited for, with more workers than cores.
+
 ``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares SafeDataLoader in peace with itself while a
 worker gets SIGKILL every 2 seconds; the goal is a ratio of 0.9.
 """
@@ -55,6 +57,20 @@ class Decoded:
         for _ in range(self._passes):
             image = np.sqrt(image * image + np.float32(0.5)) - np.float32(0.1)
         return torch.from_numpy(image)
+
+
+class Remote:
+    """Samples that are waited for, as from a disk or over a network, and take no time of a core."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self._wait_s)
+        return torch.tensor(index)
 
 
 def per_sample_us(dataset: Any) -> float:
@@ -188,6 +204,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None, help="25; 3 in a storm")
     parser.add_argument("--seconds", type=float, default=None, help="0.25 per turn; 10 in a storm")
     parser.add_argument("--storm", action="store_true", help="a worker is killed every 2 seconds")
+    parser.add_argument("--waits", action="store_true", help="data that is waited for, 8 workers")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     datasets = {
@@ -198,13 +215,16 @@ def main() -> None:
     if asked.storm:
         storm(datasets, rounds=asked.rounds or 3, seconds=asked.seconds or 10.0)
         return
+    counts: tuple[int, ...] = (0, 1, 2)
+    if asked.waits:
+        datasets, counts = {"wait 5 ms": Remote(0.005)}, (2, 8)
     asked.rounds, asked.seconds = asked.rounds or 25, asked.seconds or 0.25
     print(f"torch {torch.__version__}, batch {BATCH}, medians of {asked.rounds}; samples/s")
     print(
         f"{'dataset':<14} {'workers':>7} {'plain':>9} {'safe':>9} {'ratio':>6}  {'middle half':>13}"
     )
     for name, dataset in datasets.items():
-        for workers in (0, 1, 2):
+        for workers in counts:
             pairs = compare(dataset, workers=workers, rounds=asked.rounds, seconds=asked.seconds)
             theirs, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
             ratios = sorted(pair[1] / pair[0] for pair in pairs)

@@ -89,6 +89,7 @@ def test_every_preset_is_legal(preset, tmp_path, monkeypatch):
     ("name", "text", "key", "value"),
     [
         ("num_workers", "2", "data.num_workers", 2),
+        ("num_workers", "auto", "data.num_workers", "auto"),
         ("data.num_workers", "2", "data.num_workers", 2),
         ("--num-workers", "2", "data.num_workers", 2),
         ("hidden_size", "64", "model.hidden_size", 64),

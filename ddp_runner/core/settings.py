@@ -70,7 +70,9 @@ class DataSettings:
     path: str = ""  # file or folder of text; empty: the interpreter's standard library
     batch_size: Positive = 32  # samples per rank and step
     micro_batch_size: NonNegative = 0  # samples per forward; 0: batch_size
-    num_workers: NonNegative = 2  # per rank, cut to cores / ranks
+    num_workers: Literal["auto"] | NonNegative = (
+        "auto"  # per rank; auto: 2, or cores / ranks where that is less; a number is kept
+    )
     prefetch_factor: Positive = 2  # batches per worker
     pin_memory: bool = True  # only where there is a GPU
     loader_timeout_s: Seconds = 60.0  # longest wait for one batch

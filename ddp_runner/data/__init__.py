@@ -3,6 +3,7 @@
 order     seed and step -> the sample indices of that step; shares of ranks; micro-batches
 permutation  the order of an epoch: a keyed permutation, and the table of older runs
 source    one index batch -> loaded samples, seeded per sample; a failing sample becomes a value
+workers   how many of them a rank has
 worker    what a loader worker does first: die with its rank, ignore the run's signals
 transport from a worker to its rank: tensors in memory files, descriptors sent ahead
 files     those files: no name, no room in /dev/shm

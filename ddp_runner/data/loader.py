@@ -6,7 +6,6 @@ replaced here, inside ``take``, from exactly the batch that is due.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from ddp_runner.data.report import (
 )
 from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
 from ddp_runner.data.waiting import FilesUsedUpError, PoolError
+from ddp_runner.data.workers import WorkersAsked, cores_here, worker_count, worker_notes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["MicroBatch", "SafeDataLoader", "worker_count"]
+__all__ = ["MicroBatch", "SafeDataLoader"]
 
 _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a file
 
@@ -58,14 +58,6 @@ def _ignore(_what: object) -> None:
 
 def _ignore_wait() -> None:
     """Nobody asked."""
-
-
-def worker_count(*, num_workers: int, local_world_size: int, cores: int) -> int:
-    """``num_workers`` cut to this rank's part of the cores; one is left where any was asked for.
-
-    That one still keeps the user's loading code, and its crashes, out of the rank.
-    """
-    return min(num_workers, max(cores // local_world_size, 1))
 
 
 class SafeDataLoader:
@@ -93,7 +85,7 @@ class SafeDataLoader:
         total_steps: int,
         micro_batch_size: int,
         seed: int,
-        num_workers: int,
+        num_workers: WorkersAsked,
         local_world_size: int = 1,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
@@ -137,19 +129,15 @@ class SafeDataLoader:
             on_wait=on_wait,
             kills=self._kills,
         )
-        cores = _cores()
-        self.workers = worker_count(
-            num_workers=num_workers, local_world_size=local_world_size, cores=cores
-        )
+        cores = cores_here()
+        self.workers = worker_count(num_workers, local_world_size=local_world_size, cores=cores)
         self._workers_asked = self.workers
         self._pool: WorkerPool | None = None
         self._closed = False
         self._step = 0
         self._delivered: Delivered | None = None
         self.waited_s = 0.0
-        self.notes = _notes(
-            num_workers, workers=self.workers, cores=cores, local_world_size=local_world_size
-        )
+        self.notes = _notes(num_workers, local_world_size=local_world_size, cores=cores)
         self.seek(start_step)
 
     def take(self, step: int) -> list[MicroBatch]:
@@ -384,21 +372,9 @@ class SafeDataLoader:
         return MicroBatch(indices=key.indices, batch=batch)
 
 
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _notes(num_workers: int, *, workers: int, cores: int, local_world_size: int) -> tuple[str, ...]:
+def _notes(num_workers: WorkersAsked, *, local_world_size: int, cores: int) -> tuple[str, ...]:
     before, after = limits.raise_open_file_limit()
-    notes = []
-    if workers != num_workers:
-        notes.append(
-            f"{workers} loader workers per rank instead of {num_workers}: "
-            f"{cores} cores for {local_world_size} ranks"
-        )
+    notes = worker_notes(num_workers, local_world_size=local_world_size, cores=cores)
     if after != before:
-        notes.append(f"open-file limit raised from {before} to {after}")
-    return tuple(notes)
+        notes += (f"open-file limit raised from {before} to {after}",)
+    return notes

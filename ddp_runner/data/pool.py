@@ -8,6 +8,7 @@ one waits for ever, for 5 seconds, or raises from inside a signal handler.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -215,22 +216,24 @@ class WorkerPool:
         self._iterator._get_data = self._receive_in_time
 
     def _start(self, source: PackedSource, keys: Iterator[BatchKey], settings: PoolSettings) -> Any:
-        loader: DataLoader[Any] = DataLoader(
-            source,  # type: ignore[arg-type]  # needs no more than __getitem__
-            batch_size=None,
-            sampler=_Recorded(keys, self._pending),
-            collate_fn=_as_it_is,
-            num_workers=settings.workers,
-            prefetch_factor=settings.prefetch_factor,
-            worker_init_fn=WorkerStart(rank=settings.rank, rank_pid=os.getpid()),
-            multiprocessing_context="fork",
-            generator=torch.Generator(),  # or the rank's own generator would move
-        )
         others = set(active_children())
         try:
             with warnings.catch_warnings(), run_signals_held():
                 # A rank has threads; the workers touch nothing of theirs (DESIGN section 2).
                 warnings.filterwarnings("ignore", "This process.*fork", DeprecationWarning)
+                # More workers than cores were asked for; the start lines say so.
+                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+                loader: DataLoader[Any] = DataLoader(
+                    source,  # type: ignore[arg-type]  # needs no more than __getitem__
+                    batch_size=None,
+                    sampler=_Recorded(keys, self._pending),
+                    collate_fn=_as_it_is,
+                    num_workers=settings.workers,
+                    prefetch_factor=settings.prefetch_factor,
+                    worker_init_fn=WorkerStart(rank=settings.rank, rank_pid=os.getpid()),
+                    multiprocessing_context="fork",
+                    generator=torch.Generator(),  # or the rank's own generator would move
+                )
                 return _Iterator(loader)
         except (OSError, RuntimeError) as error:
             _end([child for child in active_children() if child not in others], grace_s=0.0)
@@ -376,6 +379,8 @@ def _end(workers: list[BaseProcess], *, grace_s: float) -> None:
     for worker in workers:
         worker.kill()  # a no-op on one that was reaped
         worker.join()
-        # A worker that is killed between making a segment and unlinking it leaves the name.
-        for segment in SHARED_MEMORY.glob(f"torch_{worker.pid}_*"):
-            segment.unlink(missing_ok=True)
+        # A worker that is killed between making a segment and unlinking it leaves the name. One that
+        # was never started, for want of files, has none; there is no file left for this look then.
+        with contextlib.suppress(OSError):
+            for segment in SHARED_MEMORY.glob(f"torch_{worker.pid}_*"):
+                segment.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
+from ddp_runner.data.workers import AUTO
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
@@ -171,7 +172,7 @@ def _is_stream(dataset: Any) -> bool:
 def _stream_order(settings: Settings, dataset: Any, global_batch: int) -> StreamOrder:
     """The order of an iterable dataset, as long as it says it is, or as the run."""
     data, run = settings.data, settings.run
-    if data.num_workers:
+    if data.num_workers not in (AUTO, 0):
         raise BadInputError(
             "data.num_workers",
             data.num_workers,

@@ -24,6 +24,7 @@ from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FILE_OF_VALIDATION
 from ddp_runner.data.report import SAMPLES_REPLACED, LoadingMended
 from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.data.workers import cores_here, worker_count
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.training.build import Workload
 from ddp_runner.training.parts import RankParts
@@ -131,6 +132,10 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         global_batch_size=batch_size * group.world_size,
     )
     batches = order.steps_per_epoch
+    local_world_size = runtime.place.local_world_size
+    workers = worker_count(
+        settings.data.num_workers, local_world_size=local_world_size, cores=cores_here()
+    )
 
     def on_mended(mended: LoadingMended) -> None:
         # What is trained does not depend on it; the figure does, and the line says so.
@@ -144,8 +149,8 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         total_steps=batches,
         micro_batch_size=batch_size,
         seed=settings.run.seed,
-        num_workers=min(settings.data.num_workers, batches),
-        local_world_size=runtime.place.local_world_size,
+        num_workers=min(workers, batches),
+        local_world_size=local_world_size,
         prefetch_factor=settings.data.prefetch_factor,
         timeout_s=settings.data.loader_timeout_s,
         on_workers=lambda pids: runtime.tell(

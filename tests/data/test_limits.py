@@ -63,6 +63,28 @@ def test_without_open_files_batches_come_through_a_pipe(tensors):
     assert remedy.endswith("batches are copied through a pipe, which needs no open files")
 
 
+def _load_with_many_workers(me, workers):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
+    told = []
+    with make(Many(2), num_workers=workers, on_mended=told.append) as loader:
+        for step in range(6):
+            (taken,) = loader.take(step)
+            assert [row[0].item() for row in taken.batch[0]] == list(indices_of(step))
+        left = loader.workers
+    return left, [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in told]
+
+
+def test_more_workers_than_there_are_files_for_are_fewer_and_said():
+    """A number that is asked for is kept as far as they can be started; the control can."""
+    assert run_ranks(_load_with_many_workers, 1, 4) == [(4, [])]
+    ((left, told),) = run_ranks(_load_with_many_workers, 1, 40)
+    assert 0 < left < 40
+    for kind, cause, remedy in told:
+        assert kind is FaultKind.LOADER_WORKER_DIED
+        assert "workers could not be started: OSError" in cause, cause
+        assert "workers" in remedy
+
+
 SMALL_SHARED_MEMORY = """
 import os
 import tests.data.test_loader_faults as t

@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_runner.data.files import collate_batch
-from ddp_runner.data.loader import SafeDataLoader, worker_count
+from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder, share
+from ddp_runner.data.workers import worker_count
 
 ORDER = SampleOrder(seed=11, dataset_size=50, global_batch_size=12)
 TOTAL_STEPS = 13  # three epochs of four steps, and one step
@@ -239,16 +240,28 @@ def test_steps_outside_the_run_and_closed_loaders_are_errors():
         loader.take(0)
 
 
-def test_workers_are_cut_to_the_ranks_part_of_the_cores():
-    """Never more than cores per rank, never none where some were asked for."""
-    assert worker_count(num_workers=8, local_world_size=4, cores=16) == 4
-    assert worker_count(num_workers=2, local_world_size=4, cores=16) == 2
-    assert worker_count(num_workers=2, local_world_size=4, cores=2) == 1
-    assert worker_count(num_workers=0, local_world_size=4, cores=2) == 0
-    with make(num_workers=1000) as loader:
-        cores = len(os.sched_getaffinity(0))
-        assert loader.workers == cores
-        assert f"{cores} loader workers per rank instead of 1000" in loader.notes[0]
+def test_only_auto_is_cut_to_the_ranks_part_of_the_cores():
+    """A number is what was asked for: data that waits for a disk or a network needs no core."""
+    for local_world_size, cores, expected in ((1, 16, 2), (4, 16, 2), (4, 4, 1), (4, 2, 1)):
+        count = worker_count("auto", local_world_size=local_world_size, cores=cores)
+        assert count == expected
+    assert worker_count(8, local_world_size=4, cores=2) == 8
+    assert worker_count(0, local_world_size=4, cores=2) == 0
+
+
+def test_more_workers_than_cores_load_and_are_told_of(reference):
+    """As many as were asked for, beside a line that says so; a cut of ``auto`` is told as well."""
+    cores = len(os.sched_getaffinity(0))
+    with make(num_workers=cores + 2) as loader:
+        assert_same(loader.take(0), reference[0])
+        assert len(loader.worker_pids) == loader.workers == cores + 2
+        assert f"{cores + 2} loader workers per rank, {cores} core" in loader.notes[0]
+    with make(num_workers="auto", local_world_size=cores) as loader:
+        assert_same(loader.take(0), reference[0])
+        assert len(loader.worker_pids) == 1
+        assert loader.notes[0].startswith("1 loader worker per rank (num_workers=auto): ")
+    with make(num_workers=1, local_world_size=cores + 1) as loader:
+        assert not any("worker" in note for note in loader.notes), "one is never too many"
 
 
 class Nested:

@@ -41,6 +41,12 @@ def test_a_stream_without_a_length_is_as_long_as_the_run():
     assert state.stream is not None
 
 
+def test_a_stream_has_no_workers_unless_some_are_asked_for():
+    """``auto``, the default, is none there."""
+    workload, _ = build(num_workers="auto")
+    assert isinstance(workload.order, StreamOrder)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
