@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import check_relations, digest, meaning, resolve
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.version import VERSION
 
@@ -31,12 +33,16 @@ def run(words: Sequence[str]) -> int:
     if arguments.page:
         print(_page(arguments.page))
         return 0
+    rank = plain_rank(os.environ)
     plan = plan_launch(arguments, words=words)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank. By
         # name, since a rank needs torch and the command line must not.
         outside = import_module("ddp_runner.rank.outside")
-        return int(outside.main(plan.settings, plan.devices[0], cores=core_count()))
+        return int(outside.main(plan.settings, rank, plan.devices[0], cores=core_count()))
+    ignored = what_is_ignored(os.environ)
+    if ignored:
+        plan = replace(plan, notes=(ignored, *plan.notes))
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.run import supervise  # noqa: PLC0415
 

@@ -11,6 +11,14 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 PROOF_TIMEOUT_S = 30.0
 
 
+def visible_gpu(local_rank: int, visible: int) -> str:
+    """The GPU of a rank that an outside launcher has started, of the ``visible`` ones.
+
+    Where each rank is shown its own GPU alone (``srun --gpus-per-task=1``), that is number 0 for all.
+    """
+    return f"cuda:{local_rank % visible if visible else local_rank}"
+
+
 def prove_device(device: torch.device, *, rank: int, step: int) -> None:
     """Raise FaultError (DEVICE_LOST) unless ``device`` synchronises, twice, within the limit.
 

@@ -20,7 +20,15 @@ Origin = Literal["default", "preset", "file", "environment", "command line"]
 
 ENVIRONMENT_PREFIX = "DDP_RUNNER_"
 # Read by launch_training.sh and launcher.py, or set by the run for its own processes.
-RESERVED_VARIABLES = frozenset({"DDP_RUNNER_PYTHON", "DDP_RUNNER_LAUNCHED", "DDP_RUNNER_FOLDERS"})
+RESERVED_VARIABLES = frozenset(
+    {
+        "DDP_RUNNER_PYTHON",
+        "DDP_RUNNER_LAUNCHED",
+        "DDP_RUNNER_FOLDERS",
+        "DDP_RUNNER_PLAIN_RANK",
+        "DDP_RUNNER_MARK",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ddp_runner import lifeline
+from ddp_runner.collective.device import visible_gpu
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import inexact_by
@@ -42,6 +43,7 @@ from ddp_runner.core.messages import (
     Ready,
     Saved,
 )
+from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
 from ddp_runner.directories import RunDirectories
 from ddp_runner.observe.journal import MetricsFile
@@ -210,9 +212,9 @@ class OutsideRuntime(LocalRuntime):
             self._stop = self._stop or _STOP_SIGNALS[number]
 
 
-def main(settings: Settings, device: DevicePlan, *, cores: int) -> int:
-    """Run the rank that RANK and WORLD_SIZE name; returns its exit code. ``cores``: of the machine."""
-    place = _place(device)
+def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int) -> int:
+    """Run the rank that this process was started as; returns its exit code. ``cores``: of the machine."""
+    place = _place(rank, device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
         lifeline.die_with_parent(os.getppid())
     directories = RunDirectories(settings.run)
@@ -251,24 +253,15 @@ def _share_cores(settings: Settings, place: Place, *, cores: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _place(device: DevicePlan) -> Place:
-    try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    except ValueError:
-        raise BadInputError(
-            "RANK, WORLD_SIZE",
-            f"{os.environ['RANK']}, {os.environ['WORLD_SIZE']}",
-            "must be whole numbers; unset them to have ranks spawned",
-        ) from None
+def _place(rank: PlainRank, device: DevicePlan) -> Place:
+    is_cpu = device.visible_index is None
     return Place(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        device="cpu" if device.visible_index is None else f"cuda:{local_rank}",
-        loads=rank == 0,
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        world_size=rank.world_size,
+        local_world_size=rank.local_world_size,
+        device="cpu" if is_cpu else visible_gpu(rank.local_rank, torch.cuda.device_count()),
+        loads=rank.rank == 0,
     )
 
 

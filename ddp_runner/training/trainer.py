@@ -21,7 +21,7 @@ import torch
 from ddp_runner import config as configuration
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.device import prove_device
+from ddp_runner.collective.device import prove_device, visible_gpu
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -452,4 +452,6 @@ def _local_device(settings: Settings, local_rank: int) -> str:
         expected = "torch is built for ROCm, and only NVIDIA's GPUs (CUDA) can be used; use cpu"
         raise BadInputError("run.device", settings.run.device, expected)
     gpus = settings.run.gpus
-    return f"cuda:{gpus[local_rank] if gpus else local_rank % torch.cuda.device_count()}"
+    if gpus:
+        return f"cuda:{gpus[local_rank % len(gpus)]}"
+    return visible_gpu(local_rank, torch.cuda.device_count())

@@ -138,7 +138,7 @@ def test_what_was_learnt_of_memory_outlives_a_restart_of_torchrun(tmp_path):
 def alone(folder, *words, **environment):
     """A rank of a world of one, behind a shell that waits for it."""
     command = ("sh", "-c", '"$0" "$@" & wait', sys.executable, "-m", "ddp_runner", "train")
-    environment = {"RANK": "0", "WORLD_SIZE": "1", **environment}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **environment}
     settings = (*SETTINGS, "--max-steps", 100_000, "num_workers=0", *words)
     return Run(folder, *settings, world=1, command=command, environment=environment)
 
@@ -185,6 +185,7 @@ def test_a_rank_without_a_supervisor_saves_when_it_is_asked_to(tmp_path):
 def by_hand(folder, rank, port, *, wait_s=60):
     """A rank as srun, or a person, starts it: by its environment alone."""
     named = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    named["DDP_RUNNER_PLAIN_RANK"] = 1
     environment = {name: str(value) for name, value in named.items()}
     patience = ("num_workers=0", f"ddp.collective_timeout_s={wait_s}")
     return Run(folder, *SETTINGS, *SLOWLY, *patience, world=3, environment=environment)

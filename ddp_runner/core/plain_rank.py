@@ -1,0 +1,113 @@
+"""Whether this process is one rank of an outside launcher, from the environment alone. Looks nothing up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddp_runner.core.faults import BadInputError
+
+PLAIN_RANK = "DDP_RUNNER_PLAIN_RANK"
+# Of a launcher that starts a process a rank; one that starts a process a machine sets neither.
+_MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+_PORT_MAX = 65_535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainRank:
+    """One rank among ``world_size``; it spawns nothing, and whoever started it restarts it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
+    """The rank that this process is; None where it spawns its ranks itself.
+
+    Kubernetes' PyTorchJob and TrainJob set RANK and WORLD_SIZE for each *pod*, beside PET_NNODES, so
+    those two alone say nothing. Raises BadInputError for what cannot be, and for several machines
+    without a process for each rank.
+    """
+    has_both = "RANK" in environment and "WORLD_SIZE" in environment
+    asked = environment.get(PLAIN_RANK, "")
+    if asked not in ("", "0", "1"):
+        raise BadInputError(PLAIN_RANK, asked, "must be 1 (this process is one rank) or 0")
+    if asked == "1" and not has_both:
+        raise BadInputError(PLAIN_RANK, asked, "needs RANK and WORLD_SIZE as well")
+    is_marked = has_both and any(name in environment for name in _MARKS)
+    if asked == "1" or (is_marked and asked != "0"):
+        return _checked(environment)
+    if asked != "0":
+        _refuse_several_machines(environment)
+    return None
+
+
+def what_is_ignored(environment: Mapping[str, str]) -> str:
+    """A line for people where RANK and WORLD_SIZE are set and mean no rank; else empty."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return ""
+    return (
+        "RANK and WORLD_SIZE are set without LOCAL_RANK: this process is not taken for one rank, "
+        f"and starts its ranks itself ({PLAIN_RANK}=1 makes it one)"
+    )
+
+
+def _checked(environment: Mapping[str, str]) -> PlainRank:
+    rank = _whole(environment, "RANK", least=0)
+    world_size = _whole(environment, "WORLD_SIZE", least=1)
+    local_rank = _whole(environment, "LOCAL_RANK", least=0, otherwise=rank)
+    local_world_size = _whole(environment, "LOCAL_WORLD_SIZE", least=1, otherwise=world_size)
+    if rank >= world_size:
+        raise BadInputError("RANK", rank, f"must be below WORLD_SIZE={world_size}")
+    if world_size > 1:
+        if not environment.get("MASTER_ADDR"):
+            raise BadInputError("MASTER_ADDR", "", _STORE_EXPECTED)
+        port = _whole(environment, "MASTER_PORT", least=1)
+        if port > _PORT_MAX:
+            raise BadInputError("MASTER_PORT", port, f"must be at most {_PORT_MAX}")
+    return PlainRank(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )
+
+
+_STORE_EXPECTED = (
+    "must be set with WORLD_SIZE above 1: the host of rank 0, where the ranks meet "
+    "(torchrun sets it); unset RANK and WORLD_SIZE to have ranks started here"
+)
+
+
+def _whole(
+    environment: Mapping[str, str], name: str, *, least: int, otherwise: int | None = None
+) -> int:
+    text = environment.get(name, "")
+    if not text and otherwise is not None:
+        return otherwise
+    if not text and name == "MASTER_PORT":
+        raise BadInputError(name, "", "must be set with WORLD_SIZE above 1, beside MASTER_ADDR")
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise BadInputError(
+            name,
+            text or "''",
+            f"must be a whole number, {least} or more; unset RANK and WORLD_SIZE to have ranks "
+            "started here",
+        )
+    return int(text)
+
+
+def _refuse_several_machines(environment: Mapping[str, str]) -> None:
+    """A pod of several would train alone, and write where the others write."""
+    names = ("PET_NNODES", "WORLD_SIZE") if "RANK" in environment else ("PET_NNODES",)
+    for name in names:
+        text = environment.get(name, "")
+        if text.rpartition(":")[2] not in ("", "1"):  # PET_NNODES may be a range, such as 1:4
+            raise BadInputError(
+                name,
+                text,
+                "one process a machine or pod cannot train on several of them yet: start a process for "
+                f"each rank, by torchrun, or set LOCAL_RANK or {PLAIN_RANK}=1 where this is one",
+            )
