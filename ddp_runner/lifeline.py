@@ -7,11 +7,14 @@ Source: prctl(2), ``PR_SET_PDEATHSIG`` and ``PR_SET_CHILD_SUBREAPER``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 
+# What every process of a run inherits, so that what user code has started can be told from all others.
+MARK_VARIABLE = "DDP_RUNNER_MARK"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NAME = 15
@@ -48,3 +51,18 @@ def adopt_orphans() -> bool:
 def set_process_name(name: str) -> None:
     """Name this process for ``ps`` and ``top`` (15 bytes at most are kept)."""
     _prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def rank_mark(run_mark: str, pid: int) -> str:
+    """What the processes carry that the rank of this pid has started, beside the mark of the run."""
+    return f"{run_mark}.{pid}"
+
+
+def mark_own_children() -> None:
+    """In a rank: have what user code starts from here on carry this rank's mark, in its own session."""
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    marks = os.environ.get(MARK_VARIABLE, "")
+    if marks:
+        run_mark = marks.rpartition(",")[2]
+        os.environ[MARK_VARIABLE] = f"{marks},{rank_mark(run_mark, os.getpid())}"

@@ -19,7 +19,7 @@ from typing import cast
 
 from torch._C._distributed_c10d import Store
 
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.faults import Fault, FaultError, FaultKind, Origin
 
 LOOK_EVERY_S = 1.0  # while a value is awaited: whether one's own are still there
 _OWN_KEPT = 16  # the newest ones; who deletes at random hits one of them soon
@@ -47,6 +47,7 @@ def tampered(what: str) -> FaultError:
             rank=-1,
             step=0,
             cause=f"another program meddled: {what}",
+            origin=Origin.OUTSIDE,
             at_ns=time.monotonic_ns(),
         )
     )

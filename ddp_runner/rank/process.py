@@ -39,6 +39,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     control, board, output_descriptor = descriptors
     spec: dict[str, Any] = request.spec
     lifeline.set_process_name(f"ddp:rank{request.rank}")
+    lifeline.mark_own_children()
     settings = config.from_record(spec["settings"])
     output = StartupOutput(
         output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"

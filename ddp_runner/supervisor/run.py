@@ -144,12 +144,25 @@ class _Loop:
     def run(self) -> int:
         """Loop to the ending, then show and return it."""
         self._world.start_zygote()
+        self._start_guardian()
         while self._supervisor.ending is None:
             try:
                 self._turn()
             except Exception:  # noqa: BLE001, PERF203 - the supervisor's boundary: still ends everything
                 self._supervisor.fail(traceback.format_exc())
         return self._finish()
+
+    def _start_guardian(self) -> None:
+        """While torch is imported. A run can do without it: only a SIGKILL of this process needs one."""
+        try:
+            self._world.guardian.start()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._records.say(
+                f"no guardian could be started ({reason}): should this process be killed, what the "
+                "task has started itself stays",
+                level="WARNING",
+            )
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(TICK_S):

@@ -35,6 +35,7 @@ from ddp_runner.supervisor.departures import (
     ZygoteEnded,
 )
 from ddp_runner.supervisor.environment import zygote_environment
+from ddp_runner.supervisor.guardian import Guardian
 from ddp_runner.supervisor.helpers import Helper, Spare, StoreHost
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.stacks import STACKS_SIGNAL
@@ -66,6 +67,7 @@ class World:
         self.store: StoreHost | None = None
         self.spare: Spare | None = None
         self._zygote: Zygote | None = None
+        self.guardian = Guardian()
         self.zygote_since_s = 0.0
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
@@ -112,7 +114,8 @@ class World:
         """Start a zygote; ``ZygoteReady`` follows."""
         settings = self._plan.settings
         self._zygote = Zygote(
-            task=settings.run.task, environment=zygote_environment(self._plan, os.environ)
+            task=settings.run.task,
+            environment=self.guardian.marked(zygote_environment(self._plan, os.environ)),
         )
         self.zygote_since_s = time.monotonic()
         self._watch(self._zygote.channel, "zygote")
@@ -197,7 +200,9 @@ class World:
             return False
         if not spare.becomes(request, descriptors):
             return False
+        assert spare.pid is not None
         handle.pid, handle.was_spare = spare.pid, True
+        self.guardian.watch(spare.pid)
         self._close(spare)
         return True
 
@@ -211,6 +216,7 @@ class World:
         for handle in self.ranks:
             if handle.token == forked.token:
                 handle.pid = forked.pid
+                self.guardian.watch(forked.pid)
         ended = self._unclaimed.pop(forked.pid, None)
         if self.fork_owed_since_s is None:
             self._unclaimed.clear()  # orphans; their numbers may be given out again
@@ -263,6 +269,7 @@ class World:
         for handle in self.ranks:
             if handle.pid == ended.pid:
                 handle.machine.advance(RankEvent.EXITED)
+                self.guardian.rank_ended(ended.pid, known=self._pids)
                 return RankEnded(ended=ended, handle=handle)
         if self.fork_owed_since_s is not None:
             self._unclaimed[ended.pid] = ended
@@ -364,10 +371,17 @@ class World:
             self._zygote = None
         for helper in self._helpers:
             self._close(helper)
+        self.guardian.close()
         self._listening.close()
         for handle in self.ranks:
             handle.slot.release()
         self._memory.close()
+
+    @property
+    def _pids(self) -> set[int]:
+        """The run's own processes, as far as they are known."""
+        pids = {handle.pid for handle in self.ranks} | {helper.pid for helper in self._helpers}
+        return {pid for pid in {*pids, self.zygote_pid} if pid is not None}
 
     @property
     def _helpers(self) -> list[Helper]:

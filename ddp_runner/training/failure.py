@@ -32,6 +32,7 @@ def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted:
             detail=known.detail or detail,
             at_ns=known.at_ns or at_ns,
             may_retry=known.may_retry,
+            origin=known.origin,
         ).bounded()
     if isinstance(error, BadInputError):
         kind, cause = FaultKind.BAD_INPUT, str(error)

@@ -355,3 +355,22 @@ def test_the_doctor_warns_of_little_room(monkeypatch):
     check = doctor.check_shared_memory()
     assert check.verdict is doctor.Verdict.WARN
     assert "--shm-size" in check.cure
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({}, "WORLD_SIZE=2: one process a machine or pod cannot train on several of them yet: "),
+        ({"LOCAL_RANK": "0"}, "MASTER_ADDR: must be set with WORLD_SIZE above 1: "),
+        ({"LOCAL_RANK": "0", "RANK": "2"}, "RANK=2: must be below WORLD_SIZE=2"),
+    ],
+    ids=["one of several pods", "no store", "one too many"],
+)
+def test_a_rank_that_cannot_be_is_refused_before_anything_is_touched(tmp_path, environment, line):
+    """In one line, at once: an outside launcher would start it again and again."""
+    known = {"RANK": "0", "WORLD_SIZE": "2", **environment}
+    answer = command("--cpu", cwd=tmp_path, **known)
+    assert (answer.returncode, answer.stdout) == (2, ""), answer
+    (said,) = answer.stderr.splitlines()
+    assert said.startswith(f"ddp_runner: error: {line}")
+    assert list(tmp_path.iterdir()) == []

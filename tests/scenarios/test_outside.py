@@ -143,6 +143,16 @@ def alone(folder, *words, **environment):
     return Run(folder, *settings, world=1, command=command, environment=environment)
 
 
+def test_a_single_pod_trains_supervised(tmp_path):
+    """Its RANK and WORLD_SIZE are the pod's: ranks are started here, and a line says so."""
+    pod = {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}
+    settings = (*SETTINGS, "--max-steps", 4, "num_workers=0")
+    with Run(tmp_path, *settings, environment=pod) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["world_size"] == 2
+    assert "this process is not taken for one rank" in run.console
+
+
 def test_a_launch_beside_another_is_refused(tmp_path):
     """Also where the shell that started the first one has ended: that is none of its business."""
     with alone(tmp_path) as run:

@@ -206,6 +206,7 @@ class Simulation:
             monkeypatch.setattr(module, "kill", self.signal)
         monkeypatch.setattr(stacks, "signal_main_thread", self.signal)
         monkeypatch.setattr(world, "Zygote", lambda **_: Zygote(self))
+        monkeypatch.setattr(world, "Guardian", Guardian)
         monkeypatch.setattr(run, "reap_children", self._reap)
         # Not this machine's counter: what the kernel kills meanwhile is none of ours.
         monkeypatch.setattr(supervisor, "KernelKills", lambda: KernelKills(Path("/no/machine")))
@@ -703,6 +704,22 @@ class Silence:
     def __del__(self):
         os.close(self._reader)
         os.close(self._writer)
+
+
+class Guardian:
+    """Looks at no process of this machine."""
+
+    def marked(self, environment):
+        return dict(environment)
+
+    def watch(self, rank_pid):
+        pass
+
+    def rank_ended(self, rank_pid, *, known):
+        return []
+
+    def close(self):
+        pass
 
 
 class Zygote:
