@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         start.interrupts_raise()
         return int(module.run(rest))
     except BadInputError as error:
-        for line in str(error).splitlines():
+        for line in printable(str(error)).split("\n"):
             print(f"ddp_runner: error: {line}", file=sys.stderr)
         return ExitCode.BAD_USAGE
     except KeyboardInterrupt:

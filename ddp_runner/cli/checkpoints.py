@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
 from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
+from ddp_runner.cli.output import show
 from ddp_runner.cli.runs import NAME, checkpoint_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
@@ -40,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     catalog = Catalog(checkpoint_dir_of(arguments))
     entries = catalog.entries()
     if not entries and JSON not in arguments.switches:
-        print(f"{catalog.directory} holds no checkpoint")
+        show(f"{catalog.directory} holds no checkpoint")
     has_bad = False
     best = catalog.best()
     for entry in entries:
@@ -51,7 +52,7 @@ def run(words: Sequence[str]) -> int:
         if JSON in arguments.switches:
             print(json.dumps(record))
         else:
-            print(_line(entry, reason=reason, is_best=is_best, verified=action == "verify"))
+            show(_line(entry, reason=reason, is_best=is_best, verified=action == "verify"))
     return ExitCode.FAILED if has_bad else ExitCode.DONE
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, LOG_DIR, parse_small
 from ddp_runner.cli.devices import find_gpus
 from ddp_runner.cli.machine import core_count, torch_build
+from ddp_runner.cli.output import show
 from ddp_runner.config.naming import CHECKPOINTS, LOGS
 from ddp_runner.config.relations import unwritable_reason
 from ddp_runner.core.exits import ExitCode
@@ -76,13 +77,14 @@ def run(words: Sequence[str]) -> int:
         if JSON in arguments.switches:
             print(json.dumps({**asdict(check), "verdict": check.verdict.value}))
         else:
-            print(_line(check))
+            for line in _lines(check):
+                show(line)
     return ExitCode.FAILED if has_failed else ExitCode.DONE
 
 
-def _line(check: Check) -> str:
+def _lines(check: Check) -> list[str]:
     text = f"{check.verdict.value:<5} {check.name:<15} {check.found}"
-    return f"{text}\n{'':21} -> {check.cure}" if check.cure else text
+    return [text, *([f"{'':21} -> {check.cure}"] if check.cure else [])]
 
 
 def all_checks(folders: dict[str, str]) -> Iterator[Check]:

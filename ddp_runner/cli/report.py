@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.arguments import LOG_DIR, parse_small
+from ddp_runner.cli.output import show
 from ddp_runner.cli.runs import NAME, log_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
@@ -50,7 +51,7 @@ def run(words: Sequence[str]) -> int:
             "--log-dir", text, f"its summary.json cannot be read: {error}"
         ) from error
     for line in (*summary_lines(summary), *event_lines(directory / "events.jsonl")):
-        print(line)
+        show(line)
     return ExitCode.DONE
 
 
@@ -69,15 +70,15 @@ def _report_unfinished(text: str, directory: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
     if _is_alive(pid):
-        print(f"{run}: {state} {place}")
-        print(f"no summary yet: the run goes on (process {pid})")
+        show(f"{run}: {state} {place}")
+        show(f"no summary yet: the run goes on (process {pid})")
     elif state in _ENDED:
-        print(f"{run}: {state} {place}")
-        print("the run has ended, and its summary.json could not be written")
+        show(f"{run}: {state} {place}")
+        show("the run has ended, and its summary.json could not be written")
     else:
-        print(f"{run}: last seen {state} {place}")
-        print(f"the run is no longer alive (no process {pid} here); its end was not recorded")
-        print("the same command resumes it")
+        show(f"{run}: last seen {state} {place}")
+        show(f"the run is no longer alive (no process {pid} here); its end was not recorded")
+        show("the same command resumes it")
     return ExitCode.DONE
 
 

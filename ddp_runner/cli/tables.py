@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.injection import InjectKind
+from ddp_runner.observe.format import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -73,6 +74,7 @@ def _show(
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415 - rich is big
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in titles:
@@ -80,7 +82,8 @@ def _show(
         wraps = last_wraps and title == titles[-1]
         table.add_column(title, justify="right" if right else "left", no_wrap=not wraps)
     for row in rows:
-        table.add_row(*row)
+        # As text: rich would read its own markup in what came from a run.
+        table.add_row(*(Text(printable(cell)) for cell in row))
     Console(highlight=False).print(table)
 
 

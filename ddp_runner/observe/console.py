@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.observe.format import printable, rank_list
+from ddp_runner.observe.format import printable, rank_list, without_styles
 from ddp_runner.observe.logger import CONTINUATION, parse_line, split_records
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile
 
@@ -62,6 +62,7 @@ class _Alarm:
 class LogTail:
     """Tails ``rank_<r>.log`` of a directory, or one path per rank in rank order.
 
+    Only lines with ``seal`` are records; whatever else looks like one is a task's output.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
     shown from its start.
     """
@@ -72,6 +73,7 @@ class LogTail:
         *,
         ranks: int,
         debug: bool,
+        seal: str = "",
         from_end: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,6 +85,7 @@ class LogTail:
         self._files = [FollowedFile(path, from_end=from_end) for path in paths]
         self._open: list[_Record | None] = [None] * ranks
         self._debug = debug
+        self._seal = seal
         self._now_s = now_s
         self._alarms: OrderedDict[tuple[str, str], _Alarm] = OrderedDict()
 
@@ -127,10 +130,11 @@ class LogTail:
         records: list[_Record] = []
         for line in lines:
             newest = line.rstrip("\r").rsplit("\r", 1)[-1]  # a progress bar's last state
-            for text in split_records(printable(newest)):
+            shown = printable(without_styles(newest))
+            for text in split_records(shown, seal=self._seal):
                 before = self._open[rank]
                 if before is None or not text.startswith(CONTINUATION):
-                    records.append(_begin(text))
+                    records.append(_begin(text, self._seal))
                 elif records and records[-1] is before:
                     before.lines.append(text)
                     continue
@@ -188,8 +192,8 @@ class LogTail:
         return shown
 
 
-def _begin(text: str) -> _Record:
-    line = parse_line(text)
+def _begin(text: str, seal: str) -> _Record:
+    line = parse_line(text, seal=seal)
     if line is None:
         return _Record(level=RAW, step=None, lines=[text])
     return _Record(level=line.level, step=line.step, lines=[line.message])

@@ -81,7 +81,7 @@ class HeldLines:
         self._dropped = 0
 
     def add(self, text: str, level: str) -> None:
-        """Hold the lines of ``text``, control characters taken out."""
+        """Hold the lines of ``text``, as a terminal may show them."""
         for line in printable(text).split("\n"):
             self._dropped += len(self._lines) == HELD_LINES_MAX
             self._lines.append((line, level))

@@ -7,7 +7,14 @@ import re
 
 # Escape sequences: CSI ("\x1b[31m"), OSC up to BEL or ST (window titles, links), two-byte ones.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if code not in (9, 10)}
+# What a terminal obeys, or what changes a line without being seen: controls (tab and line end apart),
+# the ends of line of other systems, marks of direction and joining, spaces of no width, "tags", and
+# halves of characters, which is how Python holds bytes that are no text.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f"
+    "\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0e\ufeff\uffa0\ufff9-\ufffb\ud800-\udfff"
+    "\U0001bca0-\U0001bca3\U00013430-\U0001345f\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
 def duration(seconds: float) -> str:
@@ -95,5 +102,21 @@ def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` without escape sequences and control characters; tabs and line ends stay."""
-    return _ESCAPES.sub("", text).translate(_CONTROLS)
+    """``text`` as a terminal may show it: what is obeyed or not seen is written out (backslash, x1b).
+
+    Tabs and line ends stay. Everything that comes from files, paths, tasks or exceptions goes through
+    here before it is shown.
+    """
+    return _UNSEEN.sub(_written_out, text)
+
+
+def without_styles(text: str) -> str:
+    """``text`` without whole escape sequences, as of colours: in a task's own output they mean nothing."""
+    return _ESCAPES.sub("", text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x1_0000 else f"\\U{code:08x}"

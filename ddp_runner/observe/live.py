@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from ddp_runner.observe.display import HeldLines, marked
+from ddp_runner.observe.format import printable
 from ddp_runner.observe.frame import ASCII, UNICODE, Glyphs, Line, Role, Span, frame
 from ddp_runner.observe.report import summary_block
 from ddp_runner.observe.terminal import ConsoleWriter
@@ -60,7 +61,7 @@ class _Lines:
             if number:
                 yield end
             for span in line:
-                yield Segment(span.text, _STYLES[span.role])
+                yield Segment(printable(span.text), _STYLES[span.role])
         yield Segment(self.last_end)
 
 

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import re
+import secrets
 import sys
 import traceback
 import warnings
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 LEVELS = ("DEBUG", "STEP", "INFO", "WARNING", "ERROR")
 CONTINUATION = "  "
+SEAL_CHARACTERS = 32
+FIRST_LINE_MAX = 8_000  # characters of a sealed record: a reader cuts lines that are far longer
 _RECORD = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (?P<level>DEBUG|STEP|INFO|WARNING|ERROR) +"
     r"(?:rank (?P<rank>\d+)|supervisor)(?: step (?P<step>\d+))? \| (?P<message>.*)",
@@ -50,9 +53,23 @@ class LogLine:
     message: str
 
 
-def parse_line(text: str) -> LogLine | None:
-    """The record that begins on this line; None for raw output and continuation lines."""
-    match = _RECORD.fullmatch(text)
+def new_seal() -> str:
+    """What ends the first line of each record of a run: spaces and tabs that nobody sees or can guess.
+
+    A record is told by it from what a task prints in the same format, such as an older log. Only code
+    that runs in a rank, and looks for the seal there, can imitate it.
+    """
+    return "".join(secrets.choice(" \t") for _ in range(SEAL_CHARACTERS))
+
+
+def parse_line(text: str, *, seal: str = "") -> LogLine | None:
+    """The record that begins on this line; None for raw output and continuation lines.
+
+    With ``seal`` only what ends with it is a record.
+    """
+    if not text.endswith(seal):
+        return None
+    match = _RECORD.fullmatch(text[: len(text) - len(seal)])
     if match is None:
         return None
     rank, step = match["rank"], match["step"]
@@ -64,22 +81,29 @@ def parse_line(text: str) -> LogLine | None:
     )
 
 
-def split_records(text: str) -> list[str]:
+def split_records(text: str, *, seal: str = "") -> list[str]:
     """``text`` cut where a record begins in mid-line: the writer before was killed there."""
+    if not text.endswith(seal):
+        return [text]
     starts = [match.start() for match in _RECORD_HEAD.finditer(text)]
     cuts = [0, *(start for start in starts if start > 0), len(text)]
     return [text[first:last] for first, last in pairwise(cuts)]
 
 
 def format_record(
-    level: str, message: str, *, rank: int | None, step: int | None, at: datetime
+    level: str, message: str, *, rank: int | None, step: int | None, at: datetime, seal: str = ""
 ) -> str:
-    """One record of the log, newline included."""
+    """One record of the log, newline included; ``seal`` ends its first line."""
     who = "supervisor" if rank is None else f"rank {rank}"
     where = who if step is None else f"{who} step {step}"
     text = message.replace("\r\n", "\n").replace("\r", "\n").rstrip("\n")
     first, *rest = text.split("\n")
     stamp = f"{at:%Y-%m-%d %H:%M:%S}.{at.microsecond // 1000:03d}"
+    if seal:
+        quoted = _RECORD_HEAD.search(first)  # what looks like a record is not taken for one
+        cut = min(FIRST_LINE_MAX, quoted.start() if quoted else FIRST_LINE_MAX)
+        rest = [first[cut:], *rest] if len(first) > cut else rest
+        first = first[:cut] + seal
     lines = [f"{stamp} {level:<7} {where} | {first}", *(CONTINUATION + line for line in rest)]
     return "\n".join(lines) + "\n"
 
@@ -89,7 +113,7 @@ class DDPLogger:
 
     Each record is one write(2) on an appending descriptor, so that records of several processes
     and threads never interleave and no lock can be left held by a fork. ``step`` is the default
-    step of a record. A record that a failing disk refuses is counted in ``records_lost``. Raises
+    step of a record; ``seal`` (:func:`new_seal`) shows that it is one. A record that a failing disk refuses is counted in ``records_lost``. Raises
     OSError where ``path`` cannot be opened or is no regular file.
     """
 
@@ -100,8 +124,10 @@ class DDPLogger:
         path: Path | None = None,
         stream: TextIO | None = None,
         debug: bool = False,
+        seal: str = "",
     ) -> None:
         self.rank = rank
+        self._seal = seal
         self.step: int | None = None
         self.records_lost = 0
         self.hidden: tuple[str, ...] = ()  # secrets: shown as *** wherever a record holds one
@@ -166,7 +192,9 @@ class DDPLogger:
     def _record(self, level: str, message: str, step: int | None) -> None:
         where = self.step if step is None else step
         message = without_secrets(message, self.hidden)
-        text = format_record(level, message, rank=self.rank, step=where, at=_local_now())
+        text = format_record(
+            level, message, rank=self.rank, step=where, at=_local_now(), seal=self._seal
+        )
         if not self._write(text):
             self.records_lost += 1
 

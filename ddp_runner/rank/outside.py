@@ -46,6 +46,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
 from ddp_runner.directories import RunDirectories
+from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import RunSummary, read_summary, write_summary
@@ -232,7 +233,7 @@ def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int)
     except BadInputError:
         raise
     except FaultError as error:
-        cause = error.fault.without(runtime.logger.hidden).cause
+        cause = printable(error.fault.without(runtime.logger.hidden).cause)
         sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {cause}\n")
         return int(ExitCode.FAILED)
     status = STATUS_OF_REASON[report.reason]

@@ -45,7 +45,8 @@ def main(request: Fork, descriptors: list[int]) -> int:
         output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"
     )
     _prepare_interpreter(request, spec)
-    logger = DDPLogger(rank=request.rank, debug=settings.run.debug)
+    seal = str(spec["log_seal"])
+    logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=seal)
     install_root_handler(logger)
     place = Place(
         rank=request.rank,

@@ -26,13 +26,13 @@ from ddp_runner.supervisor.claim import remove_temporary_files
 class _Files:
     """What exists once the directories are claimed."""
 
-    def __init__(self, settings: Settings, *, ranks: int, warn: Warn) -> None:
+    def __init__(self, settings: Settings, *, ranks: int, warn: Warn, seal: str) -> None:
         directory = Path(settings.run.log_dir)
         self.logger = _logger(directory / "supervisor.log", debug=settings.run.debug, warn=warn)
         self.journal = Journal(directory / "events.jsonl", warn=warn)
         self.metrics = MetricsFile(directory / "metrics.jsonl", warn=warn)
         self.status = StatusFile(directory / "status.json", warn=warn)
-        self.tail = LogTail(directory, ranks=ranks, debug=settings.run.debug)
+        self.tail = LogTail(directory, ranks=ranks, debug=settings.run.debug, seal=seal)
         self.summary_path = directory / "summary.json"
 
 
@@ -48,9 +48,10 @@ def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
 
 
 class Records:
-    """Owned by the supervisor's loop."""
+    """Owned by the supervisor's loop. ``seal``: of the records that ranks write."""
 
-    def __init__(self, settings: Settings, *, ranks: int) -> None:
+    def __init__(self, settings: Settings, *, ranks: int, seal: str = "") -> None:
+        self._seal = seal
         self._settings = settings
         self._ranks = ranks
         self._files: _Files | None = None
@@ -71,7 +72,9 @@ class Records:
 
     def open(self) -> None:
         """Open the files; the directories exist and are ours. Writes config.yaml."""
-        self._files = _Files(self._settings, ranks=self._ranks, warn=self.warn_console)
+        self._files = _Files(
+            self._settings, ranks=self._ranks, seal=self._seal, warn=self.warn_console
+        )
         for level, text in self._held:
             self._log(level, text)
         self._held.clear()

@@ -21,6 +21,7 @@ from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.stopping import StopSignal
 from ddp_runner.directories import RunDirectories
+from ddp_runner.observe.format import printable
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.children import end_descendants, reap_children
@@ -107,7 +108,7 @@ def supervise(plan: LaunchPlan) -> int:
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
         world = World(plan, selector)
-        records = Records(plan.settings, ranks=plan.world_size)
+        records = Records(plan.settings, ranks=plan.world_size, seal=world.log_seal)
         supervisor = Supervisor(plan, world, records, directories)
         loop = _Loop(supervisor, signals=signals, selector=selector)
         try:
@@ -253,7 +254,7 @@ class _Loop:
         records.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()
-            sys.stderr.write(f"ddp_runner: error: {ending.error_line}\n")
+            sys.stderr.write(f"ddp_runner: error: {printable(ending.error_line)}\n")
         return int(ending.exit_code)
 
     def _say_ending(self) -> None:

@@ -25,6 +25,7 @@ from ddp_runner.core.messages import (
     Stacks,
     Stop,
 )
+from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.children import Ended, Zygote, kill, read_output
 from ddp_runner.supervisor.claim import BoardMemory, bind_store_port
 from ddp_runner.supervisor.departures import (
@@ -68,6 +69,7 @@ class World:
         self.spare: Spare | None = None
         self._zygote: Zygote | None = None
         self.guardian = Guardian()
+        self.log_seal = new_seal()
         self.zygote_since_s = 0.0
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
@@ -173,6 +175,7 @@ class World:
             "short_of_memory_in": short_of_memory_in,
             "injections_left": injections_left,
             "detect_anomaly": plan.settings.run.detect_anomaly,
+            "log_seal": self.log_seal,
         }
         request = Fork(token=token, rank=handle.rank, local_rank=handle.rank, spec=spec)
         descriptors = [theirs, self._memory.descriptor, output]

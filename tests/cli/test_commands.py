@@ -256,6 +256,37 @@ def test_a_report_tells_result_time_and_faults(tmp_path, capsys):
     assert "run_started 1, x 1, (unreadable line) 1" in text
 
 
+HOSTILE = "\x1b[2Jabc\u202egpj.\u200b\udcff\nrun  another"
+HARMLESS = r"\x1b[2Jabc\u202egpj.\u200b\udcff\nrun  another"
+
+
+def test_a_report_shows_what_files_hold_and_obeys_none_of_it(tmp_path):
+    """No terminal obeys a run's name or the cause of a fault, and half a character ends no report."""
+    fault = replace(SUMMARY.faults[0], cause=HOSTILE.replace("\n", " "))
+    summary = replace(SUMMARY, run_id=HOSTILE, faults=(fault,), checkpoint=HOSTILE)
+    write_summary(tmp_path / "summary.json", summary)
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": HOSTILE}))
+    answer = command("report", "-l", str(tmp_path), cwd=tmp_path)
+    assert answer.returncode == 0, answer
+    assert answer.stdout.count(HARMLESS) == 3, answer.stdout
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u200b\u202e]", answer.stdout)
+    ascii_only = command("report", "-l", str(tmp_path), cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert ascii_only.returncode == 0, ascii_only
+
+
+def test_names_of_folders_are_shown_and_not_obeyed(tmp_path):
+    """In the list of checkpoints, and in what refuses one."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    for words in (["list"], ["verify"]):
+        answer = command("checkpoints", *words, "-c", HOSTILE, cwd=tmp_path)
+        assert answer.returncode == 0, answer
+        assert answer.stdout == f"{HARMLESS} holds no checkpoint\n"
+    refused = command("checkpoints", "list", "-c", f"{HOSTILE}/no", cwd=tmp_path)
+    assert refused.returncode == 2, refused
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u200b\u202e]", refused.stderr)
+
+
 def test_a_report_tells_each_rank_s_own_time(tmp_path, capsys):
     """Outside collectives: there all wait for the slowest. Of many ranks the ends and the middle."""
     slow = replace(SUMMARY, own_step_s={"0": 0.0125, "1": 0.05}, stragglers={"1": 4.0})

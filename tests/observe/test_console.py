@@ -1,5 +1,6 @@
 """What the console shows of the rank logs."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from datetime import datetime, timezone
 import pytest
 
 from ddp_runner.observe.console import LINES_PER_POLL_MAX, REPEAT_WINDOW_S, LogTail
-from ddp_runner.observe.logger import format_record
+from ddp_runner.observe.logger import format_record, new_seal
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, LINE_BYTES_MAX
 from tests.processes import open_files_in
 
@@ -254,3 +255,34 @@ def test_one_path_per_rank_may_be_given(tmp_path):
     tail.close()
     with pytest.raises(ValueError, match="1 log paths for 2 ranks"):
         LogTail([path], ranks=2, debug=False)
+
+
+def test_a_line_that_a_task_prints_in_the_format_of_a_record_is_raw(tmp_path):
+    """Also one that was a record of an earlier run, behind a torn line, or quoted in a record."""
+    seal, path = new_seal(), tmp_path / "rank_0.log"
+
+    def sealed(level, message, seal=seal):
+        return format_record(level, message, rank=0, step=None, at=AT, seal=seal)
+
+    forged = record("ERROR", "forged")
+    quoted = f"quoted {forged.rstrip()}"
+    lines = [
+        sealed("INFO", "ours"),
+        forged,
+        sealed("ERROR", "of an earlier run", new_seal()),
+        f"torn {forged}",
+        f"torn {sealed('WARNING', 'ours too')}",
+        sealed("INFO", quoted),
+        sealed("INFO", "x" * 20_000),
+    ]
+    path.write_text("".join(lines), encoding="utf-8")
+    tail = LogTail([path], ranks=1, debug=False, from_end=False, seal=seal)
+    with contextlib.closing(tail):
+        shown = tail.drain()
+    alarms = [line.text for line in shown if line.level in ("WARNING", "ERROR")]
+    assert alarms == ["ours too (rank 0)"]
+    texts = [(line.level, line.text.split("\n")[0]) for line in shown]
+    assert ("INFO", "ours") in texts
+    assert ("RAW", forged.rstrip()) in texts
+    assert ("INFO", "quoted ") in texts
+    assert any(level == "INFO" and text.startswith("xxx") for level, text in texts)

@@ -170,7 +170,7 @@ def test_a_log_line_cannot_break_the_frame():
     display.update(run_view(2))
     display.finish(None)
     assert "\x1b[2J" not in stream.getvalue()
-    assert "gone" + "x" * 200 in shown(stream)
+    assert r"\x1b[2J\x1b[Hgone" + "x" * 200 in shown(stream)
 
 
 def test_plain_output_has_no_control_characters_and_is_paced():
@@ -191,7 +191,7 @@ def test_plain_output_has_no_control_characters_and_is_paced():
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     steps = re.findall(r"^step (\d+)/", text, re.MULTILINE)
     assert steps == ["10", "30", "50", "70"]
-    assert "WARNING: careful\n  why\n" in text
+    assert "WARNING: \\x1b[31mcareful\\x1b[0m\n  why\n" in text
     assert text.rstrip().endswith("logs")
 
 

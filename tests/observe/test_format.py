@@ -1,6 +1,8 @@
 """Short text for people."""
 
 import math
+import sys
+import unicodedata
 
 import pytest
 
@@ -81,12 +83,41 @@ def test_rank_lists(ranks, text):
     assert fmt.rank_list(ranks) == text
 
 
-def test_printable_text_has_no_control_characters():
-    """Colours, titles, links, cursor moves and bells vanish; text, tabs and line ends stay."""
-    raw = (
-        "\x1b[1;31mred\x1b[0m \x1b]0;title\x07a\tb\nc\x1b]8;;http://x\x1b\\link\x1b[2K\x07\x9b1m é"
-    )
-    assert fmt.printable(raw) == "red a\tb\nclink1m é"
+def test_styles_of_a_tasks_output_vanish():
+    """Colours, titles, links and cursor moves; the text stays."""
+    raw = "\x1b[1;31mred\x1b[0m \x1b]0;title\x07a\tb\nc\x1b]8;;http://x\x1b\\link\x1b[2K é"
+    assert fmt.without_styles(raw) == "red a\tb\nclink é"
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("plain é 漢字 e\u0301 \u00a0\t\n", "plain é 漢字 e\u0301 \u00a0\t\n"),
+        ("\x1b[2Jgone\x07\r", r"\x1b[2Jgone\x07\x0d"),
+        ("\x9b31m\x7f", r"\x9b31m\x7f"),
+        ("abc\u202egpj.exe", r"abc\u202egpj.exe"),
+        ("a\u200bb\u2066c\ufeff", r"a\u200bb\u2066c\ufeff"),
+        ("line\u2028line\x85line", r"line\u2028line\x85line"),
+        ("file\udcff", r"file\udcff"),
+        ("tag\U000e0041", r"tag\U000e0041"),
+    ],
+)
+def test_what_a_terminal_obeys_or_hides_is_written_out(raw, shown):
+    """A name that clears the screen or reads backwards is shown as it is."""
+    assert fmt.printable(raw) == shown
+    shown.encode()  # and can be written
+
+
+def test_no_character_that_is_obeyed_or_unseen_gets_through():
+    """Control, format and half characters and foreign line ends, as Unicode itself sorts them."""
+    visible_marks = {*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD}
+    got_through = [
+        code
+        for code in range(sys.maxunicode + 1)
+        if unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        and fmt.printable(chr(code)) == chr(code)
+    ]
+    assert set(got_through) - visible_marks == {ord("\t"), ord("\n")}
 
 
 def test_elapsed_time_ticks_by_the_second():

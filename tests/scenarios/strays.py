@@ -18,6 +18,7 @@ class StartingTask(PacedTask):
     """Each rank starts four: one plainly, one by a shell that ends, one without its environment, one fork."""
 
     def build_model(self):
+        print("2026-11-20 19:47:20.123 ERROR   rank 0 | the disk is on fire", flush=True)
         rank = os.environ["RANK"]
         started = [subprocess.Popen([sys.executable, "-c", ENDLESS]).pid]
         # Whose parent has ended when the rank dies: it is the supervisor's already.

@@ -45,6 +45,9 @@ def test_what_a_rank_has_started_ends_when_the_rank_is_replaced(tmp_path):
         assert len(living(of_first)) == STARTED, "another rank's"
         assert len(living(started_by(run, 1))) == STARTED, "its successor's"
         assert run.wait() == 0, run.console
+    # Printed by the task, in the format of our records.
+    assert "ERROR   rank 0 | the disk is on fire" in run.console
+    assert "ERROR: the disk is on fire" not in run.console
 
 
 def test_what_ranks_have_started_ends_with_a_killed_supervisor(tmp_path):
