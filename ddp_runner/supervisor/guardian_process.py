@@ -63,7 +63,8 @@ def end(pid: int, mark: str, sessions: Collection[int]) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, AttributeError):  # no descriptors of processes: Linux before 5.3
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # it has just ended, or is root's
+            os.kill(pid, signal.SIGKILL)
         return True
     try:
         if belongs(pid, mark, sessions):
