@@ -385,6 +385,20 @@ def test_settings_that_do_not_fit_together_are_refused(pairs, message, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["data", "init_from", "resume"])
+def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeypatch, name):
+    """A pipe would be waited for; a loop of links leads nowhere."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    for path, reason in (
+        ("pipe", "is no file and no folder"),
+        ("loop", "cannot be read: Too many levels of symbolic links"),
+    ):
+        with pytest.raises(BadInputError, match=reason):
+            check_relations(resolved((name, path)))
+
+
 @pytest.mark.parametrize(
     "pairs",
     [

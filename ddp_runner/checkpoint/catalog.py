@@ -22,7 +22,14 @@ from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.run_files import is_regular, left_over, open_to_read, read_small, reading
+from ddp_runner.run_files import (
+    is_regular,
+    left_over,
+    open_given,
+    open_to_read,
+    read_small,
+    reading,
+)
 
 POINTERS = ("last", "best")
 WORDS = ("auto", "last", "best", "none")
@@ -54,7 +61,7 @@ class Catalog:
     def entries(self) -> list[Entry]:
         """Every checkpoint, newest (highest step) first. Reads manifests and sizes, no content."""
         steps = {step for name in self._names() if (step := step_of(name)) is not None}
-        return [self._entry(self.directory, step) for step in sorted(steps, reverse=True)]
+        return [_entry(self.directory, step) for step in sorted(steps, reverse=True)]
 
     def published(self) -> frozenset[tuple[str, int]]:
         """The manifests and when each was written, to tell later what is new. Never raises."""
@@ -192,59 +199,97 @@ class Catalog:
         except FileNotFoundError:
             return []
 
-    def _entry(self, directory: Path, step: int) -> Entry:
-        path = directory / checkpoint_name(step)
-        manifest, problem = None, None
-        try:
-            manifest = read_manifest(directory / manifest_name(step))
-        except FileNotFoundError:
-            problem = NO_MANIFEST
-        except OSError as error:
-            problem = f"its manifest cannot be read: {error.strerror or error}"
-        except ValueError as error:
-            problem = f"its manifest is damaged: {error}"
-        size_bytes = _size_of(path)
-        if size_bytes is None:
-            problem = NO_FILE
-        elif manifest is not None and size_bytes != manifest.size_bytes:
-            problem = f"{size_bytes} bytes, its manifest says {manifest.size_bytes}"
-        return Entry(step=step, path=path, manifest=manifest, problem=problem)
-
     def _follow(self, name: str) -> tuple[Path | None, str | None]:
         """The target of a pointer file, or why it has none."""
         try:
             with reading(self.directory / name) as file:
-                target = file.read(_POINTER_BYTES_MAX).decode(errors="replace")
+                return _target(self.directory, name, file.read(_POINTER_BYTES_MAX))
         except OSError as error:
             return None, f"pointer {name!r}: {error.strerror or error}"
-        if not target.endswith("\n") or step_of(target[:-1]) is None or ".pt" not in target:
-            return None, f"pointer {name!r} is torn: it holds {target[:40]!r}"
-        path = self.directory / target[:-1]
-        if not is_regular(path):
-            return None, f"pointer {name!r} names {target[:-1]}, which does not exist"
-        return path, None
 
     def _resolve_path(self, path: Path) -> list[Entry]:
         expected = (
             "expected auto, last, best, none, a checkpoint file step_<number>.pt or a directory"
             " that holds some"
         )
-        if path.is_dir():
-            entries = Catalog(path).entries()
-            if not entries:
-                raise BadInputError("--resume", path, f"holds no checkpoint; {expected}")
-            return entries
-        if not path.is_file():
-            raise BadInputError("--resume", path, f"does not exist; {expected}")
-        if path.name in POINTERS:
-            target, problem = Catalog(path.parent)._follow(path.name)  # noqa: SLF001  # our own class
-            if target is None:
-                raise BadInputError("--resume", path, str(problem))
-            path = target
-        step = step_of(path.name)
-        if step is None:
+        try:
+            entries = checkpoints_at(path)
+        except (NoCheckpointError, OSError) as error:
+            raise BadInputError("--resume", path, f"{reason_of(error)}; {expected}") from error
+        if not entries:
             raise BadInputError("--resume", path, f"is no checkpoint of ours by name; {expected}")
-        return [self._entry(path.parent, step)]
+        return entries
+
+
+class NoCheckpointError(Exception):
+    """A user's path leads to no checkpoint; the text says why."""
+
+
+def checkpoints_at(path: Path) -> list[Entry]:
+    """The checkpoints that a user's path means: of a folder, of a pointer, or one by its own name.
+
+    Empty where it is another file. The user's own links are followed. Raises NoCheckpointError for a
+    folder without any and for a pointer that leads nowhere, and OSError where nothing can be read.
+    """
+    path = Path(os.path.realpath(path.expanduser(), strict=True))
+    if path.is_dir():
+        if not (entries := Catalog(path).entries()):
+            raise NoCheckpointError("is a folder without checkpoints")
+        return entries
+    with os.fdopen(open_given(path), "rb") as file:
+        begin = file.read(_POINTER_BYTES_MAX)
+    if step_of(path.name) is None and len(begin) < _POINTER_BYTES_MAX:
+        target, problem = _target(path.parent, path.name, begin)
+        if target is not None:
+            path = target
+        elif path.name in POINTERS or _is_name(begin):
+            raise NoCheckpointError(str(problem))
+    step = step_of(path.name)
+    return [] if step is None else [_entry(path.parent, step)]
+
+
+def _target(directory: Path, name: str, content: bytes) -> tuple[Path | None, str | None]:
+    """The checkpoint that a pointer of that content names, or why it names none."""
+    text = content.decode(errors="replace")
+    if not _is_name(content):
+        return None, f"pointer {name!r} is torn: it holds {text[:40]!r}"
+    path = directory / text[:-1]
+    if not is_regular(path):
+        return None, f"pointer {name!r} names {text[:-1]}, which does not exist"
+    return path, None
+
+
+def _is_name(content: bytes) -> bool:
+    text = content.decode(errors="replace")
+    return text.endswith(".pt\n") and step_of(text[:-1]) is not None
+
+
+def reason_of(error: Exception) -> str:
+    """Why something could not be read, to follow its name."""
+    if isinstance(error, FileNotFoundError):
+        return "does not exist"
+    return (
+        f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+    )
+
+
+def _entry(directory: Path, step: int) -> Entry:
+    path = directory / checkpoint_name(step)
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(directory / manifest_name(step))
+    except FileNotFoundError:
+        problem = NO_MANIFEST
+    except OSError as error:
+        problem = f"its manifest cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        problem = f"its manifest is damaged: {error}"
+    size_bytes = _size_of(path)
+    if size_bytes is None:
+        problem = NO_FILE
+    elif manifest is not None and size_bytes != manifest.size_bytes:
+        problem = f"{size_bytes} bytes, its manifest says {manifest.size_bytes}"
+    return Entry(step=step, path=path, manifest=manifest, problem=problem)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -26,8 +26,8 @@ def check_state_dict(
 ) -> list[str]:
     """How a stored state differs from the one that a model expects, in words; empty if it fits.
 
-    Compares names and shapes, not dtypes (a load converts those). At most five names of each sort
-    are listed, the rest counted.
+    Compares names, shapes and types: torch would convert numbers of any type without a word. At most
+    five names of each sort are listed, the rest counted.
     """
     missing = [key for key in expected_state if key not in model_state]
     unexpected = [key for key in model_state if key not in expected_state]
@@ -36,8 +36,18 @@ def check_state_dict(
         for key, expected in expected_state.items()
         if key in model_state and _shape(model_state[key]) != _shape(expected)
     ]
+    types = [
+        f"{key} {_type(model_state[key])} where the model has {_type(expected)}"
+        for key, expected in expected_state.items()
+        if _type(model_state.get(key)) not in ("", _type(expected)) and _type(expected)
+    ]
     differences = []
-    for title, entries in (("missing", missing), ("unexpected", unexpected), ("shape", shapes)):
+    for title, entries in (
+        ("missing", missing),
+        ("unexpected", unexpected),
+        ("shape", shapes),
+        ("type", types),
+    ):
         if entries:
             more = f" and {len(entries) - _LISTED_MAX} more" if len(entries) > _LISTED_MAX else ""
             differences.append(f"{title}: {', '.join(entries[:_LISTED_MAX])}{more}")
@@ -48,6 +58,10 @@ def _shape(value: object) -> str:
     if isinstance(value, Tensor):
         return "x".join(str(size) for size in value.shape) or "scalar"
     return type(value).__name__
+
+
+def _type(value: object) -> str:
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
 
 
 def weights_sha256(state_dict: Mapping[str, object]) -> str:

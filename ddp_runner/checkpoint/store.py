@@ -25,7 +25,12 @@ from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
-from ddp_runner.checkpoint.weights import UnreadableError, load_weights, read_archive
+from ddp_runner.checkpoint.weights import (
+    Content,
+    UnreadableError,
+    load_weights,
+    read_archive,
+)
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 
 if TYPE_CHECKING:
@@ -267,10 +272,15 @@ class CheckpointStore:
             return True
         damage = self.catalog.verify(entry)
         if damage is None:
+            try:
+                _content_of(entry, map_location="cpu", content=Content.MAPPED)
+            except UnreadableError as error:
+                damage = str(error)
+        if damage is None:
             self._proved.add(entry.step)
         elif entry.step not in self._told_damaged:
             self._told_damaged.add(entry.step)
-            self._notes.append(f"{entry.path} is damaged ({damage}): an older one is kept for it")
+            self._notes.append(f"{entry.path} is unusable ({damage}): an older one is kept for it")
         return damage is None
 
     def load(
@@ -295,9 +305,7 @@ class CheckpointStore:
         damaged: list[tuple[Entry, str]] = []
         for entry in candidates:
             reason = self.catalog.verify(entry)
-            if reason is not None:
-                damaged.append((entry, reason))
-            else:
+            if reason is None:
                 found = _read(entry, map_location=map_location)
                 if not isinstance(found, str):
                     if set_bad_aside and which in WORDS:
@@ -305,6 +313,7 @@ class CheckpointStore:
                         rejected = [(path, f"{why}{problem}") for path, why in rejected]
                     return replace(found, rejected=tuple(rejected))
                 reason = found
+            damaged.append((entry, reason))
             rejected.append((entry.path, reason))
         if not candidates:
             return None
@@ -357,23 +366,30 @@ class CheckpointStore:
 def _read(entry: Entry, *, map_location: str | torch.device) -> Loaded | str:
     """Load a verified file, or say why torch or we cannot take it."""
     try:
-        content = read_archive(entry.path, map_location=map_location)
-    except UnreadableError as error:
-        return f"torch.load: {error}"
-    facts = content.pop(MANIFEST_KEY, None) if isinstance(content, dict) else None
-    if not isinstance(facts, dict):
-        return "it was not written by ddp_runner"
-    try:
+        content = _content_of(entry, map_location=map_location, content=Content.READ)
+        facts = content.pop(MANIFEST_KEY)
         manifest = entry.manifest or Manifest.from_facts(
             facts,
             file=entry.path.name,
             size_bytes=entry.path.stat().st_size,
             sha256=sha256_of(entry.path),
         )
+    except UnreadableError as error:
+        return str(error)
     except (OSError, ValueError) as error:
         return f"no usable manifest, and its own facts are none: {error}"
     remark = "" if entry.manifest else entry.problem or ""
     return Loaded(state=content, manifest=manifest, path=entry.path, remark=remark)
+
+
+def _content_of(
+    entry: Entry, *, map_location: str | torch.device, content: Content
+) -> dict[str, Any]:
+    """What the file of a checkpoint holds. Raises UnreadableError, also where it is no checkpoint."""
+    found = read_archive(entry.path, map_location=map_location, content=content)
+    if not isinstance(found, dict) or not isinstance(found.get(MANIFEST_KEY), dict):
+        raise UnreadableError("it was not written by ddp_runner")
+    return found
 
 
 def _fault(kind: FaultKind, cause: str, *, step: int) -> Fault:

@@ -2,57 +2,143 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import pickletools
+import re
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ddp_runner.checkpoint.catalog import (
+    Catalog,
+    NoCheckpointError,
+    checkpoints_at,
+    reason_of,
+)
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.run_files import open_given, open_to_read
 
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
-_LOAD_ERRORS = (RuntimeError, ValueError, KeyError, EOFError, OSError, pickle.UnpicklingError)
+_EXPECTED = (
+    "expected a checkpoint, a folder of checkpoints, or a file made with"
+    " torch.save(model.state_dict(), FILE)"
+)
+_OPTION = "--init-from"
+_NAME_IN_ERROR = re.compile(r"GLOBAL ([A-Za-z_][\w.]+)")
+_SHOWN_MAX = 200
+_LISTED_MAX = 3
+_ARCHIVE_BEGINS = b"PK"
+_CODE = frozenset({"GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"})
 
 
 class UnreadableError(Exception):
-    """torch.load refused a file; the text is its first line."""
+    """torch.load refused a file; the text says why in a line of our own."""
 
 
-def read_archive(path: Path, *, map_location: str | torch.device) -> Any:
-    """What plain ``torch.load(weights_only=True)`` gives.
+class Content(Enum):
+    """Whether tensors are read, or stay in the file until somebody looks at them."""
+
+    READ = "read"
+    MAPPED = "mapped"
+
+
+def read_archive(
+    path: Path, *, map_location: str | torch.device, content: Content = Content.READ
+) -> Any:
+    """What plain ``torch.load(weights_only=True)`` gives for a file of ours, which is no link.
 
     Raises UnreadableError; what is raised for want of memory stays, since that is no fault of the file.
     """
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
-    except _LOAD_ERRORS as error:
+        descriptor = open_to_read(path)
+    except OSError as error:
+        raise UnreadableError(reason_of(error)) from error
+    return _load(descriptor, map_location=map_location, content=content)
+
+
+def _load(descriptor: int, *, map_location: str | torch.device, content: Content) -> Any:
+    """What is in an opened file, which is closed then."""
+    try:
+        # By its number: between two looks at a name, another file may be put there.
+        return torch.load(
+            f"/proc/self/fd/{descriptor}",
+            map_location=map_location,
+            weights_only=True,
+            mmap=content is Content.MAPPED,
+        )
+    except Exception as error:  # garbage makes an unpickler raise whatever it comes to
         if lacks_memory(error):
             raise
-        text = str(error).strip() or type(error).__name__
-        raise UnreadableError(text.splitlines()[0]) from error
+        raise UnreadableError(_told(error, os.pread(descriptor, 1 << 16, 0))) from error
+    finally:
+        os.close(descriptor)
+
+
+def _told(error: Exception, begin: bytes) -> str:
+    """Why torch refused a file that begins so. Torch's own words say how to run what it holds."""
+    if not begin:
+        return "is empty"
+    is_archive = begin.startswith(_ARCHIVE_BEGINS)
+    named = _NAME_IN_ERROR.search(str(error))
+    is_refused = isinstance(error, pickle.UnpicklingError) and "operand" not in str(error)
+    if named or (is_refused if is_archive else _holds_objects(begin)):
+        return f"holds objects that could run code; refused{f' ({named[1]})' if named else ''}"
+    if not is_archive:
+        return "is no file of tensors"
+    first = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+    return f"is damaged, or no file of tensors: {first[:_SHOWN_MAX]}"
+
+
+def _holds_objects(begin: bytes) -> bool:
+    """Whether this is the begin of a pickle that makes anything but plain values."""
+    seen = False
+    try:
+        for operation, _, _ in pickletools.genops(begin):
+            seen = seen or operation.name in _CODE
+    except ValueError:  # the end of what was read, or no pickle; text may look like an old one
+        return seen and begin.startswith(pickle.PROTO)
+    return seen
 
 
 def load_weights(path: Path, *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
     """The model's state dict in a file, under the names that stand there, for ``--init-from``.
 
-    Takes a checkpoint of ours, a plain state dict, or a dict that holds one as ``model``,
-    ``state_dict`` or ``model_state_dict``. Raises BadInputError (``--init-from``) otherwise.
+    Takes a checkpoint of ours, a pointer to one (``last``, ``best``), a folder of them (the newest
+    that is whole), a plain state dict, or a dict that holds one as ``model``, ``state_dict`` or
+    ``model_state_dict``. Raises BadInputError (``--init-from``) otherwise.
     """
-    expected = "expected a file of weights that torch.load(weights_only=True) reads"
-    if not Path(path).is_file():
-        raise BadInputError("--init-from", path, f"no such file; {expected}")
     try:
-        content = read_archive(path, map_location=map_location)
-    except UnreadableError as error:
-        raise BadInputError("--init-from", path, f"{expected}: {error}") from error
+        entries = checkpoints_at(path)
+        if not entries:
+            return _state_dict_in(open_given(path.expanduser()), map_location=map_location)
+    except (NoCheckpointError, UnreadableError, OSError) as error:
+        raise BadInputError(_OPTION, path, f"{reason_of(error)}; {_EXPECTED}") from error
+    wrong = []
+    for entry in entries:
+        try:
+            damage = Catalog(entry.path.parent).verify(entry)
+            if damage is None:
+                return _state_dict_in(open_to_read(entry.path), map_location=map_location)
+        except (UnreadableError, OSError) as error:
+            damage = reason_of(error)
+        wrong.append(f"{entry.path.name} {damage}" if entry.path != path else damage)
+    shown = "; ".join(wrong[:_LISTED_MAX])
+    raise BadInputError(_OPTION, path, f"{shown}; {_EXPECTED}")
+
+
+def _state_dict_in(descriptor: int, *, map_location: str | torch.device) -> dict[str, Any]:
+    content = _load(descriptor, map_location=map_location, content=Content.READ)
     for key in _WEIGHT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
             break
     if not _is_state_dict(content):
-        raise BadInputError("--init-from", path, f"holds no state dict; {expected}")
+        raise UnreadableError("holds no state dict")
     return dict(content)
 
 

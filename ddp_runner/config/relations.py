@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,19 +150,25 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
         problems.extend(_unreadable("--init-from", run.init_from, Path(run.init_from)))
     if run.resume not in _RESUME_WORDS:
         expected = "must be auto, last, best, none or the path of a checkpoint; no such file"
-        if not run.resume or not Path(run.resume).exists():
+        if not run.resume:
             problems.append(BadInputError("--resume", run.resume, expected))
+        problems.extend(_unreadable("--resume", run.resume, Path(run.resume), missing=expected))
     problems.extend(_task_problems(run.task))
     return problems
 
 
-def _unreadable(option: str, value: str, path: Path) -> list[BadInputError]:
+def _unreadable(
+    option: str, value: str, path: Path, *, missing: str = "no such file or folder"
+) -> list[BadInputError]:
     path = path.expanduser()
     try:
-        if not path.exists():
-            return [BadInputError(option, value, "no such file or folder")]
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        return [BadInputError(option, value, missing)]
     except OSError as error:
         return [BadInputError(option, value, f"cannot be read: {error.strerror}")]
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        return [BadInputError(option, value, "is no file and no folder")]
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         return [BadInputError(option, value, "cannot be read: permission denied")]
     return []

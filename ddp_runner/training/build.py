@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import WORDS
-from ddp_runner.checkpoint.codec import check_state_dict, stored_bytes
+from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.manifest import checkpoint_name
 from ddp_runner.checkpoint.naming import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
@@ -32,6 +32,7 @@ from ddp_runner.data.workers import AUTO
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
+from ddp_runner.training.fitting import check_values, check_weights, misfit
 from ddp_runner.training.loading import BUILT_IN_TASKS, load_task, task_sha256
 from ddp_runner.training.loss_monitor import LossMonitor
 from ddp_runner.training.optimizer import build_optimizer
@@ -272,7 +273,8 @@ def _begin_anew(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that is new, the one of step 0."""
     if settings.run.init_from:
         weights = read_as(load_weights(Path(settings.run.init_from)), state.weights())
-        _check_fits(weights, state, option="--init-from", value=settings.run.init_from)
+        check_weights(weights, state, option="--init-from", value=settings.run.init_from)
+        check_values(weights, state, option="--init-from", value=settings.run.init_from)
         load_bare_state(state.model, weights)
         state.buffers.keep()
     state.committed_step = state.begun_step = 0
@@ -308,7 +310,7 @@ def _begun_from(settings: Settings, state: TrainState) -> Path | None:
     """The file that was resumed by its path; where that is a folder, a newer one may be there now."""
     if settings.run.resume in WORDS:
         return None
-    path = Path(settings.run.resume)
+    path = Path(settings.run.resume).expanduser().resolve()
     if state.begun_step == EMPTY_STEP:
         return path
     return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
@@ -410,27 +412,27 @@ def is_complete(workload: Workload, state: TrainState) -> bool:
     )
 
 
-def _check_fits(weights: Mapping[str, Any], state: TrainState, *, option: str, value: str) -> None:
-    state.buffers.make_room(weights)
-    differences = check_state_dict(weights, state.weights())
-    if differences:
-        shown = "; ".join(differences[:3]) + ("; ..." if len(differences) > 3 else "")
-        raise BadInputError(option, value, f"holds another model: {shown}")
-
-
 def _restore(
     settings: Settings, state: TrainState, saved: Mapping[str, Any], *, where: str
 ) -> None:
-    weights = read_as(saved["model"], state.weights())
-    _check_fits(weights, state, option="--resume", value=where)
+    found = saved.get("model")
+    if not isinstance(found, Mapping):
+        raise BadInputError("--resume", where, "holds no model")
+    weights = read_as(found, state.weights())
+    check_weights(weights, state, option="--resume", value=where)
     try:
-        state.restore({**saved, "model": weights})
-    except (KeyError, ValueError, RuntimeError) as error:
+        wrong = misfit(saved, state)
+        if not wrong:
+            state.restore({**saved, "model": weights})
+    except Exception as error:  # whatever a part that is none raises where it is read
         if lacks_memory(error):
             raise
+        wrong = str(error) or type(error).__name__
+    if wrong:
+        # It may be half taken over: nothing trains with it, this ends the run.
         raise BadInputError(
-            "--resume", settings.run.resume, f"{where} does not fit this run: {error}"
-        ) from error
+            "--resume", settings.run.resume, f"{where} does not fit this run: {wrong}"
+        )
 
 
 def versions() -> dict[str, str]:

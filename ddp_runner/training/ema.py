@@ -152,8 +152,11 @@ class Ema:
         if not state["parameters"] and not state["buffers"]:
             parameters, buffers = {}, {}
         else:
-            parameters = _ordered_copy(state["parameters"], self._live_parameters)
-            buffers = _ordered_copy(state["buffers"], self._live_buffers())
+            live, kept = self._live_parameters, self._live_buffers()
+            types = {name: _average_dtype(parameter) for name, parameter in live.items()}
+            parameters = _ordered_copy(state["parameters"], live, types=types)
+            types = {name: buffer.dtype for name, buffer in kept.items()}
+            buffers = _ordered_copy(state["buffers"], kept, types=types)
         self.updates = int(state["updates"])
         self._parameters, self._buffers = parameters, buffers
 
@@ -172,11 +175,15 @@ def _average_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
-def _ordered_copy(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of ``saved`` on the devices and in the order of ``live``."""
+def _ordered_copy(
+    saved: Mapping[str, Tensor], live: Mapping[str, Tensor], *, types: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """Copies of ``saved``, which must be of these ``types``, on the devices and in the order of ``live``."""
     saved = read_as(saved, live)
     wrong = saved.keys() ^ live.keys()
-    wrong |= {name for name in saved.keys() & live.keys() if saved[name].shape != live[name].shape}
+    for name in saved.keys() & live.keys():
+        if saved[name].shape != live[name].shape or saved[name].dtype != types[name]:
+            wrong.add(name)
     if wrong:
         names = ", ".join(sorted(wrong)[:3])
         raise ValueError(f"the saved average is of another model; it differs in: {names}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ class TrainState:
         """The model's state under its bare names; references, not copies."""
         return bare_state(self.model)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters, tied ones once, under their bare names."""
+        for name, parameter in self.model.named_parameters():
+            yield bare_name(self.model, name), parameter
+
     def capture(self) -> dict[str, Any]:
         """References, not copies: valid until the next optimizer step."""
         state: dict[str, Any] = {
@@ -121,10 +126,10 @@ class TrainState:
         """What must be the same on every rank after a commit, by name; references, in one order."""
         values = self.weights().items()
         found = {name: value for name, value in values if isinstance(value, Tensor)}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"{bare_name(self.model, name)} ({key})"] = value
+                    found[f"{name} ({key})"] = value
         if self.ema is not None:
             averages = self.ema.averages()
             found.update({f"average {number}": value for number, value in enumerate(averages)})

@@ -62,6 +62,7 @@ from ddp_runner.training.feeding import (
     open_quarantine,
     waiting,
 )
+from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
@@ -188,6 +189,8 @@ class DDPTrainer:
         progress, run_id, loaded = Progress(), "", None
         if self._place.loads:
             loaded = load_start(settings, workload, state, store)
+            if loaded is not None or settings.run.init_from:
+                self._warn_of_values(state)
             if loaded is not None:
                 run_id = loaded.manifest.run_id
                 progress.checkpoint = str(loaded.path)
@@ -230,6 +233,15 @@ class DDPTrainer:
             parts.saving.resumed(loaded)
             tell_changes(self._runtime, state, known=loaded.manifest.changes)
         return parts, run_id
+
+    def _warn_of_values(self, state: TrainState) -> None:
+        broken = not_finite(state)
+        if broken:
+            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+            self._runtime.logger.warning(
+                "what was loaded holds values that are not finite (NaN or infinity) in "
+                f"{', '.join(broken[:3])}{more}"
+            )
 
     def _tell_of_old_order(self, state: TrainState) -> None:
         if state.order_version != ORDER_VERSION and state.stream is None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_runner.checkpoint.catalog import sha256_of
+from ddp_runner.checkpoint.manifest import Manifest, manifest_name
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 from tests.temporaries import of_a_dead_writer
@@ -110,7 +112,7 @@ def test_retention_reads_each_file_once(tmp_path, monkeypatch):
             break
     assert read == [20, 30, 40]
     (note,) = store.save(state_of(60), **facts_of(60)).notes
-    assert "step_00000050.pt is damaged" in note
+    assert "step_00000050.pt is unusable" in note
     assert steps_in(tmp_path) == [40, 50, 60]
     assert store.save(state_of(70), **facts_of(70)).notes == (), "said once"
     assert steps_in(tmp_path) == [60, 70]
@@ -211,11 +213,56 @@ def test_a_file_alone_still_tells_what_it_is(tmp_path):
     assert _load(copy).manifest == saved.manifest
 
 
+class RunsCode:
+    """Unpickled, it would make a file."""
+
+    def __reduce__(self):
+        return (open, ("made_by_code", "w"))
+
+
+def put_code(directory, step):
+    """A checkpoint with a manifest that fits, and with an object in it that runs code."""
+    saved = save(directory, step)
+    torch.save({"manifest": {}, "model": RunsCode()}, saved.path)
+    facts = saved.manifest.facts()
+    size_bytes, digest = saved.path.stat().st_size, sha256_of(saved.path)
+    manifest = Manifest.from_facts(
+        facts, file=saved.path.name, size_bytes=size_bytes, sha256=digest
+    )
+    (directory / manifest_name(step)).write_text(manifest.to_json())
+    return saved.path
+
+
+def test_what_could_run_code_is_refused_set_aside_and_no_reason_to_delete_others(
+    tmp_path, monkeypatch
+):
+    """Its digest may be right: it takes no sound one's place, and the next one is loaded."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20):
+        save(folder, step)
+    bad = put_code(folder, 30)
+    saved = CheckpointStore(folder, keep_last=2).save(state_of(40), **facts_of(40))
+    assert steps_in(folder) == [20, 30, 40], "30 is not one of the two that are kept"
+    (note,) = saved.notes
+    assert f"{bad} is unusable (holds objects that could run code; refused (io.open))" in note
+    saved.path.write_bytes(b"damaged")
+    loaded = _load(folder, set_bad_aside=True)
+    assert loaded.manifest.step == 20
+    assert loaded.rejected[1] == (bad, "holds objects that could run code; refused (io.open)")
+    aside = bad.with_name(f"{bad.name}.bad")
+    assert (aside.exists(), bad.exists()) == (True, False)
+    assert "could run code" in aside.with_name(f"{aside.name}.reason").read_text()
+    with pytest.raises(BadInputError, match="could run code"):
+        _load(folder, str(put_code(folder, 50)))
+    assert not Path("made_by_code").exists()
+
+
 def test_a_foreign_file_under_our_name_is_refused_with_the_reason(tmp_path):
     """A torch file that we did not write, and one that only code could read, are no checkpoints."""
     torch.save({"model": {}}, tmp_path / "step_00000010.pt")
     torch.save({"manifest": pytest.Item}, tmp_path / "step_00000020.pt")
-    with pytest.raises(FaultError, match=r"20\.pt: torch\.load: .*10\.pt: it was not written"):
+    with pytest.raises(FaultError, match=r"20\.pt: holds objects .*10\.pt: it was not written"):
         _load(tmp_path)
 
 

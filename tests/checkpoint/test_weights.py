@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -36,21 +42,127 @@ def test_a_checkpoint_of_ours_gives_its_model(tmp_path):
     assert torch.equal(loaded["weight"], state_of(10)["model"]["weight"])
 
 
-def _write(path, kind):
-    if kind == "text":
-        path.write_text("not weights")
-    elif kind == "no tensors":
-        torch.save({"epoch": 3}, path)
-    elif kind == "code":
-        torch.save({"w": pytest.Item}, path)
+@pytest.mark.parametrize("name", ["last", "best", "", "step_00000020.json", "a copy of last"])
+def test_a_pointer_and_a_folder_lead_to_a_checkpoint(tmp_path, name):
+    """As people name them; a folder means its newest one that is whole."""
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20):
+        save(folder, step, monitored=float(-step))
+    save(folder, 30, monitored=1.0)
+    (folder / "a copy of last").write_text("step_00000020.pt\n")
+    expected = {"last": 30, "": 20}.get(name, 20)
+    if not name:
+        (folder / "step_00000030.pt").write_bytes(b"damaged")
+    assert torch.equal(load_weights(folder / name)["weight"], state_of(expected)["model"]["weight"])
 
 
-@pytest.mark.parametrize("kind", ["missing", "text", "no tensors", "code"])
-def test_what_holds_no_weights_is_bad_input(tmp_path, kind):
-    """One line that names the option and the file; code in a file is never run."""
-    _write(tmp_path / "w.pt", kind)
+def test_links_of_the_users_own_are_followed(tmp_path):
+    """To a file, a pointer and a folder."""
+    save(tmp_path / "checkpoints", 10)
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    for number, target in enumerate(("checkpoints/last", "checkpoints", "w.pt")):
+        link = tmp_path / f"link {number}"
+        link.symlink_to(tmp_path / target)
+        assert load_weights(link)
+
+
+class RunsCode:
+    """Unpickled, it would make a file."""
+
+    def __reduce__(self):
+        return (open, (MADE_BY_CODE, "w"))
+
+
+MADE_BY_CODE = "made_by_code"
+CODE = "holds objects that could run code; refused"
+NONE = "is no file of tensors"
+
+
+def _zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.txt", "x")
+
+
+def _damage(path):
+    saved = save(path.parent / "run", 10).path
+    content = bytearray(saved.read_bytes())
+    content[len(content) // 2] ^= 1
+    saved.write_bytes(content)
+    path.symlink_to(saved)
+
+
+WRONG = {
+    "missing": (lambda path: None, "does not exist"),
+    "text": (lambda path: path.write_text("not weights"), NONE),
+    "a checkpoint's name": (lambda path: path.write_text("step_00000008.pt\n"), "names step_"),
+    "a script": (lambda path: path.write_text("import os\nos.getcwd()\n"), NONE),
+    "random": (lambda path: path.write_bytes(bytes(range(256)) * 99), NONE),
+    "empty": (lambda path: path.touch(), "is empty"),
+    "cut short": (lambda path: path.write_bytes(_saved(WEIGHTS)[:-500]), "is damaged"),
+    "another archive": (_zip, "no file of tensors"),
+    "no tensors": (lambda path: torch.save({"epoch": 3}, path), "holds no state dict"),
+    "a number": (lambda path: torch.save(5, path), "holds no state dict"),
+    "a list": (lambda path: torch.save([torch.ones(1)], path), "holds no state dict"),
+    "model: 5": (lambda path: torch.save({"model": 5}, path), "holds no state dict"),
+    "a class": (lambda path: torch.save({"w": pytest.Item}, path), f"{CODE} (_pytest.nodes.Item)"),
+    "a module": (lambda path: torch.save(torch.nn.Linear(1, 1), path), CODE),
+    "code": (lambda path: torch.save({"w": RunsCode()}, path), f"{CODE} (io.open)"),
+    "code, old": (
+        lambda path: torch.save({"w": RunsCode()}, path, _use_new_zipfile_serialization=False),
+        CODE,
+    ),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps({"w": RunsCode()})), CODE),
+    "an old pickle": (lambda path: path.write_bytes(pickle.dumps(RunsCode(), 0)), CODE),
+    "a plain pickle": (lambda path: path.write_bytes(pickle.dumps({"w": 1})), NONE),
+    "a pipe": (os.mkfifo, "is no regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+    "an empty folder": (Path.mkdir, "is a folder without checkpoints"),
+    "a loop": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    "a flipped bit": (_damage, "its SHA-256 is not the one in its manifest"),
+}
+
+
+def _saved(content):
+    torch.save(content, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_holds_no_weights_is_bad_input(tmp_path, monkeypatch, kind):
+    """One line that names the option and the file, and never how to run what it holds."""
+    monkeypatch.chdir(tmp_path)
+    make, reason = WRONG[kind]
+    path = tmp_path / "w.pt"
+    make(path)
     with pytest.raises(BadInputError) as caught:
-        load_weights(tmp_path / "w.pt")
+        load_weights(path)
+    told = str(caught.value)
     assert caught.value.option == "--init-from"
-    assert "w.pt" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert told.startswith(f"--init-from={path}: ")
+    assert reason in told
+    assert told.isprintable()
+    assert "weights_only" not in told
+    assert not Path(MADE_BY_CODE).exists()
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize("content", ["step_00000099.pt\n", "step_0000", ""])
+def test_a_pointer_that_leads_nowhere_is_bad_input(tmp_path, name, content):
+    """It is told from a file of weights by its name, and says what it holds."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInputError, match=f"pointer '{name}' (names|is torn)"):
+        load_weights(tmp_path / name)
+
+
+def test_weights_may_be_called_as_a_pointer_is(tmp_path):
+    """Control: what is no pointer by its content is read as what it is."""
+    torch.save({"w": torch.ones(2000)}, tmp_path / "best")
+    assert list(load_weights(tmp_path / "best")) == ["w"]
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_says_why(tmp_path):
+    """Each with its reason; an intact one would be taken."""
+    for step in (10, 20):
+        save(tmp_path, step).path.write_bytes(b"damaged")
+    with pytest.raises(BadInputError, match=r"20\.pt 7 bytes, .*; step_00000010\.pt 7 bytes"):
+        load_weights(tmp_path)

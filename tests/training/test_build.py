@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.training.build import build_workload, is_complete, load_start
+from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.runtime import Place
 from tests.checkpoint.states import facts_of
 
@@ -176,3 +179,151 @@ def test_memory_that_does_not_suffice_at_a_resume_is_no_misfit(tmp_path):
         load_start(settings, workload, state, store)
     ask.remove()
     assert load_start(settings, workload, state, store) is not None
+
+
+def put(state, path, value):
+    """``value`` in the place of a captured state that ``path`` names."""
+    *parts, last = path
+    at = state
+    for part in parts:
+        at = at[part]
+    at[last] = value
+
+
+def wrong_type(*path, dtype):
+    def change(state):
+        tensor = state
+        for part in path:
+            tensor = tensor[part]
+        put(state, path, tensor.to(dtype))
+
+    return change
+
+
+def replaced(*path, by):
+    return lambda state: put(state, path, by)
+
+
+MISFITS = {
+    "model: 5": (replaced("model", by=5), "holds no model"),
+    "no model": (lambda state: state.pop("model"), "holds no model"),
+    "int64": (wrong_type("model", "0.weight", dtype=torch.int64), "0.weight int64 where"),
+    "float64": (wrong_type("model", "0.weight", dtype=torch.float64), "0.weight float64 where"),
+    "complex": (wrong_type("model", "0.weight", dtype=torch.complex64), "0.weight complex64"),
+    "no tensor": (replaced("model", "0.weight", by="text"), "0.weight str where the model has"),
+    "shape": (replaced("model", "0.weight", by=torch.zeros(1)), "0.weight 1 where the model has"),
+    "optimizer: 5": (replaced("optimizer", by=5), "optimizer is int"),
+    "no optimizer": (lambda state: state.pop("optimizer"), "it lacks optimizer"),
+    "groups": (replaced("optimizer", "param_groups", by=[1]), "does not fit this run"),
+    "no groups": (replaced("optimizer", "param_groups", by=[]), "groups of parameters"),
+    "moment's shape": (
+        replaced("optimizer", "state", 0, "exp_avg", by=torch.zeros(3)),
+        "exp_avg of 0.weight is float32 3",
+    ),
+    "moment's type": (
+        wrong_type("optimizer", "state", 0, "exp_avg", dtype=torch.int64),
+        "exp_avg of 0.weight is int64",
+    ),
+    "counters: 5": (replaced("counters", by=5), "counters is int instead of a dict"),
+    "no counters": (lambda state: state.pop("counters"), "it lacks counters"),
+    "a counter": (replaced("counters", "samples", by="many"), "counters.samples is str"),
+    "half a step": (replaced("counters", "committed_step", by=2.5), "committed_step is float"),
+    "before step 0": (replaced("counters", "committed_step", by=-1), "committed_step is -1"),
+    "tuning": (replaced("tuning", "micro_batch_size", by="8"), "tuning.micro_batch_size is str"),
+    "more tuning": (replaced("tuning", "of_later", by=1), "does not fit this run"),
+    "monitor": (replaced("monitor", by=None), "does not fit this run"),
+    "losses": (replaced("monitor", "losses", by=["x"]), "does not fit this run"),
+    "quarantine": (replaced("quarantine", by=[]), "quarantine is list instead of a dict"),
+    "bad samples": (replaced("quarantine", "bad", by=[5]), "does not fit this run"),
+    "average": (replaced("ema", by=[]), "ema is list instead of a dict"),
+    "averages": (replaced("ema", "parameters", "0.weight", by=5), "does not fit this run"),
+    "average's type": (
+        wrong_type("ema", "parameters", "0.weight", dtype=torch.int64),
+        "average is of another model; it differs in: 0.weight",
+    ),
+}
+PACED = {"name": "PacedTask", "file": WORKLOAD, "ema_decay": 0.9}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_a_checkpoint_of_another_structure_is_one_line(tmp_path, kind):
+    """Whatever part of it is none: refused before anything is trained, and nothing is moved."""
+    change, reason = MISFITS[kind]
+    store = CheckpointStore(tmp_path, keep_last=1)
+    workload, state = build(**PACED)
+    state.committed_step = 0
+    loss = workload.task.loss(state.model, next(iter(batches(workload))))
+    loss.backward()
+    state.optimizer.step()
+    state.ema.update(state.model)
+    captured = copy.deepcopy(state.capture())
+    change(captured)
+    store.save(captured, **{**facts_of(0), "meaning": workload.meaning})
+    with pytest.raises(BadInputError) as caught:
+        load_start(from_flat({"resume": "auto"}), workload, build(**PACED)[1], store)
+    assert caught.value.option == "--resume"
+    assert reason in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert (tmp_path / "step_00000000.pt").exists()
+
+
+def batches(workload):
+    return torch.utils.data.DataLoader(workload.datasets.train, batch_size=8)
+
+
+def test_what_the_run_itself_has_saved_fits(tmp_path):
+    """Control: nothing of the above is found in a checkpoint as it is written."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    workload, state = build(**PACED)
+    state.committed_step = 0
+    workload.task.loss(state.model, next(iter(batches(workload)))).backward()
+    state.optimizer.step()
+    state.ema.update(state.model)
+    store.save(state.capture(), **{**facts_of(0), "meaning": workload.meaning})
+    _, again = build(**PACED)
+    assert load_start(from_flat({"resume": "auto"}), workload, again, store) is not None
+    assert not_finite(again) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_begin_no_run(tmp_path, value):
+    """The tensor is named; a buffer may hold infinities, of which masks are made."""
+    workload, state = build(**PACED)
+    weights = copy.deepcopy(state.weights())
+    weights["0.weight"].view(-1)[0] = value
+    torch.save(weights, tmp_path / "w.pt")
+    settings = from_flat({"resume": "none", "init_from": str(tmp_path / "w.pt")})
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    with pytest.raises(
+        BadInputError, match=r"w\.pt: holds a value that is not finite .* 0\.weight"
+    ):
+        load_start(settings, workload, state, store)
+
+
+@pytest.mark.parametrize(
+    ("poison", "told"),
+    [
+        (lambda state: state.model[0].weight.data.fill_(math.inf), ["0.weight"]),
+        (lambda state: buffer_of(state).fill_(math.nan), ["buffer"]),
+        (lambda state: buffer_of(state).fill_(-math.inf), []),
+        (lambda state: state.ema.averages()[0].fill_(math.nan), ["0.weight (average)"]),
+        (
+            lambda state: next(iter(state.optimizer.state.values()))["exp_avg"].fill_(math.nan),
+            ["0.weight (exp_avg)"],
+        ),
+    ],
+    ids=["weight", "buffer", "mask", "average", "moment"],
+)
+def test_values_of_a_state_that_are_not_finite_are_named(poison, told):
+    """All of it, with what it is of; infinities in a buffer are no fault."""
+    workload, state = build(**PACED)
+    workload.task.loss(state.model, next(iter(batches(workload)))).backward()
+    state.optimizer.step()
+    state.ema.update(state.model)
+    poison(state)
+    named = [next(n for n, _ in state.model.named_buffers())] if told == ["buffer"] else told
+    assert not_finite(state) == named
+
+
+def buffer_of(state):
+    return next(buffer for buffer in state.model.buffers() if buffer.is_floating_point())
