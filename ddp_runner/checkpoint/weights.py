@@ -74,12 +74,12 @@ def _load(descriptor: int, *, map_location: str | torch.device, content: Content
     except Exception as error:  # garbage makes an unpickler raise whatever it comes to
         if lacks_memory(error):
             raise
-        raise UnreadableError(_told(error, os.pread(descriptor, 1 << 16, 0))) from error
+        raise UnreadableError(_reason(error, os.pread(descriptor, 1 << 16, 0))) from error
     finally:
         os.close(descriptor)
 
 
-def _told(error: Exception, begin: bytes) -> str:
+def _reason(error: Exception, begin: bytes) -> str:
     """Why torch refused a file that begins so. Torch's own words say how to run what it holds."""
     if not begin:
         return "is empty"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_runner.data.permutation import mix64
-from ddp_runner.run_files import open_to_append, reading
+from ddp_runner.run_files import SMALL_BYTES_MAX, open_to_append, reading
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,7 +59,7 @@ class Quarantine:
                 return
             with reading(self._path) as file:
                 file.seek(self._read_bytes)
-                text = file.read()
+                text = file.read(SMALL_BYTES_MAX)
         except OSError:
             return  # there is none yet, or it cannot be read now: found again if need be
         whole = text[: text.rfind(b"\n") + 1]

@@ -7,6 +7,7 @@ audits of all ranks together name every sample of every committed step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -109,4 +110,8 @@ def _last_step(path: Path) -> int:
     except OSError:
         return 0  # there is none, or it cannot be read: then the line is written, if need be twice
     last = whole.rpartition(b"\n")[2]
-    return int(json.loads(last)["step"]) if last else 0
+    with contextlib.suppress(
+        ValueError, KeyError, TypeError
+    ):  # of others: then it is written twice
+        return int(json.loads(last)["step"]) if last else 0
+    return 0

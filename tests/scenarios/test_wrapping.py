@@ -30,7 +30,7 @@ def newest(run):
     ("name", "prefix"), [("CompiledTask", ""), ("WrappedTask", "module.module.")]
 )
 def test_a_wrapped_model_goes_on_from_its_checkpoints(made_once, tmp_path, name, prefix):
-    """After a stop, and when all ranks are killed at once, it ends with the weights of peace."""
+    """After a stop, and when all ranks are killed at once, it ends with the weights of a run without faults."""
     calm = made_once(*SETTINGS, task=f"{WRAPPING}:PlainTask")
     task = f"{WRAPPING}:{name}"
     with Run(tmp_path, *SETTINGS, SLOWLY, task=task) as run:

@@ -87,3 +87,12 @@ def test_nothing_is_written_for_steps_of_other_generations(settings, crew, step)
     complete(settings, step=step, crew=crew)
     assert [record["step"] for record in records(settings, 0)] == [4]
     assert not audit_path(settings, 2).exists()
+
+
+@pytest.mark.parametrize("line", ["not ours", "[]", '{"step": null}', "{}"])
+def test_a_line_that_is_none_of_ours_ends_no_repair(settings, line):
+    """Whoever may write in the folder can put one there; ours is written after it."""
+    write(settings, 0, 7)
+    write(settings, 2, torn=f"{line}\n")
+    complete(settings, step=7)
+    assert json.loads(audit_path(settings, 2).read_text().splitlines()[1])["step"] == 7
