@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from ddp_runner import lifeline
 from ddp_runner.collective.device import visible_gpu
 from ddp_runner.collective.store import StoreLink
+from ddp_runner.config.relations import check_relations
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.exits import (
@@ -103,6 +104,7 @@ class OutsideRuntime(LocalRuntime):
         self.run_id = self._told.run_id or self.run_id
         self._began_ns, self._formed_ns, self._lived_at_ns = time.monotonic_ns(), 0, 0
         self._clock = _boot()
+        self._notes = check_relations(settings)  # nobody else shows them here
         self._stop: StopReason | None = None
         self._save_is_asked = False
         self.directories: RunDirectories | None = None  # where this rank has taken hold of them
@@ -117,6 +119,7 @@ class OutsideRuntime(LocalRuntime):
 
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation of this restart; rank 0 prints what there is to say before."""
+        ready = replace(ready, notes=(*self._notes, *ready.notes))
         if self.place.rank == 0:
             print(f"computing in {ready.precision}", *ready.notes, sep="\n", flush=True)
         return super().next_generation(ready)
