@@ -40,7 +40,7 @@ def other_value(key):
     if spec.kind is Kind.TEXT:
         return f"{spec.default}x"
     if spec.kind is Kind.INTEGER:
-        return str(int(spec.default) + 1)
+        return "7" if spec.default in spec.choices else str(int(spec.default) + 1)
     return str(spec.default / 2 if spec.at_most is not None or spec.below else spec.default * 2 + 1)
 
 
