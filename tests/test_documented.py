@@ -1,0 +1,131 @@
+"""What the documentation says can be typed: every command of it, in its order, in one folder.
+
+A block of code is run as it stands: commands by a shell, Python by this interpreter. A comment in
+front of it, which readers do not see, says otherwise: ``<!-- saved as my_task.py -->`` or
+``<!-- not run: why -->``. A block of neither kind is what a command has printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from tests.scenarios.harness import ROOT
+
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_COMMAND = re.compile(r"^(\./|python|pip |ddp-runner|torchrun )", re.MULTILINE)
+_EXAMPLE = re.compile(r"^    (\./launch_training\.sh .*)$", re.MULTILINE)
+_SAVED = "saved as "
+_NOT_RUN = "not run: "
+# A few steps of each run; the command line, and what it means, stay as they are written.
+SHORT = {
+    "DDP_RUNNER_RUN__MAX_STEPS": "4",
+    "DDP_RUNNER_RUN__DEVICE": "cpu",
+    "DDP_RUNNER_LOG__EVALUATE_BATCHES": "2",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code in a document. ``mark`` is what the comment in front of it says."""
+
+    place: str
+    mark: str
+    language: str
+    text: str
+
+    @property
+    def is_code(self):
+        return self.language == "python" or bool(_COMMAND.search(self.text))
+
+
+def blocks_of(path):
+    """The blocks of a Markdown file, or the commands that an example shows in its docstring."""
+    text, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
+    if path.suffix == ".py":
+        return [Block(name, "", "", f"{found[1]}\n") for found in _EXAMPLE.finditer(text)]
+    return [
+        Block(
+            f"{name}:{text.count(chr(10), 0, found.start()) + 1}",
+            found["mark"] or "",
+            found["language"],
+            found["text"],
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def documents():
+    docs = ROOT / "docs"
+    return [ROOT / "README.md", *sorted(docs.rglob("*.md")), *sorted(docs.rglob("*.py"))]
+
+
+def run_block(block, folder):
+    """Run it in ``folder`` as a reader would; what it printed."""
+    words = [sys.executable, "-c", block.text]
+    if block.language != "python":
+        words = ["bash", "-euo", "pipefail", "-c", block.text]
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={
+            **os.environ,
+            **SHORT,
+            "PYTHONPATH": str(ROOT),
+            "DDP_RUNNER_PYTHON": sys.executable,
+            "TMPDIR": str(folder),
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, f"{block.place}: exit {done.returncode}\n{block.text}\n{printed}"
+    assert "Traceback" not in printed, f"{block.place}:\n{printed}"
+    return printed
+
+
+@pytest.mark.whole_run
+def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_path):
+    """Nobody who types what is written is refused for what was written before it."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("launch_training.sh", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    ran = []
+    for block in (block for path in documents() for block in blocks_of(path)):
+        if block.mark.startswith(_SAVED):
+            (folder / block.mark.removeprefix(_SAVED)).write_text(block.text, encoding="utf-8")
+        elif block.is_code and not block.mark.startswith(_NOT_RUN):
+            assert not block.mark, f"{block.place}: what does {block.mark!r} mean?"
+            run_block(block, folder)
+            ran.append(block)
+    languages = [block.language for block in ran]
+    assert languages.count("python") >= 2
+    assert len(languages) - languages.count("python") >= 3
+    assert any(block.place.startswith("docs") for block in ran)
+    assert (folder / "logs" / "latest").resolve().parent == folder / "logs"
+
+
+def test_blocks_are_told_apart(tmp_path, monkeypatch):
+    """Control: commands, Python, what is saved, what is not run, and what was printed."""
+    monkeypatch.setattr("tests.test_documented.ROOT", tmp_path)
+    path = tmp_path / "a.md"
+    path.write_text(
+        "```\n./x --y\n```\ntext\n```\nprinted ./x\n```\n<!-- saved as m.py -->\n```python\na\n```\n"
+        "<!-- not run: it is long -->\n```\n./tests/run\n```\n"
+    )
+    command, printed, saved, left = blocks_of(path)
+    assert (command.is_code, printed.is_code, saved.is_code) == (True, False, True)
+    assert (command.text, command.place, saved.mark) == ("./x --y\n", "a.md:1", "saved as m.py")
+    assert left.mark == "not run: it is long"
