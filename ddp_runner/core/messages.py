@@ -14,7 +14,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 
 WIRE_VERSION = 1
-STORE_RANK, SPARE_RANK = -1, -2  # in a Fork: processes that are no ranks
+STORE_RANK, SPARE_RANK, STANDBY_RANK = -1, -2, -3  # in a Fork: processes that are no ranks
 NO_PROCESS = 0  # in a Forked
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
 
@@ -271,7 +271,7 @@ class Lived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Supervisor -> zygote: fork a rank, or what :data:`STORE_RANK`, :data:`SPARE_RANK` stand for.
+    """Supervisor -> zygote: fork a rank, or what :data:`STORE_RANK` and the others stand for.
 
     Supervisor -> spare: become that rank. Descriptors come along.
     """
@@ -286,7 +286,7 @@ class Fork:
 class Forked:
     """Zygote -> supervisor: the process of ``token`` runs as ``pid``, a child of the supervisor.
 
-    :data:`NO_PROCESS` where a spare could not be forked; the run can do without.
+    :data:`NO_PROCESS` where a spare or a zygote that stands by could not be forked; the run can do without.
     """
 
     token: int

@@ -171,7 +171,9 @@ class RecoverySettings:
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
     startup_timeout_s: Seconds = 600.0
     form_timeout_s: Seconds = 60.0
-    warm_spare: bool = True  # on CPUs: keep a process at hand that becomes the next lost rank
+    # On CPUs: keep a process at hand that becomes the next lost rank; once the process that forks the
+    # others was lost, also one that takes its place.
+    warm_spare: bool = True
     hang_min_s: Seconds = 2.0  # a phase of a step is never called hung sooner
     hang_factor: Annotated[float, Field(gt=1)] = 10.0  # times the slowest recent step
     first_step_timeout_s: Seconds = 600.0  # of a process: compilation, caches, device start

@@ -23,6 +23,7 @@ from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import (
     NO_PROCESS,
     SPARE_RANK,
+    STANDBY_RANK,
     STORE_RANK,
     Fork,
     Forked,
@@ -121,8 +122,6 @@ def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> No
 
 def serve(channel: Channel, supervisor_pid: int) -> None:
     """Fork whatever is asked for, until the supervisor closes the channel."""
-    from ddp_runner.rank import process, spare, store_host  # noqa: PLC0415 - imported by preload
-
     while True:
         try:
             message, descriptors = channel.receive()
@@ -130,25 +129,45 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
             return
         if not isinstance(message, Fork):
             raise TypeError(f"a zygote only forks; got {type(message).__name__}")
+        lifeline.set_process_name("ddp:zygote")  # also one that stood by until now
         request, inherited = message, descriptors
 
         def run(request: Fork = request, inherited: list[int] = inherited) -> int:
             channel.close()
-            if request.rank == STORE_RANK:
-                return store_host.host(*inherited)
-            if request.rank == SPARE_RANK:
-                return spare.wait(request, inherited)
-            return process.main(request, inherited)
+            return _run(request, inherited, supervisor_pid)
 
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            if message.rank != SPARE_RANK:
+            if message.rank not in (SPARE_RANK, STANDBY_RANK):
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
             os.close(descriptor)
         channel.send(Forked(token=message.token, pid=pid))
+
+
+def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
+    """What a fork is for."""
+    from ddp_runner.rank import process, spare, store_host  # noqa: PLC0415 - imported by preload
+
+    if request.rank == STORE_RANK:
+        return store_host.host(*inherited)
+    if request.rank == SPARE_RANK:
+        return spare.wait(request, inherited)
+    if request.rank == STANDBY_RANK:
+        return stand_by(*inherited, supervisor_pid=supervisor_pid)
+    return process.main(request, inherited)
+
+
+def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> int:
+    """Be the next zygote, with all that this one has imported: wait for the first fork to be asked for."""
+    lifeline.set_process_name("ddp:standby")
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    serve(Channel.from_descriptor(channel_descriptor), supervisor_pid)
+    return 0
 
 
 def _what_forks_inherit() -> str:

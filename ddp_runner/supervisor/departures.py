@@ -40,4 +40,12 @@ class SpareEnded:
     output: str
 
 
-Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyEnded:
+    """The zygote that stood by is gone."""
+
+    ended: Ended
+    output: str
+
+
+Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded

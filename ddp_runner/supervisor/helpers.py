@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ddp_runner.channel import Channel, ChannelClosedError
-from ddp_runner.core.messages import SPARE_RANK, STORE_RANK, Fork
+from ddp_runner.core.messages import SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
 from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.children import make_output_file, read_output
 
@@ -35,6 +35,11 @@ class Helper:
     def descriptors(self, *between: int) -> list[int]:
         """The child's ends, for the fork request; the caller closes the first."""
         return [self._theirs.detach(), *between, self._output]
+
+    @property
+    def output(self) -> int:
+        """The file in memory that it writes to."""
+        return self._output
 
     def last_words(self) -> str:
         """What it has written."""
@@ -75,3 +80,39 @@ class Spare(Helper):
         except (ChannelClosedError, BlockingIOError):
             return False
         return True
+
+
+class Standby(Helper):
+    """A fork of the zygote that forks nobody until it takes the zygote's place."""
+
+    name, rank = "standby", STANDBY_RANK
+
+    def take_over(self) -> PromotedZygote | None:
+        """The zygote that it is from now on; None where its fork has not been answered, or it is stopped."""
+        if self.pid is None or stopped.is_stopped(self.pid):
+            return None
+        return PromotedZygote(self, self.pid)
+
+
+class PromotedZygote:
+    """A zygote that stood by: with the interface of one that was started, and ready at once."""
+
+    ready = True
+
+    def __init__(self, standby: Standby, pid: int) -> None:
+        self.pid = pid
+        self.channel = standby.channel
+        self.output = standby.output
+        self._standby = standby
+
+    def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
+        """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
+        self.channel.send(request, descriptors=descriptors)
+
+    def mark_reaped(self, exit_code: int) -> None:
+        """Nobody else waits for it."""
+        del exit_code
+
+    def close(self) -> None:
+        """Close channel and output."""
+        self._standby.close()

@@ -53,7 +53,13 @@ from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.chronicle import Chronicle
 from ddp_runner.supervisor.complete import kept_summary
-from ddp_runner.supervisor.departures import RankEnded, SpareEnded, StoreEnded, ZygoteEnded
+from ddp_runner.supervisor.departures import (
+    RankEnded,
+    SpareEnded,
+    StandbyEnded,
+    StoreEnded,
+    ZygoteEnded,
+)
 from ddp_runner.supervisor.endings import exit_of, store_died
 from ddp_runner.supervisor.facts import Ending, RunFacts, told
 from ddp_runner.supervisor.ledger import Ledger
@@ -151,8 +157,11 @@ class Supervisor:
                 raise TypeError(f"unexpected {type(message).__name__}")
 
     def _on_forked(self, forked: Forked) -> None:
+        is_standby = self._zygotes.is_standby(forked)
         ended = self.world.claim(forked)
-        if forked.pid == NO_PROCESS:
+        if forked.pid == NO_PROCESS and is_standby:
+            self._zygotes.standby_refused(time.monotonic())
+        elif forked.pid == NO_PROCESS:
             self._spares.lost(time.monotonic())
         self._spares.was_forked(forked)
         if ended is not None:
@@ -213,7 +222,7 @@ class Supervisor:
             case _:
                 raise TypeError(f"a rank does not send {type(message).__name__}")
 
-    def on_ended(self, ended: Ended) -> None:
+    def on_ended(self, ended: Ended) -> None:  # noqa: C901 - one row a process
         """A child process was reaped. What it still had to say is heard first."""
         for message, handle in self.world.last_messages(ended.pid):
             self.on_message(message, handle)
@@ -230,6 +239,8 @@ class Supervisor:
                 if ended.signal_number == signal.SIGKILL:
                     self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
                 self._spares.lost(time.monotonic(), ended, output=output)
+            case StandbyEnded():
+                self._zygotes.standby_ended(ended)
             case StoreEnded(output=output):
                 self._report(store_died(ended, output=output, step=self.facts.committed_step))
             case ZygoteEnded() | None:

@@ -32,16 +32,22 @@ from ddp_runner.supervisor.departures import (
     Departure,
     RankEnded,
     SpareEnded,
+    StandbyEnded,
     StoreEnded,
     ZygoteEnded,
 )
 from ddp_runner.supervisor.environment import zygote_environment
 from ddp_runner.supervisor.guardian import Guardian
-from ddp_runner.supervisor.helpers import Helper, Spare, StoreHost
+from ddp_runner.supervisor.helpers import Helper, PromotedZygote, Spare, Standby, StoreHost
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.stacks import STACKS_SIGNAL
 
 SECRET_BYTES = 32
+_ENDED: dict[type[Helper], type[StoreEnded | SpareEnded | StandbyEnded]] = {
+    StoreHost: StoreEnded,
+    Spare: SpareEnded,
+    Standby: StandbyEnded,
+}
 
 
 class World:
@@ -67,7 +73,8 @@ class World:
         ]
         self.store: StoreHost | None = None
         self.spare: Spare | None = None
-        self._zygote: Zygote | None = None
+        self.standby: Standby | None = None
+        self._zygote: Zygote | PromotedZygote | None = None
         self.guardian = Guardian()
         self.log_seal = new_seal()
         self.zygote_since_s = 0.0
@@ -121,6 +128,21 @@ class World:
         )
         self.zygote_since_s = time.monotonic()
         self._watch(self._zygote.channel, "zygote")
+
+    def start_standby(self) -> None:
+        """Fork the next zygote ahead of need."""
+        self.standby = Standby(token=self._take_token(), now_s=time.monotonic())
+        self._watch(self.standby.channel, self.standby.name)
+        self._fork_helper(self.standby.request(), self.standby.descriptors())
+
+    def promote_standby(self) -> bool:
+        """Have who stands by fork from now on; False where nobody does."""
+        zygote = None if self.standby is None else self.standby.take_over()
+        if zygote is None:
+            return False
+        self.standby, self._zygote = None, zygote
+        self.zygote_since_s = time.monotonic()
+        return True
 
     def zygote_is_ready(self) -> None:
         """Note that forks are cheap from now on."""
@@ -265,9 +287,9 @@ class World:
             return ZygoteEnded(ended=ended, output=output)
         for helper in self._helpers:
             if helper.pid == ended.pid:
-                output, is_store = helper.last_words(), helper is self.store
+                output = helper.last_words()
+                kind = _ENDED[type(helper)]
                 self._close(helper)
-                kind = StoreEnded if is_store else SpareEnded
                 return kind(ended=ended, output=output)
         for handle in self.ranks:
             if handle.pid == ended.pid:
@@ -351,6 +373,11 @@ class World:
         if self.store is not None and self.store.pid is not None:
             kill(self.store.pid)
 
+    def kill_standby(self) -> None:
+        """SIGKILL the zygote that stands by; its departure follows."""
+        if self.standby is not None and self.standby.pid is not None:
+            kill(self.standby.pid)
+
     def kill_spare(self) -> None:
         """SIGKILL the spare; its departure follows."""
         if self.spare is not None and self.spare.pid is not None:
@@ -388,15 +415,18 @@ class World:
 
     @property
     def _helpers(self) -> list[Helper]:
-        return [helper for helper in (self.store, self.spare) if helper is not None]
+        helpers = (self.store, self.spare, self.standby)
+        return [helper for helper in helpers if helper is not None]
 
     def _close(self, helper: Helper) -> None:
         self.forget_channel(helper.channel)
         helper.close()
         if helper is self.store:
             self.store = None
-        else:
+        elif helper is self.spare:
             self.spare = None
+        else:
+            self.standby = None
 
     def _fork_helper(self, request: Fork, descriptors: list[int]) -> None:
         self._fork(request, descriptors)

@@ -1,10 +1,15 @@
-"""Keeps zygote and store at hand: ends one that is stopped or never does its work, starts another."""
+"""Keeps zygote and store at hand: ends one that is stopped or never does its work, starts another.
+
+Once a zygote was lost, the next one is kept ready: a fork of it, which need not import anything. While
+there is no zygote nobody who dies is replaced, and whoever kills one may kill others.
+"""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
 
+from ddp_runner.core.messages import Forked
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.facts import RunFacts
@@ -18,6 +23,8 @@ ZYGOTES_AT_START_MAX = 3
 STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is killed
 FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
 STORE_TIMEOUT_S = 10.0  # for a store host to be ready, once its process is known
+STANDBY_WAIT_S = 1.0  # after one that stood by was lost
+STANDBY_REFUSED_WAIT_S = 60.0  # after there was no room for one
 _BLINK_S = 1.0  # between two looks, which are a tick apart: this process did not run
 # What ends a process that did nothing wrong.
 _SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)
@@ -54,6 +61,7 @@ class ZygoteKeeper:
         self._asked_at_s: float | None = None  # where it hangs
         self._hangs = ""  # in what, in words
         self._looked_at_s = self._awake_since_s = 0.0
+        self._no_standby_before_s = 0.0
 
     def look(self, now_s: float) -> None:
         """Kill a zygote or a store that is stopped, or does not do its work; its end follows."""
@@ -62,6 +70,35 @@ class ZygoteKeeper:
         self._looked_at_s = now_s
         self._look_at_zygote(now_s)
         self._look_at_store(now_s)
+        self._look_at_standby(now_s)
+
+    def _look_at_standby(self, now_s: float) -> None:
+        standby = self._world.standby
+        if standby is not None:
+            if self._stopped.stopped_s(standby.pid, now_s) > self._settings.hang_min_s:
+                self._world.kill_standby()
+        elif (
+            self._lost
+            and self._settings.warm_spare
+            and self._world.can_fork
+            and self._world.fork_owed_since_s is None
+            and now_s >= self._no_standby_before_s
+        ):
+            self._world.start_standby()
+
+    def is_standby(self, forked: Forked) -> bool:
+        """Whether the zygote answers for who is to stand by."""
+        standby = self._world.standby
+        return standby is not None and standby.token == forked.token
+
+    def standby_refused(self, now_s: float) -> None:
+        """There was no room for another process; the run can do without."""
+        self._no_standby_before_s = now_s + STANDBY_REFUSED_WAIT_S
+
+    def standby_ended(self, ended: Ended) -> None:
+        """Nobody misses it; another one follows."""
+        self._records.event("standby_ended", exit_code=ended.exit_code, signal=ended.signal_number)
+        self._no_standby_before_s = ended.at_ns / 1e9 + STANDBY_WAIT_S
 
     def _look_at_zygote(self, now_s: float) -> None:
         pid = self._world.zygote_pid
@@ -107,14 +144,18 @@ class ZygoteKeeper:
             last = output.splitlines()[-1] if output else "it said nothing"
             reason = hung or f"died: {last}"
             return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
-        self._records.say("the zygote died; another one is being started", level="WARNING")
         # Forks that it still owed will never be answered.
         self._world.forget_owed()
         for handle in self._world.ranks:
             if handle.is_alive and handle.pid is None:
                 self._world.forget_start(handle)
                 self._repair.owe(handle)
-        self._world.start_zygote()
+        if self._world.promote_standby():
+            self._records.event("zygote_replaced", pid=self._world.zygote_pid)
+            self._records.say("the zygote died; the one that stood by forks now", level="WARNING")
+        else:
+            self._records.say("the zygote died; another one is being started", level="WARNING")
+            self._world.start_zygote()
         return None
 
     def _may_start_another(self, ended: Ended, *, hung: bool) -> bool:

@@ -23,6 +23,7 @@ from ddp_runner.core.launch import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import (
     NO_PROCESS,
     SPARE_RANK,
+    STANDBY_RANK,
     Abort,
     Checkpoint,
     Faulted,
@@ -68,7 +69,8 @@ SAVE_EVERY = 10
 IMPORT_S, FORK_S, STARTUP_S, FORM_S, EXIT_S = 1.0, 0.01, 0.05, 0.03, 0.005
 ITS_STACKS = b'Current thread 0x0001 (most recent call first):\n  File "task.py", line 3 in loss\n'
 WARM_S = 0.04  # until a spare is ready
-SPARE = -3  # as a process
+SPARE, STANDBY = -3, -4  # as processes
+_KIND = {SPARE_RANK: SPARE, STANDBY_RANK: STANDBY}
 
 
 class _Unclaimed:
@@ -129,7 +131,7 @@ class InstantSelector(selectors.DefaultSelector):
 
 @dataclass
 class Process:
-    """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare."""
+    """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare, -4 who stands by."""
 
     pid: int
     rank: int
@@ -175,7 +177,7 @@ class Simulation:
         self.checkpoint = 0
         self.best = 0  # the newest step that any rank has ever committed
         self.processes = {}
-        self.zygote = None
+        self._started = None  # the newest zygote that had to import
         self.reaped = []
         self.unreaped_kills = set()
         self._unborn = []  # channels of forks that a zygote still owes
@@ -259,9 +261,17 @@ class Simulation:
     def to_step(self, step):
         self.run_until(lambda: self.best >= step)
 
+    @property
+    def zygote(self):
+        """The process that forks the others; the one before while there is none."""
+        return self.processes.get(self.world.zygote_pid, self._started)
+
     def rank(self, number):
-        """The newest living process of a rank."""
+        """The newest living process of a rank; -1 is the store host, and so on, as for :meth:`kill`."""
+        if number == -2:
+            return None if self.zygote.dead else self.zygote
         alive = [p for p in self.processes.values() if p.rank == number and not p.dead]
+        alive = [process for process in alive if process is not self.zygote]  # who stood by
         return max(alive, key=lambda process: process.pid, default=None)
 
     def kill(self, *ranks):
@@ -371,12 +381,14 @@ class Simulation:
                 channel.close()
                 self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
                 return
-            process = self._new(SPARE if request.rank == SPARE_RANK else request.rank, channel)
+            process = self._new(_KIND.get(request.rank, request.rank), channel)
             answer = Forked(token=request.token, pid=process.pid)
             if self.answers_s:
                 self.later(self.answers_s, lambda: self.send(zygote, answer))
             else:
                 self.send(zygote, answer)
+            if request.rank == STANDBY_RANK:
+                return
             if request.rank == SPARE_RANK:
                 self.later(WARM_S, lambda: self.send(process, SpareReady()))
                 return
@@ -405,7 +417,7 @@ class Simulation:
 
     def start_zygote(self, channel):
         self.zygotes += 1
-        self.zygote = zygote = self._new(-2, channel)
+        self._started = zygote = self._new(-2, channel)
         message = ZygoteReady(torch_version="0", import_s=IMPORT_S)
         self.later(self.import_s, lambda: self.send(zygote, message))
         return zygote.pid
@@ -468,6 +480,10 @@ class Simulation:
                 self._end(process, exit_code=1)
                 return
             match message:
+                case Fork() if process.rank == STANDBY:
+                    self.fork(message, descriptors)
+                    for descriptor in descriptors:
+                        os.close(descriptor)
                 case Fork():
                     self._become(process, message, descriptors)
                 case Form():
@@ -681,7 +697,7 @@ class Simulation:
             heapq.heappop(self._heap)[2]()
         self.loop._turn()
         for process in list(self.processes.values()):
-            if process.rank >= 0 or process.rank == SPARE:
+            if process.rank >= 0 or process.rank in (SPARE, STANDBY):
                 self._listen(process)
 
     def close(self):

@@ -20,7 +20,7 @@ from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import repair, stopped
 from ddp_runner.supervisor.hangs import hung
 from ddp_runner.supervisor.zygotes import ZYGOTES_LOST_MAX
-from tests.supervisor.simulated import EXIT_S, SAVE_EVERY, SPARE, STEP_S
+from tests.supervisor.simulated import EXIT_S, SAVE_EVERY, SPARE, STANDBY, STEP_S
 
 
 def plans(run):
@@ -988,6 +988,57 @@ def test_a_zygote_that_is_stopped_for_a_moment_stays(simulate):
         run.pass_time(0.3)
     assert_done(run)
     assert run.zygotes == 1
+
+
+def lose_zygote(run):
+    """The first one of a run; the next one has imported, and another one stands by."""
+    run.to_step(15)
+    assert run.rank(STANDBY) is None, "a run that loses none has none to spare"
+    run.kill(-2)
+    run.run_until(lambda: run.rank(STANDBY) is not None)
+    run.import_s = 1e6  # another import would never end
+
+
+def test_once_a_zygote_was_lost_the_next_one_stands_by(simulate):
+    """Whoever kills one may kill a rank and the spare too: nobody waits for an import any more."""
+    run = simulate(steps=1000, max_restarts=100)
+    lose_zygote(run)
+    for number in range(1, 5):
+        run.to_step(run.best + 2)
+        run.run_until(lambda: run.rank(STANDBY) is not None)
+        run.kill(-2, 1, SPARE)
+        run.run_until(lambda count=number: len(run.events("repaired")) == count, within_s=2.0)
+    run.steps = run.best + 20
+    assert_done(run)
+    assert run.zygotes == 2
+    assert sum(lost(run)) == 0
+
+
+@pytest.mark.parametrize("harm", ["kill", "freeze"])
+def test_a_zygote_that_stands_by_and_is_lost_is_followed_by_another_one(simulate, harm):
+    """One that is stopped is found to be, and ended."""
+    run = simulate(steps=1000, hang_min_s=1.0)
+    lose_zygote(run)
+    first = run.rank(STANDBY)
+    getattr(run, harm)(STANDBY)
+    run.run_until(lambda: first.dead and run.rank(STANDBY) is not None, within_s=5.0)
+    run.steps = run.best + 20
+    assert_done(run)
+    assert plans(run) == []
+
+
+@pytest.mark.parametrize("harm", ["kill", "freeze"])
+def test_a_zygote_that_is_lost_together_with_who_stands_by_is_imported_again(simulate, harm):
+    """Control: a stopped one takes nobody's place."""
+    run = simulate(steps=1000, hang_min_s=1.0)
+    lose_zygote(run)
+    run.import_s = 1.0
+    getattr(run, harm)(STANDBY)
+    run.kill(-2, 1, SPARE)
+    run.run_until(lambda: run.events("repaired"), within_s=5.0)
+    run.steps = run.best + 20
+    assert_done(run)
+    assert run.zygotes == 3
 
 
 @pytest.mark.parametrize("max_restarts", [10, 60])
