@@ -29,6 +29,7 @@ LONG_PHASES_KEPT = 1000
 # Of a deadline in the first steps of a process: over the longest phase of those before it, and at least.
 FIRST_FACTOR = 10.0
 FIRST_LEAST = 5.0  # of ``hang_min_s``
+STOPS_UNSEEN_S = 0.5  # of a phase's age: until then nobody asks the system, which costs a call
 _OWN_WORK = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
 
@@ -37,8 +38,9 @@ _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED
 class RankLook:
     """One look at a rank that is in the generation.
 
-    ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``steps_here``:
-    done by this very process.
+    ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``stopped_s``: for
+    how long, at the least; a phase may have lasted long before. ``steps_here``: done by this very
+    process.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class RankLook:
     age_s: float
     steps_here: int
     stopped: bool = False
+    stopped_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ def find_hung(
     It never names all of several ranks: one is left, and with it the state. Told to leave its
     generation, that one does, or is found then.
     """
-    stopped = [look for look in looks if look.stopped and look.age_s > settings.hang_min_s]
+    stopped = [look for look in looks if _has_stood(look, settings)]
     if stopped:
         return _verdict(stopped, looks)
     over_s = {look.rank: look.age_s - phase_deadline_s(look, pace, settings) for look in looks}
@@ -221,6 +224,12 @@ class FirstSteps:
         if look.phase in _OWN_WORK:
             seen_s = max(seen_s, look.age_s)
         self._now[look.rank] = process, seen_s
+
+
+def _has_stood(look: RankLook, settings: RecoverySettings) -> bool:
+    """Whether a rank has been stopped for long enough; it is not asked about in a phase's first moments."""
+    since_s = look.stopped_s + STOPS_UNSEEN_S
+    return look.stopped and min(look.age_s, since_s) > settings.hang_min_s
 
 
 def _first_deadline_s(pace: Pace, settings: RecoverySettings) -> float:

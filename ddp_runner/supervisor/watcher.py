@@ -11,6 +11,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
 from ddp_runner.core.watch import (
+    STOPS_UNSEEN_S,
     FirstSteps,
     HangVerdict,
     LongPhases,
@@ -23,13 +24,13 @@ from ddp_runner.core.watch import (
 )
 from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.stopped import StoppedWatch
 
 PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
 PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
 LOOKS_APART_S = 0.3  # three ticks: no pause, however short the deadline
 WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
-_SUSPICIOUS_S = 0.5  # an age from which /proc is asked; most looks cost no system call
 
 
 class Watcher:
@@ -49,6 +50,7 @@ class Watcher:
         self._finished = 0  # ranks
         self._own: dict[int, tuple[int, int]] = {}
         self._straggler_watch = StragglerWatch()
+        self._stopped = StoppedWatch()
 
     def look(self, handles: list[RankHandle]) -> HangVerdict | None:
         """The verdict on a world whose ranks train, or have finished, or None."""
@@ -123,12 +125,14 @@ class Watcher:
         anew_since_ns = self._anew_since_ns.get(handle.rank, 0)
         since_ns = max(reading.phase_since_ns, self._awake_since_ns, anew_since_ns)
         age_s = (time.monotonic_ns() - since_ns) / 1e9
+        is_stopped = age_s > STOPS_UNSEEN_S and stopped.is_stopped(handle.pid)
         return RankLook(
             rank=handle.rank,
             phase=reading.phase,
             age_s=age_s,
             steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
-            stopped=age_s > _SUSPICIOUS_S and stopped.is_stopped(handle.pid),
+            stopped=is_stopped,
+            stopped_s=self._stopped.stopped_s(handle.pid if is_stopped else None, time.monotonic()),
         )
 
     def _notice_pauses(self) -> None:

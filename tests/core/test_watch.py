@@ -31,8 +31,15 @@ SETTINGS = RecoverySettings(
 IN_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-def look(rank, phase, age_s, *, steps_here=20, stopped=False):
-    return RankLook(rank=rank, phase=phase, age_s=age_s, steps_here=steps_here, stopped=stopped)
+def look(rank, phase, age_s, *, steps_here=20, stopped=False, stopped_s=None):
+    return RankLook(
+        rank=rank,
+        phase=phase,
+        age_s=age_s,
+        steps_here=steps_here,
+        stopped=stopped,
+        stopped_s=(age_s if stopped_s is None else stopped_s) if stopped else 0.0,
+    )
 
 
 def verdict(*looks, slowest_step_s=0.1, verdicts_in_a_row=0):
@@ -123,6 +130,14 @@ def test_a_stopped_process_is_hung_in_any_phase(phase):
     assert verdict(look(0, Phase.FORWARD, 0.1), stopped) == HangVerdict(ranks=(1,), waited_s=2.1)
     briefly = look(1, phase, 1.9, steps_here=0, stopped=True)
     assert verdict(look(0, Phase.FORWARD, 0.1), briefly) is None
+
+
+def test_a_rank_that_has_just_been_stopped_in_a_long_phase_is_not_hung_yet():
+    """What counts is how long it has been stopped; nobody looks for that in a phase's first half second."""
+    for stopped_s, is_hung in ((0.1, False), (1.4, False), (1.6, True)):
+        stopped = look(1, Phase.EVALUATE, 8.0, stopped=True, stopped_s=stopped_s)
+        found = verdict(stopped, look(0, Phase.REDUCE, 8.0))
+        assert (found is not None) == is_hung
 
 
 def test_a_collective_in_which_all_wait_is_stuck_and_nobody_is_blamed():

@@ -729,6 +729,27 @@ def test_ranks_that_are_stopped_are_found_at_once(simulate, late):
     assert set(replaced) <= set(late)
 
 
+def test_a_rank_that_is_stopped_for_a_moment_in_a_long_phase_stays(simulate):
+    """However long that has lasted. Control: one that stays stopped is found as soon as any other."""
+    run = simulate(hang_min_s=2.0)
+    run.to_step(15)
+    run.step_s = 1000.0
+    run.pass_time(0.1)
+    for process in map(run.rank, range(3)):
+        run.stamp(process, Phase.EVALUATE)
+    run.pass_time(30.0)
+    run.rank(1).stopped = True
+    run.pass_time(1.2)
+    run.rank(1).stopped = False
+    run.pass_time(10.0)
+    assert not run.events("fault")
+    run.rank(1).stopped = True
+    run.run_until(lambda: run.events("fault"), within_s=2.3)
+    run.step_s = STEP_S
+    assert_done(run)
+    assert plans(run) == [(1, "rank_hung", (1,))]
+
+
 def test_redoing_lost_steps_is_no_progress(simulate):
     """What hangs again and again at one step meets growing patience, though a checkpoint lies between."""
     run = simulate(steps=60, hang_min_s=1.0, max_restarts=100, no_progress_generations=100)
