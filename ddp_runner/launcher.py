@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddp_runner.core.exits import ExitCode, RunStatus
@@ -58,8 +60,9 @@ def launch(
     ``task`` is what ``--task`` takes, or a Task class that a file defines. ``config`` holds flat,
     dotted or nested settings; ``arguments`` are words of the command line and win over it. The
     run's output goes to this program's. KeyboardInterrupt asks the run to save and end; a second
-    one ends it at once. The run dies with this process. Of a run that was complete before the result
-    is the one of then.
+    one ends it at once. SIGTERM and SIGHUP are passed on, and end this program as usual once the run
+    has saved. The run dies with this process. Of a run that was complete before the result is the
+    one of then.
 
     Raises BadInputError for wrong settings and RuntimeError when called by the ranks themselves.
     """
@@ -210,8 +213,9 @@ def _run_child(words: Sequence[str]) -> int:
         ) as child,
     ):
         try:
-            while (exit_code := _wait(child, before)) is None:
-                child.send_signal(signal.SIGINT)
+            with _ends_passed_on(child):
+                while (exit_code := _wait(child, before)) is None:
+                    child.send_signal(signal.SIGINT)
         except BaseException:
             child.kill()
             raise
@@ -226,6 +230,35 @@ def _interrupts_held() -> Iterator[set[signal.Signals]]:
         yield {signal.Signals(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _ends_passed_on(child: subprocess.Popen[str]) -> Iterator[None]:
+    """Have what would end this program reach the run first, which saves; it acts here afterwards.
+
+    Nothing is changed where the program has said itself what such a signal means, or in a thread,
+    which cannot.
+    """
+    heard: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        del frame
+        heard.append(number)
+        child.send_signal(number)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        ends = (signal.SIGTERM, signal.SIGHUP)
+        taken = [number for number in ends if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, pass_on)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+        if heard:
+            signal.raise_signal(heard[0])
 
 
 def _wait(child: subprocess.Popen[str], held: set[signal.Signals]) -> int | None:

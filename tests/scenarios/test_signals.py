@@ -60,6 +60,22 @@ def test_a_key_that_is_held_down_is_one_interrupt(tmp_path):
     assert "interrupted and saved" in run.console
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_program_that_is_ended_has_its_run_saved_first(tmp_path, number):
+    """It has called launch(), and would take the run along; it ends of the signal all the same."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nimport ddp_runner\n"
+        "if __name__ == '__main__':\n    ddp_runner.launch(arguments=sys.argv[1:])\n"
+    )
+    with stranger(tmp_path, command=(sys.executable, str(program))) as run:
+        run.wait_for_step(5)
+        run.signal(number)
+        run.signal(number)
+        assert run.wait() == -number, run.console
+    assert_stopped_and_saved(run, "preempted")
+
+
 def test_what_schedulers_repeat_is_one_stop(tmp_path):
     """Slurm, systemd and wrappers send several in a row, and while the save is made."""
     with stranger(tmp_path) as run:
