@@ -36,8 +36,9 @@ def main(folder, command):
         terminal = _act(folder, terminal)
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid not in (0, shell):
-                code = os.waitstatus_to_exitcode(status)  # it has outlived its shell
+            if pid not in (0, shell) and code is None:
+                # It has outlived its shell; what it leaves to us in turn ends after it.
+                code = os.waitstatus_to_exitcode(status)
             continue
         break
     return int(code_file.read_text()) if code_file.exists() else code
