@@ -46,6 +46,7 @@ class Cell(IntEnum):
     SAMPLE = 23  # loaded in the rank itself: its index + 1, negative of validation; 0: none
     DONE_BETWEEN = 24  # the committed step, shifted, and what this generation has done since
     COMPARISON_NS = 25  # cumulative, of training that waited for comparisons of the replicas
+    STAGE = 26  # of the start, what is being built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

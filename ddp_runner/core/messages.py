@@ -102,6 +102,15 @@ class Injected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """Rank -> supervisor: it has come so far in its start; ``stage`` is a :class:`Stage`'s number."""
+
+    rank: int
+    stage: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """Rank -> supervisor: everything is built; waiting for a Form.
 
@@ -328,6 +337,7 @@ Message = (
     | SaveAlone
     | Inject
     | Injected
+    | Built
     | Ready
     | Formed
     | Faulted
@@ -360,6 +370,7 @@ _TYPES: dict[str, type[Message]] = {
         SaveAlone,
         Inject,
         Injected,
+        Built,
         Ready,
         Formed,
         Faulted,

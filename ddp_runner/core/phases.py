@@ -27,6 +27,28 @@ class Phase(IntEnum):
         return self.name.lower()
 
 
+class Stage(IntEnum):
+    """What a rank builds while its phase is ``startup``. Numbers as those of :class:`Phase`."""
+
+    NONE = 0
+    DATA = 1  # the task itself, and its data
+    MODEL = 2
+    CHECKPOINT = 3
+
+    @property
+    def label(self) -> str:
+        """What it does, for people; empty where it builds nothing."""
+        return _STAGE_LABELS[self]
+
+
+_STAGE_LABELS = {
+    Stage.NONE: "",
+    Stage.DATA: "building data",
+    Stage.MODEL: "building model",
+    Stage.CHECKPOINT: "reading checkpoint",
+}
+
+
 class Moment(Enum):
     """Places inside a phase where ``--inject`` may strike. They do not stand on the board."""
 

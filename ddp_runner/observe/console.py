@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.observe.format import printable, rank_list, without_styles
 from ddp_runner.observe.logger import CONTINUATION, parse_line, split_records
-from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile
+from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile, FollowedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,21 +60,22 @@ class _Alarm:
 
 
 class LogTail:
-    """Tails ``rank_<r>.log`` of a directory, or one path per rank in rank order.
+    """Tails ``rank_<r>.log`` of a directory, or one path (or memory file) per rank in rank order.
 
     Only lines with ``seal`` are records; whatever else looks like one is a task's output.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
-    shown from its start.
+    shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either.
     """
 
     def __init__(
         self,
-        where: Path | Sequence[Path],
+        where: Path | Sequence[Path | int],
         *,
         ranks: int,
         debug: bool,
         seal: str = "",
         from_end: bool = True,
+        shown_bytes: int = 0,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = (
@@ -82,7 +83,12 @@ class LogTail:
         )
         if len(paths) != ranks:
             raise ValueError(f"{len(paths)} log paths for {ranks} ranks")
-        self._files = [FollowedFile(path, from_end=from_end) for path in paths]
+        self._files = [
+            FollowedMemory(path)
+            if isinstance(path, int)
+            else FollowedFile(path, from_end=from_end, skipped_bytes=0 if rank else shown_bytes)
+            for rank, path in enumerate(paths)
+        ]
         self._open: list[_Record | None] = [None] * ranks
         self._debug = debug
         self._seal = seal
@@ -102,6 +108,10 @@ class LogTail:
                 break
         shown += self._show([file.take_partial() for file in self._files])
         return shown + self._repeats(final=True)
+
+    def taken_bytes(self, rank: int) -> int:
+        """How much of a rank's output has been taken up, in whole lines."""
+        return self._files[rank].taken_bytes
 
     def close(self) -> None:
         """Let go of the files."""

@@ -25,6 +25,8 @@ Mode = Literal["auto", "live", "plain", "none"]
 PLAIN_INTERVAL_S = 2.0
 HELD_LINES_MAX = 1000
 _FINISH_TIMEOUT_S = 2.0
+_STILL_AT_S = (2.0, 10.0, 30.0)  # how long a part of the start has lasted when that is said
+_STILL_EVERY_S = 60.0  # and from then on
 
 
 class Display(Protocol):
@@ -133,6 +135,7 @@ class PlainDisplay:
         self._shown_at_s = -interval_s
         self._log_dir = ""
         self._last: RunView | None = None
+        self._still = ("", 0)  # what the start is at, and how often that was said
         self._finished = False
 
     def start(self) -> None:
@@ -142,6 +145,8 @@ class PlainDisplay:
         """Write a progress line if a step was logged and the last line is old enough."""
         self._last = view
         self._log_dir = view.log_dir
+        if view.doing:
+            self._say_what_lasts(view)
         due = self._now_s() - self._shown_at_s >= self._interval_s
         if due and self._news(view):
             self._show_progress(view)
@@ -166,6 +171,15 @@ class PlainDisplay:
         self._out.drain(timeout_s=_FINISH_TIMEOUT_S)
         self._flush()
         self._out.close(timeout_s=_FINISH_TIMEOUT_S)
+
+    def _say_what_lasts(self, view: RunView) -> None:
+        times = self._still[1] if self._still[0] == view.doing else 0
+        later = times - len(_STILL_AT_S) + 1
+        limit_s = _STILL_AT_S[times] if later <= 0 else later * _STILL_EVERY_S
+        if view.doing_s >= limit_s:
+            times += 1
+            self._held.add(f"{view.doing} ... {view.doing_s:.0f} s so far", "INFO")
+        self._still = (view.doing, times)
 
     def _news(self, view: RunView) -> bool:
         step = view.step if view.logged_step is None else view.logged_step

@@ -45,6 +45,7 @@ ROLE_OF_STATE = {
     "training": Role.GOOD,
     "done": Role.GOOD,
     "finished": Role.GOOD,
+    "waiting": Role.QUIET,
     "starting": Role.BUSY,
     "ready": Role.BUSY,
     "forming": Role.BUSY,
@@ -128,6 +129,8 @@ def _bar(view: RunView, width: int, glyphs: Glyphs) -> Line:
     share = min(1.0, max(0.0, view.step / view.max_steps)) if view.max_steps > 0 else 0.0
     total = fmt.count(view.max_steps) if view.max_steps > 0 else "?"
     label = f"  {fmt.percent(int(share * 100) / 100):>4}  step {fmt.count(view.step)}/{total}"
+    if view.doing:
+        label = f"  {view.doing} {fmt.clock(view.doing_s)}"
     cells = max(5, width - len(label) - 1)
     halves = int(2 * cells * share)
     full, half = divmod(halves, 2)
@@ -177,7 +180,7 @@ def _row(rank: RankView, columns: Sequence[_Column], gap: int) -> Line:
         "device": (rank.device, Role.QUIET),
         "state": (rank.state, ROLE_OF_STATE.get(rank.state, Role.PLAIN)),
         "step": (fmt.count(rank.step), Role.PLAIN),
-        "phase": (rank.phase, Role.PLAIN),
+        "phase": (_phase(rank), Role.PLAIN),
         "": (_age(rank.phase_age_s) if aged else "", Role.CARE),
         "loss": ("-" if rank.loss is None else fmt.figure(rank.loss), Role.PLAIN),
         "samples/s": (
@@ -191,6 +194,14 @@ def _row(rank: RankView, columns: Sequence[_Column], gap: int) -> Line:
         Span(_pad(cells[column.title][0], column, gap), cells[column.title][1])
         for column in columns
     ]
+
+
+def _phase(rank: RankView) -> str:
+    if rank.state in ("waiting", "starting") and rank.phase == "idle":
+        return "-"
+    if rank.phase == "startup" and rank.building:
+        return rank.building.rpartition(" ")[2]
+    return rank.phase
 
 
 def _age(seconds: float) -> str:

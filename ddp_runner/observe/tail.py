@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from ddp_runner.observe.format import byte_size
 from ddp_runner.run_files import open_to_read
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHUNK_BYTES = 64 * 1024  # read per call
 LINE_BYTES_MAX = 16 * 1024  # the rest of a longer line is left out
@@ -19,11 +16,13 @@ BACKLOG_BYTES_MAX = 4 * 1024 * 1024  # beyond it the middle is skipped, and said
 class FollowedFile:
     """A cursor on a file that may not exist yet, grow, be cut short or be replaced.
 
-    With ``from_end`` it starts behind what stands in the file now.
+    With ``from_end`` it starts behind what stands in the file now, and leaves out the next
+    ``skipped_bytes``, which have been shown already.
     """
 
-    def __init__(self, path: Path, *, from_end: bool) -> None:
+    def __init__(self, path: Path, *, from_end: bool, skipped_bytes: int = 0) -> None:
         self.path = path
+        self._to_skip = skipped_bytes
         self.has_more = False  # the last read_lines() stopped at its bound, not at the end
         self._fd: int | None = None
         self._offset = 0
@@ -47,6 +46,11 @@ class FollowedFile:
         """The unfinished last line, given up waiting for its end; empty where there is none."""
         rest, self._partial = self._partial, b""
         return [_text(rest)] if rest else []
+
+    @property
+    def taken_bytes(self) -> int:
+        """How far whole lines of the file have been read."""
+        return self._offset - len(self._partial)
 
     def close(self) -> None:
         """Close the file; the next read opens it anew, at the same place."""
@@ -73,7 +77,9 @@ class FollowedFile:
         except OSError:
             return b""  # a passing I/O error of a log: the next poll reads the same place again
         self._offset += len(data)
-        return data
+        skipped = min(self._to_skip, len(data))
+        self._to_skip -= skipped
+        return data[skipped:]
 
     def _changed_underneath(self) -> bool:
         """Whether the file was cut short or replaced (the new one is opened by the next read)."""
@@ -117,6 +123,20 @@ class FollowedFile:
             rest, self._overlong = b"", True
         self._partial = rest
         return lines
+
+
+class FollowedMemory(FollowedFile):
+    """The same on a file in memory, by its descriptor, which stays the caller's."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(Path(f"/proc/self/fd/{descriptor}"), from_end=False)
+        self._fd = os.dup(descriptor)
+
+    def _open(self) -> bool:
+        return False  # it is let go of, and has no name by which it could be found again
+
+    def _changed_underneath(self) -> bool:
+        return False
 
 
 def _text(line: bytes) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 class RankView:
     """One rank. ``step`` is the newest committed one; ``None`` stands for "not known yet".
 
+    ``building`` is what it builds while its phase is ``startup``.
     ``data_wait_share`` is the share of step time spent waiting for data, 0 to 1.
     """
 
@@ -20,6 +21,7 @@ class RankView:
     phase_age_s: float
     rss_bytes: int
     device: str
+    building: str = ""
     loader_pids: tuple[int, ...] = ()
     loss: float | None = None
     samples_per_s: float | None = None
@@ -31,7 +33,8 @@ class RunView:
     """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
 
     ``logged_step`` is the newest step that the ranks reported metrics for, with its
-    ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1.
+    ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1. ``doing`` is
+    what the start is at, for ``doing_s`` by now; empty once the first step is done.
     """
 
     run_id: str
@@ -56,6 +59,8 @@ class RunView:
     learning_rate: float | None = None
     grad_norm: float | None = None
     inexact_reasons: tuple[str, ...] = ()
+    doing: str = ""
+    doing_s: float = 0.0
 
 
 def status_record(view: RunView) -> dict[str, object]:

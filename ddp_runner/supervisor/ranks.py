@@ -127,6 +127,11 @@ class RankHandle:
         self.machine.advance(RankEvent.SPAWNED)
         return theirs.detach(), self._output
 
+    @property
+    def output(self) -> int | None:
+        """What the process writes to before it has a log file; None where there is no process."""
+        return self._output if self._output >= 0 else None
+
     def last_words(self) -> str:
         """What the process wrote before it had a log file."""
         return read_output(self._output) if self._output >= 0 else ""

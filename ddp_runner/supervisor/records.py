@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.settings import Settings
-from ddp_runner.observe.console import LogTail
+from ddp_runner.observe.console import ConsoleLine, LogTail
 from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Warn
 from ddp_runner.observe.journal import Journal, MetricsFile
@@ -26,13 +26,21 @@ from ddp_runner.supervisor.claim import remove_temporary_files
 class _Files:
     """What exists once the directories are claimed."""
 
-    def __init__(self, settings: Settings, *, ranks: int, warn: Warn, seal: str) -> None:
+    def __init__(
+        self, settings: Settings, *, ranks: int, warn: Warn, seal: str, shown_bytes: int
+    ) -> None:
         directory = Path(settings.run.log_dir)
         self.logger = _logger(directory / "supervisor.log", debug=settings.run.debug, warn=warn)
         self.journal = Journal(directory / "events.jsonl", warn=warn)
         self.metrics = MetricsFile(directory / "metrics.jsonl", warn=warn)
         self.status = StatusFile(directory / "status.json", warn=warn)
-        self.tail = LogTail(directory, ranks=ranks, debug=settings.run.debug, seal=seal)
+        self.tail = LogTail(
+            directory,
+            ranks=ranks,
+            debug=settings.run.debug,
+            seal=seal,
+            shown_bytes=shown_bytes,
+        )
         self.summary_path = directory / "summary.json"
 
 
@@ -70,10 +78,17 @@ class Records:
         """From now on leave the files as they are that say what the run was, and how it ended."""
         self._keeps_result = True
 
-    def open(self) -> None:
-        """Open the files; the directories exist and are ours. Writes config.yaml."""
+    def open(self, *, shown_bytes: int = 0) -> None:
+        """Open the files; the directories exist and are ours. Writes config.yaml.
+
+        ``shown_bytes`` of what rank 0 will write to its log first have been shown already.
+        """
         self._files = _Files(
-            self._settings, ranks=self._ranks, seal=self._seal, warn=self.warn_console
+            self._settings,
+            ranks=self._ranks,
+            warn=self.warn_console,
+            seal=self._seal,
+            shown_bytes=shown_bytes,
         )
         for level, text in self._held:
             self._log(level, text)
@@ -107,6 +122,10 @@ class Records:
         """A line of the supervisor's own, on the console and in its log."""
         self._display.line(text, level=level)
         self._log(level, text)
+
+    def show_line(self, line: ConsoleLine) -> None:
+        """A line on the console only: it stands, or will stand, in its rank's log."""
+        self._display.line(line.text, level=line.level)
 
     def keep_words(self, rank: int, text: str) -> None:
         """Put what a rank said before it had a log file into that file, now that it has ended."""

@@ -210,6 +210,7 @@ class _Loop:
         if now_s - self._shown_at_s < TICK_S:
             return
         self._shown_at_s = now_s
+        self._supervisor.start.look(now_s)
         view = self._view()
         self._records.show(view)
         if now_s - self._status_at_s >= STATUS_INTERVAL_S:
@@ -226,6 +227,7 @@ class _Loop:
         return run_view(
             self._plan,
             self._world.ranks,
+            doing=supervisor.start.doing(time.monotonic()),
             facts=supervisor.facts,
             state=supervisor.machine.state,
             began_s=supervisor.ledger.began_s,
@@ -247,6 +249,7 @@ class _Loop:
                 records.say(f"removed {path}, which a save that was cut off had left")
             supervisor.chronicle.saved_untold()
             supervisor.chronicle.know_newest()
+        supervisor.start.look(time.monotonic())
         records.show_rest()
         self._say_ending()
         summary = self._summary()

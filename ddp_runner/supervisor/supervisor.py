@@ -25,6 +25,7 @@ from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, 
 from ddp_runner.core.messages import (
     NO_PROCESS,
     Adjusted,
+    Built,
     Checkpoint,
     CollectivesBegun,
     Faulted,
@@ -69,6 +70,7 @@ from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.repair import Repair
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.sparing import SpareKeeper
+from ddp_runner.supervisor.starting import Start
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import World
 from ddp_runner.supervisor.zygotes import ZygoteKeeper
@@ -116,6 +118,7 @@ class Supervisor:
             records=records,
             published=published,
         )
+        self.start = Start(self.facts, world=world, records=records, debug=plan.settings.run.debug)
         self.directories = directories
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
@@ -140,6 +143,7 @@ class Supervisor:
                 self.records.event(
                     "zygote_ready", torch=message.torch_version, import_s=message.import_s
                 )
+                self.start.imported(message.import_s)
                 if message.warning:
                     self.records.say(message.warning, level="WARNING")
             case Forked():
@@ -173,6 +177,8 @@ class Supervisor:
         match message:
             case Faulted() | Formed() if self.run_end.is_open:
                 pass  # nobody is repaired any more, and a rank that leaves says that it is ready
+            case Built():
+                self.start.built(message)
             case Ready():
                 handle.ready = message
                 self.facts.steps_per_epoch = message.steps_per_epoch
@@ -224,6 +230,7 @@ class Supervisor:
 
     def on_ended(self, ended: Ended) -> None:  # noqa: C901 - one row a process
         """A child process was reaped. What it still had to say is heard first."""
+        self.start.show_output()
         for message, handle in self.world.last_messages(ended.pid):
             self.on_message(message, handle)
         match self.world.departed(ended):
@@ -234,7 +241,8 @@ class Supervisor:
                     self._spares.lost(time.monotonic())  # perhaps the fork of it was the cause
                 none = self._zygotes.ended(ended, output)
                 if none is not None:
-                    self.run_end.begin(Ending.of(RunStatus.FAILED, none.reason, detail=none.detail))
+                    detail = self.start.without_shown(none.detail)
+                    self.run_end.begin(Ending.of(RunStatus.FAILED, none.reason, detail=detail))
             case SpareEnded(output=output):
                 if ended.signal_number == signal.SIGKILL:
                     self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
@@ -390,10 +398,9 @@ class Supervisor:
         log_dir = self.plan.settings.run.log_dir
         log = f"; see {log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
         reason = f"{told(fault)} ({plan.reason}){log}"
+        detail = "" if has_log else self.start.without_shown(fault.detail)
         causes = self.ledger.faults[-1].incident.attribution.causes
-        self.run_end.begin(
-            Ending.of(plan.status, reason, detail="" if has_log else fault.detail), causes=causes
-        )
+        self.run_end.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
 
     def _form(self, now_s: float) -> None:
         # A rank may be ready before its zygote has told who it is. Until then nobody could end it.
@@ -427,7 +434,7 @@ class Supervisor:
         self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
         if self.facts.kept is not None:
             self.records.keep_result()
-        self.records.open()
+        self.records.open(shown_bytes=self.start.shown_bytes())
         if self.facts.kept is not None:
             self.chronicle.already_complete(self.plan, first)
             self.run_end.completed(StopReason.COMPLETED)
@@ -443,6 +450,7 @@ class Supervisor:
         if any(handle.state is not RankState.TRAINING for handle in self.world.present):
             return
         self.facts.ever_formed = True
+        self.start.formed(time.monotonic())
         self.machine.advance(RunEvent.WORLD_FORMED)
         self.chronicle.world_formed(
             time.monotonic(),

@@ -9,9 +9,10 @@ import time
 
 import psutil
 
-from ddp_runner.core.board import SlotReading
+from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch import LaunchPlan
-from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.lifecycle import RankState, RunState
+from ddp_runner.core.phases import Stage
 from ddp_runner.observe.view import RankView, RunView
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.ranks import RankHandle
@@ -32,6 +33,7 @@ def run_view(
     *,
     facts: RunFacts,
     state: RunState,
+    doing: tuple[str, float],
     began_s: float,
     faults_total: int,
     restarts: int,
@@ -67,6 +69,8 @@ def run_view(
         elapsed_s=now_ns / 1e9 - began_s,
         faults_total=faults_total,
         restarts=restarts,
+        doing=doing[0],
+        doing_s=round(doing[1], 3),
         ranks=tuple(
             _rank_view(handle, reading, now_ns)
             for handle, reading in zip(handles, readings, strict=True)
@@ -80,14 +84,24 @@ def run_view(
     )
 
 
+def _state(handle: RankHandle) -> str:
+    """Where the rank stands; dead is only who has begun and has not finished."""
+    if handle.state is not RankState.DEAD:
+        return str(handle.state.value)
+    if handle.finished is not None:
+        return RankState.FINISHED.value
+    return RankState.DEAD.value if handle.spawned_at_s else "waiting"
+
+
 def _rank_view(handle: RankHandle, reading: SlotReading, now_ns: int) -> RankView:
     share = handle.metrics.get("samples_per_s")
     return RankView(
         rank=handle.rank,
         pid=handle.pid or 0,
-        state=handle.state.value,
+        state=_state(handle),
         step=reading.committed_step,
         phase=reading.phase.label,
+        building=Stage(handle.slot.get(Cell.STAGE)).label,
         phase_age_s=round(max(0, now_ns - reading.phase_since_ns) / 1e9, 3)
         if reading.phase_since_ns
         else 0.0,

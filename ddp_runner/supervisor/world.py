@@ -108,6 +108,11 @@ class World:
         return None if self._zygote is None else self._zygote.pid
 
     @property
+    def zygote_output(self) -> int | None:
+        """What the zygote writes to; None while there is none."""
+        return None if self._zygote is None else self._zygote.output
+
+    @property
     def fork_owed_since_s(self) -> float | None:
         """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
         asked_s = [h.spawned_at_s for h in self.ranks if h.is_alive and h.pid is None]

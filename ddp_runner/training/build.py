@@ -24,6 +24,7 @@ from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
@@ -67,12 +68,18 @@ class Workload:
         return 0 if validation is None else len(validation)  # type: ignore[arg-type] # map-style
 
 
-def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainState]:
-    """The workload, and a state that is still empty. Raises BadInputError for what a user can mend."""
+def build_workload(
+    settings: Settings, place: Place, *, entering: Callable[[Stage], None] = lambda _: None
+) -> tuple[Workload, TrainState]:
+    """The workload, and a state that is still empty. Raises BadInputError for what a user can mend.
+
+    ``entering`` is called as each stage begins.
+    """
     device = torch.device(place.device)
     torch.use_deterministic_algorithms(settings.run.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    entering(Stage.DATA)
     task = load_task(settings)
     datasets = task.build_datasets()
     global_batch = settings.data.batch_size * place.world_size
@@ -83,6 +90,7 @@ def build_workload(settings: Settings, place: Place) -> tuple[Workload, TrainSta
         max_steps=settings.run.max_steps,
     )
     seed_all(settings.run.seed)
+    entering(Stage.MODEL)
     model = task.build_model().to(device)
     _refuse_sparse_gradients(model, settings)
     meaning = dict(config.meaning(settings, world_size=place.world_size))

@@ -39,7 +39,7 @@ from ddp_runner.core.faults import (
     ToldFaultError,
 )
 from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.secrets import secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
@@ -71,6 +71,7 @@ from ddp_runner.training.report import TrainReport, finished_message, report_of,
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
 from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
+from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import ReportsSample
 from ddp_runner.training.tuning import Tuning, free_memory, mend
@@ -180,7 +181,8 @@ class DDPTrainer:
         slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
         rehearse_threads()
         settings = self.settings
-        workload, state = build_workload(settings, self._place)
+        stages = StageClock(self._runtime)
+        workload, state = build_workload(settings, self._place, entering=stages.enter)
         store = CheckpointStore(
             Path(settings.run.checkpoint_dir),
             keep_last=settings.checkpoint.keep_last,
@@ -188,6 +190,7 @@ class DDPTrainer:
         )
         progress, run_id, loaded = Progress(), "", None
         if self._place.loads:
+            stages.enter(Stage.CHECKPOINT)
             loaded = load_start(settings, workload, state, store)
             if loaded is not None or settings.run.init_from:
                 self._warn_of_values(state)
@@ -198,6 +201,7 @@ class DDPTrainer:
                     progress.checkpoint_step = state.committed_step  # else it is to be saved here
                 self._tell_of_old_order(state)
                 self._look_back(loaded, workload, state, progress)
+        stages.enter(Stage.NONE)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
         loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)

@@ -286,3 +286,21 @@ def test_a_line_that_a_task_prints_in_the_format_of_a_record_is_raw(tmp_path):
     assert ("RAW", forged.rstrip()) in texts
     assert ("INFO", "quoted ") in texts
     assert any(level == "INFO" and text.startswith("xxx") for level, text in texts)
+
+
+def test_what_was_shown_before_the_log_was_followed_is_not_shown_again(tmp_path):
+    """The first bytes that rank 0 adds are those that it said before it had a log; others add theirs."""
+    said = os.memfd_create("said")
+    os.write(said, b"one\ntwo\nhalf")
+    early = LogTail([said], ranks=1, debug=False)
+    os.close(said)
+    assert [line.text for line in early.poll()] == ["one", "two"]
+    logs = [tmp_path / "rank_0.log", tmp_path / "rank_1.log"]
+    logs[0].write_text("of a run before\n")
+    tail = LogTail(logs, ranks=2, debug=False, shown_bytes=early.taken_bytes(0))
+    with logs[0].open("a") as log:
+        log.write("one\ntwo\nhalf a line\nmore\n")
+    logs[1].write_text(record("WARNING", "w", rank=1))
+    assert [line.text for line in tail.poll()] == ["half a line", "more", "w (rank 1)"]
+    early.close()
+    tail.close()

@@ -379,3 +379,18 @@ def test_importing_the_display_pulls_neither_torch_nor_rich():
         "assert not {'torch', 'numpy', 'rich', 'pydantic'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
+
+
+def test_plain_output_says_what_a_start_still_is_at():
+    """After 2, 10, 30 and 60 s, then each minute; what comes next is counted anew."""
+    stream = io.StringIO()
+    display = PlainDisplay(stream, interval_s=0.0)
+    for tenths in range(2000):
+        view = run_view(2, step=0, logged_step=None, doing="building data", doing_s=tenths / 10)
+        display.update(view)
+    view = run_view(2, step=0, logged_step=None, doing="forming", doing_s=2.5)
+    display.update(view)
+    display.update(run_view(2, step=0, logged_step=None))
+    said = stream.getvalue().splitlines()
+    data = [f"building data ... {seconds} s so far" for seconds in (2, 10, 30, 60, 120, 180)]
+    assert said == [*data, "forming ... 2 s so far"]

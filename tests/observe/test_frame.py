@@ -212,3 +212,23 @@ def test_a_fault_that_no_rank_outlived_says_so(changes, said):
     """Only that may cost steps; it is why they are done again."""
     (fault,) = run_summary().faults
     assert fault_sentence(replace(fault, **changes)).endswith(said)
+
+
+def test_a_start_says_what_it_is_at():
+    """In place of a step that is not there: what is built, by whom, and who waits for a process."""
+    ranks = (
+        rank_view(0, state="starting", phase="startup", building="building model", step=0),
+        rank_view(1, state="starting", phase="startup", building="reading checkpoint", step=0),
+        rank_view(2, state="waiting", phase="idle", step=0),
+    )
+    view = run_view(
+        3, ranks=ranks, state="starting", step=0, max_steps=0, doing="building model", doing_s=75.2
+    )
+    lines = frame(view, width=80, ranks_max=8)
+    assert text_of(lines)[2].endswith("  building model 1:15")
+    assert [line.split()[2:5] for line in text_of(lines)[6:]] == [
+        ["starting", "0", "model"],
+        ["starting", "0", "checkpoint"],
+        ["waiting", "0", "-"],
+    ]
+    assert role_of(lines, "waiting") is Role.QUIET

@@ -101,8 +101,11 @@ class Records:
         self.said = []
         self.may_write = False
 
-    def open(self):
+    def open(self, *, shown_bytes=0):
         self.may_write = True
+
+    def show_line(self, line):
+        self.said.append((line.level, line.text))
 
     def event(self, event, *, cause=None, **fields):
         self.written.append({"event": event, "cause": cause, **fields})

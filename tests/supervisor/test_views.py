@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.launch import DevicePlan, LaunchPlan
 from ddp_runner.core.lifecycle import RankEvent, RunState
 from ddp_runner.core.messages import Ready
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
 from ddp_runner.observe.view import status_record
 from ddp_runner.supervisor import views
@@ -76,6 +77,7 @@ def look(handles, **changes):
         "began_s": NOW_NS / 1e9 - 5.0,
         "faults_total": 1,
         "restarts": 1,
+        "doing": ("", 0.0),
         **changes,
     }
     return run_view(plan(), handles, **arguments)
@@ -114,7 +116,20 @@ def test_a_run_that_has_just_begun_knows_nothing_yet(handles):
     assert [rank.loss for rank in view.ranks] == [None, None]
     assert [rank.pid for rank in view.ranks] == [0, 0]
     assert [rank.phase_age_s for rank in view.ranks] == [0.0, 0.0]
-    assert [rank.state for rank in view.ranks] == ["dead", "dead"]
+    assert [rank.state for rank in view.ranks] == ["waiting", "waiting"]
+
+
+def test_a_rank_tells_what_it_builds_and_is_dead_only_after_it_has_lived(handles):
+    """Until a process is asked for it waits; what the start is at is told with its seconds."""
+    handles[0].open_lines(token=1, now_s=time.monotonic())
+    handles[0].slot.set(Cell.STAGE, Stage.MODEL)
+    view = look(handles, state=RunState.STARTING, doing=("building model", 3.25))
+    assert [rank.state for rank in view.ranks] == ["starting", "waiting"]
+    assert [rank.building for rank in view.ranks] == ["building model", ""]
+    assert (view.doing, view.doing_s) == ("building model", 3.25)
+    handles[0].machine.advance(RankEvent.EXITED)
+    assert look(handles).ranks[0].state == "dead"
+    handles[0].close_lines()
 
 
 def test_a_run_that_trains_is_told_from_the_board(handles):
