@@ -55,7 +55,7 @@ def launch(
     config: Mapping[str, object] | None = None,
     arguments: Sequence[str] = (),
 ) -> RunResult:
-    """Train with ``nproc`` supervised ranks, as ``./launch_training.sh`` would; blocks until done.
+    """Train with ``nproc`` supervised ranks, as the command would; blocks until done.
 
     ``task`` is what ``--task`` takes, or a Task class that a file defines. ``config`` holds flat,
     dotted or nested settings; ``arguments`` are words of the command line and win over it. The

@@ -21,6 +21,10 @@ PACKAGE_PARENT = os.path.dirname(_PACKAGE)  # noqa: PTH120
 # Where launch() found what its program imports; searched last, behind the standard library.
 FOLDERS_VARIABLE = "DDP_RUNNER_FOLDERS"
 _INTERRUPTED = 130
+# How a person starts us: what stands beside the package in a checkout is not installed with it.
+_SCRIPT = "launch_training.sh"
+IS_CHECKOUT = os.path.isfile(os.path.join(PACKAGE_PARENT, _SCRIPT))  # noqa: PTH113, PTH118
+COMMAND = f"./{_SCRIPT}" if IS_CHECKOUT else "ddp-runner"
 
 
 def clean_search_path() -> None:

@@ -12,12 +12,13 @@ from ddp_runner.cli.runs import NAME, checkpoint_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.format import byte_size
+from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ACTIONS = ("list", "verify")
-HELP = """Usage:  ./launch_training.sh checkpoints list|verify [--name NAME | -c DIR]
+HELP = f"""Usage:  {COMMAND} checkpoints list|verify [--name NAME | -c DIR]
                                                 [--json]
 
   list                      every checkpoint, newest first; reads no content

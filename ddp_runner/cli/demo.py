@@ -24,6 +24,7 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import InjectKind
 from ddp_runner.launcher import RunResult, launch
+from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 NPROC = ("--nproc-per-node", "-n")
 KEEP = "--keep"
 RANKS_MIN, RANKS_MAX = 2, 8
-HELP = f"""Usage:  ./launch_training.sh demo [-n N] [--keep]
+HELP = f"""Usage:  {COMMAND} demo [-n N] [--keep]
 
 Trains a small model three times on the CPU, in a temporary folder: in peace;
 under every kind of fault that leaves no trace in the weights (ranks, loader

@@ -11,6 +11,7 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,12 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
+from ddp_runner.start import COMMAND, IS_CHECKOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-HELP = """Usage:  ./launch_training.sh doctor [-l DIR] [-c DIR] [--json]
+HELP = f"""Usage:  {COMMAND} doctor [-l DIR] [-c DIR] [--json]
 
 Checks everything that training needs; exit 1 if something is missing.
 
@@ -119,22 +121,31 @@ def check_python() -> Check:
 
 
 def check_packages() -> Check:
-    """Installed versions against requirements.txt; nothing is imported."""
-    file = REPOSITORY / "requirements.txt"
-    if not file.is_file():
-        found = "installed without its requirements.txt: not compared"
-        return Check(name="packages", verdict=Verdict.WARN, found=found, cure="run the checkout")
-    wanted = requirement_lines(file.read_text(encoding="utf-8"))
+    """Installed versions against the requirements; nothing is imported."""
+    wanted = wanted_packages()
     problems = unmet(wanted)
     if not problems:
         found = f"all {len(wanted)} requirements are met"
         return Check(name="packages", verdict=Verdict.OK, found=found)
+    names = " ".join(f"'{line}'" for line in wanted if unmet([line]))
     return Check(
         name="packages",
         verdict=Verdict.FAIL,
         found="; ".join(problems),
-        cure=f"{sys.executable} -m pip install -r {file}",
+        cure=f"{sys.executable} -m pip install {names}",
     )
+
+
+def wanted_packages() -> list[str]:
+    """What this package requires: by its checkout's file, or by what it was installed with."""
+    file = REPOSITORY / "requirements.txt"
+    if IS_CHECKOUT and file.is_file():
+        return requirement_lines(file.read_text(encoding="utf-8"))
+    try:
+        told = metadata.requires("ddp_runner") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [line for line in told if "extra ==" not in line]
 
 
 def check_torch() -> Check:

@@ -17,12 +17,13 @@ from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.report import fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.run_files import read_lines, read_small
+from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELP = """Usage:  ./launch_training.sh report [--name NAME | -l DIR]
+HELP = f"""Usage:  {COMMAND} report [--name NAME | -l DIR]
 
 Shows how a run ended: result, time, faults and their repair.
 

@@ -9,6 +9,7 @@ from ddp_runner.cli.options import GROUPS, Option
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.core.injection import PHASES, InjectKind
+from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,12 +24,12 @@ COMMANDS = {
     "demo": "watch ranks being killed, and the weights come out the same",
 }
 _EXAMPLES = (
-    ("./launch_training.sh", "train on this machine's own text"),
-    ("./launch_training.sh --test", "does everything work here?"),
-    ("./launch_training.sh --data ~/books -e 3", "your text, three passes"),
-    ("./launch_training.sh --gpus 0,2 -b 64", "two GPUs, 64 samples on each"),
-    ("./launch_training.sh --task my.py lr=3e-4", "your own task"),
-    ("./launch_training.sh --config run.yaml", "settings from a file"),
+    ("", "train on this machine's own text"),
+    ("--test", "does everything work here?"),
+    ("--data ~/books -e 3", "your text, three passes"),
+    ("--gpus 0,2 -b 64", "two GPUs, 64 samples on each"),
+    ("--task my.py lr=3e-4", "your own task"),
+    ("--config run.yaml", "settings from a file"),
 )
 _EXIT_CODES = (
     "0 done · 1 failed · 2 bad usage or configuration · 3 gave up",
@@ -58,8 +59,8 @@ def train_help() -> str:
     lines = [
         "ddp_runner - training that keeps going.",
         "",
-        "Usage:  ./launch_training.sh [OPTIONS] [SECTION.KEY=VALUE ...]",
-        "        ./launch_training.sh COMMAND [--help]",
+        f"Usage:  {COMMAND} [OPTIONS] [SECTION.KEY=VALUE ...]",
+        f"        {COMMAND} COMMAND [--help]",
         "",
         "Ctrl-C finishes the step, saves and ends; the same command goes on from there.",
     ]
@@ -84,7 +85,7 @@ def train_help() -> str:
     for name, says in COMMANDS.items():
         lines += _entry(f"  {name}", says)
     lines += ["", "Examples:"]
-    lines += [f"  {command:<43} {says}" for command, says in _EXAMPLES]
+    lines += [f"  {f'{COMMAND} {words}':<43} {says}" for words, says in _EXAMPLES]
     lines += ["", "Exit codes:", *(f"  {line}" for line in _EXIT_CODES)]
     return "\n".join(lines)
 
