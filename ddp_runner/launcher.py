@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import BadInputError
@@ -22,7 +24,11 @@ from ddp_runner.run_files import read_small
 from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+    from ddp_runner.core.settings import Settings
 
 _LAUNCHED = "DDP_RUNNER_LAUNCHED"
 # The child ties its life to ours before it does anything else. Unlike subprocess's preexec_fn this
@@ -46,6 +52,17 @@ class RunResult:
     summary: dict[str, Any] | None
     log_dir: Path
     checkpoint_dir: Path
+    settings: Settings | None = field(default=None, repr=False)
+
+    def load_model(self) -> nn.Module:
+        """The task's model with the weights of the last checkpoint, on the CPU, ready for use.
+
+        With the average, where ``ema_decay`` keeps one. Raises BadInputError where there is none.
+        """
+        from ddp_runner.training.given import load_trained  # noqa: PLC0415 - imports torch
+
+        assert self.settings is not None
+        return load_trained(self.settings, self.checkpoint_dir)
 
 
 def launch(
@@ -74,18 +91,37 @@ def launch(
     words = ["--nproc-per-node", str(nproc)]
     if task is not None:
         words += ["--task", task if isinstance(task, str) else task_spec(task)]
+    config = _with_task_named(config or {})
     arguments, secrets = _without_secrets(arguments)
-    with _config_file({**(config or {}), **secrets}) as config_words:
+    with _config_file({**config, **secrets}) as config_words:
         words += [*config_words, *arguments]
-        log_dir, checkpoint_dir = _folders(words)
+        settings = _settings(words)
+        log_dir = Path(settings.run.log_dir).absolute()
+        checkpoint_dir = Path(settings.run.checkpoint_dir).absolute()
         summary_file = log_dir / "summary.json"
         before = _identity(summary_file)
         exit_code = _run_child(words)
         changed = _identity(summary_file) not in (None, before)
     summary = json.loads(read_small(summary_file)) if changed else _kept(summary_file, exit_code)
     return RunResult(
-        exit_code=exit_code, summary=summary, log_dir=log_dir, checkpoint_dir=checkpoint_dir
+        exit_code=exit_code,
+        summary=summary,
+        log_dir=log_dir,
+        checkpoint_dir=checkpoint_dir,
+        settings=settings,
     )
+
+
+def _with_task_named(config: Mapping[str, object]) -> dict[str, object]:
+    """``config`` with its task by name, where it holds the class itself."""
+    named = dict(config)
+    for key in ("task", "run.task"):
+        if inspect.isclass(named.get(key)):
+            named[key] = task_spec(cast("type", named[key]))
+    run = named.get("run")
+    if isinstance(run, Mapping) and inspect.isclass(run.get("task")):
+        named["run"] = {**run, "task": task_spec(run["task"])}
+    return named
 
 
 def task_spec(task: type) -> str:
@@ -106,7 +142,8 @@ def task_spec(task: type) -> str:
             "task",
             task.__qualname__,
             "is defined in a notebook or at a prompt, where the ranks cannot import it; "
-            "write it to a file and pass 'FILE.py:NAME' (%%writefile in a notebook)",
+            "write it to a file and pass 'FILE.py:NAME' (%%writefile in a notebook), or train it in"
+            " this process: DDPTrainer(TASK).train()",
         )
     return f"{Path(file).resolve()}:{task.__qualname__}"
 
@@ -160,16 +197,19 @@ def _plain(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _folders(words: Sequence[str]) -> tuple[Path, Path]:
-    """Log and checkpoint directory of the run that ``words`` ask for. Raises BadInputError."""
+def _settings(words: Sequence[str]) -> Settings:
+    """The settings of the run that ``words`` ask for, as its ranks get them. Raises BadInputError."""
     from ddp_runner.cli.parser import parse_train  # noqa: PLC0415 - see _config_file
+    from ddp_runner.cli.train import plan_launch  # noqa: PLC0415
     from ddp_runner.config import resolve  # noqa: PLC0415
 
     parsed = parse_train(words)
     settings = resolve(
         files=parsed.files, environment=dict(os.environ), command_line=parsed.assignments
     ).settings
-    return Path(settings.run.log_dir).absolute(), Path(settings.run.checkpoint_dir).absolute()
+    with contextlib.suppress(BadInputError):  # of the machine: the run says so itself
+        return plan_launch(parsed, words=words).settings
+    return settings
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import nn
 
 from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.core.exits import StopReason
@@ -15,7 +17,11 @@ NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """How a rank's training ended. ``loss`` is of the last committed step over all ranks."""
+    """How a rank's training ended. ``loss`` is of the last committed step over all ranks.
+
+    ``model`` is the trained one, ready for use (``eval()``, with the average where ``ema_decay`` keeps
+    one); None under a supervisor, whose ranks end with their processes.
+    """
 
     reason: StopReason
     steps: int
@@ -28,6 +34,7 @@ class TrainReport:
     peaks: Mapping[str, int]
     leaks: tuple[Mapping[str, object], ...]
     sample: str
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
 def start_notes(parts: RankParts) -> tuple[str, ...]:

@@ -17,11 +17,21 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership
 from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.store import StoreLink
-from ddp_runner.core.board import SLOT_BYTES, Board, Slot
+from ddp_runner.core.board import SLOT_BYTES, Board, Cell, Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultError
-from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Message, Noted, Ready
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    Finished,
+    MendedInPlace,
+    Message,
+    Metrics,
+    Noted,
+    Ready,
+)
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.training.progress_line import ProgressLine
 
 STORE_TIMEOUT_S = 60.0
 
@@ -105,7 +115,11 @@ class LocalRuntime:
     is_watched = False
     store_timeout_s = STORE_TIMEOUT_S
 
-    def __init__(self, *, place: Place, log_dir: Path, debug: bool) -> None:
+    def __init__(
+        self, *, place: Place, log_dir: Path, debug: bool, line: ProgressLine | None = None
+    ) -> None:
+        """``line``: where a person sees how far it is; None for nowhere."""
+        self._line = line
         self.place = place
         self.run_id = uuid.uuid4().hex[:12]
         self._memory = bytearray(SLOT_BYTES)
@@ -145,8 +159,11 @@ class LocalRuntime:
         return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
     def tell(self, message: Message) -> None:
-        """Nobody listens; the log has what matters."""
-        del message
+        """Nobody listens; the log has what matters, and a person may see how far it is."""
+        if self._line is not None and isinstance(message, Metrics):
+            self._line.show(message.step, self.slot.get(Cell.TOTAL_STEPS), message.values)
+        elif self._line is not None and isinstance(message, (Finished, Faulted)):
+            self._line.finish()
 
     def stop_asked(self) -> StopReason | None:
         """Never: Ctrl-C raises KeyboardInterrupt in a plain script."""

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,12 @@ from ddp_runner.training.feeding import (
     waiting,
 )
 from ddp_runner.training.fitting import not_finite
+from ddp_runner.training.given import give_average, with_task_named
 from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
+from ddp_runner.training.progress_line import ProgressLine
+from ddp_runner.training.quiet import quiet_torch
 from ddp_runner.training.rehearsal import rehearse_threads
 from ddp_runner.training.report import TrainReport, finished_message, report_of, start_notes
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
@@ -80,23 +83,28 @@ from ddp_runner.training.tuning import Tuning, free_memory, mend
 class DDPTrainer:
     """Trains one rank.
 
-    In a plain script or notebook: ``DDPTrainer(rank=0, world_size=1, config={"epochs": 3}).train()``.
-    ``config`` is a :class:`Settings`, or a mapping with flat or nested keys. With ``world_size`` above
+    In a plain script or notebook: ``DDPTrainer(MyTask, config={"epochs": 3}).train().model``. The
+    first argument is a task class, or this process's rank; a class may also be the ``task`` of
+    ``config``, which is a :class:`Settings`, or a mapping with flat or nested keys. With ``world_size`` above
     1 and no runtime, every process makes its own trainer, and MASTER_ADDR and MASTER_PORT name a
     store that runs already (as under torchrun).
     """
 
     def __init__(
         self,
-        rank: int = 0,
+        rank: int | Callable[..., Any] = 0,
         world_size: int = 1,
         config: Settings | Mapping[str, Any] | None = None,
         *,
         runtime: Runtime | None = None,
     ) -> None:
-        self.settings = (
-            config if isinstance(config, Settings) else configuration.from_flat(config or {})
-        )
+        if not isinstance(rank, int):
+            if isinstance(config, Settings):
+                raise TypeError("with a task class, config must be a mapping")
+            rank, config = 0, {**(config or {}), "task": rank}
+        if not isinstance(config, Settings):
+            config = configuration.from_flat(with_task_named(config or {}))
+        self.settings = config
         self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
         self._runtime.logger.hidden = tuple(secret_texts(self.settings.task))
         self._place = self._runtime.place
@@ -427,7 +435,9 @@ class DDPTrainer:
             )
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.tell(finished_message(report, self._place.rank))
-        return report
+        if self._runtime.is_watched:
+            return report
+        return replace(report, model=give_average(parts.state.model, parts.state.ema))
 
 
 def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
@@ -458,7 +468,15 @@ def _local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRunti
         device=_local_device(settings, local_rank),
         loads=True,
     )
-    return LocalRuntime(place=place, log_dir=Path(settings.run.log_dir), debug=settings.run.debug)
+    if not settings.run.debug:
+        quiet_torch()
+    shows = rank == 0 and settings.log.display != "none"
+    return LocalRuntime(
+        place=place,
+        log_dir=Path(settings.run.log_dir),
+        debug=settings.run.debug,
+        line=ProgressLine() if shows else None,
+    )
 
 
 def _local_device(settings: Settings, local_rank: int) -> str:
