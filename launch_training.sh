@@ -8,6 +8,11 @@
 # DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/environment.py documents the order.
 set -euo pipefail
 trap 'printf "ddp_runner: interrupted\n" >&2; exit 130' INT
+# Without a PATH (env -i) the shell makes one up, which nobody else sees and which may end with the
+# working directory.
+if [[ $(declare -p PATH 2>/dev/null) != 'declare -x'* ]]; then
+    export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+fi
 
 # A Ctrl-C is held back until start.py answers it with one line, where `env` knows how.
 if [[ -z ${DDP_RUNNER_HELD:-} ]] && /usr/bin/env --block-signal=INT true 2>/dev/null; then

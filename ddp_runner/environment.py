@@ -244,10 +244,18 @@ def _create(repository: Repository) -> None:
             f"{venv}: cannot be made ({error.strerror}); set DDP_RUNNER_PYTHON to a Python "
             "that satisfies requirements.txt"
         ) from error
-    made = subprocess.run(  # noqa: S603 - our own interpreter
-        [sys.executable, "-I", "-m", "venv", str(venv)], capture_output=True, text=True, check=False
-    )
+    try:
+        made = subprocess.run(  # noqa: S603 - our own interpreter
+            [sys.executable, "-I", "-m", "venv", str(venv)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        shutil.rmtree(venv, ignore_errors=True)
+        raise EnvironmentUnfitError(f"{venv}: cannot be made: {error}") from error
     if made.returncode != 0:
+        shutil.rmtree(venv, ignore_errors=True)
         output = (made.stdout + made.stderr).strip()
         cure = "install the python3-venv package" if "ensurepip" in output else output[-200:]
         raise EnvironmentUnfitError(f"{venv}: cannot be made: {' '.join(cure.split())}")

@@ -240,6 +240,30 @@ def test_an_interrupted_venv_is_made_again(checkout, tmp_path):
     assert (again.stdout, again.stderr) == (made, "")
 
 
+def test_an_empty_environment_finds_a_python_that_can_be_started(checkout):
+    """Without PATH the shell makes one up, from which Python does not know where it is itself."""
+    done = subprocess.run(
+        ["/usr/bin/env", "-i", str(checkout.root / "launch_training.sh"), "environment"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_absolute()
+    assert os.access(done.stdout.strip(), os.X_OK)
+    assert not (checkout.root / ".venv").exists()
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/bin/false"])
+def test_a_venv_that_cannot_be_made_leaves_no_half_of_it(checkout, monkeypatch, python):
+    """The folder goes again, so that nobody takes it for one that only lacks packages."""
+    monkeypatch.setattr(environment.sys, "executable", python)
+    with pytest.raises(environment.EnvironmentUnfitError, match="cannot be made"):
+        environment._create(environment.Repository(checkout.root, extra=""))
+    assert not (checkout.root / ".venv").exists()
+
+
 def test_a_checkout_that_cannot_be_written_says_what_to_do(checkout):
     """Where `.venv` cannot be made, the line names it and the way out."""
     (checkout.root / "requirements.txt").write_text("no-such-package-here\n")

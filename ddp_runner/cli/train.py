@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -13,6 +14,7 @@ from ddp_runner.cli.machine import core_count, torch_build
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import check_relations, digest, meaning, resolve
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch import DevicePlan, LaunchPlan
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings
 
 THREADS_PER_GPU_RANK_MAX = 8
+OPEN_FILES_BASE, OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
 def run(words: Sequence[str]) -> int:
@@ -43,10 +46,24 @@ def run(words: Sequence[str]) -> int:
     ignored = what_is_ignored(os.environ)
     if ignored:
         plan = replace(plan, notes=(ignored, *plan.notes))
+    _allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.run import supervise  # noqa: PLC0415
 
     return supervise(plan)
+
+
+def _allow_open_files(world_size: int) -> None:
+    """Raise this process's limit to what a run needs. Raises BadInputError where that is forbidden."""
+    needed = OPEN_FILES_BASE + OPEN_FILES_PER_RANK * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise BadInputError(
+            "ulimit -n", hard, f"allows too few open files: {world_size} ranks need {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _page(option: str) -> str:

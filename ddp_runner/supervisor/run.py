@@ -16,7 +16,7 @@ from types import FrameType
 from ddp_runner import lifeline
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import ExitCode, StopReason
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.stopping import StopSignal
@@ -26,6 +26,7 @@ from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.children import end_descendants, reap_children
 from ddp_runner.supervisor.claim import remove_temporary_files
+from ddp_runner.supervisor.facts import Ending
 from ddp_runner.supervisor.folders import FolderKeeper
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
@@ -43,6 +44,7 @@ _STOP_SIGNALS = {
 }
 _INSISTENT = {signal.SIGINT: StopSignal.INTERRUPT, signal.SIGTERM: StopSignal.TERMINATE}
 _SAVE_SIGNAL = signal.SIGUSR2
+_QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
 
 
 class SignalBox:
@@ -67,7 +69,7 @@ class SignalBox:
         """
         wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         number: int
-        for number in (*_STOP_SIGNALS, _SAVE_SIGNAL, signal.SIGCHLD):
+        for number in (*_STOP_SIGNALS, _SAVE_SIGNAL, signal.SIGQUIT, signal.SIGCHLD):
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, _only_wake)
@@ -182,6 +184,9 @@ class _Loop:
             if reason is not None:
                 by = _INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
                 self._supervisor.ask_stop(reason, by=by)
+            elif number == signal.SIGQUIT and self._supervisor.ending is None:
+                line = f"{_QUIT}: ended at once"
+                self._supervisor.run_end.at_once(Ending.of(RunStatus.FAILED, line))
             elif number == _SAVE_SIGNAL:
                 self._supervisor.ask_save()
 
