@@ -26,6 +26,7 @@ from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.returning import PARK_TIMEOUT_S
 from ddp_runner.supervisor.stacks import wake
+from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.world import World
 
 _IN_GENERATION = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
@@ -53,6 +54,7 @@ class LastSave:
         self._asked: AskToSave | None = None
         self._refused: set[int] = set()  # ranks that cannot save theirs
         self._cause = ""  # why the newest try came to nothing
+        self._stopped = StoppedWatch()
         self.outcome: SaveOutcome | None = None
 
     def begin(self, causes: Sequence[Fault], now_s: float) -> None:
@@ -97,6 +99,7 @@ class LastSave:
             late = self._cause or f"not within {self._settings.checkpoint_timeout_s:g} s"
             self._conclude(SaveOutcome(step=self._facts.committed_step, cause=late))
             return
+        self._wake_stopped(now_s)
         if self._asked is not None:
             return
         newest = self._published.newest()
@@ -113,6 +116,14 @@ class LastSave:
                 self._conclude(SaveOutcome(step=self._facts.committed_step, cause=self._cause))
             case _:
                 pass
+
+    def _wake_stopped(self, now_s: float) -> None:
+        """A rank that is stopped while all wait for its save would cost the whole of their time."""
+        limit_s = self._settings.hang_min_s
+        for handle in self._world.present:
+            if self._stopped.stopped_s(handle.pid, now_s) > limit_s:
+                self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+                wake([handle])
 
     def _is_parked(self, handle: RankHandle) -> bool:
         is_usable = handle.killed_at_s is None and handle.rank not in self._refused

@@ -1500,6 +1500,22 @@ def test_only_the_rank_that_saves_before_the_end_may_write(simulate):
     assert run.checkpoint >= 17
 
 
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_rank_that_is_stopped_while_it_saves_before_the_end_is_woken(simulate, times):
+    """However often somebody stops it: otherwise all would wait for the whole checkpoint_timeout_s."""
+    run = simulate(max_restarts=0)
+    run.alone_save_s = 50.0  # longer than all of it
+    run.to_step(17)
+    run.kill(2)
+    run.run_until(lambda: run.events("last_save_asked"))
+    first = run.events("last_save_asked")[0]["rank"]
+    for _ in range(times):
+        run.freeze(first)
+        run.run_until(lambda: not run.rank(first).stopped)
+    assert_saved_before_end(run, status=RunStatus.GAVE_UP, rank=first)
+    assert sum("it is woken" in text for _, text in run.records.said) == times
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_came_before_an_error_of_the_user_is_saved(simulate, ranks):
     """At the second time, by a rank that raised itself where there is no other."""
