@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.run_files import read_small
+from ddp_runner.run_files import from_json, read_small
 from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def launch(
         before = _identity(summary_file)
         exit_code = _run_child(words)
         changed = _identity(summary_file) not in (None, before)
-    summary = json.loads(read_small(summary_file)) if changed else _kept(summary_file, exit_code)
+    summary = from_json(read_small(summary_file)) if changed else _kept(summary_file, exit_code)
     return RunResult(
         exit_code=exit_code,
         summary=summary,
@@ -224,7 +223,7 @@ def _kept(file: Path, exit_code: int) -> dict[str, Any] | None:
     """The summary of a run that was complete before: then there was nothing to train, nor to write."""
     if exit_code != ExitCode.DONE or not file.exists():
         return None
-    summary: dict[str, Any] = json.loads(read_small(file))
+    summary: dict[str, Any] = from_json(read_small(file))
     return summary if summary.get("status") == RunStatus.COMPLETED.value else None
 
 

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -19,7 +20,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 FILE_MODE = 0o644
 LOCK_MODE = 0o600
@@ -130,6 +131,14 @@ def read_lines(path: Path) -> Iterator[bytes]:
     with reading(path) as file:
         while line := file.readline(LINE_BYTES_MAX):
             yield line
+
+
+def from_json(text: str | bytes) -> Any:
+    """What a file says in JSON. Raises ValueError, also for what is nested deeper than anybody writes."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def is_regular(path: Path) -> bool:

@@ -12,6 +12,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from ddp_runner.run_files import from_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -91,7 +93,7 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """The manifest in ``text``. Raises ValueError, saying what is wrong, if it is none."""
         try:
-            values = json.loads(text)
+            values = from_json(text)
         except ValueError as error:
             raise ValueError(f"not JSON: {error}") from error
         if not isinstance(values, dict):
@@ -121,6 +123,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 # Fields that older files of this format lack.
 _SINCE: dict[str, object] = {"pace": {}, "order": 1, "recipe": {}, "changes": []}
+_NUMBER_MAX = 2**63  # JSON has no limit; what shows or compares numbers has
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
 
 
@@ -135,6 +138,8 @@ def _checked(values: Mapping[str, object]) -> Manifest:
         if not isinstance(value, types) or isinstance(value, bool):
             wanted = " or ".join(kind.__name__ for kind in types)
             raise ValueError(f"{name} is {value!r}, not {wanted}")  # noqa: TRY004  # as all garbage
+        if isinstance(value, int) and abs(value) > _NUMBER_MAX:
+            raise ValueError(f"{name} is a number of {value.bit_length()} bits")
         if name in _COUNTS and isinstance(value, int) and value < 0:
             raise ValueError(f"{name} is {value}, below 0")
     if values["format"] != FORMAT:

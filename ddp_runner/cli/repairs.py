@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind
-from ddp_runner.run_files import read_lines
+from ddp_runner.run_files import from_json, read_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +83,7 @@ class Repaired:
 
 def read_journal(log_dir: Path) -> list[Event]:
     """Every event of the run that finished there. Raises OSError or ValueError if it cannot."""
-    return [json.loads(line) for line in read_lines(log_dir / "events.jsonl")]
+    return [from_json(line) for line in read_lines(log_dir / "events.jsonl")]
 
 
 def read_repairs(events: Sequence[Event]) -> list[Repaired]:

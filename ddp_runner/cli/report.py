@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from ddp_runner.core.lifecycle import RunState
 from ddp_runner.observe.format import byte_size, count, duration, percent
 from ddp_runner.observe.report import fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
-from ddp_runner.run_files import read_lines, read_small
+from ddp_runner.run_files import from_json, read_lines, read_small
 from ddp_runner.start import COMMAND
 
 if TYPE_CHECKING:
@@ -44,14 +43,14 @@ def run(words: Sequence[str]) -> int:
     directory = log_dir_of(arguments)
     text = str(directory)
     try:
-        summary = read_summary(directory / "summary.json")
+        lines = tuple(summary_lines(read_summary(directory / "summary.json")))
     except FileNotFoundError:
         return _report_unfinished(text, directory)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, AttributeError) as error:  # not by us
         raise BadInputError(
             "--log-dir", text, f"its summary.json cannot be read: {error}"
         ) from error
-    for line in (*summary_lines(summary), *event_lines(directory / "events.jsonl")):
+    for line in (*lines, *event_lines(directory / "events.jsonl")):
         show(line)
     return ExitCode.DONE
 
@@ -59,7 +58,7 @@ def run(words: Sequence[str]) -> int:
 def _report_unfinished(text: str, directory: Path) -> int:
     """A run that goes on, or that could not sum up: its newest status, and whether it is alive."""
     try:
-        status = json.loads(read_small(directory / "status.json"))
+        status = from_json(read_small(directory / "status.json"))
         pid, state = int(status["pid"]), str(status["state"])
         place = (
             f"at step {status['step']} of {status['max_steps']}, {status['world_size']} ranks, "
@@ -68,7 +67,7 @@ def _report_unfinished(text: str, directory: Path) -> int:
         run = f"run {status['run_id']}"
     except FileNotFoundError:
         raise BadInputError("--log-dir", text, "holds no run: no summary.json") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BadInputError("--log-dir", text, "its status.json cannot be read") from error
     if _is_alive(pid):
         show(f"{run}: {state} {place}")
@@ -85,6 +84,8 @@ def _report_unfinished(text: str, directory: Path) -> int:
 
 def _is_alive(pid: int) -> bool:
     """Whether there is such a process, whoever's it is."""
+    if pid <= 0:
+        return False  # of no process: the numbers of groups
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -183,6 +184,6 @@ def event_lines(path: Path) -> Iterator[str]:
 
 def _event_name(line: bytes) -> str:
     try:
-        return str(json.loads(line)["event"])
+        return str(from_json(line)["event"])
     except (ValueError, KeyError, TypeError):
         return "(unreadable line)"

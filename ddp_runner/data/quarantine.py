@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_runner.data.permutation import mix64
-from ddp_runner.run_files import SMALL_BYTES_MAX, open_to_append, reading
+from ddp_runner.run_files import SMALL_BYTES_MAX, from_json, open_to_append, reading
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,10 +69,10 @@ class Quarantine:
 
     def _take_over(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
+            record = from_json(line)
             if record["run_id"] == self._run_id:
                 self._bad.setdefault(int(record["index"]), str(record["reason"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return  # cut off by a death while it was written; found again if need be
 
     def add(self, index: int, *, reason: str, step: int, rank: int) -> int:

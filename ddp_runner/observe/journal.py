@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from ddp_runner.observe.files import LineFile, Warn, encode_record, read_tail
+from ddp_runner.run_files import from_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,6 +87,6 @@ def last_id(path: Path) -> int:
 
 def _id_of(line: bytes) -> int | None:
     try:
-        return int(json.loads(line)["id"])
-    except (ValueError, KeyError, TypeError):
+        return int(from_json(line)["id"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None  # a line torn by a crash, or by our cut: the one before it counts

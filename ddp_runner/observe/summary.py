@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.files import encode_record
-from ddp_runner.run_files import read_small, replace_file_synced
+from ddp_runner.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,7 +112,7 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 
 def read_summary(path: Path) -> RunSummary:
     """Read ``path`` back. Raises OSError, or ValueError where the file is no summary."""
-    record = json.loads(read_small(path))
+    record = from_json(read_small(path))
     try:
         known = {f.name: record[f.name] for f in fields(RunSummary) if f.name in record}
         known["status"] = RunStatus(known["status"])

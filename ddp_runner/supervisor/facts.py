@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
 from ddp_runner.observe.summary import RunSummary
-from ddp_runner.run_files import read_small
+from ddp_runner.run_files import from_json, read_small
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ class RunFacts:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""
         self.run_id = run_id
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-            status = json.loads(read_small(Path(log_dir, "status.json")))
+            status = from_json(read_small(Path(log_dir, "status.json")))
             if status.get("run_id") == run_id:
                 kept = [str(reason) for reason in status["inexact_reasons"]]
                 # Ranks may have told some already; those of before come first.

@@ -18,7 +18,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.observe.files import LineFile, Warn
-from ddp_runner.run_files import open_to_change
+from ddp_runner.run_files import from_json, open_to_change
 
 _LINE_BYTES = 1 << 20  # more than the longest line
 
@@ -111,7 +111,7 @@ def _last_step(path: Path) -> int:
         return 0  # there is none, or it cannot be read: then the line is written, if need be twice
     last = whole.rpartition(b"\n")[2]
     with contextlib.suppress(
-        ValueError, KeyError, TypeError
+        ValueError, KeyError, TypeError, OverflowError
     ):  # of others: then it is written twice
-        return int(json.loads(last)["step"]) if last else 0
+        return int(from_json(last)["step"]) if last else 0
     return 0

@@ -62,6 +62,8 @@ def test_fields_of_a_newer_writer_are_dropped():
         ({"step": "100"}, "step is '100', not int"),
         ({"step": True}, "step is True, not int"),
         ({"samples": -1}, "samples is -1, below 0"),
+        ({"samples": 10**400}, "samples is a number of 1329 bits"),
+        ({"monitored": 10**400}, "monitored is a number of 1329 bits"),
         ({"monitored": "low"}, "monitored is 'low', not int or float or NoneType"),
         ({"meaning": []}, "meaning is"),
         ({"format": 2}, "format 2; this version reads format 1"),
@@ -79,7 +81,13 @@ def test_garbage_is_refused_with_the_field_named(change, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "not JSON"), ("{", "not JSON"), ("[]", "not a JSON object but list"), ("{}", "lacks ")],
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "not a JSON object but list"),
+        ("{}", "lacks "),
+    ],
 )
 def test_text_that_is_no_manifest_is_refused(text, message):
     """Torn or foreign text is a ValueError."""

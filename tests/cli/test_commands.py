@@ -274,6 +274,55 @@ def test_a_report_shows_what_files_hold_and_obeys_none_of_it(tmp_path):
     assert ascii_only.returncode == 0, ascii_only
 
 
+DEEP = "[" * 100_000
+RECORD = SUMMARY.to_record()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DEEP,
+        json.dumps({**RECORD, "steps": "many"}),
+        json.dumps({**RECORD, "figures": {"loss": "low"}}),
+        json.dumps({**RECORD, "weights_sha256": 5}),
+        json.dumps({**RECORD, "own_step_s": {"0": None}}),
+    ],
+)
+def test_a_summary_that_somebody_else_has_written_is_one_line(tmp_path, capsys, text):
+    """Values of another kind, and brackets that no parser gets out of, are no crash of ours."""
+    (tmp_path / "summary.json").write_text(text)
+    assert main(["report", "-l", str(tmp_path)]) == 2
+    assert "its summary.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_status_that_somebody_else_has_written_is_one_line(tmp_path, capsys):
+    """Also where the process it names can be none."""
+    known = {"state": "running", "step": 3, "max_steps": 9, "world_size": 2, "faults_total": 0}
+    for text in (DEEP, json.dumps({**known, "run_id": "r", "pid": float("inf")})):
+        (tmp_path / "status.json").write_text(text)
+        assert main(["report", "-l", str(tmp_path)]) == 2
+        assert "its status.json cannot be read" in capsys.readouterr().err
+    for pid in (0, -1):
+        (tmp_path / "status.json").write_text(json.dumps({**known, "run_id": "r", "pid": pid}))
+        assert main(["report", "-l", str(tmp_path)]) == 0
+        assert "no longer alive" in capsys.readouterr().out
+
+
+def test_a_journal_and_a_manifest_of_somebody_else_end_no_command(tmp_path, capsys):
+    """An event or a manifest that cannot be read is said, and the rest is shown."""
+    write_summary(tmp_path / "summary.json", SUMMARY)
+    (tmp_path / "events.jsonl").write_text(f'{{"event": "x"}}\n{DEEP}\n')
+    assert main(["report", "-l", str(tmp_path)]) == 0
+    assert "x 1, (unreadable line) 1" in capsys.readouterr().out
+    saved(tmp_path, 9, monitored=1.5)
+    (tmp_path / manifest_name(10)).write_text(DEEP)
+    (tmp_path / checkpoint_name(10)).write_bytes(b"x")
+    assert main(["checkpoints", "list", "-c", str(tmp_path)]) == 0
+    damaged, whole = capsys.readouterr().out.splitlines()
+    assert "its manifest is damaged: not JSON: it is nested too deeply" in damaged
+    assert whole.endswith("best")
+
+
 def test_names_of_folders_are_shown_and_not_obeyed(tmp_path):
     """In the list of checkpoints, and in what refuses one."""
     folder = tmp_path / HOSTILE
