@@ -61,7 +61,12 @@ def _shape(value: object) -> str:
 
 
 def _type(value: object) -> str:
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else ""
+    """``float32``; of a tensor whose numbers are not all there, one by one, also how it is made."""
+    if not isinstance(value, Tensor):
+        return ""
+    layout = "" if value.layout is torch.strided else f" ({value.layout})".replace("torch.", "")
+    without = " (without values)" if value.is_meta else ""
+    return f"{value.dtype}{layout}{without}".removeprefix("torch.")
 
 
 def weights_sha256(state_dict: Mapping[str, object]) -> str:

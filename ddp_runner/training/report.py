@@ -10,6 +10,7 @@ from torch import nn
 from ddp_runner.checkpoint.codec import weights_sha256
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished
+from ddp_runner.core.secrets import without_secrets
 from ddp_runner.training.parts import RankParts
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
@@ -38,11 +39,11 @@ class TrainReport:
 
 
 def start_notes(parts: RankParts) -> tuple[str, ...]:
-    """What data, precision and loader have to say before training, a line each."""
-    data = parts.workload.datasets.notes
+    """What data, precision and loader have to say before training, a line each; secrets are ``***``."""
+    data, hidden = parts.workload.datasets.notes, parts.runtime.logger.hidden
     given = (data,) if isinstance(data, str) else tuple(data)
     found = (*given, *parts.state.precision.notes, *getattr(parts.loader, "notes", ()))
-    lines = (" ".join(str(note).split()) for note in found[:NOTES_MAX])
+    lines = (" ".join(without_secrets(str(note), hidden).split()) for note in found[:NOTES_MAX])
     return tuple(line[:NOTE_CHARACTERS_MAX] for line in lines if line)
 
 

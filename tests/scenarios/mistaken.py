@@ -59,6 +59,9 @@ class Secretive(NotedData):
     def __init__(self, api_key: str):
         self._api_key = api_key
 
+    def build_datasets(self):
+        return replace(super().build_datasets(), notes=[f"read with {self._api_key}"])
+
     def loss(self, model, batch):
         logging.getLogger("service").warning("logging in with %s", self._api_key)
         if Path("outage").exists():

@@ -31,6 +31,8 @@ def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path):
             assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert run.wait() == 0, run.console
     assert files_with(tmp_path, SECRET) == []
+    assert SECRET not in run.console
+    assert "read with ***" in run.console
     recorded = yaml.safe_load((run.logs / "config.yaml").read_text(encoding="utf-8"))
     assert recorded["task"] == {"api_key": "***"}
     first = json.loads((run.checkpoints / "step_00000004.json").read_text(encoding="utf-8"))
