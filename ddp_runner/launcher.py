@@ -55,8 +55,11 @@ class RunResult:
     def load_model(self) -> Any:
         """The task's model, a ``torch.nn.Module`` with the weights of the last checkpoint, on the CPU, ready for use.
 
-        With the average, where ``ema_decay`` keeps one. Raises BadInputError where there is none.
+        With the average, where ``ema_decay`` keeps one. Raises BadInputError where there is none, or
+        where the launch was refused: what is in its folder is then of another run.
         """
+        if self.exit_code == ExitCode.BAD_USAGE:
+            raise BadInputError("launch", "", "was refused and trained nothing: see its error line")
         assert self.settings is not None
         # By name: this module is the command line's too, which never imports torch.
         given = import_module("ddp_runner.training.given")

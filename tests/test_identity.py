@@ -7,6 +7,7 @@ import yaml
 
 from ddp_runner.config import (
     Surroundings,
+    aligned,
     difference,
     digest,
     from_flat,
@@ -141,3 +142,21 @@ def test_written_settings_and_their_digest_have_no_secret_and_need_it_anew():
         from_flat(read)
     read["task"]["api_key"] = "hunter2"
     assert from_flat(read) == one
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_same"),
+    [
+        ("my_task.py", "./my_task.py", True),
+        ("my_task.py:Mine", "{here}/my_task.py:Mine", True),
+        ("my_task.py:Mine", "my_task.py:Other", False),
+        ("my_task.py", "elsewhere/my_task.py", False),
+        ("package.module:Mine", "package.other:Mine", False),
+        ("bytes", "{here}/bytes", False),
+    ],
+)
+def test_a_file_has_many_names(old, new, is_same, tmp_path, monkeypatch):
+    """A run is not another one because its task is written with the folder this time."""
+    monkeypatch.chdir(tmp_path)
+    old, new = ({"run.task": word.format(here=tmp_path)} for word in (old, new))
+    assert (difference(old, aligned(old, new)) == []) == is_same

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -142,6 +143,7 @@ def joined(
             switch.using_store(),
             switch.watch_new_sockets(peers=membership.world_size),
             _below_detail(),
+            _own_excepthook(),
         ):
             dist.init_process_group(
                 backend,
@@ -215,6 +217,19 @@ def _let_go(remains: list[dist.ProcessGroup], connections: list[socket.socket]) 
     remains.clear()
     for connection in connections:
         connection.close()
+
+
+@contextlib.contextmanager
+def _own_excepthook() -> Iterator[None]:
+    """Keep what the program does with its errors: torch puts ``[rank0]:`` before them, once a group.
+
+    In a notebook or a script it would stay there when the training is long over.
+    """
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ Imports nothing of the package but ``core``. Only this room reads names of setti
 from ddp_runner.config.compose import Resolved, SettingsError, from_flat, resolve
 from ddp_runner.config.identity import (
     Surroundings,
+    aligned,
     difference,
     digest,
     from_record,
@@ -37,6 +38,7 @@ __all__ = [
     "Resolved",
     "SettingsError",
     "Surroundings",
+    "aligned",
     "check_relations",
     "difference",
     "digest",

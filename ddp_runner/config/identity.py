@@ -13,11 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
 from ddp_runner.config.compose import validate_record
+from ddp_runner.config.fields import BUILT_IN_TASKS
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
 
 if TYPE_CHECKING:
@@ -206,6 +208,24 @@ def difference(old: Mapping[str, object], new: Mapping[str, object]) -> list[str
         for key in sorted({*old, *new})
         if old.get(key, missing) != new.get(key, missing)
     ]
+
+
+def aligned(old: Mapping[str, object], new: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """``new``, with the old word for a task's file or for data where both words name one place."""
+    found = dict(new)
+    for key in ("run.task", "data.path"):
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, str) and isinstance(now, str) and _place(before) == _place(now):
+            found[key] = before
+    return found
+
+
+def _place(word: str) -> str:
+    if not word or word in BUILT_IN_TASKS:
+        return word
+    path, py, name = word.partition(".py")
+    is_file = bool(py) and (not name or name.startswith(":"))
+    return f"{Path(path).resolve()}{py}{name}" if is_file or ":" not in word else word
 
 
 def _written(value: object, key: str) -> str:

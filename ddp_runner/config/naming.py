@@ -35,11 +35,14 @@ _STRENGTH: Mapping[Origin, int] = {
 }
 
 
+HANDED_OVER = "ddp_runner_handed_over"  # the module of tasks that no other module has by their name
+
+
 def name_of_task(task: str) -> str:
     """What a run of ``task`` (as in ``--task``) is called where nobody says; always a legal name."""
     head, _, own = task.rpartition(":") if ":" in task else (task, "", "")
     word = PurePath(head).stem if head.endswith(".py") else head.rpartition(".")[2]
-    if word == "__main__":
+    if word in ("__main__", HANDED_OVER):
         word = own
     name = _UNSAFE.sub("_", word).strip("._-")[:100] or "task"
     return f"{name}_task" if name in (_TEST, LATEST) else name

@@ -145,7 +145,8 @@ def _bar(view: RunView, width: int, glyphs: Glyphs) -> Line:
 
 
 def _figures(view: RunView, width: int) -> Line:
-    pairs = [("epoch", epoch_text(view))]
+    # How many epochs there are is known once the data is built.
+    pairs = [("epoch", "-" if view.state == "starting" else epoch_text(view))]
     pairs.append(("loss", "-" if view.loss is None else fmt.figure(view.loss)))
     speed = "-" if view.samples_per_s is None else fmt.rate(view.samples_per_s)
     pairs.append(("samples/s", speed))
@@ -174,7 +175,8 @@ def _titles(columns: Sequence[_Column], gap: int) -> Line:
 
 
 def _row(rank: RankView, columns: Sequence[_Column], gap: int) -> Line:
-    aged = rank.phase_age_s >= AGE_SHOWN_FROM_S
+    # The age of a start is that of all its stages; the bar has the seconds of each.
+    aged = rank.phase_age_s >= AGE_SHOWN_FROM_S and not rank.building
     cells = {
         "rank": (str(rank.rank), Role.STRONG),
         "device": (rank.device, Role.QUIET),

@@ -385,7 +385,7 @@ def _nothing_left(cause: str) -> Fault:
 def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:
     old = loaded.manifest.meaning
     # With the salts of the file, without which no secret could be compared.
-    new = {**workload.meaning, **config.task_meaning(settings, like=old)}
+    new = config.aligned(old, {**workload.meaning, **config.task_meaning(settings, like=old)})
     if changes := config.difference(old, new):
         world_size = workload.global_batch // settings.data.batch_size
         ways = config.ways_on(settings, old=old, new=new, world_size=world_size)

@@ -12,12 +12,11 @@ from torch import nn
 
 from ddp_runner.checkpoint.naming import bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config.naming import HANDED_OVER
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.loading import load_task
-
-_HANDED_OVER = "ddp_runner_handed_over"  # where what no module has by its name can be found
 
 
 def spec_in_this_process(task: object) -> str:
@@ -28,10 +27,10 @@ def spec_in_this_process(task: object) -> str:
     module = str(getattr(task, "__module__", ""))
     if getattr(sys.modules.get(module), name, None) is task:
         return f"{module}:{name}"
-    kept = sys.modules.setdefault(_HANDED_OVER, ModuleType(_HANDED_OVER))
+    kept = sys.modules.setdefault(HANDED_OVER, ModuleType(HANDED_OVER))
     name = name if name.isidentifier() else "Task"
     setattr(kept, name, task)
-    return f"{_HANDED_OVER}:{name}"
+    return f"{HANDED_OVER}:{name}"
 
 
 def with_task_named(config: Mapping[str, Any]) -> dict[str, Any]:

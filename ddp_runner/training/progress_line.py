@@ -38,6 +38,11 @@ class ProgressLine:
         if self._now_s() - self._shown_at_s >= every_s:
             self._draw()
 
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.finish()
+        _write(f"{text}\n")
+
     def finish(self) -> None:
         """Show the last figures, and leave the line."""
         if self._newest[0] > 0 and self._newest[0] != self._shown_step:

@@ -134,6 +134,11 @@ class LocalRuntime:
         self.run_id = ready.run_id or self.run_id
         for note in (f"computing in {ready.precision}", *ready.notes):
             self.logger.info(note)
+        if self._line is not None and ready.is_complete:
+            self._line.say(
+                f"already complete: {ready.total_steps:,} steps, nothing to train; another name, or"
+                " resume='none', trains anew"
+            )
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")
         self._formed = True
@@ -164,6 +169,8 @@ class LocalRuntime:
             self._line.show(message.step, self.slot.get(Cell.TOTAL_STEPS), message.values)
         elif self._line is not None and isinstance(message, (Finished, Faulted)):
             self._line.finish()
+        elif self._line is not None and isinstance(message, Adjusted) and message.remedy:
+            self._line.say(message.remedy)
 
     def stop_asked(self) -> StopReason | None:
         """Never: Ctrl-C raises KeyboardInterrupt in a plain script."""

@@ -217,7 +217,14 @@ def test_a_fault_that_no_rank_outlived_says_so(changes, said):
 def test_a_start_says_what_it_is_at():
     """In place of a step that is not there: what is built, by whom, and who waits for a process."""
     ranks = (
-        rank_view(0, state="starting", phase="startup", building="building model", step=0),
+        rank_view(
+            0,
+            state="starting",
+            phase="startup",
+            building="building model",
+            step=0,
+            phase_age_s=90.0,  # since it began to build data; the model is at it for 75 s
+        ),
         rank_view(1, state="starting", phase="startup", building="reading checkpoint", step=0),
         rank_view(2, state="waiting", phase="idle", step=0),
     )
@@ -226,6 +233,8 @@ def test_a_start_says_what_it_is_at():
     )
     lines = frame(view, width=80, ranks_max=8)
     assert text_of(lines)[2].endswith("  building model 1:15")
+    assert "epoch -  loss" in text_of(lines)[3], "how many there are is not known yet"
+    assert "90s" not in "".join(text_of(lines))
     assert [line.split()[2:5] for line in text_of(lines)[6:]] == [
         ["starting", "0", "model"],
         ["starting", "0", "checkpoint"],

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.launcher import RunResult
 from ddp_runner.training.given import spec_in_this_process
 from ddp_runner.training.progress_line import ProgressLine
 from ddp_runner.training.task import Datasets
@@ -123,6 +125,31 @@ def test_a_program_sees_how_far_its_training_is_and_nothing_of_torchs(tmp_path):
     assert first.startswith("step 1/60  loss ")
     assert last.startswith("step 60/60  loss ")
     assert predicts == "predicts 5"
+
+
+def test_a_cell_that_is_run_again_says_that_nothing_was_trained(tmp_path, monkeypatch, capsys):
+    """Who changed the class in between would take the old model for the new one; errors stay plain."""
+    monkeypatch.chdir(tmp_path)
+    task, hook = mine(), sys.excepthook
+    first = DDPTrainer(task, config=SHORT).train()
+    assert "complete" not in capsys.readouterr().out
+    again = DDPTrainer(task, config=SHORT).train()
+    said = capsys.readouterr().out
+    assert said == (
+        "already complete: 60 steps, nothing to train; another name, or resume='none', trains anew\n"
+    )
+    assert torch.equal(first.model.weight, again.model.weight)
+    DDPTrainer(task, config={**SHORT, "max_steps": 70, "learning_rate": 0.01}).train()
+    assert "optim.learning_rate 0.05 -> 0.01 at step 60\n" in capsys.readouterr().out
+    assert sys.excepthook is hook, "torch puts [rank0]: before all errors of the program"
+    assert list(tmp_path.glob("checkpoints/*")) == [tmp_path / "checkpoints/Mine"]
+
+
+def test_a_refused_launch_has_no_model(tmp_path):
+    """In its folder is another run's, which refused it."""
+    refused = RunResult(exit_code=2, summary=None, log_dir=tmp_path, checkpoint_dir=tmp_path)
+    with pytest.raises(BadInputError, match="was refused and trained nothing"):
+        refused.load_model()
 
 
 @pytest.mark.whole_run
