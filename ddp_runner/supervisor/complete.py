@@ -56,7 +56,9 @@ def changed_settings(settings: Settings) -> list[str]:
         return []
     # Both as they are written: what is not shown in the one is not shown in the other.
     new = config.read_yaml(config.to_yaml(settings))
-    changes = config.difference(_flat(old), _flat(new))
+    # A file of before lacks the settings that are new since: these had their defaults, as it were.
+    before = {**_flat(config.read_yaml(config.to_yaml(Settings()))), **_flat(old)}
+    changes = config.difference(before, _flat(new))
     keys = (line.partition(": ") for line in changes)
     return [f"{key} {change}" for key, _, change in keys if key not in _SAYS_NOTHING]
 
