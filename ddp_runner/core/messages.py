@@ -184,7 +184,7 @@ class NotSaved:
     rank: int
     step: int
     cause: str
-    is_in_doubt: bool = False  # a comparison has found that it differs; others' may be right
+    is_its_own: bool = False  # the cause, and not the disk's: another rank may be able to save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,10 +77,10 @@ class LastSave:
             )
 
     def not_saved(self, message: NotSaved) -> None:
-        """The rank that was asked cannot; where its state is at fault, another one may."""
+        """The rank that was asked cannot; where that is its own fault, another one may."""
         self._cause = message.cause
         self._refused.add(message.rank)
-        if message.is_in_doubt:
+        if message.is_its_own:
             self._asked = None
         else:
             self._conclude(SaveOutcome(step=message.step, cause=message.cause))

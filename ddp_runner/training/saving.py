@@ -208,7 +208,7 @@ class Saving:
         Returns why this process ends.
         """
         state = self._state
-        told_before, cause = self._progress.checkpoint_step, ""
+        told_before, cause, is_its_own = self._progress.checkpoint_step, "", True
         try:
             self.settle()
             has_just_told = told_before != self._progress.checkpoint_step == state.committed_step
@@ -218,6 +218,7 @@ class Saving:
                 self._save_last(BEFORE_END)
         except FaultError as error:
             cause = error.fault.cause
+            is_its_own = error.fault.kind is not FaultKind.STORAGE_FAILED
         except Exception as error:  # noqa: BLE001 - a named boundary: what cannot be saved is told
             cause = f"{type(error).__name__}: {error}"
         if cause:
@@ -226,7 +227,7 @@ class Saving:
                     rank=self._runtime.place.rank,
                     step=state.committed_step,
                     cause=cause,
-                    is_in_doubt=state.is_in_doubt,
+                    is_its_own=is_its_own,
                 )
             )
         return self._disk_faults.storage_failed(cause or "the run ends")

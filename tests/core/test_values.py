@@ -39,7 +39,7 @@ SAMPLES = [
     messages.Faulted(generation=1, fault=FAULT),
     messages.Metrics(rank=0, step=5, values={"loss": 1.5}),
     messages.Saved(rank=0, step=5, path="a/b", blocked_s=0.1, size_bytes=3, sha256="0"),
-    messages.NotSaved(rank=0, step=5, cause="a full disk", is_in_doubt=True),
+    messages.NotSaved(rank=0, step=5, cause="a full disk", is_its_own=True),
     messages.LoaderWorkers(rank=0, pids=(1, 2)),
     messages.StopAsked(rank=0, reason=StopReason.PREEMPTED),
     messages.Lived(

@@ -189,7 +189,7 @@ class Simulation:
         self.data_s = 0.0  # of every step, for the data of rank 0
         self.last_save_s = 0.0  # for which all wait for rank 0
         self.alone_save_s = 0.3  # of a rank that saves before the run ends
-        self.alone_refusal = None  # why it cannot, and whether its state is in doubt
+        self.alone_refusal = None  # why it cannot, and whether that is its own fault
         self.saved_alone = []  # by which rank, of which step
         self.is_held = False  # no generation comes to be while it is
         self.zygotes = 0
@@ -605,9 +605,9 @@ class Simulation:
             self.saved_alone.append((process.rank, process.committed))
             self._save(process)
             return
-        cause, is_in_doubt = self.alone_refusal
+        cause, is_its_own = self.alone_refusal
         message = NotSaved(
-            rank=process.rank, step=process.committed, cause=cause, is_in_doubt=is_in_doubt
+            rank=process.rank, step=process.committed, cause=cause, is_its_own=is_its_own
         )
         self.send(process, message)
 

@@ -1586,16 +1586,16 @@ def test_a_stop_that_did_not_save_ends_with_1(simulate):
     assert "newest checkpoint: step 10" in words
 
 
-@pytest.mark.parametrize("is_in_doubt", [False, True])
-def test_a_last_save_that_fails_is_told_with_its_reason(simulate, is_in_doubt):
-    """Where the state is at fault the next rank is asked; where the disk is, nobody else."""
+@pytest.mark.parametrize("is_its_own", [False, True])
+def test_a_last_save_that_fails_is_told_with_its_reason(simulate, is_its_own):
+    """Where it is the rank's own fault the next one is asked; where the disk's, nobody else."""
     run = simulate(max_restarts=0)
-    run.alone_refusal = ("because", is_in_doubt)
+    run.alone_refusal = ("because", is_its_own)
     run.to_step(15)
     run.kill(2)
     assert run.run_to_end().exit_code == ExitCode.GAVE_UP
     assert f"step {run.best} could not be saved: because" in run.supervisor.run_end.closing_words()
-    assert len(run.events("last_save_asked")) == (2 if is_in_doubt else 1)
+    assert len(run.events("last_save_asked")) == (2 if is_its_own else 1)
 
 
 def test_a_checkpoint_that_has_the_newest_step_is_not_written_again(simulate):

@@ -18,7 +18,7 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import RunLength, saves_to_skip
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Saved
+from ddp_runner.core.messages import NotSaved, Saved
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.build import Workload
 from ddp_runner.training.progress import Progress
@@ -54,12 +54,15 @@ class RecordingRuntime(LocalRuntime):
         super().__init__(place=place, log_dir=folder / "logs", debug=False)
         self.saved_steps = []
         self.waited_s = {}
+        self.not_saved = []
         self._log = folder / "logs" / "rank_0.log"
 
     def tell(self, message):
         if isinstance(message, Saved):
             self.saved_steps.append(message.step)
             self.waited_s[message.step] = message.blocked_s
+        elif isinstance(message, NotSaved):
+            self.not_saved.append(message)
 
     def log(self):
         return self._log.read_text()
@@ -749,3 +752,26 @@ def test_what_training_waited_for_a_save_has_the_comparison_in_it(tmp_path):
     assert "compare" not in lines[1]
     for step, compared_s in ((3, 1000.0), (4, 0.0), (5, 2000.0)):
         assert compared_s < waited_s[step] < compared_s + 1000.0
+
+
+def _cannot_save_alone(_me, _port, folder, is_of_disk):
+    state = build_state()
+    state.committed_step = 7
+    saving, runtime, _ = make_saving(folder, state, checkpoint_timeout_s=0.1)
+
+    def refuse():
+        if is_of_disk:
+            raise FaultError(
+                Fault(kind=FaultKind.STORAGE_FAILED, rank=-1, step=7, cause="a full disk")
+            )
+        raise RuntimeError("an error of its device")
+
+    saving._captured = refuse
+    saving.save_alone()
+    return [(one.step, one.is_its_own) for one in runtime.not_saved]
+
+
+@pytest.mark.parametrize("is_of_disk", [False, True])
+def test_another_rank_may_save_before_the_end_what_this_one_cannot(tmp_path, is_of_disk):
+    """Only what the disk has refused would be refused to everybody."""
+    assert _in_rank(_cannot_save_alone, tmp_path, is_of_disk) == [(7, not is_of_disk)]
