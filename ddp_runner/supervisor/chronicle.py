@@ -97,7 +97,11 @@ class Chronicle:
         for manifest in self._published.find():
             path = str(self._published.directory / manifest.file)
             self._facts.saved_any = True
-            self._ledger.checkpoint, self._ledger.checkpoint_step = path, manifest.step
+            # Another rank may have saved a later step since, and lived to tell of it.
+            self._ledger.checkpoint_step, self._ledger.checkpoint = self._published.newest() or (
+                manifest.step,
+                path,
+            )
             self._records.event(
                 "checkpoint_saved",
                 step=manifest.step,

@@ -71,9 +71,10 @@ def test_a_save_whose_rank_did_not_live_to_tell_of_it_is_told_once(tmp_path, res
     steps = saved(run)
     if restarts:  # that of step 20 waits for the one before, where the disk is busy
         assert (steps[0], steps[-1], len(steps)) == (10, 25, 3)
-    else:
-        assert steps == [10]
-    newest = run.events("checkpoint_saved")[-1]
+    else:  # before the run ends, the other rank saves what it has committed since
+        assert min(steps) == 10
+        assert len(steps) <= 2
+    newest = max(run.events("checkpoint_saved"), key=lambda event: event["step"])
     assert run.summary()["checkpoint"] == newest["path"] == str(max(run.checkpoints.glob("*.pt")))
     assert newest["size_bytes"] == Path(newest["path"]).stat().st_size
 

@@ -378,15 +378,17 @@ def test_an_evaluation_of_twenty_seconds_is_not_a_hang(tmp_path):
 
 def test_a_crash_loop_ends_with_its_first_cause(tmp_path):
     """Three generations without a step: exit 3, and what is told is what began it."""
-    loop = ("--inject", "exit:rank=1,step=20", "--inject", "kill:rank=1,step=20,times=50")
+    later = "exit:rank=1,step=20,phase=backward,times=50"
+    loop = ("--inject", "exit:rank=1,step=20,phase=forward", "--inject", later)
     with Run(tmp_path, *QUICK, *PATIENT, "--max-steps", 60, *loop, world=3) as run:
         assert run.wait() == 3, run.console
     summary = run.summary()
     assert summary["status"] == "gave_up"
-    assert [fault["kind"] for fault in summary["faults"]] == ["rank_exited", *["rank_killed"] * 2]
+    assert [fault["kind"] for fault in summary["faults"]] == ["rank_exited"] * 3
     ending = run.console.splitlines()
     assert any(
-        "rank 1 exited with code 0" in line and "no step committed in 3 generations" in line
+        "rank 1 exited with code 0 before the end at step 20 in forward" in line
+        and "no step committed in 3 generations" in line
         for line in ending
     ), run.console
 
