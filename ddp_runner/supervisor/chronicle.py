@@ -53,6 +53,9 @@ class Chronicle:
             f"{first.parameters:,} parameters, {first.train_samples:,} samples, "
             f"{first.total_steps:,} steps{f', {first.precision}' if first.precision else ''}{resumed}"
         )
+        if first.is_complete:  # but its summary is gone, and is made once more
+            where = f"{first.committed_step:,} of {first.total_steps:,} steps"
+            self._records.say(f"already complete: {where}, nothing to train")
         for note in first.notes:
             self._records.say(note)
         for other in ready[1:]:

@@ -271,7 +271,7 @@ class DDPTrainer:
             progress.changed_task = self.settings.run.task
         if is_complete(workload, state):
             where = f"{state.committed_step:,} of {workload.length.total_steps:,} steps"
-            self._runtime.logger.info(f"already complete: {where}, nothing to train")
+            self._runtime.logger.progress(f"already complete: {where}, nothing to train")
 
     def _train_generation(self, generation: Generation, parts: RankParts) -> TrainReport | Fault:
         """One generation from forming to its end, as a report or as the fault that broke it."""

@@ -44,6 +44,7 @@ def test_a_complete_run_started_again_keeps_its_result(complete):
     assert before["goodput"] > 0
     said = again(complete)
     assert f"already complete: {STEPS} of {STEPS} steps, nothing to train" in said
+    assert said.count("already complete") == 1
     assert "without effect" not in said
     assert "has changed" not in said
     assert f"{before['final_loss']:.4f}" in said
@@ -69,6 +70,7 @@ def test_a_complete_run_whose_summary_is_gone_sums_up_once_more(complete):
         path.unlink()
     said = again(complete)
     assert f"already complete: {STEPS} of {STEPS} steps, nothing to train" in said
+    assert said.count("already complete") == 1
     after = complete.summary()
     for name in ("status", "run_id", "steps", "samples", "final_loss", "weights_sha256"):
         assert after[name] == before[name], name
