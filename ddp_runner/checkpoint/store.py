@@ -323,8 +323,8 @@ class CheckpointStore:
         raise FaultError(
             _fault(
                 FaultKind.CHECKPOINT_BAD,
-                f"no checkpoint in {self.directory} can be loaded ({listed}); --resume none sets"
-                " them aside and starts afresh",
+                f"no checkpoint in {self.directory} can be loaded; --resume none sets them aside"
+                f" and starts fresh ({listed})",
                 step=candidates[0].step,
             )
         )

@@ -399,6 +399,8 @@ class Supervisor:
         log = f"; see {log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
         reason = f"{told(fault)} ({plan.reason}){log}"
         detail = "" if has_log else self.start.without_shown(fault.detail)
+        if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
+            reason, detail = fault.cause, ""  # which says it all; our own lines explain nothing
         causes = self.ledger.faults[-1].incident.attribution.causes
         self.run_end.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
 

@@ -83,3 +83,17 @@ def test_a_checkpoint_whose_model_is_none_is_one_line(tmp_path):
         assert again.wait() == 2, again.console
     assert f"error: --resume={newest}: holds no model" in again.console
     assert newest.exists()
+
+
+def test_a_folder_in_which_no_checkpoint_can_be_loaded_is_one_line(tmp_path):
+    """Exit 1 and the way on; the run does not begin from nothing, and nothing of ours is shown."""
+    with Run(tmp_path, *SHORT, *PATIENT) as run:
+        assert run.wait() == 0, run.console
+    for path in run.checkpoints.glob("*.pt"):
+        path.write_bytes(b"torn")
+    with Run(tmp_path, *SHORT, "--max-steps", 9, *PATIENT) as again:
+        assert again.wait() == 1, again.console
+    errors = [line for line in again.console.splitlines() if "ERROR" in line or "error" in line]
+    (line,) = errors
+    assert "can be loaded; --resume none sets them aside and starts fresh" in line
+    assert "Traceback" not in again.console
