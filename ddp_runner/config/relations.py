@@ -195,7 +195,7 @@ def _notes(settings: Settings) -> tuple[str, ...]:
     if steps and warmup >= steps:
         notes.append(
             f"optim.warmup_steps={warmup} is not below run.max_steps={steps}: "
-            "the learning rate never reaches its full value"
+            f"the warm-up is cut to half of the run, {steps // 2} steps"
         )
     folder = Path(settings.run.checkpoint_dir)
     # Before runs had names they saved to the folder above.
