@@ -53,7 +53,8 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_stop_the_training(tmp_path):
     """Saves fail with warnings while training goes on; without a final save the run has failed."""
     folder = tmp_path / "checkpoints"
     with small_disk(folder, size_kb=1024):
-        with Run(tmp_path, *SETTINGS, "task.width=40000") as run:
+        asked = ("task.width=40000", "checkpoint_timeout_s=2")
+        with Run(tmp_path, *SETTINGS, *asked) as run:
             assert run.wait() == 1, run.console
         assert not list(folder.glob("step_*"))
     console = run.console

@@ -73,7 +73,9 @@ def test_a_rank_that_falls_behind_while_it_mends_itself_stays_mended(tmp_path):
     resumed = finish(tmp_path, "--max-steps", 12, task=PLAIN)
     assert resumed.summary()["steps"] == 12
     reasons = resumed.summary()["inexact_reasons"]
-    assert reasons == ["micro-batches of 4 samples from step 5"], "also in the next launch"
+    assert reasons[0] == "micro-batches of 4 samples from step 5", "also in the next launch"
+    # Twelve steps instead of ten are another schedule.
+    assert all(" at step 10" in reason for reason in reasons[1:])
     another = finish(tmp_path, "--max-steps", 2, "--resume", "none", task=PLAIN)
     assert another.summary()["exact"] is True, "a run of its own"
 

@@ -77,7 +77,7 @@ def test_the_second_experiment_in_a_folder_is_a_run_of_its_own(tmp_path):
     wider = ("--task", "mine.py", *SHORT, "8", "task.hidden=16")
     code, said = trained(tmp_path, *wider)
     assert code == 2, said
-    assert said.count("\n") == 1, said
+    assert said.count("error: ") == 1, said
     assert "task.hidden: (not set) -> 16" in said
     assert "; --resume none (" in said
     assert "the old settings: no task.hidden" in said

@@ -145,11 +145,10 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
 
 def importing(run):
     """The zygote while it imports: it has forked nobody, which it would do as soon as it can."""
-    children = psutil.Process(run.process.pid).children()
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):
-        (zygote,) = children
-        if "ddp_runner.rank.zygote" in zygote.cmdline():
-            return zygote
+        children = psutil.Process(run.process.pid).children()
+        (zygote,) = [child for child in children if "ddp_runner.rank.zygote" in child.cmdline()]
+        return zygote
     return None
 
 
