@@ -25,13 +25,11 @@ from torch._C._distributed_c10d import (
 )
 
 from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
+from ddp_runner.collective.signed import SignedStore, key_prefix
 from ddp_runner.collective.store import StoreLink
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
-PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
 _never_freed: list[dist.ProcessGroup] = []  # groups of generations that could not be left in peace
-PROOF_TIMEOUT_S = 30.0  # for a peer that has just connected to say who it is
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
 
 
@@ -158,8 +156,6 @@ def joined(
         if "gloo" in backend:
             switch.on_trip(functools.partial(_fail_operations, _default_group()))
         _refuse_if_tripped(switch, "aborted while forming")
-        if membership.secret and backend == "gloo":
-            _prove_peers(_default_group(), membership)
         group = Group(membership, scoped, device=device, switch=switch)
         group.ends_in_silence = "nccl" in backend
         yield group
@@ -259,31 +255,6 @@ def _reach_store(link: StoreLink, membership: Membership, switch: AbortSwitch) -
         store = link.store(given_up=lambda: switch.tripped)
     switch.watch_store(link.addresses)
     return store
-
-
-def _prove_peers(group: dist.ProcessGroup, membership: Membership) -> None:
-    """Have every connection of a new gloo group show that a rank of this generation is behind it.
-
-    gloo connects to whom the store names, which is signed; but it lets anybody in who connects to its
-    own port and says the number of a pair. Once a connection has shown it, the kernel keeps it theirs.
-    Raises FaultError (STORE_TAMPERED), or RuntimeError where nothing comes.
-    """
-    me, secret = membership.rank, membership.secret
-    others = [rank for rank in range(membership.world_size) if rank != me]
-    shown = {rank: _as_tensor(proof(secret, of=me, to=rank)) for rank in others}
-    expected = {rank: _as_tensor(proof(secret, of=rank, to=me)) for rank in others}
-    seen = {rank: torch.zeros_like(expected[rank]) for rank in others}
-    works = [group.recv([seen[rank]], rank, PROOF_TAG) for rank in others]
-    works += [group.send([shown[rank]], rank, PROOF_TAG) for rank in others]
-    for work in works:
-        work.wait(timedelta(seconds=PROOF_TIMEOUT_S))
-    for rank in others:
-        if not torch.equal(seen[rank], expected[rank]):
-            raise tampered(f"what connected as rank {rank} is no rank of this run")
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _restart_group_names() -> None:

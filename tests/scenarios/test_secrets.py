@@ -12,6 +12,7 @@ from tests.scenarios.harness import Run
 
 SECRETIVE = f"{Path(__file__).with_name('mistaken.py')}:Secretive"
 SECRET, OTHER = "hunter2-and-more", "another-one"
+LAUNCHED = "hunter3-of-launch"  # a test beside this one may have the other on a command line
 SETTINGS = ("-b", 8, "num_workers=1", "save_every_steps=2")
 
 
@@ -68,7 +69,7 @@ def test_launch_puts_no_secret_on_a_command_line(tmp_path, monkeypatch):
         "class Looks(NotedData):\n"
         "    def __init__(self, api_key: str):\n"
         "        files = pathlib.Path('/proc').glob('[0-9]*/cmdline')\n"
-        f"        assert api_key == {SECRET[:7]!r} + {SECRET[7:]!r}\n"
+        f"        assert api_key == {LAUNCHED[:7]!r} + {LAUNCHED[7:]!r}\n"
         "        for file in files:\n"
         "            try:\n"
         "                assert api_key.encode() not in file.read_bytes(), file\n"
@@ -76,7 +77,7 @@ def test_launch_puts_no_secret_on_a_command_line(tmp_path, monkeypatch):
         "                pass\n"
     )
     settings = ["--cpu", "-b", "8", "num_workers=0", "--max-steps", "1"]
-    for words in ([f"task.api_key={SECRET}"], ["--task.api_key", SECRET]):
+    for words in ([f"task.api_key={LAUNCHED}"], ["--task.api_key", LAUNCHED]):
         folders = ["-l", f"logs{len(words)}", "-c", f"checkpoints{len(words)}"]
         result = launch(f"{task}:Looks", nproc=1, arguments=[*settings, *folders, *words])
         assert result.exit_code == 0
