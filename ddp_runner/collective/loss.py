@@ -15,7 +15,7 @@ EXPECTED = "a scalar tensor, the mean loss of the batch"
 
 
 def checked_loss(value: object) -> Tensor:
-    """``value`` as a float scalar. Raises FaultError, which no retry mends, for anything else."""
+    """``value`` as a float scalar. Raises FaultError, which no retry repairs, for anything else."""
     if isinstance(value, Tensor):
         wrong = _wrong_tensor(value)
         if not wrong:

@@ -126,7 +126,7 @@ def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[s
             value = earlier + value if origin[key] == given.origin else value
         values[key], origin[key] = value, given.origin
     problems += [
-        BadInputError(key, "", f"is hidden in that file ({HIDDEN}); give it anew, as {key}=VALUE")
+        BadInputError(key, "", f"is hidden in that file ({HIDDEN}); give it again, as {key}=VALUE")
         for key, value in values.items()
         if key.startswith(f"{TASK_SECTION}.") and _holds_hidden(value)
     ]

@@ -277,7 +277,7 @@ def read_yaml(text: str) -> dict[str, object]:
 
 
 def to_yaml(settings: Settings) -> str:
-    """The settings as YAML that ``--config`` reads again; secrets are hidden, and to be given anew."""
+    """The settings as YAML that ``--config`` reads again; secrets are hidden, and must be given again."""
     return yaml.safe_dump(
         masked(to_record(settings)), sort_keys=False, allow_unicode=True, width=100
     )

@@ -31,7 +31,7 @@ def ways_on(
     """
     words, others = words_of_old(old, new, world_size=world_size)
     return (
-        f"three ways on: {own_folder(settings)} (a run of its own); --resume none (starts anew, "
+        f"three ways on: {own_folder(settings)} (a run of its own); --resume none (starts fresh, "
         f"the old files are set aside); or the old settings: {', '.join([*words, *others])}"
     )
 

@@ -109,7 +109,7 @@ def closing_words(
     if outcome.cause:
         lost = f"step {outcome.step} could not be saved: {outcome.cause}; "
     if newest is None:
-        return f"{lost}there is no checkpoint: the same command begins anew"
+        return f"{lost}there is no checkpoint: the same command begins at step 0"
     step, path = newest
     if step >= committed_step:
         return f"step {step} is saved in {path}: {go_on}"

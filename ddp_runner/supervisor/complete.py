@@ -43,7 +43,7 @@ def lines_of_kept(settings: Settings, first: Ready) -> list[str]:
         lines.append(f"{first.changed_task} has changed since: the result is of what it was")
     length = "--max-steps" if settings.run.max_steps else "--epochs"
     lines.append(
-        f"a larger {length} trains on; {config.own_folder(settings)} or --resume none begins anew"
+        f"a larger {length} trains on; {config.own_folder(settings)} or --resume none starts fresh"
     )
     return lines
 

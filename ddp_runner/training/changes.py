@@ -135,11 +135,11 @@ def _average(saved: Mapping[str, Any], state: TrainState) -> str:
     had, has = "ema" in saved, state.ema is not None
     if had == has:
         return ""
-    return "the file's average (EMA) is dropped" if had else "an average (EMA) begins anew"
+    return "the file's average (EMA) is dropped" if had else "an average (EMA) begins again"
 
 
 def _scaler(saved: Mapping[str, Any], state: TrainState) -> str:
     had, has = bool(saved["scaler"]), state.precision.scaler.is_enabled()
     if had == has:
         return ""
-    return "the file's loss scale is dropped" if had else "the loss scale begins anew"
+    return "the file's loss scale is dropped" if had else "the loss scale begins again"

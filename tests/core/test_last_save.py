@@ -94,7 +94,7 @@ def test_a_state_that_a_comparison_has_found_to_differ_is_not_saved():
             "auto",
             "newest checkpoint: step 35 of 40 in c/35.pt: the same command goes on from there",
         ),
-        (SaveOutcome(), None, "auto", "there is no checkpoint: the same command begins anew"),
+        (SaveOutcome(), None, "auto", "there is no checkpoint: the same command begins at step 0"),
         (
             SaveOutcome(step=40, path="r/40.pt", is_rescued=True),
             (35, "c/35.pt"),

@@ -46,7 +46,7 @@ def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path):
     assert OTHER not in run.console
     with Run(tmp_path, *words, "--config", run.logs / "config.yaml", task=SECRETIVE) as run:
         assert run.wait() == 2, run.console
-    assert "task.api_key: is hidden in that file (***); give it anew" in run.console
+    assert "task.api_key: is hidden in that file (***); give it again" in run.console
 
     (tmp_path / "outage").touch()
     with Run(tmp_path, *words, f"task.api_key={SECRET}", task=SECRETIVE) as run:

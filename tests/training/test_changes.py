@@ -91,7 +91,7 @@ def test_the_same_settings_change_nothing(tmp_path):
         ({"batch_size": 8, "micro_batch_size": 4, "world_size": 1}, ["ranks 2 -> 1 at step 40"]),
         (
             {"ema_decay": 0.9},
-            ["optim.ema_decay none -> 0.9 at step 40: an average (EMA) begins anew"],
+            ["optim.ema_decay none -> 0.9 at step 40: an average (EMA) begins again"],
         ),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_file_without_a_recipe_tells_what_it_has(tmp_path, ema, told):
     ("had", "has", "what"),
     [
         ("fp16", "fp32", "precision fp16 -> fp32 at step 40: the file's loss scale is dropped"),
-        ("fp32", "fp16", "precision fp32 -> fp16 at step 40: the loss scale begins anew"),
+        ("fp32", "fp16", "precision fp32 -> fp16 at step 40: the loss scale begins again"),
     ],
 )
 def test_a_loss_scale_is_named_like_an_average(tmp_path, had, has, what):
