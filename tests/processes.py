@@ -55,6 +55,21 @@ def poll(check, *, timeout_s=DEADLINE_S, what="the condition", every_s=0.002):
         time.sleep(every_s)
 
 
+def poll_settled(value, *, what, still_s=0.2):
+    """Wait until ``value()`` is true and has not changed for a while."""
+    newest, since_s = None, 0.0
+
+    def settled():
+        nonlocal newest, since_s
+        now_s = time.monotonic()
+        seen = value()
+        if seen != newest:
+            newest, since_s = seen, now_s
+        return seen and now_s - since_s >= still_s
+
+    poll(settled, what=what)
+
+
 def open_files_in(folder):
     """What this process has open below ``folder``; other descriptors are other tests' matter."""
     found = []

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import (
     DebugLevel,
     PrefixStore,
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import (
 )
 
 from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.results import GroupOfReducer, Results, first_value
 from ddp_runner.collective.signed import SignedStore, key_prefix
 from ddp_runner.collective.store import StoreLink
 
@@ -59,6 +61,10 @@ class Group:
         self._store = store
         self._switch = switch
         self._asked: Counter[str] = Counter()
+        # None where waiting is left to the backend: NCCL's own abort ends it.
+        self._results = Results() if device.type == "cpu" else None
+        if self._results is not None:
+            switch.on_trip(self._results.abort)
         # Whether a collective that an abort cuts short ends like one that is whole.
         self.ends_in_silence = False
 
@@ -94,6 +100,42 @@ class Group:
         with self._switch.using_store():
             for rank in ranks:
                 self._store.get(f"{name}/noted/{rank}")
+
+    @property
+    def of_reducer(self) -> dist.ProcessGroup:
+        """The group as DDP's reducer is to have it."""
+        if self._results is None:
+            return _default_group()
+        return GroupOfReducer(_default_group(), self._results)
+
+    def result_of(self, work: dist.Work) -> torch.futures.Future[Tensor]:
+        """The tensor of ``work``, one of this group's collectives; an abort ends every wait for it."""
+        if self._results is None:
+            return work.get_future().then(first_value)
+        return self._results.of(work)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum ``tensor`` over ranks, in place. Raises RuntimeError if it cannot be, or is aborted."""
+        self._await(dist.all_reduce(tensor, async_op=True))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Make rank 0's ``tensor`` everyone's, in place. Raises as :meth:`all_reduce` does."""
+        self._await(dist.broadcast(tensor, 0, async_op=True))
+
+    def until_sent(self, works: Sequence[dist.Work | None]) -> None:
+        """Return when ``works``, messages to other ranks, have ended. Raises as :meth:`all_reduce` does."""
+        if self._results is not None:
+            self._results.until_sent(works)
+            return
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _await(self, work: dist.Work) -> None:
+        if self._results is None:
+            work.wait()
+        else:
+            self._results.of(work).wait()
 
     def confirm(self) -> None:
         """Raise ConnectionError if what the device has computed may be of collectives cut short.

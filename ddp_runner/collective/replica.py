@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, _broadcast_coalesced
+from torch._C._distributed_c10d import GradBucket
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.group import Group
@@ -89,7 +90,9 @@ class Replica:
         self._slot = slot
         self._reduce_since_ns = time.monotonic_ns()
         self._ddp = DistributedDataParallel(
-            self._module, **_accepted_arguments(settings, group.device)
+            self._module,
+            process_group=group.of_reducer,
+            **_accepted_arguments(settings, group.device),
         )
         # Wrapped, because DDP refuses a hook whose annotations are strings, as ours are.
         self._ddp.register_comm_hook(
@@ -208,9 +211,14 @@ class Replica:
         DDP would do so at the next forward; then the death of rank 0 would lose running statistics
         that no survivor holds.
         """
-        if buffers and self.group.world_size > 1:
-            group = dist.distributed_c10d._get_default_group()  # noqa: SLF001 - as DDP itself does
-            _broadcast_coalesced(group, buffers, BROADCAST_BYTES, 0)
+        if self.group.world_size == 1:
+            return
+        for alike in _take_tensors(buffers, BROADCAST_BYTES):  # type: ignore[no-untyped-call]
+            flat = _flatten_dense_tensors(alike)  # type: ignore[no-untyped-call]
+            self.group.broadcast(flat)
+            shared = _unflatten_dense_tensors(flat, alike)  # type: ignore[no-untyped-call]
+            for buffer, value in zip(alike, shared, strict=True):
+                buffer.copy_(value)
 
     def stamp_reduce(self) -> None:
         """Note on the board that this rank's own share of the backward is done."""
@@ -229,7 +237,7 @@ class Replica:
         """Sum a few numbers over ranks in float64; every rank must call it."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.group.device)
         with waiting_for_peers(self._slot):
-            dist.all_reduce(tensor)
+            self.group.all_reduce(tensor)
             summed = [float(value) for value in tensor.tolist()]
             self.group.confirm()
             return summed
@@ -246,13 +254,7 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     if bucket.is_last():
         replica.reach(Moment.REDUCING)
-    future: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
-    return future
-
-
-def _first_value(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    value = future.value()
-    return value[0] if isinstance(value, list) else value
+    return replica.group.result_of(work)
 
 
 def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str, Any]:

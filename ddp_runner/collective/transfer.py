@@ -172,8 +172,8 @@ def _size_bytes(described: _Description) -> int:
 
 # INVARIANT nobody-waits-inside-a-message: receivers wait for the mark behind some tensors, the sender
 # for their receipts; neither for a tensor itself. gloo forgets a message that has begun to come or go
-# when its connection ends (transport/tcp: Pair::signalException goes through those that have not),
-# and who waits for it is held for the group's whole timeout, whatever aborts. A mark is of one byte.
+# when its connection ends (see results), and unlike a collective such a message has no future that
+# could be waited for instead. A mark is of one byte.
 # Broken if: a tensor is waited for before the mark or the receipt behind it is there.
 # Guarded by: test_a_transfer_cut_in_the_middle_of_a_piece_frees_the_other_side.
 
@@ -198,8 +198,9 @@ class _Sent:
 class _Received:
     """Tensors under way from ``source``."""
 
-    def __init__(self, tensors: Sequence[Tensor], source: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], source: int, group: Group) -> None:
         self._source = source
+        self._group = group
         self._has_mark = tensors[0].device.type == "cpu"
         self._works = [dist.irecv(tensor, source) for tensor in tensors]
         self._marks = [dist.irecv(_mark(), source)] if self._has_mark else []
@@ -208,7 +209,7 @@ class _Received:
         """Return when they are here, and the sender has been told."""
         _wait([*self._marks, *self._works])
         if self._has_mark:
-            _wait([dist.isend(_mark(), self._source)])
+            self._group.until_sent([dist.isend(_mark(), self._source)])
 
 
 def _mark() -> Tensor:
@@ -243,15 +244,15 @@ def receive_state(
     """
     device = _wire_device(group)
     size = torch.empty(1, dtype=torch.int64, device=device)
-    _Received([size], source).wait()
+    _Received([size], source, group).wait()
     header = torch.empty(int(size), dtype=torch.uint8, device=device)
-    _Received([header], source).wait()
+    _Received([header], source, group).wait()
     skeleton, described = _OwnTypes(io.BytesIO(header.cpu().numpy().tobytes())).load()
     tensors = [
         torch.empty(d.shape, dtype=d.dtype, device=group.device if d.on_device else "cpu")
         for d in described
     ]
-    _fill(tensors, described, source, device, on_progress)
+    _fill(tensors, described, source=source, group=group, device=device, on_progress=on_progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     group.confirm()
@@ -264,7 +265,9 @@ def receive_state(
 def _fill(
     tensors: Sequence[Tensor],
     described: Sequence[_Description],
+    *,
     source: int,
+    group: Group,
     device: torch.device,
     on_progress: Callable[[], None],
 ) -> None:
@@ -275,7 +278,8 @@ def _fill(
             _unpack(*under_way.popleft())
             on_progress()
         incoming = [_Incoming(piece, tensors, device) for piece in pieces]
-        under_way.append((_Received([one.piece for one in incoming], source), incoming))
+        received = _Received([one.piece for one in incoming], source, group)
+        under_way.append((received, incoming))
     while under_way:
         _unpack(*under_way.popleft())
         on_progress()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import threading
 
 import pytest
@@ -15,9 +16,10 @@ from ddp_runner.collective.replica import Replica, Signal
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings
-from tests.processes import hosted_store, poll, ranks, results, run_ranks
+from tests.processes import hosted_store, poll, poll_settled, ranks, results, run_ranks
+from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 
-from .joining import freed_after_s, join, trip_when_told
+from .joining import freed_after_s, is_stopped, join, trip_when_told
 
 WIDTH = 400  # two layers of 640 kB: more than one bucket
 FREED_WITHIN_S = 12.0  # far below the group's timeout
@@ -474,3 +476,55 @@ def test_one_rank_alone_needs_no_store():
     alone, loss = _alone(0, 1)
     assert all(torch.equal(a, b) for a, b in zip(reduced, alone, strict=True))
     assert signals[Signal.LOSS] == pytest.approx(loss)
+
+
+BACKWARD, BUFFERS, SUM = "backward", "buffers", "sum"
+
+
+def _be_stopped_where_the_others_are_awaited(me, port, what, find_unused):
+    """One step whole; then rank 0 waits in ``what``, where rank 1 joins it when it is told to."""
+    switch = AbortSwitch()
+    moments = trip_when_told(me, switch) if me.rank == 0 else []
+    model = fresh_model(normalise=True)
+
+    def step(replica):
+        replica.zero_gradients()
+        loss = replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes())
+        join_in = {
+            BACKWARD: loss.backward,
+            BUFFERS: lambda: replica.share_buffers(list(model.buffers())),
+            SUM: lambda: replica.sum_over_ranks([1.0] * 100),
+        }
+        me.say("here")
+        if me.rank == 1:
+            me.hear()
+        join_in[what]()
+
+    with contextlib.suppress(RuntimeError), join(me, port, switch=switch) as group:
+        replica = make_replica(model, group, find_unused_parameters=find_unused)
+        for _ in range(2):  # the first one sums the order of the buckets, too
+            replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
+        step(replica)
+        poll(lambda: switch.tripped, what="the abort")  # where the collective was whole by then
+    return freed_after_s(moments)
+
+
+@pytest.mark.parametrize("find_unused", [True, False])
+@pytest.mark.parametrize("what", [BACKWARD, BUFFERS, SUM])
+def test_a_rank_that_was_stopped_while_its_peer_died_is_freed(what, find_unused):
+    """gloo then writes to a connection that is gone, and forgets who waits for that: nobody may."""
+    with (
+        hosted_store() as port,
+        ranks(_be_stopped_where_the_others_are_awaited, 2, port, what, find_unused) as (here, peer),
+    ):
+        assert here.hear() == peer.hear() == "here"
+        poll_settled(lambda: is_idle(here.pid), what="rank 0 waiting for the other")
+        here.signal(signal.SIGSTOP)
+        poll(lambda: is_stopped(here), what="the stop")
+        peer.say("join")
+        poll_settled(lambda: unread_bytes(here.pid), what="what rank 1 has to say")
+        peer.signal(signal.SIGKILL)
+        poll(lambda: has_lost_a_peer(here.pid), what="the end of its connection")
+        here.signal(signal.SIGCONT)
+        here.say("trip")
+        assert here.result() < FREED_WITHIN_S

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
+_CLOSE_WAIT = "08"
 _LISTEN = "0A"
 # Under which glibc makes a semaphore before it gets its name: a process that is killed within those
 # microseconds leaves 32 bytes that nobody can tell from a user's own semaphore, and so nobody removes.
@@ -36,21 +37,48 @@ def processes_with(variable):
 
 def listening_inodes(pids):
     """The inodes of listening TCP sockets: those that ``pids`` hold, or all of them for None."""
-    listening = set()
+    listening = {inode for inode, state, _ in _connections() if state == _LISTEN}
+    return listening if pids is None else listening & set().union(*map(_sockets_of, pids))
+
+
+def unread_bytes(pid):
+    """How much lies in this process's TCP connections that it has not read yet."""
+    held = _sockets_of(pid)
+    return sum(
+        unread for inode, state, unread in _connections() if inode in held and state != _LISTEN
+    )
+
+
+def has_lost_a_peer(pid):
+    """Whether the other end of one of this process's TCP connections is closed."""
+    held = _sockets_of(pid)
+    return any(inode in held and state == _CLOSE_WAIT for inode, state, _ in _connections())
+
+
+def is_idle(pid):
+    """Whether every thread of this process waits for something."""
+    states = [
+        path.read_text().rpartition(")")[2].split()[0]
+        for path in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return all(state == "S" for state in states)
+
+
+def _connections():
+    """Inode, state and unread bytes of every TCP socket of this machine."""
+    found = []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _LISTEN:
-                    listening.add(fields[9])
-    if pids is None:
-        return listening
-    held = set()
-    for pid in pids:
-        for target in _open_files(pid):
-            if target.startswith("socket:["):
-                held.add(target[len("socket:[") : -1])
-    return listening & held
+                found.append((fields[9], fields[3], int(fields[4].partition(":")[2], 16)))
+    return found
+
+
+def _sockets_of(pid):
+    """The inodes of the sockets that a process holds."""
+    open_files = (target for target in _open_files(pid) if target.startswith("socket:["))
+    return {target[len("socket:[") : -1] for target in open_files}
 
 
 def shared_memory():

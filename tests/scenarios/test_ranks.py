@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from tests.processes import poll_settled
 from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.gated import GATE_NAME, WAITS_NAME
 from tests.scenarios.harness import Run, poll
+from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 from tests.scenarios.workload import TROUBLE_NAME
 
 # Each harm comes three seconds before the end, should a test be held up.
@@ -53,6 +57,32 @@ def test_a_killed_rank_costs_no_weight(peace, tmp_path):
             run, kind="rank_killed", digest=peace(3).digest, ranks=ranks, steps=steps
         )
     assert all("SIGKILL" in fault["cause"] for fault in faults)
+
+
+@pytest.mark.parametrize(("call", "search"), [(3, "auto"), (12, False), (12, True)])
+def test_a_rank_that_was_stopped_while_its_only_peer_died_loses_no_step(
+    peace, tmp_path, call, search
+):
+    """As on a machine that gives it no turn for a moment: gloo forgets whoever waits for it then."""
+    (tmp_path / GATE_NAME).write_text(str(call), encoding="utf-8")
+    searching = f"ddp.find_unused_parameters={search}".lower()
+    task = f"{Path(__file__).with_name('gated.py')}:GatedTask"
+    with Run(tmp_path, *SETTINGS, searching, task=task) as run:
+        poll((tmp_path / WAITS_NAME).exists, what="rank 1 at the gate")
+        waits, comes = run.rank_pid(0), run.rank_pid(1)
+        poll_settled(lambda: is_idle(waits), what="rank 0 waiting in the sum of the gradients")
+        run.signal(signal.SIGSTOP, waits)
+        (tmp_path / GATE_NAME).unlink()
+        poll_settled(lambda: unread_bytes(waits), what="what rank 1 has to say in the sum")
+        run.signal(signal.SIGSTOP)  # the abort comes when gloo has seen the end by itself
+        run.signal(signal.SIGKILL, comes)
+        poll(lambda: has_lost_a_peer(waits), what="the end of its connection")
+        run.signal(signal.SIGCONT, waits)
+        poll_settled(lambda: is_idle(waits), what="rank 0 held or parked")
+        run.signal(signal.SIGCONT)
+        check_recovered(run, kind="rank_killed", digest=peace(2).digest, ranks=(1,))
+        formed = {event["pid"] for event in run.events("rank_formed") if event["rank"] == 0}
+        assert formed == {waits}  # nobody had to replace it
 
 
 def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(peace, tmp_path):
