@@ -26,11 +26,12 @@ from torch._C._distributed_c10d import (
 )
 
 from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.results import GroupOfReducer, Results, first_value
-from ddp_runner.collective.signed import SignedStore, key_prefix
+from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
 from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.waits import GroupOfReducer, Waits
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
+PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
 _never_freed: list[dist.ProcessGroup] = []  # groups of generations that could not be left in peace
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
 
@@ -62,9 +63,9 @@ class Group:
         self._switch = switch
         self._asked: Counter[str] = Counter()
         # None where waiting is left to the backend: NCCL's own abort ends it.
-        self._results = Results() if device.type == "cpu" else None
-        if self._results is not None:
-            switch.on_trip(self._results.abort)
+        self._waits = Waits() if device.type == "cpu" else None
+        if self._waits is not None:
+            switch.on_trip(self._waits.abort)
         # Whether a collective that an abort cuts short ends like one that is whole.
         self.ends_in_silence = False
 
@@ -104,38 +105,36 @@ class Group:
     @property
     def of_reducer(self) -> dist.ProcessGroup:
         """The group as DDP's reducer is to have it."""
-        if self._results is None:
+        if self._waits is None:
             return _default_group()
-        return GroupOfReducer(_default_group(), self._results)
-
-    def result_of(self, work: dist.Work) -> torch.futures.Future[Tensor]:
-        """The tensor of ``work``, one of this group's collectives; an abort ends every wait for it."""
-        if self._results is None:
-            return work.get_future().then(first_value)
-        return self._results.of(work)
+        return GroupOfReducer(_default_group(), self._waits)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum ``tensor`` over ranks, in place. Raises RuntimeError if it cannot be, or is aborted."""
-        self._await(dist.all_reduce(tensor, async_op=True))
+        """Sum ``tensor`` over ranks, in place.
+
+        Raises RuntimeError if that cannot be, and ConnectionError after an abort.
+        """
+        self.wait_for(dist.all_reduce(tensor, async_op=True))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Make rank 0's ``tensor`` everyone's, in place. Raises as :meth:`all_reduce` does."""
-        self._await(dist.broadcast(tensor, 0, async_op=True))
+        self.wait_for(dist.broadcast(tensor, 0, async_op=True))
 
-    def until_sent(self, works: Sequence[dist.Work | None]) -> None:
-        """Return when ``works``, messages to other ranks, have ended. Raises as :meth:`all_reduce` does."""
-        if self._results is not None:
-            self._results.until_sent(works)
+    def wait_for(self, work: dist.Work) -> None:
+        """Return when a collective of this group is done. Raises as :meth:`all_reduce` does."""
+        if self._waits is None:
+            work.wait()
+        else:
+            self._waits.for_collective(work)
+
+    def wait_for_messages(self, works: Sequence[dist.Work | None]) -> None:
+        """Return when messages to and from other ranks have ended. Raises as :meth:`all_reduce` does."""
+        if self._waits is not None:
+            self._waits.for_messages(works)
             return
         for work in works:
             if work is not None:
                 work.wait()
-
-    def _await(self, work: dist.Work) -> None:
-        if self._results is None:
-            work.wait()
-        else:
-            self._results.of(work).wait()
 
     def confirm(self) -> None:
         """Raise ConnectionError if what the device has computed may be of collectives cut short.
@@ -200,6 +199,8 @@ def joined(
         _refuse_if_tripped(switch, "aborted while forming")
         group = Group(membership, scoped, device=device, switch=switch)
         group.ends_in_silence = "nccl" in backend
+        if membership.secret and backend == "gloo":
+            _prove_peers(group)
         yield group
     except BaseException:
         # Peers may be blocked in a collective that this rank will never enter: destroying the group
@@ -297,6 +298,30 @@ def _reach_store(link: StoreLink, membership: Membership, switch: AbortSwitch) -
         store = link.store(given_up=lambda: switch.tripped)
     switch.watch_store(link.addresses)
     return store
+
+
+def _prove_peers(group: Group) -> None:
+    """Have every connection of a new gloo group show that a rank of this generation is behind it.
+
+    gloo connects to whom the store names, which is signed; but it lets anybody in who connects to its
+    own port and says the number of a pair. Once a connection has shown it, the kernel keeps it theirs.
+    Raises FaultError (STORE_TAMPERED), and what an abort or a lost connection raises.
+    """
+    me, secret = group.rank, group.membership.secret
+    others = [rank for rank in range(group.world_size) if rank != me]
+    shown = {rank: _as_tensor(proof(secret, of=me, to=rank)) for rank in others}
+    expected = {rank: _as_tensor(proof(secret, of=rank, to=me)) for rank in others}
+    seen = {rank: torch.zeros_like(expected[rank]) for rank in others}
+    works = [dist.irecv(seen[rank], rank, tag=PROOF_TAG) for rank in others]
+    works += [dist.isend(shown[rank], rank, tag=PROOF_TAG) for rank in others]
+    group.wait_for_messages(works)
+    for rank in others:
+        if not torch.equal(seen[rank], expected[rank]):
+            raise tampered(f"what connected as rank {rank} is no rank of this run")
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _restart_group_names() -> None:

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.group import Group
@@ -29,8 +29,6 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import DdpSettings
-
-BROADCAST_BYTES = 25 * 1024 * 1024
 
 
 class Signal(IntEnum):
@@ -79,6 +77,15 @@ class _LossModule(nn.Module):
         return weighted + torch.dot(self.signal, carried)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """A bucket of gradients that is being summed over ranks."""
+
+    work: dist.Work
+    tensor: Tensor
+    future: torch.futures.Future[Tensor]
+
+
 class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
@@ -99,6 +106,7 @@ class Replica:
             state=self,
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
+        self._sums: list[_Sum] = []  # of this backward
         self._closed = False
         self._check_finalized = getattr(self._ddp, "_check_reducer_finalized", None)
 
@@ -153,6 +161,7 @@ class Replica:
 
     def zero_gradients(self) -> None:
         """Drop every gradient, the signals' too: a step begins."""
+        self._sums.clear()
         self._module.begin_step()
         self._module.zero_grad(set_to_none=True)
 
@@ -211,19 +220,37 @@ class Replica:
         DDP would do so at the next forward; then the death of rank 0 would lose running statistics
         that no survivor holds.
         """
-        if self.group.world_size == 1:
+        if not buffers or self.group.world_size == 1:
             return
-        for alike in _take_tensors(buffers, BROADCAST_BYTES):  # type: ignore[no-untyped-call]
-            flat = _flatten_dense_tensors(alike)  # type: ignore[no-untyped-call]
-            self.group.broadcast(flat)
-            shared = _unflatten_dense_tensors(flat, alike)  # type: ignore[no-untyped-call]
-            for buffer, value in zip(alike, shared, strict=True):
-                buffer.copy_(value)
+        # Large elements first, so that each begins where its type may begin.
+        ordered = sorted(buffers, key=lambda buffer: -buffer.element_size())
+        flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in ordered])
+        self.group.broadcast(flat)
+        if self.group.rank == 0:
+            return
+        shared = flat.split([buffer.nbytes for buffer in ordered])  # type: ignore[no-untyped-call]
+        for buffer, own in zip(ordered, shared, strict=True):
+            buffer.copy_(own.view(buffer.dtype).view_as(buffer))
 
     def stamp_reduce(self) -> None:
         """Note on the board that this rank's own share of the backward is done."""
         self._reduce_since_ns = time.monotonic_ns()
         self._slot.stamp(Phase.REDUCE, self._reduce_since_ns)
+
+    def sum_of(self, work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """What DDP is to wait for: ``bucket`` once ``work`` has summed it.
+
+        DDP waits when it has handed over the last one, where nobody could end its wait. So all of
+        them are waited for here, before it does.
+        """
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self._sums.append(_Sum(work, bucket.buffer(), future))
+        if bucket.is_last():
+            for one in self._sums:
+                self.group.wait_for(one.work)
+                one.future.set_result(one.tensor)
+            self._sums.clear()
+        return future
 
     def reach(self, moment: Moment) -> None:
         """Be at ``moment`` of the step."""
@@ -254,7 +281,15 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     if bucket.is_last():
         replica.reach(Moment.REDUCING)
-    return replica.group.result_of(work)
+    if replica.group.device.type != "cpu":  # the device waits, and NCCL's abort ends that
+        summed: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
+        return summed
+    return replica.sum_of(work, bucket)
+
+
+def _first_value(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    value = future.value()
+    return value[0] if isinstance(value, list) else value
 
 
 def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str, Any]:

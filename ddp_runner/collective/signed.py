@@ -4,9 +4,9 @@ Any local user can reach the store on loopback: list its keys, write and delete 
 supervisor hands every rank a secret with each generation, over the control channel. From it come the
 names of the keys, and a signature (HMAC-SHA256) of each value under its full name: what somebody else
 wrote there, or put there from another key, is found when it is read. gloo writes its addresses
-through the same store, so that a rank connects to ranks of its own generation only.
-What remains: who deletes or overwrites values can hold a generation up, or break it; and gloo lets in
-who connects to *its* port, in a peer's place, and says the number of a pair.
+through the same store, so that a rank connects to ranks of its own generation only; that whoever
+connects to *it* is one of them is proved by :func:`proof` once the connections are there.
+What remains: who deletes or overwrites values can hold a generation up, or break it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def key_prefix(secret: str, generation: int) -> str:
     if not secret:
         return f"generation_{generation}"
     return f"generation_{generation}_{_signature(secret, 'keys', b'').hex()[:32]}"
+
+
+def proof(secret: str, *, of: int, to: int) -> bytes:
+    """What rank ``of`` shows rank ``to``: that it has the secret, and which rank it is."""
+    return _signature(secret, f"rank {of} to {to}", b"")
 
 
 def tampered(what: str) -> FaultError:

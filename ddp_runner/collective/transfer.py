@@ -172,8 +172,7 @@ def _size_bytes(described: _Description) -> int:
 
 # INVARIANT nobody-waits-inside-a-message: receivers wait for the mark behind some tensors, the sender
 # for their receipts; neither for a tensor itself. gloo forgets a message that has begun to come or go
-# when its connection ends (see results), and unlike a collective such a message has no future that
-# could be waited for instead. A mark is of one byte.
+# when its connection ends (see waits), and who waits for a message cannot look up without failing the group. A mark is of one byte.
 # Broken if: a tensor is waited for before the mark or the receipt behind it is there.
 # Guarded by: test_a_transfer_cut_in_the_middle_of_a_piece_frees_the_other_side.
 
@@ -209,7 +208,7 @@ class _Received:
         """Return when they are here, and the sender has been told."""
         _wait([*self._marks, *self._works])
         if self._has_mark:
-            self._group.until_sent([dist.isend(_mark(), self._source)])
+            self._group.wait_for_messages([dist.isend(_mark(), self._source)])
 
 
 def _mark() -> Tensor:

@@ -500,7 +500,7 @@ def _be_stopped_where_the_others_are_awaited(me, port, what, find_unused):
             me.hear()
         join_in[what]()
 
-    with contextlib.suppress(RuntimeError), join(me, port, switch=switch) as group:
+    with contextlib.suppress(RuntimeError, ConnectionError), join(me, port, switch=switch) as group:
         replica = make_replica(model, group, find_unused_parameters=find_unused)
         for _ in range(2):  # the first one sums the order of the buckets, too
             replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from ddp_runner.collective import group as group_module
 from ddp_runner.collective.signed import SignedStore, key_prefix
 from ddp_runner.core.faults import FaultError, FaultKind
-from tests.processes import hosted_store, poll, ranks, run_ranks
+from tests.processes import hosted_store, poll, ranks, results, run_ranks
 
 from .joining import SECRET, join
 
@@ -132,6 +133,28 @@ def test_ranks_without_the_same_secret_do_not_even_connect():
     """gloo's addresses are under the names, and signatures, of one generation."""
     with hosted_store() as port:
         assert "formed" not in run_ranks(_form_with_another_address, 2, port)
+
+
+def _form_beside_an_impostor(me, port):
+    if me.rank == 1:
+        group_module.proof = lambda secret, *, of, to: bytes(32)
+    try:
+        with join(me, port):
+            return "formed"
+    except FaultError as error:
+        return error.fault.kind, error.fault.cause
+    except (RuntimeError, dist.DistError) as error:
+        return type(error).__name__
+
+
+def test_whoever_connects_to_gloo_without_the_secret_is_no_peer():
+    """It has come through gloo's door, which is open; a peer shows the secret before it counts."""
+    with hosted_store() as port, ranks(_form_beside_an_impostor, 2, port) as processes:
+        answers = results(processes)
+    assert answers[0] == (
+        FaultKind.STORE_TAMPERED,
+        "another program meddled: what connected as rank 1 is no rank of this run",
+    )
 
 
 def _sum_without_a_secret(me, port):

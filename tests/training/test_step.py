@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -505,8 +506,10 @@ def _fail_on_one_rank_then_redo(me, port, fails):
         return value
 
     def train_to_the_end(generation):
-        with join(me, port, generation=generation) as group:
-            replica = build_replica(state, group, loss=loss)
+        with (
+            join(me, port, generation=generation) as group,
+            contextlib.closing(build_replica(state, group, loss=loss)) as replica,
+        ):
             stepper = build_stepper(
                 state, replica, rank=me.rank, world_size=me.world_size, micro_steps=2
             )

@@ -1,0 +1,121 @@
+"""Waits for the collectives and messages of a group, which an abort ends whatever has become of those.
+
+gloo forgets a message that it could not write, or has begun to read, when its connection ends
+(gloo, transport/tcp: Pair::signalException goes through those that have not begun): who waits for it
+is held for the group's whole timeout, and nothing that can be reached from outside frees him. It takes
+no more than a rank that gets no CPU for a moment while its peer dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+LOOK_EVERY_S = 0.05
+_LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
+
+
+class Waits:
+    """One generation's, on the CPU. ``abort`` may come from any thread."""
+
+    def __init__(self) -> None:
+        self._is_aborted = threading.Event()
+
+    def abort(self) -> None:
+        """End those that are under way, and those to come. Idempotent."""
+        self._is_aborted.set()
+
+    # INVARIANT nobody-waits-inside-gloo: the training thread waits here, for one of torch's works or
+    # threads, and looks up. Broken if: it calls work.wait() without a time, or a collective that blocks.
+    # Guarded by: test_a_rank_that_was_stopped_while_its_peer_died_is_freed.
+    def for_collective(self, work: dist.Work) -> None:
+        """Return when ``work`` is done. Raises what it raised, or ConnectionError after an abort."""
+        while not self._is_done(work):
+            if self._is_aborted.is_set():
+                raise ConnectionError("the generation was aborted")
+
+    @staticmethod
+    def _is_done(work: dist.Work) -> bool:
+        try:
+            work.wait(_LOOK_EVERY)
+        except RuntimeError:
+            if not work.is_completed():
+                return False  # in time
+            work.wait()  # it may have become so since; else this raises what it raised
+        return True
+
+    def for_messages(self, works: Sequence[dist.Work | None]) -> None:
+        """The same for messages to and from peers, whose own wait fails the whole group when it ends.
+
+        After an abort a thread still waits in the place of this one.
+        """
+        ended = threading.Event()
+        errors: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                for work in works:
+                    if work is not None:
+                        work.wait()
+            except RuntimeError as error:
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=wait, name="messages", daemon=True).start()
+        while not ended.wait(LOOK_EVERY_S):
+            if self._is_aborted.is_set():
+                raise ConnectionError("the generation was aborted")
+        if errors:
+            raise errors[0]
+
+
+class GroupOfReducer(dist.ProcessGroup):
+    """What DDP's reducer takes for the group: its own small collectives, waited for as ours are.
+
+    The reducer waits for them in C++: for the map of the used parameters in every step that looks
+    for unused ones, and once for the order of its buckets. torch supports groups written in Python
+    (torch, test/distributed/test_c10d_pypg.py).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg] # not in torch's stub
+        self._group = group
+        self._waits = waits
+        self._work: _Work | None = None  # C++ alone would keep half of it alive
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """For DDP's log; the name of one of torch's own would have it look for that one inside."""
+        return "ddp_runner"
+
+    def allreduce(  # type: ignore[override] # C++ calls it in this one way
+        self, tensors: list[Tensor], *options: Any
+    ) -> dist.Work:
+        """As the group does."""
+        return self._own(self._group.allreduce(tensors, *options))
+
+    def broadcast(  # type: ignore[override] # the same
+        self, tensors: list[Tensor], *options: Any
+    ) -> dist.Work:
+        """As the group does."""
+        return self._own(self._group.broadcast(tensors, *options))
+
+    def _own(self, work: dist.Work) -> dist.Work:
+        self._work = _Work(work, self._waits)
+        return self._work
+
+
+class _Work(dist.Work):
+    def __init__(self, work: dist.Work, waits: Waits) -> None:
+        super().__init__()
+        self._own = work
+        self._waits = waits
+
+    def wait(self, _timeout: timedelta | None = None) -> bool:
+        """Return once it is done. Raises as :meth:`Waits.for_collective` does."""
+        self._waits.for_collective(self._own)
+        return True
