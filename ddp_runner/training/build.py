@@ -80,6 +80,10 @@ def build_workload(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     entering(Stage.DATA)
+    # INVARIANT seeded-before-user-code: what a task shuffles or splits by a global generator is the same
+    # on every rank, in a replacement and at a resume. Broken if: user code runs before it.
+    # Guarded by: test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere.
+    seed_all(settings.run.seed)
     task = load_task(settings)
     datasets = task.build_datasets()
     global_batch = settings.data.batch_size * place.world_size

@@ -22,12 +22,12 @@ from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.evaluation import evaluate
 from ddp_runner.training.feeding import make_validation_loader
 from ddp_runner.training.guard import Guard
+from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes
 from ddp_runner.training.streams import StreamWatch
-from ddp_runner.training.task import NamesLoss
 from ddp_runner.training.tuning import AdaptRules, adapt
 
 
@@ -49,6 +49,7 @@ class Session:
         self._guard = Guard(parts, group)
         self._adapt_rules = AdaptRules.of(settings)
         self._wrap()
+        self._helpers = Helpers(workload.task, warn=self._warn_once)
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
         self._audit = open_audit(settings, self._rank, warn=parts.runtime.logger.warning)
         self._logged_at_ns = time.monotonic_ns()
@@ -355,11 +356,13 @@ class Session:
         return None
 
     def _figures(self, loss: float) -> dict[str, float]:
-        named = {"validation_loss": loss}
-        if isinstance(self._workload.task, NamesLoss):
-            figures = self._workload.task.figures(loss)
-            named.update({f"validation_{name}": value for name, value in figures.items()})
-        return named
+        figures = self._helpers.figures(loss)
+        return {"validation_loss": loss} | {f"validation_{name}": v for name, v in figures.items()}
+
+    def _warn_once(self, text: str) -> None:
+        """What holds on every rank alike is said by one."""
+        if self._group.rank == 0:
+            self._runtime.logger.warning(text)
 
     def _report_evaluation(self, took_ns: int) -> None:
         if self._group.rank != 0:

@@ -63,7 +63,10 @@ class Task(Protocol):
 
 @runtime_checkable
 class ReportsSample(Protocol):
-    """A task may also show what it learned, once, at the end (rank 0, bare module, eval mode)."""
+    """A task may also show what it learned, once, at the end (rank 0, bare module, eval mode).
+
+    What it raises is a warning: the training is done and saved by then.
+    """
 
     def sample(self, model: nn.Module) -> str:
         """A short text for people."""
@@ -75,7 +78,7 @@ class NamesLoss(Protocol):
     """A task may also translate its loss into figures for people, such as bits per byte."""
 
     def figures(self, loss: float) -> Mapping[str, float]:
-        """Name -> value, for logs and the summary."""
+        """Name -> value, for logs and the summary. What is no number, or raises, is left out with a warning."""
         ...
 
 

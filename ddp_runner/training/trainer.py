@@ -64,6 +64,7 @@ from ddp_runner.training.feeding import (
 )
 from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.given import give_average, with_task_named
+from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
@@ -76,7 +77,6 @@ from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.task import ReportsSample
 from ddp_runner.training.tuning import Tuning, free_memory, mend
 
 
@@ -412,13 +412,12 @@ class DDPTrainer:
         self._runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
 
     def _conclude(self, group: Group, parts: RankParts, reason: StopReason) -> TrainReport:
-        sample = ""
-        task = parts.workload.task
-        if reason is StopReason.COMPLETED and group.rank == 0 and isinstance(task, ReportsSample):
+        report = report_of(parts, reason)
+        if reason is StopReason.COMPLETED and group.rank == 0:
             parts.state.model.eval()
-            with torch.no_grad():
-                sample = task.sample(parts.state.model)
-        report = report_of(parts, reason, sample=sample)
+            helpers = Helpers(parts.workload.task, warn=self._runtime.logger.warning)
+            # The report is of the weights before it: a sample may change them.
+            report = replace(report, sample=helpers.sample(parts.state.model))
         with waiting_for_peers(self._runtime.slot):
             digests = group.exchange("weights_sha256", report.weights_sha256)
         if len(set(digests)) > 1:

@@ -1,0 +1,78 @@
+"""What a task computes for people: figures of a loss, a sample at the end. Hurts no training."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ddp_runner.training.task import NamesLoss, ReportsSample, Task
+
+
+class Helpers:
+    """A task's; what raises, or gives what nobody expects, is left out with a warning, once each."""
+
+    def __init__(self, task: Task, *, warn: Callable[[str], None]) -> None:
+        self._task = task
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    def figures(self, loss: float) -> dict[str, float]:
+        """The task's figures of ``loss`` by name, as plain numbers; none if it has none."""
+        if not isinstance(self._task, NamesLoss):
+            return {}
+        try:
+            given: object = self._task.figures(loss)
+        except Exception as error:  # noqa: BLE001 - whatever user code raises
+            self._leave_out(f"figures() raised {_told(error)}")
+            return {}
+        if not isinstance(given, Mapping):
+            self._leave_out(f"figures() gave {_named(given)}, not a dict of names and numbers")
+            return {}
+        return {
+            str(name): number
+            for name, value in given.items()
+            if (number := self._number(str(name), value)) is not None
+        }
+
+    def sample(self, model: nn.Module) -> str:
+        """The task's sample of what ``model`` has learnt; empty if it has none."""
+        if not isinstance(self._task, ReportsSample):
+            return ""
+        try:
+            with torch.no_grad():
+                given = self._task.sample(model)
+        except Exception as error:  # noqa: BLE001 - whatever user code raises
+            self._leave_out(f"sample() raised {_told(error)}")
+            return ""
+        return "" if given is None else str(given)
+
+    def _number(self, name: str, value: object) -> float | None:
+        try:
+            return float(value)  # type: ignore[arg-type] # what is no number raises
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            self._leave_out(f"figures() gave {_named(value)} for {name!r}, not a number")
+            return None
+
+    def _leave_out(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            self._warn(f"the task's {why}; left out")
+
+
+def _named(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _told(error: Exception) -> str:
+    """Type, text and line of what user code raised."""
+    *_, newest = traceback.extract_tb(error.__traceback__)
+    text = str(error).strip().partition("\n")[0]
+    where = f"{Path(newest.filename).name}:{newest.lineno}"
+    return f"{type(error).__name__}{f': {text}' if text else ''} ({where})"
