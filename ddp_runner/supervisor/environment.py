@@ -18,6 +18,8 @@ _NCCL = {
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # CUDA counts the fastest GPU first unless told otherwise; --gpus and nvidia-smi count by bus.
 _BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+# A model whose parts come from a set of names has them in one order in every process, a replacement's too.
+_SETS_IN_ORDER = {"PYTHONHASHSEED": "0"}
 # torch's advice at every start; the settings that it is about are this runner's choice.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
@@ -32,6 +34,7 @@ def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, st
         # numpy would start its threads at import, and a zygote must have none.
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        **_SETS_IN_ORDER,
         **_BUS_ORDER,
         **_NCCL,
         **(_DETERMINISTIC if plan.settings.run.deterministic else {}),

@@ -54,7 +54,7 @@ def misfit(saved: Mapping[str, Any], state: TrainState) -> str:
         return f"it lacks {_listed(missing)}"
     wrong = [*_differing(saved, parts, where=""), *_odd_counters(saved["counters"])]
     if not wrong:
-        wrong = list(_differing_optimizer(saved["optimizer"], state))
+        wrong = list(_differing_optimizer(saved, state))
     return _listed(wrong)
 
 
@@ -86,14 +86,21 @@ def _odd_counters(counters: Any) -> Iterator[str]:
             yield f"counters.{name} is {value}"
 
 
-def _differing_optimizer(found: Any, state: TrainState) -> Iterator[str]:
+def _differing_optimizer(captured: Mapping[str, Any], state: TrainState) -> Iterator[str]:
     """The optimizer of torch looks at how many parameters there are, not at what it has for each."""
+    found = captured["optimizer"]
     entries = found.get("state") if isinstance(found, Mapping) else None
     groups = found.get("param_groups") if isinstance(found, Mapping) else None
     if not isinstance(entries, Mapping) or not isinstance(groups, list):
         yield f"optimizer is {_kind(found)}, which is none of an optimizer's states"
         return
+    try:
+        fitted = state.optimizer_state_of(captured)
+    except (ValueError, KeyError, TypeError) as error:
+        yield f"{error}"
+        return
     names = {id(parameter): name for name, parameter in state.named_parameters()}
+    entries, groups = fitted["state"], fitted["param_groups"]
     for saved, own in zip(groups, state.optimizer.param_groups, strict=False):
         for index, parameter in zip(saved["params"], own["params"], strict=False):
             for key, value in dict(entries.get(index, {})).items():

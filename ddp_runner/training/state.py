@@ -83,6 +83,7 @@ class TrainState:
         state: dict[str, Any] = {
             "model": self.weights(),
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_names": self._optimizer_names(),
             "scaler": self.precision.state_dict(),
             "monitor": self.monitor.state_dict(),
             "explosions": self.explosions.state_dict(),
@@ -148,7 +149,7 @@ class TrainState:
         weights = read_as(state["model"], self.weights())
         self.buffers.make_room(weights)
         load_bare_state(self.model, weights)
-        self.optimizer.load_state_dict(self._with_own_options(state["optimizer"]))
+        self.optimizer.load_state_dict(self.optimizer_state_of(state))
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])
         if "explosions" in state:
@@ -171,15 +172,40 @@ class TrainState:
         self.committed_step = int(state["counters"]["committed_step"])
         self.is_in_doubt = False
 
-    def _with_own_options(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """``saved`` with decay, betas and the like as they are set now; a file has those of its run."""
+    # INVARIANT moments-by-name: what the optimizer knows of a parameter goes to the parameter of that name.
+    # Broken if: it is taken over by position, and a model's parts come in another order (of a set, say).
+    # Guarded by: test_moments_go_to_the_parameters_of_their_names.
+    def optimizer_state_of(self, captured: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's state in ``captured``, for the parameters and with the options that are here.
+
+        Raises ValueError if it is of other parameters. Of earlier versions, without names, it is taken
+        by position.
+        """
+        saved, names = captured["optimizer"], captured.get("optimizer_names")
         own = self.optimizer.state_dict()["param_groups"]
         groups = saved["param_groups"]
         if len(groups) != len(own):
             raise ValueError(f"{len(groups)} groups of parameters, the model has {len(own)}")
-        places = [{"params": group["params"]} for group in groups]
-        pairs = zip(own, places, strict=True)
-        return {**saved, "param_groups": [{**options, **place} for options, place in pairs]}
+        if names is None:
+            places = [{"params": group["params"]} for group in groups]
+            pairs = zip(own, places, strict=True)
+            return {**saved, "param_groups": [{**options, **place} for options, place in pairs]}
+        expected = self._optimizer_names()
+        found = read_as({name: index for index, name in enumerate(names)}, expected)
+        if len(names) != len(expected) or found.keys() != set(expected):
+            odd = sorted(set(expected) ^ found.keys())
+            raise ValueError(f"the optimizer's state is of other parameters: {', '.join(odd[:3])}")
+        entries = {
+            place: saved["state"][found[name]]
+            for place, name in enumerate(expected)
+            if found[name] in saved["state"]
+        }
+        return {**saved, "state": entries, "param_groups": own}
+
+    def _optimizer_names(self) -> list[str]:
+        """The bare name of each parameter that the optimizer updates, in its order."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        return [names.get(id(one), f"#{place}") for place, one in enumerate(self.trainable())]
 
     def hold_frozen(self, *, room_bytes: float) -> None:
         """Keep what forward may begin to write, where there is room; if it is much, for the first step."""

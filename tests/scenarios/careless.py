@@ -13,6 +13,30 @@ from torch.utils.data import TensorDataset
 from ddp_runner.training.task import Datasets
 
 
+class Towers(nn.Module):
+    """Its parts come from a set of names: another process has them in another order."""
+
+    def __init__(self):
+        super().__init__()
+        names = {"text", "image", "sound"}
+        self.towers = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+        for name in sorted(self.towers):  # the order of the set shows in no weight
+            generator = torch.Generator().manual_seed(len(name))
+            self.towers[name].weight.data.normal_(std=0.3, generator=generator)
+            self.towers[name].bias.data.zero_()
+        self.head = nn.Linear(24, 1)
+        nn.init.constant_(self.head.weight, 0.1)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x):
+        parts = (
+            self.towers["text"](x),
+            self.towers["image"](x.sin()),
+            self.towers["sound"](x.abs()),
+        )
+        return self.head(torch.cat(parts, dim=1).relu())
+
+
 class CarelessTask:
     """A regression. Nothing in it is seeded."""
 
@@ -29,7 +53,7 @@ class CarelessTask:
         )
 
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 1))
+        return nn.Sequential(Towers(), nn.Dropout(0.1))
 
     def loss(self, model, batch):
         x, y = batch

@@ -53,6 +53,12 @@ def test_gpus_are_counted_as_nvidia_smi_counts_them():
     assert environment(own)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
+def test_sets_of_names_have_one_order_in_every_process():
+    """A model that is made from one has its parts in the same order in a replacement and at a resume."""
+    assert environment({})["PYTHONHASHSEED"] == "0"
+    assert environment({"PYTHONHASHSEED": "7"})["PYTHONHASHSEED"] == "7"
+
+
 def test_debug_turns_on_torch_s_own_checks():
     """And leaves its messages on; without, neither."""
     debug, quiet = environment({}, debug=True), environment({})

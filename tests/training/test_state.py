@@ -16,7 +16,7 @@ from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
 from tests.scenarios.wrapping import Wrapper
 
-from .building import as_plain, bits_of, build_model, build_state, micro_batches
+from .building import FEATURES, as_plain, bits_of, build_model, build_state, micro_batches
 
 
 def advance(state, steps):
@@ -482,6 +482,65 @@ def tensors_of(state):
     average = captured["ema"]
     parts = (captured["model"], average["parameters"], average["buffers"])
     return [list(as_plain(part).values()) for part in parts] + [as_plain(captured["optimizer"])]
+
+
+def in_order(names):
+    """Two towers of the same shapes: in which order they were made shows in no name and no result."""
+
+    class Towers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(4)
+            made = {name: torch.nn.Linear(FEATURES, 1) for name in sorted(names)}
+            self.towers = torch.nn.ModuleDict({name: made[name] for name in names})
+
+        def forward(self, inputs):
+            return self.towers["left"](inputs) + self.towers["right"](inputs.square())
+
+    return build_state(model=Towers())
+
+
+def moments(state):
+    """What the optimizer holds, by the name of the parameter."""
+    return {
+        name: {key: value.tolist() for key, value in state.optimizer.state[parameter].items()}
+        for name, parameter in state.named_parameters()
+    }
+
+
+def test_moments_go_to_the_parameters_of_their_names():
+    """However the model's parts are ordered here: a module list made from a set has any order."""
+    source, other = in_order(("left", "right")), in_order(("right", "left"))
+    advance(source, 3)
+    assert moments(source)["towers.left.weight"] != moments(source)["towers.right.weight"]
+    captured = copy.deepcopy(source.capture())
+    other.restore(captured)
+    assert moments(other) == moments(source)
+    for state in (source, other):
+        advance(state, 2)
+    assert moments(other) == moments(source)
+    assert {n: p.tolist() for n, p in other.named_parameters()} == {
+        n: p.tolist() for n, p in source.named_parameters()
+    }
+
+
+def test_a_state_without_names_of_moments_is_taken_by_position():
+    """It is of an earlier version, whose models came in the same order."""
+    source, other = in_order(("left", "right")), in_order(("left", "right"))
+    advance(source, 3)
+    captured = copy.deepcopy(source.capture())
+    del captured["optimizer_names"]
+    other.restore(captured)
+    assert moments(other) == moments(source)
+
+
+def test_moments_of_other_parameters_are_refused():
+    source, other = in_order(("left", "right")), in_order(("left", "right"))
+    advance(source, 1)
+    captured = copy.deepcopy(source.capture())
+    captured["optimizer_names"][0] = "towers.middle.weight"
+    with pytest.raises(ValueError, match=r"of other parameters: towers\.left\.weight"):
+        other.restore(captured)
 
 
 def test_a_state_names_the_order_of_its_samples():
