@@ -62,7 +62,7 @@ class Group:
         self._store = store
         self._switch = switch
         self._asked: Counter[str] = Counter()
-        # None where waiting is left to the backend: NCCL's own abort ends it.
+        # None where the device waits: NCCL's own abort ends that. gloo for a GPU's tensors has no such end.
         self._waits = Waits() if device.type == "cpu" else None
         if self._waits is not None:
             switch.on_trip(self._waits.abort)
@@ -192,12 +192,13 @@ def joined(
                 world_size=membership.world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
+        # Its waits hear of an abort first: that cannot block.
+        group = Group(membership, scoped, device=device, switch=switch)
         if "nccl" in backend:
             switch.on_trip(_abort_communicators)
         if "gloo" in backend:
             switch.on_trip(functools.partial(_fail_operations, _default_group()))
         _refuse_if_tripped(switch, "aborted while forming")
-        group = Group(membership, scoped, device=device, switch=switch)
         group.ends_in_silence = "nccl" in backend
         if membership.secret and backend == "gloo":
             _prove_peers(group)

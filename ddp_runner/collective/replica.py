@@ -77,6 +77,10 @@ class _LossModule(nn.Module):
         return weighted + torch.dot(self.signal, carried)
 
 
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class _Sum:
     """A bucket of gradients that is being summed over ranks."""
@@ -121,6 +125,7 @@ class Replica:
         if remove is not None:
             remove()
         self._check_finalized = None
+        self._sums.clear()
         del self._ddp
 
     def forward(
@@ -222,9 +227,13 @@ class Replica:
         """
         if not buffers or self.group.world_size == 1:
             return
+        for device in sorted({buffer.device for buffer in buffers}, key=str):
+            self._share([buffer for buffer in buffers if buffer.device == device])
+
+    def _share(self, buffers: list[Tensor]) -> None:
         # Large elements first, so that each begins where its type may begin.
         ordered = sorted(buffers, key=lambda buffer: -buffer.element_size())
-        flat = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in ordered])
+        flat = torch.cat([_bytes_of(buffer) for buffer in ordered])
         self.group.broadcast(flat)
         if self.group.rank == 0:
             return

@@ -172,7 +172,8 @@ def _size_bytes(described: _Description) -> int:
 
 # INVARIANT nobody-waits-inside-a-message: receivers wait for the mark behind some tensors, the sender
 # for their receipts; neither for a tensor itself. gloo forgets a message that has begun to come or go
-# when its connection ends (see waits), and who waits for a message cannot look up without failing the group. A mark is of one byte.
+# when its connection ends (see waits), and a wait for a message cannot be cut into pieces: one that
+# runs out of time fails the whole group. A mark is of one byte.
 # Broken if: a tensor is waited for before the mark or the receipt behind it is there.
 # Guarded by: test_a_transfer_cut_in_the_middle_of_a_piece_frees_the_other_side.
 

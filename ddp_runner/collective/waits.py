@@ -1,4 +1,4 @@
-"""Waits for the collectives and messages of a group, which an abort ends whatever has become of those.
+"""Waits for our own collectives on the CPU, which an abort ends whatever has become of those.
 
 gloo forgets a message that it could not write, or has begun to read, when its connection ends
 (gloo, transport/tcp: Pair::signalException goes through those that have not begun): who waits for it
@@ -8,6 +8,7 @@ no more than a rank that gets no CPU for a moment while its peer dies.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,9 +31,10 @@ class Waits:
         """End those that are under way, and those to come. Idempotent."""
         self._is_aborted.set()
 
-    # INVARIANT nobody-waits-inside-gloo: the training thread waits here, for one of torch's works or
-    # threads, and looks up. Broken if: it calls work.wait() without a time, or a collective that blocks.
-    # Guarded by: test_a_rank_that_was_stopped_while_its_peer_died_is_freed.
+    # INVARIANT nobody-waits-inside-gloo: the training thread waits for a collective in pieces, and looks
+    # whether it is aborted. Broken if: it calls work.wait() without a time, or a collective that blocks.
+    # Guarded by: test_a_rank_that_was_stopped_while_its_peer_died_is_freed,
+    # test_the_reducer_s_own_collectives_end_with_the_abort.
     def for_collective(self, work: dist.Work) -> None:
         """Return when ``work`` is done. Raises what it raised, or ConnectionError after an abort."""
         while not self._is_done(work):
@@ -41,12 +43,12 @@ class Waits:
 
     @staticmethod
     def _is_done(work: dist.Work) -> bool:
-        try:
+        with contextlib.suppress(RuntimeError):
             work.wait(_LOOK_EVERY)
-        except RuntimeError:
-            if not work.is_completed():
-                return False  # in time
-            work.wait()  # it may have become so since; else this raises what it raised
+            return True
+        if not work.is_completed():
+            return False
+        work.wait()  # it became so since, or this raises what it raised
         return True
 
     def for_messages(self, works: Sequence[dist.Work | None]) -> None:
@@ -55,23 +57,30 @@ class Waits:
         After an abort a thread still waits in the place of this one.
         """
         ended = threading.Event()
-        errors: list[RuntimeError] = []
+        errors: list[BaseException] = []
 
         def wait() -> None:
             try:
                 for work in works:
                     if work is not None:
                         work.wait()
-            except RuntimeError as error:
+            except BaseException as error:  # noqa: BLE001 - the other thread raises it
                 errors.append(error)
-            ended.set()
+            finally:
+                ended.set()
 
-        threading.Thread(target=wait, name="messages", daemon=True).start()
+        try:
+            threading.Thread(target=wait, name="messages", daemon=True).start()
+        except RuntimeError:  # no memory for its stack
+            wait()
         while not ended.wait(LOOK_EVERY_S):
             if self._is_aborted.is_set():
                 raise ConnectionError("the generation was aborted")
-        if errors:
-            raise errors[0]
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # else it would hold itself, and with it the group's connections
 
 
 class GroupOfReducer(dist.ProcessGroup):

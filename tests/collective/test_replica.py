@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_runner.collective import group as group_module
+from ddp_runner.collective import waits as waits_module
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.replica import Replica, Signal
 from ddp_runner.core.board import SLOT_BYTES, Board
@@ -476,6 +478,35 @@ def test_one_rank_alone_needs_no_store():
     alone, loss = _alone(0, 1)
     assert all(torch.equal(a, b) for a, b in zip(reduced, alone, strict=True))
     assert signals[Signal.LOSS] == pytest.approx(loss)
+
+
+def _stay_in_the_map_of_used_parameters(me, port):
+    """Rank 1 sums its gradients and comes no further; rank 0's gloo never ends what it has begun."""
+    switch = AbortSwitch()
+    moments = trip_when_told(me, switch) if me.rank == 0 else []
+    if me.rank == 0:
+        group_module._fail_operations = lambda _group: None
+        AbortSwitch._shut_down_all = lambda *_, **__: None
+    else:
+        waits_module.GroupOfReducer.allreduce = lambda *_: me.hear()
+    with contextlib.suppress(RuntimeError, ConnectionError), join(me, port, switch=switch) as group:
+        replica = make_replica(fresh_model(), group, find_unused_parameters=True)
+        loss = replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes())
+        me.say("here")
+        loss.backward()
+        me.say("never")
+    return freed_after_s(moments) if me.rank == 0 else 0.0
+
+
+def test_the_reducer_s_own_collectives_end_with_the_abort():
+    """DDP waits for them in C++, where it would stay as long as gloo's timeout."""
+    with hosted_store() as port, ranks(_stay_in_the_map_of_used_parameters, 2, port) as world:
+        for process in world:
+            assert process.hear() == "here"
+        poll_settled(lambda: is_idle(world[0].pid), what="rank 0 waiting for the map")
+        world[0].say("trip")
+        assert world[0].result() < FREED_WITHIN_S
+        world[1].say("end")
 
 
 BACKWARD, BUFFERS, SUM = "backward", "buffers", "sum"

@@ -57,10 +57,10 @@ def has_lost_a_peer(pid):
 
 def is_idle(pid):
     """Whether every thread of this process waits for something."""
-    states = [
-        path.read_text().rpartition(")")[2].split()[0]
-        for path in Path(f"/proc/{pid}/task").glob("*/stat")
-    ]
+    states = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            states.append(path.read_text().rpartition(")")[2].split()[0])
     return all(state == "S" for state in states)
 
 
