@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -102,12 +102,11 @@ class Group:
             for rank in ranks:
                 self._store.get(f"{name}/noted/{rank}")
 
-    @property
-    def of_reducer(self) -> dist.ProcessGroup:
-        """The group as DDP's reducer is to have it."""
+    def of_reducer(self, *, map_begun: Callable[[], None]) -> dist.ProcessGroup:
+        """The group as DDP's reducer is to have it, where the CPU waits; see :class:`GroupOfReducer`."""
         if self._waits is None:
             return _default_group()
-        return GroupOfReducer(_default_group(), self._waits)
+        return GroupOfReducer(_default_group(), self._waits, map_begun=map_begun)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over ranks, in place.

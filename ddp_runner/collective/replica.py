@@ -102,7 +102,7 @@ class Replica:
         self._reduce_since_ns = time.monotonic_ns()
         self._ddp = DistributedDataParallel(
             self._module,
-            process_group=group.of_reducer,
+            process_group=group.of_reducer(map_begun=self._finish_sums),
             **_accepted_arguments(settings, group.device),
         )
         # Wrapped, because DDP refuses a hook whose annotations are strings, as ours are.
@@ -250,16 +250,19 @@ class Replica:
         """What DDP is to wait for: ``bucket`` once ``work`` has summed it.
 
         DDP waits when it has handed over the last one, where nobody could end its wait. So all of
-        them are waited for here, before it does.
+        them are waited for before it does: here, or once the map of the used parameters is under way.
         """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._sums.append(_Sum(work, bucket.buffer(), future))
-        if bucket.is_last():
-            for one in self._sums:
-                self.group.wait_for(one.work)
-                one.future.set_result(one.tensor)
-            self._sums.clear()
+        if bucket.is_last() and not self._ddp.find_unused_parameters:
+            self._finish_sums()
         return future
+
+    def _finish_sums(self) -> None:
+        for one in self._sums:
+            self.group.wait_for(one.work)
+            one.future.set_result(one.tensor)
+        self._sums.clear()
 
     def reach(self, moment: Moment) -> None:
         """Be at ``moment`` of the step."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -91,10 +91,13 @@ class GroupOfReducer(dist.ProcessGroup):
     (torch, test/distributed/test_c10d_pypg.py).
     """
 
-    def __init__(self, group: dist.ProcessGroup, waits: Waits) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, waits: Waits, *, map_begun: Callable[[], None]
+    ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg] # not in torch's stub
         self._group = group
         self._waits = waits
+        self._map_begun = map_begun
         self._work: _Work | None = None  # C++ alone would keep half of it alive
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -104,8 +107,10 @@ class GroupOfReducer(dist.ProcessGroup):
     def allreduce(  # type: ignore[override] # C++ calls it in this one way
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
-        """As the group does."""
-        return self._own(self._group.allreduce(tensors, *options))
+        """As the group does: the reducer sums its map of the used parameters, behind the last bucket."""
+        work = self._own(self._group.allreduce(tensors, *options))
+        self._map_begun()
+        return work
 
     def broadcast(  # type: ignore[override] # the same
         self, tensors: list[Tensor], *options: Any
