@@ -42,7 +42,8 @@ def test_a_wrapped_model_goes_on_from_its_checkpoints(made_once, tmp_path, name,
         run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)))
         assert run.wait() == 0, run.console
     assert run.events("run_begins")[-1]["resumed_step"] >= 5
-    assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
+    # One fault, or two where the kernel took its time to end the second one.
+    assert {fault["kind"] for fault in run.summary()["faults"]} == {"rank_killed"}
     ours, theirs = newest(run), newest(calm)
     for part in (lambda state: state["model"], lambda state: state["ema"]["parameters"]):
         assert list(part(ours)) == [prefix + key for key in part(theirs)]
