@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.25
 _LOOK_EVERY = timedelta(seconds=LOOK_EVERY_S)
 
 
