@@ -45,10 +45,10 @@ class Helpers:
         try:
             with torch.no_grad():
                 given = self._task.sample(model)
+            return "" if given is None else str(given)
         except Exception as error:  # noqa: BLE001 - whatever user code raises
             self._leave_out(f"sample() raised {_told(error)}")
             return ""
-        return "" if given is None else str(given)
 
     def _number(self, name: str, value: object) -> float | None:
         try:
