@@ -108,7 +108,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         ("time in", _times(summary)),
         ("own time", _own_times(summary)),
         ("memory", _memory(summary)),
-        ("exact", "yes" if summary.exact else "no: " + "; ".join(summary.inexact_reasons)),
+        ("exact", _exact(summary)),
         ("weights", (summary.weights_sha256 or "-")[:12]),
         ("checkpoint", summary.checkpoint or "-"),
         ("faults", str(len(summary.faults) + summary.faults_left_out)),
@@ -157,6 +157,16 @@ def _own_times(summary: RunSummary) -> str:
         for rank, factor in summary.stragglers.items()
     ]
     return "; ".join([", ".join(parts) + " a step outside collectives", *slow]) if parts else "-"
+
+
+def _exact(summary: RunSummary) -> str:
+    if not summary.exact:
+        return "no: " + "; ".join(summary.inexact_reasons)
+    proof = summary.exact_proof
+    repeated = [f"{count(proof.repeated)} steps repeated"] if proof.repeated else []
+    steps = ", ".join(map(count, proof.drilled))
+    drilled = [f"drilled at step {steps}"] if proof.drilled else []
+    return ", ".join(["yes", *repeated, *drilled])
 
 
 def _memory(summary: RunSummary) -> str:

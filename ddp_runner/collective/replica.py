@@ -7,11 +7,12 @@ every rank knows everybody's after backward, without a collective of its own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -90,6 +91,39 @@ class _Sum:
     future: torch.futures.Future[Tensor]
 
 
+class Alone:
+    """A model without a replica: a rank's own share of a step, of which nobody else hears."""
+
+    def __init__(self, model: nn.Module, loss: Loss, *, device: torch.device, rank: int) -> None:
+        self._module = _LossModule(model, loss, device=device, rank=rank)
+
+    def forward(
+        self, batch: Any, *, weight: float, votes: Tensor, loss_limit: float = math.inf
+    ) -> Tensor:
+        """As of a :class:`Replica`."""
+        loss: Tensor = self._module(batch, weight, votes, loss_limit)
+        return loss
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """There is nothing to leave out."""
+        return contextlib.nullcontext()
+
+    def backward_alone(self, loss: Tensor) -> None:
+        """As every backward here."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def zero_gradients(self) -> None:
+        """Drop every gradient: a step begins, or it was for nothing."""
+        self._module.begin_step()
+        self._module.zero_grad(set_to_none=True)
+
+    def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that has a gradient, with it; not the signals'."""
+        for parameter in self._module.model.parameters():
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+
+
 class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
@@ -111,6 +145,9 @@ class Replica:
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
         self._sums: list[_Sum] = []  # of this backward
+        # Is given each parameter with this rank's own gradient of the step, before it is summed: of
+        # all micro-batches, times the loss scale, zeros for a parameter without any. Not the signals'.
+        self.on_own_gradient: Callable[[Tensor, Tensor], None] | None = None
         self._closed = False
         self._check_finalized = getattr(self._ddp, "_check_reducer_finalized", None)
 
@@ -258,6 +295,14 @@ class Replica:
             self._finish_sums()
         return future
 
+    def show_own(self, bucket: GradBucket) -> None:
+        """Hand over this rank's own gradients in ``bucket`` to whoever wants to know them."""
+        if self.on_own_gradient is None:
+            return
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter is not self._module.signal:
+                self.on_own_gradient(parameter, _as_laid_out(gradient, parameter))
+
     def _finish_sums(self) -> None:
         for one in self._sums:
             self.group.wait_for(one.work)
@@ -290,6 +335,7 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     """
     if bucket.is_last():
         replica.stamp_reduce()
+    replica.show_own(bucket)
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     if bucket.is_last():
         replica.reach(Moment.REDUCING)
@@ -297,6 +343,16 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
         summed: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
         return summed
     return replica.sum_of(work, bucket)
+
+
+def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A bucket holds the gradient as the parameter lies in memory, and shows it as if it lay in order."""
+    spanned = 1 + sum(
+        (n - 1) * by for n, by in zip(parameter.size(), parameter.stride(), strict=True)
+    )
+    if parameter.is_contiguous() or spanned != parameter.numel():
+        return gradient
+    return gradient.as_strided(parameter.size(), parameter.stride())
 
 
 def _first_value(future: torch.futures.Future[list[Tensor]]) -> Tensor:

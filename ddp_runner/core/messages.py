@@ -249,6 +249,19 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Proved:
+    """Rank -> supervisor: the step that begins with ``step`` committed ones was computed twice, with the same bits.
+
+    ``what``: ``repeated`` where this rank has done so itself, ``drilled`` where a process like a
+    replacement of this rank has.
+    """
+
+    rank: int
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Rank -> supervisor: the trainer returned. ``report`` is what summary.json needs of it."""
 
@@ -349,6 +362,7 @@ Message = (
     | Adjusted
     | MendedInPlace
     | Noted
+    | Proved
     | Finished
     | Lived
     | Fork
@@ -382,6 +396,7 @@ _TYPES: dict[str, type[Message]] = {
         Adjusted,
         MendedInPlace,
         Noted,
+        Proved,
         Finished,
         Lived,
         Fork,

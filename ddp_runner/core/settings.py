@@ -188,6 +188,10 @@ class RecoverySettings:
     explosion_loss_factor: Annotated[float, Field(gt=1)] = 10.0  # times their median loss
     explosion_grad_factor: Annotated[float, Field(gt=1)] = 100.0  # times their median gradient norm
     replica_check_steps: NonNegative = 500  # between comparisons of the replicas' weights; 0: never
+    # Steps, counted from where this launch began, of which one rank's share is computed once more by
+    # a process like a replacement, beside the run; None: off.
+    drill_at: tuple[Positive, ...] | None = (2, 50, 1000)
+    require_exact: bool = False  # a run that is not exact ends: its state is saved, exit 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

@@ -10,7 +10,7 @@ from ddp_runner.observe.files import encode_record
 from ddp_runner.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
 
@@ -59,6 +59,26 @@ class TimeShares:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExactProof:
+    """What of this launch was computed twice, with the same bits.
+
+    ``repeated``: steps that the ranks themselves have computed twice; ``drilled``: those of which a
+    process like a replacement has computed a rank's share, in order.
+    """
+
+    repeated: int = 0
+    drilled: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, proved: Mapping[str, Collection[int]]) -> ExactProof:
+        """From the steps that were told of, by what was done with them."""
+        return cls(
+            repeated=len(proved.get("repeated", ())),
+            drilled=tuple(sorted(proved.get("drilled", ()))),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """What summary.json holds (DESIGN section 10). None stands for "never known"."""
 
@@ -73,6 +93,7 @@ class RunSummary:
     weights_sha256: str | None
     exact: bool
     inexact_reasons: tuple[str, ...] = ()
+    exact_proof: ExactProof = ExactProof()
     wall_s: float
     time_s: TimeShares
     faults: tuple[FaultRecord, ...] = ()
@@ -122,6 +143,10 @@ def read_summary(path: Path) -> RunSummary:
             for fault in known["faults"]
         )
         known["inexact_reasons"] = tuple(known["inexact_reasons"])
+        proof = known.pop("exact_proof", {})
+        known["exact_proof"] = ExactProof(
+            repeated=int(proof.get("repeated", 0)), drilled=tuple(proof.get("drilled", ()))
+        )
         known["suspected_leaks"] = tuple(known.get("suspected_leaks", ()))
         return RunSummary(**known)
     except (KeyError, TypeError) as error:

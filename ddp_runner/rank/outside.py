@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +42,7 @@ from ddp_runner.core.messages import (
     MendedInPlace,
     Message,
     Metrics,
+    Proved,
     Ready,
     Saved,
 )
@@ -50,7 +52,7 @@ from ddp_runner.directories import RunDirectories
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
-from ddp_runner.observe.summary import RunSummary, read_summary, write_summary
+from ddp_runner.observe.summary import ExactProof, RunSummary, read_summary, write_summary
 from ddp_runner.rank.restarts import (
     SPENT,
     faults_between,
@@ -300,6 +302,7 @@ def _write_summary(
         weights_sha256=report.weights_sha256,
         exact=not reasons,
         inexact_reasons=reasons,
+        exact_proof=ExactProof.of(_proved(messages)),
         wall_s=round(seconds_since(restarts, time.monotonic_ns()), 3),
         time_s=time_shares(restarts, faults),
         faults=tuple(sorted([*faults, *mended], key=lambda record: record.detected_s)),
@@ -324,6 +327,15 @@ def _has_summed_up(log_dir: Path, run_id: str, report: TrainReport) -> bool:
         report.weights_sha256,
     )
     return is_it and old.status is RunStatus.COMPLETED
+
+
+def _proved(messages: Iterable[Message]) -> dict[str, set[int]]:
+    """The steps that were computed twice with the same bits, by what was done with them."""
+    proved: dict[str, set[int]] = {}
+    for one in messages:
+        if isinstance(one, Proved):
+            proved.setdefault(one.what, set()).add(one.step)
+    return proved
 
 
 def _inexact_reason(message: Message) -> str:

@@ -18,6 +18,7 @@ from ddp_runner.core.messages import (
     Lived,
     MendedInPlace,
     Message,
+    Proved,
     Saved,
     WireError,
     decode,
@@ -26,7 +27,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.observe.files import LineFile
 from ddp_runner.run_files import read_lines
 
-KEPT = (Adjusted, Faulted, Finished, Lived, MendedInPlace, Saved)
+KEPT = (Adjusted, Faulted, Finished, Lived, MendedInPlace, Proved, Saved)
 
 
 class Told:

@@ -11,6 +11,7 @@ from ddp_runner.core.messages import (
     MendedInPlace,
     Metrics,
     Noted,
+    Proved,
     Ready,
     Saved,
 )
@@ -145,6 +146,11 @@ class Chronicle:
         """A fault costs what it costs: there is nothing to repair, so it is no entry of the ledger."""
         fields = fault_fields(message.fault, generation=self._facts.generation)
         self._records.event("noted", **fields, remedy=message.remedy)
+
+    def proved(self, message: Proved) -> None:
+        """A step was computed twice with the same bits; of ranks that tell of one step it counts once."""
+        self._records.event("proved", rank=message.rank, step=message.step, what=message.what)
+        self._facts.proved.setdefault(message.what, set()).add(message.step)
 
     def adjusted(self, message: Adjusted) -> None:
         """A rank changed how it computes."""

@@ -68,6 +68,8 @@ class RunFacts:
     kept: RunSummary | None = None  # of the run, which was complete before this launch
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+    # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
+    proved: dict[str, set[int]] = field(default_factory=dict)
 
     def take_up(self, run_id: str, log_dir: str) -> None:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""

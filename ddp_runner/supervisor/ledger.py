@@ -13,7 +13,7 @@ from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
-from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares
+from ddp_runner.observe.summary import ExactProof, FaultRecord, RunSummary, TimeShares
 from ddp_runner.supervisor.facts import RunFacts
 
 MENDED_KEPT = 500  # of the first faults that ranks mended themselves, and of the last: each told
@@ -196,6 +196,7 @@ class Ledger:
             weights_sha256=str(report["weights_sha256"]) if "weights_sha256" in report else None,
             exact=not facts.inexact_reasons,
             inexact_reasons=tuple(facts.inexact_reasons),
+            exact_proof=ExactProof.of(facts.proved),
             wall_s=round(now_s - self.began_s, 3),
             time_s=self._shares(reading, startup_s=first_step_s - self.began_s),
             faults=tuple(

@@ -34,6 +34,7 @@ class RunEnd:
         published: Published,
     ) -> None:
         self._resume = settings.run.resume
+        self._requires_exact = settings.recovery.require_exact
         self._facts = facts
         self._machine = machine
         self._records = records
@@ -53,6 +54,13 @@ class RunEnd:
     def is_known(self) -> bool:
         """Whether it is known how the run ends, at once or after a save."""
         return self.ending is not None or self._after_save is not None
+
+    def refuse_inexact(self) -> None:
+        """End a run that is to be exact and is not any more, or was not when it was resumed."""
+        if self._requires_exact and self._facts.inexact_reasons and not self.is_known:
+            reasons = "; ".join(self._facts.inexact_reasons)
+            line = f"the run is not exact, and recovery.require_exact is set: {reasons}"
+            self.begin(Ending.of(RunStatus.FAILED, line))
 
     def begin(self, ending: Ending, *, causes: Sequence[Fault] = ()) -> None:
         """End the run, once the newest state that is left is on disk."""

@@ -13,12 +13,7 @@ from pathlib import Path
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
-from ddp_runner.core.exits import (
-    STATUS_OF_REASON,
-    ExitCode,
-    RunStatus,
-    StopReason,
-)
+from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultKind
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, RunEvent, RunState
@@ -39,6 +34,7 @@ from ddp_runner.core.messages import (
     Metrics,
     Noted,
     NotSaved,
+    Proved,
     Ready,
     Saved,
     SpareReady,
@@ -171,7 +167,7 @@ class Supervisor:
         if ended is not None:
             self.on_ended(ended)
 
-    def _on_rank_message(  # noqa: C901, PLR0912 - one row a message
+    def _on_rank_message(  # noqa: C901, PLR0912, PLR0915 - one row a message
         self, message: Message, handle: RankHandle
     ) -> None:
         match message:
@@ -216,6 +212,8 @@ class Supervisor:
                     self._accept_save_from(message.fault.step - message.steps_lost)
             case Noted():
                 self.chronicle.noted(message)
+            case Proved():
+                self.chronicle.proved(message)
             case CollectivesBegun():
                 self._repair.note_collectives(message)
             case Injected():
@@ -348,6 +346,7 @@ class Supervisor:
         self.facts.committed_step = max(
             handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
         )
+        self.run_end.refuse_inexact()
         if self._is_at_its_end(now_s):
             return
         self._zygotes.look(now_s)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_runner.collective.loss import no_graph
-from ddp_runner.collective.replica import Replica, Signal
+from ddp_runner.collective.loss import Loss, no_graph
+from ddp_runner.collective.replica import Alone, Replica, Signal
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.explosion import Limits
+from ddp_runner.training.own_share import OwnShare, ShareNotes
 from ddp_runner.training.rng import seed_step
 from ddp_runner.training.schedule import apply_learning_rate, learning_rate
 from ddp_runner.training.state import TrainState
@@ -78,6 +79,17 @@ class Stepper:
         self._rules = rules
         self._slot = slot
         self._parameters = state.trainable()
+        self._notes: ShareNotes | None = None  # of the step in hand, where somebody wants them
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[ShareNotes]:
+        """For the length of a step that is run inside: what this rank's own share of it comes to."""
+        self._notes = notes = ShareNotes.of(self._state)
+        self._replica.on_own_gradient = notes.gradient
+        try:
+            yield notes
+        finally:
+            self._notes, self._replica.on_own_gradient = None, None
 
     def settle(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run one throw-away forward and backward, so that DDP's bucket layout is its final one.
@@ -183,31 +195,18 @@ class Stepper:
         step: int,
         reduces: bool = True,
     ) -> None:
-        state, slot, rules = self._state, self._slot, self._rules
-        state.model.train()
-        self._replica.zero_gradients()
-        wishes = _as_signals(votes, rules.device)
-        last = len(micro_batches) - 1
-        for number, micro_batch in enumerate(micro_batches):
-            seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
-            batch = to_device(micro_batch.batch, rules.device)
-            weight = len(micro_batch.indices) / rules.global_batch
-            is_reduced = reduces and number == last
-            with contextlib.nullcontext() if is_reduced else self._replica.without_sync():
-                slot.stamp(Phase.FORWARD, time.monotonic_ns())
-                with state.precision.autocast():
-                    loss = self._replica.forward(
-                        batch,
-                        weight=weight,
-                        votes=wishes if number == last else wishes * 0,
-                        loss_limit=limits.loss,
-                    )
-                slot.stamp(Phase.BACKWARD, time.monotonic_ns())
-                scaled = state.precision.scaler.scale(loss)
-                if reduces:
-                    scaled.backward()  # type: ignore[no-untyped-call]
-                else:
-                    self._replica.backward_alone(scaled)
+        accumulate(
+            self._state,
+            self._replica,
+            micro_batches,
+            rules=self._rules,
+            slot=self._slot,
+            votes=votes,
+            limits=limits,
+            step=step,
+            reduces=reduces,
+            notes=self._notes,
+        )
 
     def _gradient_norm(self) -> float:
         """The norm over all gradients, clipped in place. The same bits on every rank."""
@@ -245,6 +244,82 @@ class Stepper:
         state.samples += self._rules.global_batch
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.DIRTY, 0)
+
+
+def accumulate(
+    state: TrainState,
+    replica: Replica | Alone,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    rules: StepRules,
+    slot: Slot,
+    votes: Votes,
+    limits: Limits,
+    step: int,
+    reduces: bool = True,
+    notes: ShareNotes | None = None,
+) -> None:
+    """Forward and backward of a rank's share of ``step``, the sum over ranks included where it ``reduces``."""
+    state.model.train()
+    replica.zero_gradients()
+    wishes = _as_signals(votes, rules.device)
+    last = len(micro_batches) - 1
+    for number, micro_batch in enumerate(micro_batches):
+        seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
+        batch = to_device(micro_batch.batch, rules.device)
+        if notes is not None:
+            notes.batch(batch)
+        weight = len(micro_batch.indices) / rules.global_batch
+        is_reduced = reduces and number == last
+        with contextlib.nullcontext() if is_reduced else replica.without_sync():
+            slot.stamp(Phase.FORWARD, time.monotonic_ns())
+            with state.precision.autocast():
+                loss = replica.forward(
+                    batch,
+                    weight=weight,
+                    votes=wishes if number == last else wishes * 0,
+                    loss_limit=limits.loss,
+                )
+            if notes is not None:
+                notes.loss(loss)
+            slot.stamp(Phase.BACKWARD, time.monotonic_ns())
+            scaled = state.precision.scaler.scale(loss)
+            if reduces:
+                scaled.backward()  # type: ignore[no-untyped-call]
+            else:
+                replica.backward_alone(scaled)
+
+
+def own_share(
+    state: TrainState,
+    loss: Loss,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    rules: StepRules,
+    slot: Slot,
+    step: int,
+) -> OwnShare:
+    """Compute a rank's share of ``step`` with the bare model, without any other rank; keeps no gradient.
+
+    What forward changes beside that is the caller's to take back.
+    """
+    alone = Alone(state.model, loss, device=rules.device, rank=rules.rank)
+    notes = ShareNotes.of(state)
+    accumulate(
+        state,
+        alone,
+        micro_batches,
+        rules=rules,
+        slot=slot,
+        votes=Votes(),
+        limits=Limits(),
+        step=step,
+        notes=notes,
+    )
+    for parameter, gradient in alone.own_gradients():
+        notes.gradient(parameter, gradient)
+    alone.zero_gradients()
+    return notes.share()
 
 
 def _as_signals(votes: Votes, device: torch.device) -> Tensor:

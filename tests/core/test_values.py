@@ -49,6 +49,7 @@ SAMPLES = [
     messages.Adjusted(rank=0, step=3, remedy="a", inexact_reason="b"),
     messages.MendedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
     messages.Noted(rank=0, fault=FAULT, remedy="a"),
+    messages.Proved(rank=0, step=2, what="repeated"),
     messages.Fork(token=3, rank=1, local_rank=1, spec={"x": 1}),
     messages.Forked(token=3, pid=77),
     messages.ZygoteReady(torch_version="2", import_s=1.0, warning="2 threads run"),

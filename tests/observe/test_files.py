@@ -227,7 +227,7 @@ def test_summary_reads_back_equal(tmp_path):
     record = json.loads(path.read_text())
     keys = (
         "run_id status exit_code steps epochs samples world_size final_loss weights_sha256 exact "
-        "inexact_reasons wall_s time_s goodput faults checkpoint"
+        "inexact_reasons exact_proof wall_s time_s goodput faults checkpoint"
     )
     assert set(keys.split()) <= set(record)
     shares = "startup productive data_wait checkpoint comparison evaluation recovery lost"
@@ -235,6 +235,7 @@ def test_summary_reads_back_equal(tmp_path):
     fault = "kind rank step cause detected_s recovered_s steps_lost generation"
     assert set(fault.split()) <= set(record["faults"][0])
     assert (record["status"], record["goodput"]) == ("completed", 0.9)
+    assert record["exact_proof"] == {"repeated": 1, "drilled": [2, 50]}
     assert names_in(tmp_path) == ["summary.json"]
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ddp_runner.core.exits import RunStatus
-from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares
+from ddp_runner.observe.summary import ExactProof, FaultRecord, RunSummary, TimeShares
 from ddp_runner.observe.view import RankView, RunView
 
 
@@ -77,6 +77,7 @@ def run_summary(**changes: Any) -> RunSummary:
         "final_loss": 1.7312,
         "weights_sha256": "ab12cd34ef56" * 5 + "0123",
         "exact": True,
+        "exact_proof": ExactProof(repeated=1, drilled=(2, 50)),
         "wall_s": 184.0,
         "time_s": TimeShares(startup=4.0, productive=162.0, recovery=1.8),
         "faults": (fault,),

@@ -9,7 +9,7 @@ import pytest
 from ddp_runner.config import from_flat
 from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Saved
+from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Proved, Saved
 from ddp_runner.rank import outside
 from ddp_runner.rank.told import Told, read_told, told_path
 from ddp_runner.training.report import TrainReport
@@ -105,6 +105,15 @@ def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
     assert (summary["exact"], summary["inexact_reasons"]) == (True, [])
     (record,) = summary["faults"]
     assert (record["kind"], record["detail"]) == ("loader_worker_died", "a traceback")
+
+
+def test_steps_that_were_computed_twice_are_counted_over_restarts(runtime, tmp_path):
+    """Once each, whichever ranks tell of them."""
+    for rank, step in ((1, 0), (1, 40)):
+        proved = Proved(rank=rank, step=step, what="repeated")
+        told(tmp_path, is_restart=True, rank=rank).keep(proved)
+    runtime[0].tell(Proved(rank=0, step=40, what="repeated"))
+    assert summary_of(runtime, tmp_path)["exact_proof"] == {"repeated": 2, "drilled": []}
 
 
 def test_a_restart_resumes_what_this_launch_has_saved(runtime):

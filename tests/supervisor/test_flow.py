@@ -13,7 +13,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState, RunState
-from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Saved
+from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Proved, Saved
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.stopping import PRESS_GAP_S, StopSignal
 from ddp_runner.memory.kernel_kills import KernelKills
@@ -1667,3 +1667,43 @@ def test_a_person_who_asks_again_ends_a_run_at_once(simulate, number, after_s):
         ending = run.run_to_end(within_s=1.0)
         assert ending.exit_code == (ExitCode.GAVE_UP if is_given_up else ExitCode.INTERRUPTED)
         assert "newest checkpoint: step 10" in run.supervisor.run_end.closing_words()
+
+
+def not_exact(run, rank=1):
+    """A rank tells of something that makes the run inexact."""
+    changed = Adjusted(
+        rank=rank, step=run.best, remedy="", inexact_reason="half from 7", in_peace=True
+    )
+    run.send(run.rank(rank), changed)
+
+
+def test_a_run_that_must_be_exact_ends_when_it_is_not_and_saves_before(simulate):
+    """With exit 1, and the reason on the last line."""
+    run = simulate(require_exact=True)
+    run.to_step(20)
+    not_exact(run)
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code) == (RunStatus.FAILED, ExitCode.FAILED)
+    assert "half from 7" in ending.reason
+    assert run.checkpoint >= 20
+    assert run.best < run.steps
+
+
+def test_a_run_that_is_not_exact_goes_on_without_the_setting(simulate):
+    """Control."""
+    run = simulate()
+    run.to_step(20)
+    not_exact(run)
+    assert_done(run)
+    assert run.supervisor.facts.inexact_reasons == ["half from 7"]
+
+
+def test_a_step_that_several_ranks_have_computed_twice_counts_once(simulate):
+    """Each rank tells of its own."""
+    run = simulate()
+    run.to_step(5)
+    for rank in range(3):
+        run.send(run.rank(rank), Proved(rank=rank, step=0, what="repeated"))
+    assert_done(run)
+    assert run.supervisor.facts.proved == {"repeated": {0}}
+    assert [event["rank"] for event in run.events("proved")] == [0, 1, 2]

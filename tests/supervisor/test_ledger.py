@@ -13,6 +13,7 @@ from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
+from ddp_runner.observe.summary import ExactProof
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.ledger import MENDED_KEPT, Ledger
 
@@ -278,6 +279,17 @@ def test_reasons_for_inexact_weights_are_passed_on():
     assert summary(ledger).exact
     made = summary(ledger, facts=RunFacts(inexact_reasons=["fewer ranks"]))
     assert (made.exact, made.inexact_reasons) == (False, ("fewer ranks",))
+
+
+def test_what_was_proved_stands_in_the_summary_always():
+    """Steps are counted once, however many ranks tell of them, and come in order."""
+    assert summary(Ledger(began_s=0.0)).to_record()["exact_proof"] == {
+        "repeated": 0,
+        "drilled": (),
+    }
+    facts = RunFacts(proved={"repeated": {0}, "drilled": {50, 2}})
+    made = summary(Ledger(began_s=0.0), facts=facts)
+    assert made.exact_proof == ExactProof(repeated=1, drilled=(2, 50))
 
 
 def test_each_rank_s_own_time_is_told():

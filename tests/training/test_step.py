@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import math
 
 import pytest
@@ -14,7 +16,8 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
-from ddp_runner.training.step import Votes, to_device
+from ddp_runner.training.own_share import OwnShare, first_difference
+from ddp_runner.training.step import StepRules, Votes, own_share, to_device
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
 
@@ -23,6 +26,7 @@ from .building import (
     MICRO_BATCH,
     TOTAL_STEPS,
     bits_of,
+    build_model,
     build_replica,
     build_state,
     build_stepper,
@@ -607,3 +611,99 @@ def test_a_batch_on_the_cpu_is_handed_on_as_it_is():
     """Control: no copy where there is nothing to move, whatever the batch's type."""
     batch = {"inputs": torch.ones(2), "names": ["a"], "pair": (torch.zeros(1), 3)}
     assert to_device(batch, CPU) is batch
+
+
+def _shares_of_a_step(me, port, micro_steps, options):
+    """This rank's share of step 1, computed alone and noted in the step itself; and the bits after it."""
+    state = build_state(model=_with_odd_parts())
+    with join(me, port) as group:
+        replica = build_replica(state, group, loss=_loss_of_odd_parts, **options)
+        stepper = build_stepper(
+            state, replica, rank=me.rank, world_size=me.world_size, micro_steps=micro_steps
+        )
+        if not options["find_unused_parameters"]:
+            stepper.settle(micro_batches(0, me.rank, micro_steps=micro_steps))
+        stepper.run(micro_batches(0, me.rank, micro_steps=micro_steps), votes=NO_VOTES)
+        given = micro_batches(1, me.rank, micro_steps=micro_steps)
+        buffers = {name: value.clone() for name, value in state.model.named_buffers()}
+        rules = StepRules(
+            seed=7,
+            rank=me.rank,
+            global_batch=MICRO_BATCH * micro_steps * me.world_size,
+            total_steps=TOTAL_STEPS,
+            optim=optim_settings(),
+            device=CPU,
+        )
+        twin = build_state(model=_with_odd_parts())
+        twin.restore(state.capture())
+        for name, value in twin.model.named_buffers():
+            assert torch.equal(value, buffers[name])
+        alone = own_share(twin, _loss_of_odd_parts, given, rules=rules, slot=make_slot(), step=1)
+        with stepper.noted() as notes:
+            stepper.run(given, votes=NO_VOTES)
+        named = [name for name, _ in state.named_parameters()]
+        after = bits_of(state)
+        stepper.run(micro_batches(2, me.rank, micro_steps=micro_steps), votes=NO_VOTES)
+        return alone, notes.share(), named, after
+
+
+class _OddParts(torch.nn.Module):
+    """A layer that is tied, one that rank 1 alone uses, one that nobody does, one not in order in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = build_model()
+        self.bent = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.sometimes = torch.nn.Linear(1, 1)
+        self.never = torch.nn.Linear(1, 1)
+        self.tied = self.sometimes
+
+    def forward(self, inputs):
+        bent = self.bent(inputs[:, :4].reshape(-1, 2, 2, 1).repeat(1, 1, 1, 2)).sum()
+        made = self.body(inputs) + bent
+        return self.tied(made) if float(inputs[0, 0]) > 0 else made
+
+
+def _with_odd_parts():
+    torch.manual_seed(3)
+    return _OddParts()
+
+
+def _loss_of_odd_parts(model, batch):
+    inputs, targets, _ = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("view", [True, False])
+def test_a_share_computed_alone_has_the_bits_of_the_rank_s_own_part_of_the_step(micro_steps, view):
+    """Gradients before they are summed, by bare names, and the losses; with parameters that one rank
+    alone uses, or nobody, or that are tied or lie in another order in memory."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    with hosted_store() as port:
+        answers = run_ranks(_shares_of_a_step, 2, port, micro_steps, options)
+    for alone, noted, names, _ in answers:
+        assert first_difference(alone, noted, names=names) == ""
+        assert alone == noted
+        assert len(noted.losses) == len(noted.samples) == micro_steps
+        assert {"bent.weight", "body.0.weight"} <= noted.gradients.keys() <= set(names)
+        assert "never.weight" not in noted.gradients
+    (one, _, _, after), (other, _, _, other_after) = answers
+    assert one.gradients != other.gradients
+    assert after == other_after
+
+
+def test_the_first_difference_is_told_by_the_name_of_its_parameter():
+    """Samples come before gradients, which come before the loss."""
+    share = OwnShare(samples=("a",), losses=("b",), gradients={"x": "1", "y": "2"})
+    names = ["x", "y"]
+
+    def found(**changes):
+        return first_difference(share, dataclasses.replace(share, **changes), names=names)
+
+    assert found() == ""
+    assert found(gradients={"x": "1", "y": "3"}, losses=("c",)) == "y"
+    assert found(gradients={"y": "2"}) == "x"
+    assert found(losses=("c",)) == "the loss"
+    assert found(samples=("c",), gradients={}) == "the samples"
+    assert OwnShare.from_record(json.loads(json.dumps(share.to_record()))) == share
