@@ -1,11 +1,10 @@
-"""What the last step was given, and whether it is still what was given. Never loads."""
+"""What a step is given, each time once: its micro-batches, and copies of them. Never loads."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,39 +15,40 @@ class MicroBatch:
     batch: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
-    """The last step's batches, and torch's count of in-place changes to each of their tensors."""
-
-    step: int
-    batches: list[MicroBatch]
-    versions: tuple[int, ...] | None  # None: something in there cannot be told to be unchanged
-
-    @classmethod
-    def of(cls, step: int, batches: list[MicroBatch]) -> Delivered:
-        """Note what is being given to ``step``."""
-        return cls(step=step, batches=batches, versions=_versions(batches))
-
-    def is_intact(self, step: int) -> bool:
-        """Whether these are ``step``'s batches as they were delivered."""
-        # INVARIANT same-bytes: a step that is redone sees the very samples of its first try.
-        # Broken if: a task changes its batch in place and gets it again.
-        # Guarded by: test_a_batch_changed_in_place_is_loaded_anew.
-        known = step == self.step and self.versions is not None
-        return known and self.versions == _versions(self.batches)
+class NotCopiedError(Exception):
+    """The batches hold something of which there is no copy; says what."""
 
 
-def _versions(batches: list[MicroBatch]) -> tuple[int, ...] | None:
-    found: list[int] = []
-    pending = [batch.batch for batch in batches]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, torch.Tensor):
-            found.append(value._version)  # noqa: SLF001 - what autograd itself goes by
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, (list, tuple)):
-            pending += value
-        elif not isinstance(value, (int, float, complex, str, bytes, bool, type(None))):
-            return None
-    return tuple(found)
+def copied(batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The same batches in other memory. Raises :class:`NotCopiedError`."""
+    try:
+        copies = copy.deepcopy([batch.batch for batch in batches])
+    except Exception as error:  # whatever a type of the task's own raises
+        lines = str(error).splitlines() or [""]
+        raise NotCopiedError(f"{type(error).__name__}: {lines[0]}") from error
+    return [
+        MicroBatch(indices=batch.indices, batch=other)
+        for batch, other in zip(batches, copies, strict=True)
+    ]
+
+
+class Ahead:
+    """One step's batches that were loaded, and not given to anybody yet."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._batches: list[MicroBatch] = []
+
+    def keep(self, step: int, batches: list[MicroBatch]) -> None:
+        """They are ``step``'s."""
+        self._step, self._batches = step, batches
+
+    def drop(self) -> None:
+        """Nobody will ask for them."""
+        self._step, self._batches = -1, []
+
+    def take(self, step: int) -> list[MicroBatch] | None:
+        """``step``'s, which are gone then; None where there are none, or another step's."""
+        batches = self._batches if step == self._step else None
+        self.drop()
+        return batches

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.data import limits
-from ddp_runner.data.delivered import Delivered, MicroBatch
+from ddp_runner.data.again import load_again
+from ddp_runner.data.delivered import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.files import collate_batch
 from ddp_runner.data.mending import Mender, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share_size
@@ -135,7 +136,8 @@ class SafeDataLoader:
         self._pool: WorkerPool | None = None
         self._closed = False
         self._step = 0
-        self._delivered: Delivered | None = None
+        self._ahead = Ahead()
+        self._given: tuple[BatchKey, ...] | None = None  # what the step before this one was given
         self.waited_s = 0.0
         self.notes = _notes(num_workers, local_world_size=local_world_size, cores=cores)
         self.seek(start_step)
@@ -143,8 +145,10 @@ class SafeDataLoader:
     def take(self, step: int) -> list[MicroBatch]:
         """The rank's micro-batches of ``step``, in order; [] if its share is empty.
 
-        Blocks until they are loaded, ``waited_s`` in all. The last step may be taken again at no
-        cost, which is what a repair does; any other but the next restarts the workers there.
+        Blocks until they are loaded, ``waited_s`` in all. The caller may do with them what it
+        likes: a step that is taken again, as a repair does, is loaded again. For the last step
+        workers of its own do that, and the others stay ahead; any other but the next restarts
+        them there.
         A worker that dies or hangs is replaced meanwhile, a bad sample as the quarantine allows;
         ``on_mended`` hears of it. Raises :class:`FaultError` with no worker left: BAD_SAMPLE, or
         OUT_OF_MEMORY where the rank itself cannot load for want of it;
@@ -155,23 +159,25 @@ class SafeDataLoader:
             raise ValueError("take() on a closed loader")
         if step >= self.total_steps:
             raise ValueError(f"step={step}: the last one is {self.total_steps - 1}")
-        if self._delivered is not None and self._delivered.is_intact(step):
-            self.waited_s = 0.0
-            return self._delivered.batches
-        self._delivered = None
-        self._kills.look_sometimes(started_s)
-        if step != self._step:
-            self.seek(step)
-        try:
-            batches = self._take_mending()
-        except BaseException:
-            # Whatever it was, a signal handler's exception included: a batch may be half read.
-            self._end_pool(grace_s=0.0)
-            raise
-        self._step = step + 1
-        self._delivered = Delivered.of(step, batches)
+        # INVARIANT given-once: what a step was given is given to nobody else; a step that is redone
+        # gets the same samples, loaded again. Broken if: a batch is kept here after it was given out.
+        # Guarded by: test_a_step_taken_again_is_as_it_was_whatever_was_done_to_it.
+        batches = self._ahead.take(step)
+        if batches is None:
+            self._kills.look_sometimes(started_s)
+            batches = self._take_again(step) or self._take_new(step)
         self.waited_s = time.monotonic() - started_s
         return batches
+
+    def take_copy(self, step: int) -> list[MicroBatch]:
+        """What the next ``take(step)`` gives, for a use before it; raises as that."""
+        batches = self.take(step)
+        try:
+            copies = copied(batches)
+        except NotCopiedError:
+            return batches  # the next one loads again
+        self._ahead.keep(step, batches)
+        return copies
 
     def gives_again(self, step: int) -> bool:
         """Whether ``take`` has ``step``, a former one, at no more than a restart of the workers."""
@@ -182,7 +188,7 @@ class SafeDataLoader:
         if not 0 <= step <= self.total_steps:
             raise ValueError(f"step={step}: 0 to {self.total_steps}, the end of the run")
         if step != self._step:
-            self._delivered = None
+            self._forget_given()
             self._end_pool(grace_s=_GRACE_S)
         self._step = step
 
@@ -192,7 +198,7 @@ class SafeDataLoader:
         if asked == (self._rank, self._world_size, self._micro_batch_size):
             return
         self._end_pool(grace_s=_GRACE_S)
-        self._delivered = None
+        self._forget_given()
         self._rank, self._world_size, self._micro_batch_size = asked
 
     def use_order(self, version: int) -> None:
@@ -200,7 +206,7 @@ class SafeDataLoader:
         if version == self._order.version:
             return
         self._end_pool(grace_s=_GRACE_S)
-        self._delivered = None
+        self._forget_given()
         self._order = replace(self._order, version=version)
 
     def shrink_prefetch(self) -> None:
@@ -224,7 +230,7 @@ class SafeDataLoader:
     def close(self) -> None:
         """End the workers, within about a second. May be called again."""
         self._closed = True
-        self._delivered = None
+        self._forget_given()
         self._end_pool(grace_s=_GRACE_S)
 
     def __enter__(self) -> Self:
@@ -238,6 +244,10 @@ class SafeDataLoader:
     ) -> None:
         self.close()
 
+    def _forget_given(self) -> None:
+        self._ahead.drop()
+        self._given = None
+
     def _keys(self, first_step: int) -> Iterator[BatchKey]:
         """The micro-batches of this rank from ``first_step`` to the end of the run."""
         last_epoch = -1
@@ -250,6 +260,34 @@ class SafeDataLoader:
             for piece in micro_batches(mine, self._micro_batch_size):
                 indices = tuple(self.quarantine.stand_in(index) for index in piece.tolist())
                 yield BatchKey(epoch=epoch, indices=indices)
+
+    def _take_new(self, step: int) -> list[MicroBatch]:
+        if step != self._step:
+            self.seek(step)
+        try:
+            batches = self._take_mending()
+        except BaseException:
+            # Whatever it was, a signal handler's exception included: a batch may be half read.
+            self._end_pool(grace_s=0.0)
+            raise
+        self._step = step + 1
+        epoch, _ = self._order.position(step)
+        self._given = tuple(BatchKey(epoch=epoch, indices=batch.indices) for batch in batches)
+        return batches
+
+    def _take_again(self, step: int) -> list[MicroBatch] | None:
+        """The last step's, while the workers stay ahead; None where they are to be restarted."""
+        if step != self._step - 1 or not self._given or self._pool is None:
+            return None
+        workers = min(self.workers, len(self._given))
+        return load_again(
+            self._source,
+            self._given,
+            settings=replace(self._pool_settings(), workers=workers, prefetch_factor=1),
+            timeout_s=self._timeout_s,
+            on_wait=self._on_wait,
+            kills=self._kills,
+        )
 
     def _take_mending(self) -> list[MicroBatch]:
         """The step's batches; what breaks is mended until they are all there."""
@@ -346,18 +384,18 @@ class SafeDataLoader:
             self._on_sample(None)
 
     def _start_pool(self) -> None:
-        self._pool = WorkerPool(
-            self._source,
-            self._keys(self._step),
-            settings=PoolSettings(
-                rank=self._rank,
-                workers=self.workers,
-                prefetch_factor=self.prefetch_factor,
-                pin_memory=self._pin_memory,
-                by_value=self._mender.by_value,
-            ),
-        )
+        keys = self._keys(self._step)
+        self._pool = WorkerPool(self._source, keys, settings=self._pool_settings())
         self._on_workers(self._pool.pids)
+
+    def _pool_settings(self) -> PoolSettings:
+        return PoolSettings(
+            rank=self._rank,
+            workers=self.workers,
+            prefetch_factor=self.prefetch_factor,
+            pin_memory=self._pin_memory,
+            by_value=self._mender.by_value,
+        )
 
     def _end_pool(self, *, grace_s: float) -> None:
         pool, self._pool = self._pool, None

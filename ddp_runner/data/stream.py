@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.core.faults import BadInputError, FaultError
-from ddp_runner.data.delivered import Delivered, MicroBatch
+from ddp_runner.data.delivered import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.order import SampleOrder, micro_batches, share_size, share_span
 from ddp_runner.data.permutation import Indices
 from ddp_runner.data.plain import from_plain, to_plain
@@ -125,7 +125,9 @@ class StreamLoader:
         self._has_state = _has_state(dataset)
         # Where an epoch begins; the dataset itself may go on where it was left.
         self._initial = to_plain(dataset.state_dict()) if self._has_state else None
-        self._delivered: Delivered | None = None
+        self._ahead = Ahead()
+        self._copy: tuple[int, list[MicroBatch]] | None = None  # of a step's batches, for no state
+        self._keeps_copies: bool | None = None  # None: nothing was taken yet
         self._first_item: tuple[int, int, str] | None = None
         self.waited_s = 0.0
 
@@ -139,26 +141,40 @@ class StreamLoader:
     def take(self, step: int) -> list[MicroBatch]:
         """The rank's micro-batches of ``step``, in order; [] if its share is empty.
 
-        The last step may be taken again at no cost; any other but the next means a new iterator.
+        The caller may do with them what it likes: a step that is taken again, as a repair does, is
+        drawn again from the stream's state before it. Of a stream without one a copy of the last
+        step's batches is kept instead. Any other step but the next means a new iterator.
         Raises :class:`FaultError` (BAD_SAMPLE) for what the dataset raises, BadInputError if an
         epoch does not hold one global batch.
         """
         began_s = time.monotonic()
-        if self._delivered is None or not self._delivered.is_intact(step):
-            self._delivered = None
+        batches = self._ahead.take(step)
+        if batches is None:
+            batches = self._copied_again(step)
+        if batches is None:
             try:
                 with generators_kept():
                     batches = self._take_new(step)
             except BaseException:
                 self._iterator = None  # it may stand anywhere now
                 raise
-            self._delivered = Delivered.of(step, batches)
+            self._keep_copy(step, batches)
         self.waited_s = time.monotonic() - began_s
-        return self._delivered.batches
+        return batches
+
+    def take_copy(self, step: int) -> list[MicroBatch]:
+        """What the next ``take(step)`` gives, for a use before it; raises as that."""
+        batches = self.take(step)
+        try:
+            copies = copied(batches)
+        except NotCopiedError:
+            return batches  # the next one draws again
+        self._ahead.keep(step, batches)
+        return copies
 
     def gives_again(self, step: int) -> bool:
         """Whether ``take`` has ``step``, the last one, without skipping what comes before it."""
-        if self._delivered is not None and self._delivered.is_intact(step):
+        if self._copy is not None and self._copy[0] == step:
             return True
         mark = self._position.before(step)
         return mark is not None and (mark.state is not None or mark.items == 0)
@@ -170,7 +186,7 @@ class StreamLoader:
         """Take this share, cut so, from the next ``take`` on."""
         asked = (rank, world_size, micro_batch_size)
         if asked != (self._rank, self._world_size, self._micro_batch_size):
-            self._delivered = None
+            self._forget_given()
         self._rank, self._world_size, self._micro_batch_size = asked
 
     def shrink_prefetch(self) -> None:
@@ -185,7 +201,37 @@ class StreamLoader:
     def close(self) -> None:
         """Let go of the iterator."""
         self._iterator = None
-        self._delivered = None
+        self._forget_given()
+
+    def _forget_given(self) -> None:
+        self._ahead.drop()
+        self._copy = None
+
+    def _keep_copy(self, step: int, batches: list[MicroBatch]) -> None:
+        """For the case that the step is redone, where the stream could get there by skipping only."""
+        self._copy = None
+        if self._mark.state is not None or self._keeps_copies is False:
+            return
+        says_so, self._keeps_copies = self._keeps_copies is None, True
+        try:
+            self._copy = step, copied(batches)
+        except NotCopiedError as error:
+            self._keeps_copies = False
+            self._log(
+                f"the stream has no state_dict, and its batches cannot be copied ({error}):"
+                " for a step that is done again the items before it are skipped"
+            )
+            return
+        if says_so:
+            self._log(
+                "the stream has no state_dict: a copy of each step's batches is kept,"
+                " for the case that the step is done again"
+            )
+
+    def _copied_again(self, step: int) -> list[MicroBatch] | None:
+        if self._copy is None or self._copy[0] != step:
+            return None
+        return copied(self._copy[1])
 
     def _take_new(self, step: int) -> list[MicroBatch]:
         if self._iterator is None or self._mark.step != step:

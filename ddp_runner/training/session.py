@@ -97,7 +97,7 @@ class Session:
     def settle(self) -> None:
         """Bring DDP's bucket layout to its final form where that needs a first backward."""
         if not self._state.tuning.find_unused_parameters and not self._at_end():
-            self._stepper.settle(self._take(self._state.committed_step))
+            self._stepper.settle(self._take_copy(self._state.committed_step))
 
     def train(self) -> StopReason:
         """Train to the end of the run or to a stop that the ranks agreed on."""
@@ -208,13 +208,20 @@ class Session:
         return self._stepper.own_gradient_norm(self._take(step))
 
     def _take(self, step: int) -> list[MicroBatch]:
+        self._turn_to_data(step)
+        return self._loader.take(step)
+
+    def _take_copy(self, step: int) -> list[MicroBatch]:
+        self._turn_to_data(step)
+        return self._loader.take_copy(step)
+
+    def _turn_to_data(self, step: int) -> None:
         slot = self._runtime.slot
         slot.set(Cell.STEP, step)
         slot.set(Cell.EPOCH, self._workload.length.epoch_of(step))
         slot.stamp(Phase.DATA, time.monotonic_ns())
         self._runtime.logger.step = step
         self._loader.use_order(self._state.order_version)
-        return self._loader.take(step)
 
     def _account(self, began_ns: int, result: StepResult, *, waited_ns: int, aside_ns: int) -> None:
         now_ns = time.monotonic_ns()

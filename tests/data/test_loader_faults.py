@@ -928,28 +928,113 @@ class Mutable:
         return torch.full((2,), float(index))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_last_step_is_taken_again_for_free(num_workers):
-    """What a repair redoes is at hand: same batches, same workers, no waiting."""
-    with make(Mutable(), num_workers=num_workers) as loader:
-        first = loader.take(3)
-        pids = loader.worker_pids
-        assert loader.take(3) is first
+class Rows:
+    """Samples as people write them: a dict of a tensor, an array and a list, collated to lists."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        rows = torch.full((2,), float(index))
+        return {"x": rows, "array": np.full(2, index), "words": [str(index)]}
+
+
+def listed(samples):
+    return {key: [sample[key] for sample in samples] for key in samples[0]}
+
+
+def _shown(batches):
+    return repr([(each.indices, each.batch) for each in batches])
+
+
+CHANGES = {
+    "in place": lambda batch: batch["x"][0].mul_(2),
+    "assigned": lambda batch: batch.update(x=[2 * x for x in batch["x"]]),
+    "popped": lambda batch: batch.pop("x"),
+    "as an array": lambda batch: np.multiply(batch["x"][0].numpy(), 2, out=batch["x"][0].numpy()),
+    "an array": lambda batch: np.multiply(batch["array"][0], 2, out=batch["array"][0]),
+    "a list": lambda batch: batch["words"][0].append("more"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_step_taken_again_is_as_it_was_whatever_was_done_to_it(num_workers, change):
+    """What was prefetched is used once only; the workers that are ahead stay."""
+    with make(Rows(), num_workers=num_workers, collate_fn=listed) as loader:
+        loader.take(3)
+        first = loader.take(4)
+        before, pids = _shown(first), loader.worker_pids
+        for _ in range(2):
+            for each in first:
+                change(each.batch)
+            assert _shown(first) != before, "control"
+            first = loader.take(4)
+            assert _shown(first) == before
         assert loader.worker_pids == pids
-        assert loader.waited_s == 0.0
-        loader.take(4)
+        assert [each.indices for each in loader.take(5)] != [each.indices for each in first]
         assert loader.worker_pids == pids
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_changed_in_place_is_loaded_anew(num_workers):
-    """A task that writes into its batch gets the original samples when the step is redone."""
-    with make(Mutable(), num_workers=num_workers) as loader:
-        first = loader.take(3)
-        before = first[0].batch.clone()
-        first[0].batch.mul_(2)
-        again = loader.take(3)
-        assert torch.equal(again[0].batch, before)
+def test_a_copy_for_a_use_before_a_step_leaves_the_step_what_it_has(num_workers):
+    """Also where there is no copy: then the step is loaded again."""
+
+    def uncopied(samples):
+        return [*samples, (each for each in ())] if num_workers == 0 else samples
+
+    for collate_fn in (listed, uncopied):
+        with make(Rows(), num_workers=num_workers, collate_fn=collate_fn) as loader:
+            copy = loader.take_copy(2)
+            assert len(copy) == 1
+            content = copy[0].batch if collate_fn is listed else copy[0].batch[0]
+            content.pop("x")
+            batch = loader.take(2)[0].batch
+            assert "x" in (batch if collate_fn is listed else batch[0])
+            if collate_fn is listed:
+                assert loader.waited_s < 0.01
+            assert loader.take(3)[0].indices != copy[0].indices
+
+
+def test_a_copy_that_is_not_taken_holds_nobody_up():
+    """Another step, another share: what is at hand is of no use then."""
+    with make(Rows(), num_workers=1, collate_fn=listed) as loader:
+        two = loader.take_copy(2)
+        five = loader.take(5)
+        assert five[0].indices != two[0].indices
+        loader.take_copy(6)
+        loader.assign(rank=1, world_size=2, micro_batch_size=4)
+        assert len(loader.take(6)[0].indices) == 2
+
+
+class DiesAgain(Rows):
+    """Loads each sample once, by the files that say so; then its worker dies, so often."""
+
+    def __init__(self, folder, *, index, times):
+        self._folder, self._index, self._left = folder, index, times
+
+    def __getitem__(self, index):
+        tries = len(list(self._folder.glob(f"{index}_*")))
+        (self._folder / f"{index}_{tries}").touch()
+        if index == self._index and 1 <= tries <= self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_workers_that_die_as_they_load_again_are_mended_as_any(tmp_path):
+    """One death costs the workers that were ahead, and nothing else; another one is told."""
+    told = []
+    for times, faults in ((1, 0), (2, 1)):
+        folder = tmp_path / str(times)
+        folder.mkdir()
+        dataset = DiesAgain(folder, index=9, times=times)
+        told.clear()
+        with make(dataset, num_workers=1, collate_fn=listed, on_mended=told.append) as loader:
+            before = _shown(loader.take(2))
+            assert 9 in loader.take(2)[0].indices
+            assert _shown(loader.take(2)) == before
+            assert loader.take(3)[0].indices == (12, 13, 14, 15)
+        assert len(told) == faults
 
 
 def test_another_share_is_loaded_after_assign():

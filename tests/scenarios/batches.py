@@ -1,0 +1,68 @@
+"""Tasks whose loss does with its batch what people do: scale it, pop from it, add to a list in it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from ddp_runner.training.task import Datasets
+
+PACE_S = 0.02
+
+
+class Sentences(torch.utils.data.Dataset):
+    """A vector, a target and a text each, with some noise."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return {"x": x + 0.05 * torch.randn(8), "y": x[:2].sum().unsqueeze(0), "text": str(index)}
+
+
+def as_list(samples):
+    """Where the batch is a list."""
+    batch = default_collate(samples)
+    return [batch["x"], batch["y"], batch["text"]]
+
+
+def scaled(batch, way):
+    """Inputs, targets and texts of the batch, its inputs doubled; the same in every way."""
+    if way == "item":
+        batch[0] = batch[0] * 2
+        return batch[0], batch[1], [*batch[2], "end"]
+    if way == "pop":
+        return batch.pop("x") * 2, batch["y"], [*batch["text"], "end"]
+    if way == "pure":
+        return batch["x"] * 2, batch["y"], [*batch["text"], "end"]
+    if way == "key":
+        batch["x"] = batch["x"] * 2
+    elif way == "array":
+        batch["x"].numpy()[:] *= 2
+    elif way == "list":
+        batch["text"].append("end")
+        return batch["x"] * 2, batch["y"], batch["text"]
+    return batch["x"], batch["y"], [*batch["text"], "end"]
+
+
+class BatchTask:
+    """A regression whose loss is weighted by the length of the texts. ``way``: what it does to a batch."""
+
+    def __init__(self, *, way="pure"):
+        self.way = way
+
+    def build_datasets(self):
+        return Datasets(train=Sentences(), collate=as_list if self.way == "item" else None)
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+
+    def loss(self, model, batch):
+        x, y, texts = scaled(batch, self.way)
+        time.sleep(PACE_S)
+        weight = 1 + 0.01 * sum(len(text) for text in texts)
+        return weight * nn.functional.mse_loss(model(x), y)
