@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from ddp_runner import config
@@ -95,7 +96,9 @@ def build_workload(
     )
     seed_all(settings.run.seed)
     entering(Stage.MODEL)
-    model = task.build_model().to(device)
+    model = task.build_model()
+    _refuse_shapeless(model, settings)
+    model = model.to(device)
     _refuse_sparse_gradients(model, settings)
     meaning = dict(config.meaning(settings, world_size=place.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
@@ -136,6 +139,18 @@ def _recipe(settings: Settings, place: Place, task: Task, *, total_steps: int) -
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
     return dict(config.recipe(settings, found))
+
+
+def _refuse_shapeless(model: nn.Module, settings: Settings) -> None:
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise BadInputError(
+            "--task",
+            settings.run.task,
+            f"{lazy[0]} of its model has no shape yet, it is of a lazy layer: put one batch through the"
+            " model in build_model()",
+        )
 
 
 def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:

@@ -38,6 +38,7 @@ def changes_since(
         lines = dict(_changed_values(before, {"torch": recipe["torch"]}, step=step))
     kept = {"optim.ema_decay": _average(loaded.state, state)}
     kept["precision"] = _scaler(loaded.state, state)
+    kept["the order of the parameters"] = _parameters(loaded.state, state)
     for key, what in kept.items():
         if what:
             lines[key] = f"{lines[key]}: {what}" if key in lines else f"{what} at step {step}"
@@ -143,3 +144,10 @@ def _scaler(saved: Mapping[str, Any], state: TrainState) -> str:
     if had == has:
         return ""
     return "the file's loss scale is dropped" if had else "the loss scale begins again"
+
+
+def _parameters(saved: Mapping[str, Any], state: TrainState) -> str:
+    """Sums over all of them, as the gradient's norm, have other last bits in another order."""
+    names = state.capture()["optimizer_names"]
+    has_moved = saved.get("optimizer_names", names) != names
+    return "the model's parameters come in another order" if has_moved else ""
