@@ -126,13 +126,9 @@ class Run(Outputs):
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
         with self.output_path.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = self._start(
                 [*words, *(str(argument) for argument in arguments)],
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                output=output,
                 env={
                     **os.environ,
                     "PYTHONPATH": str(ROOT),
@@ -141,6 +137,17 @@ class Run(Outputs):
                     **(environment or {}),
                 },
             )
+
+    def _start(self, words, *, output, env):
+        return subprocess.Popen(
+            words,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=env,
+        )
 
     def __enter__(self):
         return self

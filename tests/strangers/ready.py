@@ -1,0 +1,250 @@
+"""Launches that need import nothing: the command and its zygote are forks of a process that has done so.
+
+Importing torch is nearly all that a run of a few steps costs. All processes of the run are there, each the
+child of whom it always is, and get real signals; a zygote that is lost is followed by an ordinary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from array import array
+from pathlib import Path
+
+import psutil
+
+from ddp_runner import lifeline
+from tests.scenarios.harness import ROOT, Run
+
+# As the supervisor has it for two ranks on two cores: read when torch is imported.
+ENVIRONMENT = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+class Launcher:
+    """The process that forks launches, and the way to it. Ends with this process, or when closed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="launcher_")
+        self._path = str(Path(self._folder.name) / "socket")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.strangers.ready", self._path, str(os.getpid())],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout.readline() == "ready\n"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+    def start(self, words, *, cwd, output, env):
+        """The command with these words, as ``subprocess.Popen`` would start it."""
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.connect(self._path)
+        asked = json.dumps({"words": words, "cwd": str(cwd), "env": env}).encode()
+        fds = array("i", [output.fileno()]).tobytes()
+        link.sendmsg(
+            [len(asked).to_bytes(4, "little")],
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)],
+        )
+        link.sendall(asked)
+        return _Process(link)
+
+
+class _Process:
+    """What of ``subprocess.Popen`` the harness needs."""
+
+    def __init__(self, link):
+        self._link = link
+        self.pid = int.from_bytes(_received(link, 4), "little")
+        self.returncode = None
+
+    def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.001)
+        return None
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            self._link.settimeout(timeout)
+            try:
+                status = _received(self._link, 4)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("ddp_runner", timeout) from None
+            self.returncode = os.waitstatus_to_exitcode(int.from_bytes(status, "little"))
+            self._link.close()
+        return self.returncode
+
+
+class ReadyRun(Run):
+    """One launch whose command is a fork. Its processes are known by where they work."""
+
+    def __init__(self, launcher, folder, *arguments, **how):
+        self._launcher = launcher
+        super().__init__(folder, *arguments, **how)
+
+    def _start(self, words, *, output, env):
+        assert words[1:3] == ["-m", "ddp_runner"]
+        return self._launcher.start(words[3:], cwd=self.folder, output=output, env=env)
+
+    def processes(self):
+        here, found = str(self.folder.resolve()), []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(psutil.Error, OSError):
+                if entry.name.isdecimal() and str((entry / "cwd").readlink()) == here:
+                    found.append(psutil.Process(int(entry.name)))
+        return found
+
+
+def _received(link, size):
+    data = b""
+    while len(data) < size:
+        part = link.recv(size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _serve(path: str) -> None:
+    from ddp_runner.cli import train
+    from ddp_runner.rank import zygote
+
+    zygote.preload("")
+    assert train
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(path)
+    listening.listen()
+    print("ready", flush=True)
+    while True:
+        link, _ = listening.accept()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        if os.fork() == 0:
+            listening.close()
+            _keep(link)
+        link.close()
+
+
+def _keep(link) -> None:
+    """Start one launch, tell its pid, and, once it has ended, how."""
+    size, [(_, _, fds)], _, _ = link.recvmsg(4, socket.CMSG_SPACE(4))
+    (output,) = array("i", fds)
+    asked = json.loads(_received(link, int.from_bytes(size, "little")))
+    pid = os.fork()
+    if pid == 0:
+        link.close()
+        _launch(asked, output)
+    os.close(output)
+    link.sendall(pid.to_bytes(4, "little"))
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        link.sendall(status.to_bytes(4, "little"))
+    os._exit(0)
+
+
+def _launch(asked, output) -> None:
+    """Be the command. Its zygote waits, as a child that knows nothing, for what it is to be."""
+    os.setsid()
+    os.chdir(asked["cwd"])
+    _become(asked["env"], output)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    supervisor_pid = os.getpid()
+    zygote_pid = os.fork()
+    if zygote_pid == 0:
+        ours.close()
+        _be_zygote(theirs, supervisor_pid)
+    theirs.close()
+    _use_zygote(zygote_pid, ours)
+    from ddp_runner.__main__ import main
+
+    sys.argv = ["ddp_runner", *asked["words"]]
+    code = 1
+    try:
+        code = main(asked["words"])
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _become(environment, output) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number, stream in enumerate((null, output, output)):
+        os.dup2(stream, number)
+    os.close(null)
+    if output > 2:
+        os.close(output)
+
+
+def _be_zygote(link, supervisor_pid) -> None:
+    from ddp_runner.rank import zygote
+
+    lifeline.die_with_parent(supervisor_pid)
+    message, ancillary, _, _ = link.recvmsg(1 << 20, socket.CMSG_SPACE(8))
+    if not message:  # the command has ended without one
+        os._exit(0)
+    [(_, _, fds)] = ancillary
+    channel, output = array("i", fds)
+    link.close()
+    asked = json.loads(message)
+    os.setsid()
+    _become(asked["env"], output)
+    sys.argv = ["zygote", str(channel), *asked["arguments"][1:]]
+    code = 1
+    try:
+        code = zygote.main(sys.argv[1:])
+    finally:
+        os._exit(code)
+
+
+def _use_zygote(pid, link) -> None:
+    """Have the supervisor's first zygote be that process."""
+    from ddp_runner.supervisor import children
+
+    popen = subprocess.Popen
+
+    def first(words, *, stdout, pass_fds, env, **how):
+        if "ddp_runner.rank.zygote" not in words:
+            return popen(words, stdout=stdout, pass_fds=pass_fds, env=env, **how)
+        children.subprocess.Popen = popen
+        message = json.dumps({"arguments": words[3:], "env": env}).encode()
+        fds = array("i", [pass_fds[0], stdout]).tobytes()
+        link.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        link.close()
+        return _Zygote(pid)
+
+    children.subprocess.Popen = first
+
+
+class _Zygote:
+    returncode = None
+
+    def __init__(self, pid):
+        self.pid = pid
+
+
+if __name__ == "__main__":
+    lifeline.die_with_parent(int(sys.argv[2]))
+    _serve(sys.argv[1])

@@ -1,0 +1,56 @@
+"""Every task of the table, through every fault in one run: the weights of peace, or it is told why not.
+
+The whole table, one fault a run, with and without workers: ``python -m tests.strangers.whole``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.strangers.driving import run, verdict
+from tests.strangers.ready import Launcher
+from tests.strangers.table import REFUSED, TABLE
+
+pytestmark = pytest.mark.whole_run
+
+
+def cases():
+    """Each task once: the workers in peace, and those beside the faults, by turns."""
+    for number, (key, stranger) in enumerate(TABLE.items()):
+        reason = f"waits for part {stranger.waits_for}"
+        marks = [pytest.mark.xfail(reason=reason, strict=False)] if stranger.waits_for else []
+        if stranger.is_twin:
+            marks.append(pytest.mark.slow)
+        yield pytest.param(stranger, number, id=key, marks=marks)
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """One for all tasks: importing torch would take longer than all that is tested."""
+    with Launcher() as made:
+        yield made
+
+
+@pytest.mark.parametrize(("stranger", "number"), list(cases()))
+def test_a_task_ends_with_the_weights_of_peace_or_says_why_not(
+    tmp_path, launcher, stranger, number
+):
+    """Killed in forward, in the reduction and inside a commit, all killed, stopped and started again."""
+    workers = stranger.workers
+    calm = run(stranger, tmp_path / "calm", launcher, workers=workers[number % len(workers)])
+    assert verdict(stranger, calm, calm=calm) in stranger.allowed, calm.console
+    if calm.exit_code == 2:
+        assert not calm.has_stepped
+        return
+    hit = run(
+        stranger,
+        tmp_path / "hit",
+        launcher,
+        how="everything",
+        workers=workers[(number + 1) % len(workers)],
+    )
+    result = verdict(stranger, hit, calm=calm)
+    assert result in stranger.allowed, f"{result}\n{hit.console}"
+    if result != REFUSED:
+        assert hit.killed >= 3
+        assert hit.all_dead
