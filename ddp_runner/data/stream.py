@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.data.attributes import Attributes, unknown_in
 from ddp_runner.data.delivered import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.order import SampleOrder, micro_batches, share_size, share_span
 from ddp_runner.data.permutation import Indices
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _PROGRESS_S = 5.0  # between lines while skipping
 _FIRST = -1  # seeds what a dataset draws when its iterator is made
+_HASHED_BYTES = 4096  # of one tensor, array or text, so that a step costs microseconds
 
 
 class StreamOrder(SampleOrder):
@@ -47,15 +49,23 @@ class StreamOrder(SampleOrder):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """Where the stream stands before ``step``; ``state``: the dataset's own, None if it has none."""
+    """Where the stream stands before ``step``; ``state``: the dataset's own, None if it has none.
+
+    ``begin``: what a dataset without a state held when its iterator of this epoch was made.
+    ``first`` and ``newest``: hashes of the epoch's first item and of the one drawn last; empty where
+    there is none, or where it is of a type of its own.
+    """
 
     step: int
     epoch: int
     items: int  # drawn in this epoch
     state: Any  # plain
+    begin: Any = None  # plain
+    first: str = ""
+    newest: str = ""
 
     def to_record(self) -> dict[str, Any]:
-        return {"step": self.step, "epoch": self.epoch, "items": self.items, "state": self.state}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class StreamPosition:
@@ -90,7 +100,9 @@ class StreamLoader:
 
     A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly
     (BadInputError for a state that cannot be kept);
-    of any other the items before are drawn again and dropped. Python's, numpy's and torch's CPU
+    of any other the items before are drawn again and dropped, with its generators and plain
+    attributes as they were when the epoch began. ``on_other`` is told once, in a line, of items that
+    are not those of before. Python's, numpy's and torch's CPU
     generator are seeded for each item from ``(seed, epoch, its number)``. A partial global batch
     at the end of an epoch is dropped; ``set_epoch`` is called if there is one.
     """
@@ -110,6 +122,7 @@ class StreamLoader:
         on_wait: Callable[[], None],
         log: Callable[[str], None],
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        on_other: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self._dataset = dataset
         self._order = order
@@ -119,24 +132,24 @@ class StreamLoader:
         self._micro_batch_size = micro_batch_size
         self._on_wait = on_wait
         self._log = log
+        self._on_other = on_other
+        self._has_told = False
         self._collate = collate_fn or default_collate
         self._iterator: Iterator[Any] | None = None
         self._mark = _Mark(step=0, epoch=0, items=0, state=None)
         self._has_state = _has_state(dataset)
         # Where an epoch begins; the dataset itself may go on where it was left.
         self._initial = to_plain(dataset.state_dict()) if self._has_state else None
+        # Of a dataset with a state that one says all.
+        self._attributes = None if self._has_state else Attributes(dataset)
         self._ahead = Ahead()
         self._copy: tuple[int, list[MicroBatch]] | None = None  # of a step's batches, for no state
         self._keeps_copies: bool | None = None  # None: nothing was taken yet
-        self._first_item: tuple[int, int, str] | None = None
         self.waited_s = 0.0
 
-    def position(self) -> tuple[int, int, tuple[int, int, str]]:
-        """Epoch, items drawn in it, and the first item that this process drew: its place, a hash.
-
-        The hash is empty for an item of a type of its own.
-        """
-        return self._mark.epoch, self._mark.items, self._first_item or (0, 0, "")
+    def position(self) -> tuple[int, int, str]:
+        """Epoch, items drawn in it, and a hash of the newest; empty for an item of a type of its own."""
+        return self._mark.epoch, self._mark.items, self._mark.newest
 
     def take(self, step: int) -> list[MicroBatch]:
         """The rank's micro-batches of ``step``, in order; [] if its share is empty.
@@ -255,15 +268,16 @@ class StreamLoader:
         """Have the iterator stand before ``step``."""
         mark = self._position.before(step)
         if mark is None:
-            self._open(epoch=0, state=None)
-            self._mark = _Mark(step=0, epoch=0, items=0, state=None)
+            is_new = self._iterator is None and self._mark.items == 0
+            begin = self._open(epoch=0, state=None, begin=None if is_new else {})
+            self._mark = _Mark(step=0, epoch=0, items=0, state=None, begin=begin)
             self._note(0)
             told_s = time.monotonic()
             while self._mark.step < step:
                 told_s = self._tell(self._mark.step, step, "steps", told_s)
                 self._draw_batch()
             return
-        self._open(epoch=mark.epoch, state=mark.state)
+        self._open(epoch=mark.epoch, state=mark.state, begin=mark.begin)
         self._mark = mark
         if mark.state is None and mark.items:
             self._skip(mark)
@@ -271,11 +285,32 @@ class StreamLoader:
     def _skip(self, mark: _Mark) -> None:
         self._mark = replace(mark, items=0)
         self._log(f"the stream has no state_dict: skipping {mark.items:,} items of its epoch")
-        told_s = time.monotonic()
+        told_s, newest = time.monotonic(), None
         while self._mark.items < mark.items:
             told_s = self._tell(self._mark.items, mark.items, "items", told_s)
-            if self._draw() is None:
+            newest = self._draw()
+            if newest is None:
                 raise BadInputError("--task", "", f"its stream ends before item {mark.items} now")
+        assert newest is not None
+        # INVARIANT same-items: a stream that is read again gives the items that it gave before, or
+        # the run is not exact. Broken if: what was skipped is not compared.
+        # Guarded by: test_a_stream_whose_order_cannot_be_put_back_is_told.
+        if _are_others(self._mark.first, mark.first) or _are_others(
+            _content(newest[0]), mark.newest
+        ):
+            unknown = ", ".join(unknown_in(mark.begin or {}))
+            why = (
+                f"{unknown} cannot be put back"
+                if unknown
+                else "their order is not all in its attributes"
+            )
+            self._tell_of_others(f"a stream without a state, read again, gave other items: {why}")
+        self._mark = mark
+
+    def _tell_of_others(self, text: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._on_other(text)
 
     def _tell(self, done: int, total: int, what: str, told_s: float) -> float:
         now_s = time.monotonic()
@@ -284,9 +319,12 @@ class StreamLoader:
         self._log(f"skipped {done:,} of {total:,} {what} of the stream")
         return now_s
 
-    def _open(self, *, epoch: int, state: Any) -> None:
+    def _open(self, *, epoch: int, state: Any, begin: Any = None) -> Any:
+        """Make an iterator; returns what the dataset began with, ``begin`` where that is known."""
         dataset = self._dataset
         begins = state is None
+        if self._attributes is not None:
+            begin = self._begun(self._attributes, begin)
         if begins and self._has_state:
             dataset.load_state_dict(from_plain(self._initial))
         if hasattr(dataset, "set_epoch"):  # after the state of the first epoch, which may name it
@@ -301,6 +339,17 @@ class StreamLoader:
         iterator: Any = self._iterator
         if state is not None and not self._has_state:
             iterator.load_state_dict(from_plain(state))
+        return begin
+
+    def _begun(self, attributes: Attributes, begin: Any) -> Any:
+        if begin is None:
+            return attributes.note()
+        try:
+            attributes.put_back(begin)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            text = f"its stream is no longer the one that was trained on: {error}"
+            raise BadInputError("--task", "", text) from error
+        return begin
 
     def _draw_batch(self) -> list[Any]:
         """The rank's items of the next global batch; the stream stands behind it afterwards."""
@@ -309,19 +358,20 @@ class StreamLoader:
         first = self._rank * (total // self._world_size) + min(self._rank, total % self._world_size)
         while True:
             kept: list[Any] = []
-            drawn = 0
+            drawn, newest = 0, None
             while drawn < total and (item := self._draw()) is not None:
                 if first <= drawn < first + size:
                     kept.append(item[0])
-                drawn += 1
+                drawn, newest = drawn + 1, item[0]
             if drawn == total:
+                self._mark = replace(self._mark, newest=_content(newest))
                 self._note(self._mark.step + 1)
                 return kept
             if self._mark.items < total:
                 expected = f"its stream gave {self._mark.items} items in an epoch, fewer than one"
                 raise BadInputError("--task", "", f"{expected} global batch of {total}")
-            self._open(epoch=self._mark.epoch + 1, state=None)
-            self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0)
+            begin = self._open(epoch=self._mark.epoch + 1, state=None)
+            self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0, begin=begin)
 
     def _draw(self) -> tuple[Any] | None:
         """The next item, in a tuple; None at the end of the epoch."""
@@ -336,13 +386,18 @@ class StreamLoader:
             return None
         except Exception as error:
             raise self._fault(error) from error
-        if self._first_item is None:
-            self._first_item = (mark.epoch, mark.items, _content(item))
+        if mark.items == 0:
+            mark = replace(mark, first=_content(item))
         self._mark = replace(mark, items=mark.items + 1)
         return (item,)
 
     def _note(self, step: int) -> None:
         """Remember that the stream stands before ``step``."""
+        known = self._position.before(step)  # where a step is drawn once more
+        if known is not None and _are_others(self._mark.newest, known.newest):
+            self._tell_of_others(
+                "a stream gave other items when a step was drawn again from its state"
+            )
         self._mark = replace(self._mark, step=step, state=self._state())
         self._position.note(self._mark)
 
@@ -366,21 +421,34 @@ def _has_state(owner: object) -> bool:
     return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
 
 
+def _are_others(now: str, before: str) -> bool:
+    """By hashes, of which an empty one says nothing."""
+    return bool(now and before and now != before)
+
+
 def _content(item: Any) -> str:
-    """A hash of tensors, arrays, numbers and texts, also in lists, tuples and dicts; "" for others."""
+    """A hash of tensors, arrays, numbers and texts, also in lists, tuples and dicts; "" for others.
+
+    Of what is long it takes pieces: it is to tell two items apart, not to find a flipped bit.
+    """
     digest = hashlib.sha256()
     pending = [item]
     while pending:
         value = pending.pop()
         if isinstance(value, Tensor):
             value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        if isinstance(value, np.ndarray):
-            digest.update(value.tobytes())
+        if isinstance(value, (np.ndarray, np.generic)):
+            if value.dtype.hasobject:
+                return ""
+            flat = value.reshape(-1)
+            digest.update(flat[:: max(1, flat.nbytes // _HASHED_BYTES)].tobytes())
         elif isinstance(value, dict):
             pending += [part for pair in value.items() for part in pair]
         elif isinstance(value, (list, tuple)):
             pending += value
-        elif isinstance(value, (bool, int, float, str, bytes)):
+        elif isinstance(value, (str, bytes)):
+            digest.update(repr((len(value), value[:_HASHED_BYTES])).encode())
+        elif isinstance(value, (bool, int, float, type(None))):
             digest.update(repr(value).encode())
         else:
             return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ddp_runner.collective.group import Group
@@ -75,6 +76,7 @@ def make_loader(
             on_wait=on_wait,
             log=runtime.logger.info,
             collate_fn=workload.datasets.collate,
+            on_other=partial(_tell_inexact, runtime),
         )
     left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
     runtime.slot.set(Cell.SAMPLE, 0)
@@ -108,6 +110,12 @@ def make_loader(
         on_sample=_stamping(runtime, sign=1),
         suspect=left - 1 if left > 0 else None,
     )
+
+
+def _tell_inexact(runtime: Runtime, reason: str) -> None:
+    rank, step = runtime.place.rank, runtime.slot.get(Cell.STEP)
+    runtime.logger.warning(reason, step=step)
+    runtime.tell(Adjusted(rank=rank, step=step, remedy="", inexact_reason=reason))
 
 
 def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:

@@ -55,7 +55,7 @@ class Session:
         self._logged_at_ns = time.monotonic_ns()
         self._trained_samples = 0  # since then; those of the state go back with it
         self._waited_ns = 0
-        self._streams = StreamWatch(group, parts.runtime)
+        self._streams = StreamWatch(group, parts.runtime, first_step=state.committed_step)
         parts.runtime.slot.begin_between(state.committed_step)
         if group.rank != 0:
             self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything

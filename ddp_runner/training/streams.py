@@ -8,9 +8,11 @@ import time
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Adjusted
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.runtime import Runtime
 
+STREAMS_DIFFER = "the ranks' streams differ"
 WHOLE_STREAM = (
     "Every rank must read the whole stream: it keeps its own share of each step's samples"
 )
@@ -19,18 +21,21 @@ WHOLE_STREAM = (
 class StreamWatch:
     """Compares, now and then, where the ranks of one generation stand in an iterable dataset."""
 
-    def __init__(self, group: Group, runtime: Runtime) -> None:
+    def __init__(self, group: Group, runtime: Runtime, *, first_step: int) -> None:
         self._group = group
         self._runtime = runtime
+        self._first_step = first_step  # of the generation: somebody may have just opened the stream
         self._has_warned = False
 
     def compare(self, loader: StreamLoader, *, step: int, is_due: bool) -> None:
-        """After ``step``, on all ranks; at steps 1, 2, 4, 8 and so on, and where it ``is_due``.
+        """After ``step``, on all ranks; at a generation's steps 1, 2, 4, 8 and so on, and where it ``is_due``.
 
-        Warns once of streams that give other items at the same place; raises FaultError where they
-        do not stand at the same place, as streams of different lengths do after an epoch.
+        Warns once of streams that give other items at the same place, which is not exact; raises
+        FaultError where they do not stand at the same place, as streams of different lengths do after
+        an epoch.
         """
-        is_power_of_two = step & (step - 1) == 0
+        done = step - self._first_step
+        is_power_of_two = done & (done - 1) == 0
         if not (is_due or is_power_of_two) or self._group.world_size == 1:
             return
         mine = loader.position()
@@ -50,17 +55,15 @@ class StreamWatch:
                     may_retry=False,
                 )
             )
-        if _differ([first for _, _, first in answers]) and not self._has_warned:
+        if len({newest for _, _, newest in answers if newest}) > 1 and not self._has_warned:
             self._has_warned = True
             if self._group.rank == 0:
-                self._runtime.logger.warning(
-                    f"the ranks' streams differ. {WHOLE_STREAM}", step=step
+                self._runtime.logger.warning(f"{STREAMS_DIFFER}. {WHOLE_STREAM}", step=step)
+                self._runtime.tell(
+                    Adjusted(
+                        rank=self._runtime.place.rank,
+                        step=step,
+                        remedy="",
+                        inexact_reason=STREAMS_DIFFER,
+                    )
                 )
-
-
-def _differ(firsts: list[tuple[int, int, str]]) -> bool:
-    """Whether two ranks had other items at one place; a rank that was replaced began elsewhere."""
-    found: dict[tuple[int, int], set[str]] = {}
-    for epoch, item, content in firsts:
-        found.setdefault((epoch, item), set()).add(content)
-    return any(len(contents) > 1 for contents in found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import io
+import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import NamedTuple
@@ -26,8 +27,16 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __init__(self, length=LENGTH):
         self.length = length
-        self.drawn = 0
         self.epoch = 0
+        self._drawn = memoryview(bytearray(1))  # nothing that is put back
+
+    @property
+    def drawn(self):
+        return self._drawn[0]
+
+    @drawn.setter
+    def drawn(self, number):
+        self._drawn[0] = number
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -105,6 +114,7 @@ def make(
     told=None,
     on_wait=lambda: None,
     collate_fn=None,
+    on_other=lambda _: None,
 ):
     order = StreamOrder(seed=3, dataset_size=10 * BATCH, global_batch_size=BATCH, shuffle=False)
     return StreamLoader(
@@ -117,6 +127,7 @@ def make(
         on_wait=on_wait,
         log=(lambda _: None) if told is None else told.append,
         collate_fn=collate_fn,
+        on_other=on_other,
     )
 
 
@@ -208,16 +219,21 @@ def test_a_state_that_names_its_epoch_does_not_hold_the_stream_in_the_first_one(
     assert int(rows(make(NamesItsEpoch(), position=other).take(5))[0, 0]) // 1000 == 1
 
 
-def test_where_a_stream_stands_is_told_with_its_first_item():
-    """Alike for equal streams, and not for those that begin differently."""
-    loaders = [make(Stream()), make(Stream()), make(Shifted())]
-    for loader in loaders:
-        loader.take(0)
+def test_where_a_stream_stands_is_told_with_its_newest_item():
+    """Alike for equal streams, and not for those that give others, wherever each began."""
+    position = StreamPosition()
+    loaders = [make(Stream(), position=position), make(Stream()), make(Shifted())]
+    for step, loader in itertools.product(range(5), loaders):
+        loader.take(step)
     first, second, third = (loader.position() for loader in loaders)
     assert first == second
-    assert first[:2] == third[:2] == (0, BATCH)
-    assert first[2][:2] == third[2][:2] == (0, 0)
+    assert first[:2] == third[:2] == (1, 2 * BATCH)
     assert first[2] != third[2]
+    later = StreamPosition()
+    later.restore(position.to_record(4))
+    loader = make(Stream(), position=later)
+    loader.take(4)
+    assert loader.position() == first
 
 
 class Shifted(Stream):
@@ -309,6 +325,154 @@ def test_a_step_is_given_again_where_nothing_has_to_be_skipped(kind, gives):
     assert loader.gives_again(1)
     loader.assign(rank=0, world_size=2, micro_batch_size=4)
     assert loader.gives_again(1) is gives
+
+
+class Shuffled(torch.utils.data.IterableDataset):
+    """As people write it: a generator of its own, made once, shuffles the items for each epoch."""
+
+    def __init__(self):
+        self.rng = random.Random(0)
+        self.numbers = list(range(LENGTH))
+
+    def __iter__(self):
+        self.rng.shuffle(self.numbers)
+        for number in self.numbers:
+            yield torch.tensor([float(number), self.rng.random()])
+
+
+class Buffered(Shuffled):
+    """A generator function with numpy's generator, and a buffer whose rest goes into the next epoch."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.epoch = 0
+        self.buffer = [0, 1, 2]
+
+    def __iter__(self):
+        self.epoch += 1
+        for number in range(LENGTH):
+            self.buffer.append(number * self.epoch)
+            yield torch.tensor([float(self.buffer.pop(self.rng.integers(len(self.buffer))))])
+
+
+class InWhole(Shuffled):
+    """Torch's generator, an order in an array, in an object of its own."""
+
+    class Sampler:
+        def __init__(self):
+            self.generator = torch.Generator().manual_seed(5)
+            self.order = np.arange(LENGTH)
+
+    def __init__(self):
+        self.sampler = self.Sampler()
+
+    def __iter__(self):
+        moved = torch.randperm(LENGTH, generator=self.sampler.generator)
+        self.sampler.order[:] = self.sampler.order[moved.numpy()]
+        return iter(torch.from_numpy(self.sampler.order.copy()).float().unsqueeze(1))
+
+
+CARRIES = pytest.mark.parametrize("kind", [Shuffled, Buffered, InWhole])
+
+
+@CARRIES
+@pytest.mark.parametrize("step", [0, 1, 3, 4, 6, 8, 9, 10])
+def test_what_a_stream_carries_over_epochs_is_put_back(kind, step):
+    """In another process, and in this one: the order of the epoch that the step is in, and of later ones."""
+    expected = all_steps(make(kind()), range(14))
+    if kind is Shuffled:
+        assert not torch.equal(expected[0], expected[3]), "control"
+    position, told = StreamPosition(), []
+    loader = make(kind(), position=position, on_other=told.append)
+    all_steps(loader, range(step))
+    record = stored(position.to_record(step))
+    loader.take(min(step, 13))
+    for whose in ("other", "own"):
+        if whose == "other":
+            position_there = StreamPosition()
+            position_there.restore(record)
+            loader_there = make(kind(), position=position_there, on_other=told.append)
+        else:
+            position.restore(record)
+            loader_there = loader
+            loader.assign(rank=0, world_size=2, micro_batch_size=4)  # no copy is of any use
+            loader.assign(rank=0, world_size=1, micro_batch_size=4)
+        if not record:
+            continue  # nothing was drawn before the first step
+        for later, rows_then in enumerate(expected[step:], step):
+            assert torch.equal(rows(loader_there.take(later)), rows_then)
+    assert told == []
+
+
+def stored(record):
+    file = io.BytesIO()
+    torch.save(record, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+_GLOBAL = random.Random(0)
+
+
+class Hidden(Shuffled):
+    """Its generator is none of its attributes."""
+
+    def __iter__(self):
+        _GLOBAL.shuffle(self.numbers)
+        return iter(torch.tensor(self.numbers).float().unsqueeze(1))
+
+
+class Numbered(Hidden):
+    """What it carries is an iterator, which cannot be looked into."""
+
+    def __init__(self):
+        self.ids = itertools.count()
+
+    def __iter__(self):
+        epoch = next(self.ids)
+        return iter(torch.arange(LENGTH).float().unsqueeze(1) + 100 * epoch)
+
+
+class Forgetful(Stateful):
+    """Its state does not hold all that its items depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self._salt = itertools.count()
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        next(self._salt)
+
+    def __iter__(self):
+        for item in super().__iter__():
+            yield item + float(repr(self._salt)[6:-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Hidden, "read again, gave other items: their order is not all in its attributes"),
+        (Numbered, "read again, gave other items: ids cannot be put back"),
+        (Forgetful, "gave other items when a step was drawn again from its state"),
+    ],
+)
+def test_a_stream_whose_order_cannot_be_put_back_is_told(kind, why):
+    """Once, of a step that is redone and in a process that goes on there."""
+    told, position = [], StreamPosition()
+    loader = make(kind(), position=position, on_other=told.append)
+    all_steps(loader, range(5))
+    record = position.to_record(4)
+    assert told == [], "control"
+    if kind is Forgetful:
+        loader.take(4)
+        loader.take(4)
+    else:
+        _GLOBAL.seed(77)
+        position.restore(record)
+        make(kind(), position=position, on_other=told.append).take(4)
+    assert len(told) == 1
+    assert told[0].endswith(why)
 
 
 def test_going_back_and_another_share_are_exact():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import torch
@@ -66,3 +67,43 @@ class BatchTask:
         time.sleep(PACE_S)
         weight = 1 + 0.01 * sum(len(text) for text in texts)
         return weight * nn.functional.mse_loss(model(x), y)
+
+
+class Shuffled(torch.utils.data.IterableDataset):
+    """Shuffles its numbers anew for each epoch, with a generator that it was built with."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.numbers = list(range(100))
+
+    def __iter__(self):
+        self.rng.shuffle(self.numbers)
+        for number in self.numbers:
+            x = torch.randn(8, generator=torch.Generator().manual_seed(number))
+            yield {"x": x + 0.05 * self.rng.random(), "y": x[:2].sum().unsqueeze(0), "text": "-"}
+
+
+class ShuffledTask(BatchTask):
+    """Its data are a stream without a state."""
+
+    def build_datasets(self):
+        return Datasets(train=Shuffled(random.Random(0)))
+
+
+HIDDEN = random.Random(0)
+
+
+class Hidden(Shuffled):
+    """Where nobody looks for its generator."""
+
+    rng = HIDDEN
+
+    def __init__(self):
+        self.numbers = list(range(100))
+
+
+class HiddenTask(BatchTask):
+    """A replacement cannot have the order of the others."""
+
+    def build_datasets(self):
+        return Datasets(train=Hidden())

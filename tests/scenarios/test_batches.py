@@ -54,3 +54,48 @@ def test_the_pass_that_is_thrown_away_has_a_batch_of_its_own(tmp_path, pure, way
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
     assert (run.digest, run.summary()["exact"]) == (pure.digest, True)
+
+
+STREAM_STEPS = 40  # of 6 an epoch
+STREAM_SETTINGS = ("-b", 8, "--max-steps", STREAM_STEPS, "save_every_steps=5", "--audit", *PATIENT)
+
+
+@pytest.fixture
+def pure_stream(made_once):
+    """The same in peace."""
+    return made_once(*STREAM_SETTINGS, task=f"{TASKS}:ShuffledTask")
+
+
+def test_the_order_that_a_stream_carries_over_epochs_is_exact(tmp_path, pure_stream):
+    """Ranks replaced in the second and third epoch, a loss that changes its batch, a stop in the fifth."""
+    how = (*STREAM_SETTINGS, "task.way=key")
+    with Run(tmp_path, *how, task=f"{TASKS}:ShuffledTask") as run:
+        for rank, step in ((1, 8), (0, 15)):
+            run.wait_for_step(step)
+            run.signal(signal.SIGKILL, run.rank_pid(rank))
+        run.wait_for_step(26)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    with Run(tmp_path, *how, task=f"{TASKS}:ShuffledTask") as again:
+        again.wait_for_step(34)
+        again.signal(signal.SIGKILL, again.rank_pid(1))
+        assert again.wait() == 0, again.console
+    assert (again.digest, again.summary()["exact"]) == (pure_stream.digest, True)
+    assert "a copy of each step's batches is kept" in (run.logs / "rank_0.log").read_text()
+
+
+def test_an_order_that_nobody_can_put_back_is_told_and_is_not_exact(tmp_path, pure_stream):
+    """The generator is a global of the task's; in peace that is no matter."""
+    with Run(tmp_path / "peace", *STREAM_SETTINGS, task=f"{TASKS}:HiddenTask") as peace:
+        assert peace.wait() == 0, peace.console
+    assert (peace.digest, peace.summary()["exact"]) == (pure_stream.digest, True)
+    with Run(tmp_path / "killed", *STREAM_SETTINGS, task=f"{TASKS}:HiddenTask") as run:
+        run.wait_for_step(15)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    assert set(summary["inexact_reasons"]) == {
+        "a stream without a state, read again, gave other items: their order is not all in its attributes",
+        "the ranks' streams differ",
+    }
