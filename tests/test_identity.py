@@ -25,6 +25,7 @@ from ddp_runner.core.faults import BadInputError
 OTHER_VALUES = {
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",
     "run.gpus": "1", "recovery.drill_at": "3", "run.nproc_per_node": "3", "run.inject": "kill", "data.on_bad_sample": "substitute",
+    "data.compare_samples": "tell",
     "run.target_loss": "1", "optim.schedule": "linear", "ddp.backend": "nccl", "log.display": "none",
     "checkpoint.monitor": "train_loss", "checkpoint.save_every_steps": "7", "memory.max_memory_gb": "3",
     "optim.max_grad_norm": "off", "optim.ema_decay": "0.5",

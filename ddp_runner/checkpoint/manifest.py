@@ -51,7 +51,8 @@ class Manifest:
     resuming under another meaning is refused by the caller. ``created_utc`` is for people; ``pace``
     is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
-    that wrote it were computed, ``changes`` where that was otherwise before.
+    that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
+    have seen of their data.
     """
 
     step: int
@@ -71,6 +72,7 @@ class Manifest:
     order: int = 1
     recipe: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Sequence[str] = ()
+    data: Mapping[str, JsonValue] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -120,9 +122,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "order": (int,),
     "recipe": (dict,),
     "changes": (list,),
+    "data": (dict,),
 }
 # Fields that older files of this format lack.
-_SINCE: dict[str, object] = {"pace": {}, "order": 1, "recipe": {}, "changes": []}
+_SINCE: dict[str, object] = {"pace": {}, "order": 1, "recipe": {}, "changes": [], "data": {}}
 _NUMBER_MAX = 2**63  # JSON has no limit; what shows or compares numbers has
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
 

@@ -105,6 +105,7 @@ class CheckpointStore:
         order: int = 1,
         recipe: Mapping[str, JsonValue] = NO_RECIPE,
         changes: Sequence[str] = (),
+        data: Mapping[str, JsonValue] = NO_RECIPE,
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
@@ -138,6 +139,7 @@ class CheckpointStore:
             order=order,
             recipe=dict(recipe),
             changes=tuple(changes),
+            data=dict(data),
         )
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")

@@ -31,7 +31,7 @@ from ddp_runner.config.identity import (
 )
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.relations import check_relations
-from ddp_runner.config.ways_on import own_folder, ways_on
+from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 
 __all__ = [
     "PRESETS",
@@ -53,4 +53,5 @@ __all__ = [
     "to_record",
     "to_yaml",
     "ways_on",
+    "ways_on_with_data",
 ]

@@ -68,7 +68,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
-            data.on_bad_sample data.max_bad_samples ddp.relax_after_steps
+            data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
             memory.regrow_micro_batch memory.warn_share memory.react_share memory.limit_share

@@ -36,6 +36,15 @@ def ways_on(
     )
 
 
+def ways_on_with_data(settings: Settings) -> str:
+    """The ways on from a checkpoint of a run whose data was another one, each with the words to type."""
+    return (
+        "four ways on: the data as it was; data.compare_samples=tell (goes on, and exact is false);"
+        f" {own_folder(settings)} (a run of its own); --resume none (starts fresh, the old files are"
+        " set aside)"
+    )
+
+
 def own_folder(settings: Settings) -> str:
     """The words that give this launch folders where no run is."""
     run = settings.run

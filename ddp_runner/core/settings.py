@@ -78,6 +78,9 @@ class DataSettings:
     loader_timeout_s: Seconds = 60.0  # longest wait for one batch
     on_bad_sample: Literal["stop", "substitute"] = "stop"  # one that cannot be loaded
     max_bad_samples: Positive = 10  # to replace in a run, over all ranks
+    compare_samples: Literal["stop", "tell", "off"] = (
+        "stop"  # where ranks, or a resumed run and its checkpoint, differ in their data
+    )
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
 
 

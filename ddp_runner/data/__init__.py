@@ -16,6 +16,7 @@ plain     a dataset's own state as values that can be stored and sent
 delivered what the last step was given, for when it is done again
 mending   what is done about a fault of loading; report: what people are told of it
 isolate   finds the samples that break loading; quarantine: what stands in for them
+sample_hash  a hash of what a sample holds, to compare the data of ranks and launches
 injected  bad samples on request
 limits    open files and /dev/shm, checked before they run out
 corpus    text files on disk -> lists of files, splits, fingerprint (without torch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultError
@@ -34,13 +35,14 @@ from ddp_runner.data.waiting import FilesUsedUpError, PoolError
 from ddp_runner.data.workers import WorkersAsked, cores_here, worker_count, worker_notes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
     from typing_extensions import Self
 
 __all__ = ["MicroBatch", "SafeDataLoader"]
 
+_LOOK_S = 1.0  # for a sample that is only looked at
 _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a file
 
 
@@ -138,6 +140,8 @@ class SafeDataLoader:
         self._step = 0
         self._ahead = Ahead()
         self._given: tuple[BatchKey, ...] | None = None  # what the step before this one was given
+        self._looks: tuple[BatchKey, ...] = ()  # what workers load before any batch
+        self._on_look: Callable[[dict[int, Any]], None] = _ignore
         self.waited_s = 0.0
         self.notes = _notes(num_workers, local_world_size=local_world_size, cores=cores)
         self.seek(start_step)
@@ -178,6 +182,16 @@ class SafeDataLoader:
             return batches  # the next one loads again
         self._ahead.keep(step, batches)
         return copies
+
+    def look_at(self, indices: Iterable[int], seen: Callable[[dict[int, Any]], None]) -> None:
+        """Have the next workers hash these samples of the first epoch before they load a batch.
+
+        ``seen`` gets what came of each; what it raises leaves ``take``. Costs no process; without
+        workers nothing happens.
+        """
+        self._end_pool(grace_s=_GRACE_S)
+        self._looks = tuple(BatchKey(epoch=0, indices=(one,), hashed=True) for one in indices)
+        self._on_look = seen
 
     def gives_again(self, step: int) -> bool:
         """Whether ``take`` has ``step``, a former one, at no more than a restart of the workers."""
@@ -362,6 +376,8 @@ class SafeDataLoader:
             return [self._checked(key, self._load_here(key)) for key in due]
         if self._pool is None:
             self._start_pool()
+        if self._looks:
+            self._take_looks()
         assert self._pool is not None
         received = [
             self._pool.next(timeout_s=self._timeout_s, on_wait=self._on_wait) for _ in range(count)
@@ -383,8 +399,23 @@ class SafeDataLoader:
         finally:
             self._on_sample(None)
 
+    def _take_looks(self) -> None:
+        """What workers have seen before their first batch. What breaks one there is for later."""
+        assert self._pool is not None
+        pool, wanted, found = self._pool, self._looks, {}
+        self._looks = ()
+        try:
+            for key in wanted:
+                _, found[key.indices[0]] = pool.next(timeout_s=_LOOK_S, on_wait=self._on_wait)
+        except PoolError as error:
+            if error.worker >= 0:
+                self._kills.has_killed(pool, error.worker)
+            self._end_pool(grace_s=0.0)
+            self._start_pool()
+        self._on_look(found)
+
     def _start_pool(self) -> None:
-        keys = self._keys(self._step)
+        keys = chain(self._looks, self._keys(self._step))
         self._pool = WorkerPool(self._source, keys, settings=self._pool_settings())
         self._on_workers(self._pool.pids)
 

@@ -18,6 +18,7 @@ import torch
 
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.data.permutation import mix64
+from ddp_runner.data.sample_hash import sample_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +30,14 @@ _SALT = 0x5A17ED5EED5A17ED  # keeps the seeds of samples apart from the keys of 
 
 
 class BatchKey(NamedTuple):
-    """Names one micro-batch; what the index stream carries to a worker."""
+    """Names one micro-batch; what the index stream carries to a worker.
+
+    ``hashed``: of each sample only a hash is wanted (:mod:`sample_hash`).
+    """
 
     epoch: int
     indices: tuple[int, ...]
+    hashed: bool = False
 
 
 def unobserved(_index: int) -> None:
@@ -115,7 +120,7 @@ class SampleSource:
         if isinstance(samples, SampleFailed):
             return samples
         try:
-            return self._collate(samples)
+            return list(map(sample_hash, samples)) if key.hashed else self._collate(samples)
         except Exception as error:  # noqa: BLE001 - the loader-fetch boundary (STYLE 3)
             return failed(error, indices=key.indices)
 

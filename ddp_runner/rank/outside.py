@@ -240,7 +240,8 @@ def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int)
     except FaultError as error:
         cause = printable(error.fault.without(runtime.logger.hidden).cause)
         sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {cause}\n")
-        return int(ExitCode.FAILED)
+        is_bad_input = error.fault.kind is FaultKind.BAD_INPUT  # found with the other ranks
+        return int(ExitCode.BAD_USAGE if is_bad_input else ExitCode.FAILED)
     status = STATUS_OF_REASON[report.reason]
     if place.rank == 0:
         _write_summary(settings, runtime, report, status=status)

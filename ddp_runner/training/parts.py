@@ -13,6 +13,7 @@ from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.build import Workload
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.same_data import SameData
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.state import TrainState
 
@@ -34,3 +35,4 @@ class RankParts:
     progress: Progress
     saving: Saving
     on_wait: Callable[[], None]
+    same_data: SameData

@@ -24,7 +24,7 @@ from ddp_runner.core.duties import last_save_due, saves_to_skip
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
+from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.wishes import Wishes
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.build import Workload, versions
@@ -52,7 +52,9 @@ class Saving:
         memory: MemoryManager,
         runtime: Runtime,
         progress: Progress,
+        data: Callable[[], Mapping[str, JsonValue]] = dict,
     ) -> None:
+        """``data``: what the ranks have seen of their data, for the file."""
         self._settings = settings
         self._workload = workload
         self._state = state
@@ -60,6 +62,7 @@ class Saving:
         self._memory = memory
         self._runtime = runtime
         self._progress = progress
+        self._data = data
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, told=self._disk_faults)
         self._saver = BackgroundSaver()
@@ -326,6 +329,7 @@ class Saving:
             settings_digest=self._workload.settings_digest,
             recipe=dict(self._workload.recipe),
             changes=self._state.changes,
+            data=self._data(),
             monitored=self._monitored(),
             reason=reason,
             pace=self._pace.to_record(now_s=time.monotonic()),

@@ -73,6 +73,7 @@ from ddp_runner.training.quiet import quiet_torch
 from ddp_runner.training.rehearsal import rehearse_threads
 from ddp_runner.training.report import TrainReport, finished_message, report_of, start_notes
 from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
+from ddp_runner.training.same_data import SameData
 from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.stages import StageClock
@@ -120,8 +121,8 @@ class DDPTrainer:
         Raises BadInputError for settings, data or a checkpoint that do not fit, and FaultError for
         a fault that this process does not survive, or where the run ends without it.
         """
-        parts, run_id = self._prepare()
-        with contextlib.closing(parts.loader):
+        with contextlib.ExitStack() as ending:
+            parts, run_id = self._prepare(ending)
             while True:
                 generation = self._runtime.next_generation(_ready(parts, self._place, run_id))
                 if generation is None:
@@ -175,7 +176,7 @@ class DDPTrainer:
         """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
         logger = self._runtime.logger
         # Where a disk refused us, or a value was of no use, is in our own code: the plan tells it.
-        of_no_use = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED}
+        of_no_use = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
         for_file = fault.kind in VICTIM_KINDS | of_no_use
         for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry
         if for_file or (fault.kind in MENDED_BY_RANK and fault.may_retry):
@@ -183,7 +184,8 @@ class DDPTrainer:
         else:
             logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)
 
-    def _prepare(self) -> tuple[RankParts, str]:
+    def _prepare(self, ending: contextlib.ExitStack) -> tuple[RankParts, str]:
+        """What this rank trains with, and its run; what has to be closed is left to ``ending``."""
         slot = self._runtime.slot
         slot.stamp(Phase.STARTUP, time.monotonic_ns())
         slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
@@ -191,6 +193,9 @@ class DDPTrainer:
         settings = self.settings
         stages = StageClock(self._runtime)
         workload, state = build_workload(settings, self._place, entering=stages.enter)
+        on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
+        same_data = SameData(settings, workload, self._runtime, on_wait=on_wait)
+        ending.callback(same_data.close)
         store = CheckpointStore(
             Path(settings.run.checkpoint_dir),
             keep_last=settings.checkpoint.keep_last,
@@ -208,11 +213,12 @@ class DDPTrainer:
                 if loaded.path.parent.resolve() == store.directory.resolve():
                     progress.checkpoint_step = state.committed_step  # else it is to be saved here
                 self._tell_of_old_order(state)
+                same_data.compare_with(loaded, workload, state)
                 self._look_back(loaded, workload, state, progress)
         stages.enter(Stage.NONE)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
-        on_wait = waiting(self._runtime, is_leaving=lambda: self._switch.tripped)
         loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)
+        ending.callback(loader.close)
         memory = MemoryManager(
             settings.memory,
             rank=self._place.rank,
@@ -238,8 +244,10 @@ class DDPTrainer:
                 memory=memory,
                 runtime=self._runtime,
                 progress=progress,
+                data=lambda: same_data.record,
             ),
             on_wait=on_wait,
+            same_data=same_data,
         )
         if loaded is not None:
             parts.saving.resumed(loaded)
@@ -343,6 +351,7 @@ class DDPTrainer:
     def _agree_on_state(self, group: Group, parts: RankParts) -> int:
         """Bring every rank to the newest committed step; returns the rank it came from."""
         state, slot = parts.state, self._runtime.slot
+        parts.same_data.compare(group, parts.loader)
         answers = self._standings(group, state, "committed_step")
         if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
             slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
