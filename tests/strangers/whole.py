@@ -43,8 +43,8 @@ def tried(
 
 
 def _agreed(stranger: Stranger, calm: Outcome, again: Outcome) -> str:
-    """Whether another run in peace, without workers, has the same weights; or both say that they may not."""
-    if calm.digest == again.digest or not (calm.is_exact or again.is_exact):
+    """Whether another run in peace, without workers, has the same weights; or one says that it may not."""
+    if calm.digest == again.digest or not (calm.is_exact and again.is_exact):
         return verdict(stranger, again, calm=calm)
     return "wrong: two runs in peace have other weights, and that is not told"
 
