@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,13 +43,23 @@ class Signal(IntEnum):
     TROUBLE = (
         4  # 2**rank of each rank whose own loss was not finite or too high, the first 20 ranks
     )
+    RELAID = 5  # ranks where a buffer has another shape or type than after the step before
 
 
 class _LossModule(nn.Module):
     """What DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
 
-    def __init__(self, model: nn.Module, loss: Loss, *, device: torch.device, rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        device: torch.device,
+        rank: int,
+        is_relaid: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
+        self._is_relaid = is_relaid
         self.model = model
         self.signal = nn.Parameter(torch.zeros(len(Signal), device=device))
         self._loss = loss
@@ -75,7 +86,21 @@ class _LossModule(nn.Module):
         broken = fine.logical_not().float() * self._untold
         self._untold.sub_(broken)
         carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
+        if self._is_relaid():
+            carried[Signal.RELAID] += 1.0
         return weighted + torch.dot(self.signal, carried)
+
+
+class Relaid(Protocol):
+    """Buffers whose shapes and types may change."""
+
+    def layouts(self) -> Mapping[str, Any]:
+        """As they are now, by name; plain."""
+        ...
+
+    def agree_on_layouts(self, found: Sequence[Mapping[str, Any]]) -> None:
+        """Take those of the first rank where they have to be alike; ``found``: every rank's."""
+        ...
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -128,10 +153,20 @@ class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, *, group: Group, settings: DdpSettings, slot: Slot
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        group: Group,
+        settings: DdpSettings,
+        slot: Slot,
+        is_relaid: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``is_relaid``: whether a step has changed the shape or type of a buffer."""
         self.group = group
-        self._module = _LossModule(model, loss, device=group.device, rank=group.rank)
+        self._module = _LossModule(
+            model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid
+        )
         self._slot = slot
         self._reduce_since_ns = time.monotonic_ns()
         self._ddp = DistributedDataParallel(
@@ -266,6 +301,15 @@ class Replica:
             return
         for device in sorted({buffer.device for buffer in buffers}, key=str):
             self._share([buffer for buffer in buffers if buffer.device == device])
+
+    def share_layouts(self, buffers: Relaid, *, step: int) -> None:
+        """Bring every rank's buffers to one layout, where some rank's has changed.
+
+        Every rank must call it, before :meth:`share_buffers`.
+        """
+        with waiting_for_peers(self._slot):
+            found = self.group.exchange(f"layouts/{step}", json.dumps(buffers.layouts()))
+        buffers.agree_on_layouts([json.loads(one) for one in found])
 
     def _share(self, buffers: list[Tensor]) -> None:
         # Large elements first, so that each begins where its type may begin.

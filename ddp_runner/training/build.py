@@ -41,6 +41,7 @@ from ddp_runner.training.optimizer import build_optimizer
 from ddp_runner.training.precision import Precision
 from ddp_runner.training.rng import seed_all
 from ddp_runner.training.runtime import Place
+from ddp_runner.training.side_state import SideState
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets, Task
 from ddp_runner.training.tuning import Tuning
@@ -233,8 +234,14 @@ def backend_of(settings: Settings, device: torch.device) -> str:
 
 
 def _empty_state(
-    settings: Settings, model: nn.Module, device: torch.device, *, workload: Workload
+    settings: Settings,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    workload: Workload,
+    task: Task | None = None,
 ) -> TrainState:
+    """``task``: the one that made ``model``, where it is not the workload's own."""
     order, validation_samples = workload.order, workload.validation_samples
     return TrainState(
         model=model,
@@ -251,6 +258,11 @@ def _empty_state(
             _empty_quarantine(settings, validation_samples) if validation_samples else None
         ),
         stream=StreamPosition() if isinstance(order, StreamOrder) else None,
+        side=SideState(
+            model,
+            task or workload.task,
+            apart=(workload.datasets.train, workload.datasets.validation),
+        ),
         tuning=Tuning(
             micro_batch_size=settings.data.micro_batch_size or settings.data.batch_size,
             evaluation_batch_size=settings.data.batch_size,
@@ -283,6 +295,7 @@ def load_start(
         _restore(settings, state, loaded.state, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
         state.begun_step = state.committed_step
+        state.is_rehearsed = False  # by another launch
         state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
         note_changes(loaded, state, recipe=workload.recipe)
         return loaded
@@ -380,7 +393,8 @@ def _first_state(
     """What the run began with, made once more; for that time there are two models."""
     seed_all(settings.run.seed)
     # A task may keep the model that it makes, for its loss: the one that is trained must stay there.
-    model = copy.copy(workload.task).build_model().to(workload.device)
+    task = copy.copy(workload.task)
+    model = task.build_model().to(workload.device)
     trained = set(map(id, state.model.parameters()))
     if not trained.isdisjoint(map(id, model.parameters())):
         raise FaultError(
@@ -389,8 +403,9 @@ def _first_state(
                 " gives the model that was trained instead of a new one"
             )
         )
-    first = _empty_state(settings, model, workload.device, workload=workload)
+    first = _empty_state(settings, model, workload.device, workload=workload, task=task)
     first.order_version = state.order_version
+    first.side.follow(state.side.followed_names())
     _begin_anew(settings, first)
     return first.capture()
 
@@ -446,7 +461,8 @@ def _restore(
     if not isinstance(found, Mapping):
         raise BadInputError("--resume", where, "holds no model")
     weights = read_as(found, state.weights())
-    check_weights(weights, state, option="--resume", value=where)
+    relaid = [name for name in saved.get("relaid", []) if isinstance(name, str)]
+    check_weights(weights, state, option="--resume", value=where, relaid=relaid)
     try:
         wrong = misfit(saved, state)
         if not wrong:

@@ -63,14 +63,21 @@ class Ema:
     def _buffer_copies(self) -> dict[str, Tensor]:
         return {name: live.detach().clone() for name, live in self._live_buffers().items()}
 
+    def _has_their_layout(self, live: Mapping[str, Tensor]) -> bool:
+        kept = self._buffers
+        return kept.keys() == live.keys() and all(
+            kept[name].shape == one.shape and kept[name].dtype == one.dtype
+            for name, one in live.items()
+        )
+
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         """Take in the weights after one optimizer step."""
         if not self.started:
             self.start(model)
             return
-        if model is self._model and self._buffers.keys() != self._live_buffers().keys():
-            self._buffers = self._buffer_copies()  # one registered as None was filled
+        if model is self._model and not self._has_their_layout(self._live_buffers()):
+            self._buffers = self._buffer_copies()  # one was filled, has grown, or has another type
         self._attach(model)
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))

@@ -6,7 +6,7 @@ taken over before it was looked at here. Changes nothing but room for buffers th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +23,18 @@ _OF_THE_TASK = ("stream",)  # whose dataset may put what it likes there
 
 
 def check_weights(
-    weights: Mapping[str, Any], state: TrainState, *, option: str, value: str
+    weights: Mapping[str, Any],
+    state: TrainState,
+    *,
+    option: str,
+    value: str,
+    relaid: Iterable[str] = (),
 ) -> None:
-    """Raise BadInputError where ``weights`` are not those of the model, by names, shapes and types."""
-    state.buffers.make_room({k: v for k, v in weights.items() if isinstance(v, Tensor)})
+    """Raise BadInputError where ``weights`` are not those of the model, by names, shapes and types.
+
+    ``relaid``: the buffers whose shapes and types steps change: those of the file hold.
+    """
+    state.buffers.make_room({k: v for k, v in weights.items() if isinstance(v, Tensor)}, relaid)
     differences = check_state_dict(weights, state.weights())
     if differences:
         raise BadInputError(option, value, f"holds another model: {_listed(differences)}")
@@ -46,6 +54,7 @@ def misfit(saved: Mapping[str, Any], state: TrainState) -> str:
 
     ``model`` is for :func:`check_weights`. Parts that an earlier version did not write are no misfit.
     """
+    state.take_flags(saved)
     own = state.capture()
     parts = {name: value for name, value in own.items() if name not in _LOOKED_AT_APART}
     parts.update({name: {} for name in _OF_THE_TASK if name in parts})

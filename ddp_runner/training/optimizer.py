@@ -45,8 +45,30 @@ def build_optimizer(
         [{"params": params, "weight_decay": decay} for params, decay in groups if params],
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,  # of a group that is added later
         fused=_can_fuse(trainable, device=device),
     )
+
+
+def take_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Have ``optimizer``, of :func:`build_optimizer`, update what requires a gradient since then too.
+
+    The parameters stand in the model's order again, whichever came when. None is taken out: one
+    that is frozen has no gradient, and is not updated.
+    """
+    known = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+    wanted = [one for one in model.parameters() if one.requires_grad or id(one) in known]
+    if len(wanted) == len(known):
+        return
+    for is_matrix in (True, False):
+        members = [one for one in wanted if (one.ndim >= 2) is is_matrix]
+        groups = [g for g in optimizer.param_groups if (g["params"][0].ndim >= 2) is is_matrix]
+        if groups:
+            groups[0]["params"] = members
+        elif members:
+            options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+            decay = 0.0 if not is_matrix else optimizer.defaults["weight_decay"]
+            optimizer.add_param_group({**options, "params": members, "weight_decay": decay})
 
 
 def _can_fuse(parameters: list[nn.Parameter], *, device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.duties import Duties, duties_after
 from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted, Metrics
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
@@ -21,14 +22,17 @@ from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.evaluation import evaluate
 from ddp_runner.training.feeding import make_validation_loader
+from ddp_runner.training.first_step import FirstStep
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.saving import INTERVAL
-from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes
+from ddp_runner.training.step import FlagsChangedError, Stepper, StepResult, StepRules, Votes
 from ddp_runner.training.streams import StreamWatch
 from ddp_runner.training.tuning import AdaptRules, adapt
+
+WRAPS_MAX = 3  # of one step
 
 
 class Session:
@@ -48,6 +52,10 @@ class Session:
         self._group = group
         self._guard = Guard(parts, group)
         self._adapt_rules = AdaptRules.of(settings)
+        state.buffers.form_anew()
+        self._first = FirstStep(parts, group)
+        if not self._at_end():
+            self._first.rehearse(self._rules(), take=self._take)
         self._wrap()
         self._helpers = Helpers(workload.task, warn=self._warn_once)
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
@@ -78,33 +86,50 @@ class Session:
                 self._settings.ddp, find_unused_parameters=tuning.find_unused_parameters
             ),
             slot=self._runtime.slot,
+            is_relaid=self._state.buffers.is_relaid,
         )
         self._stepper = Stepper(
-            self._state,
-            self._replica,
-            rules=StepRules(
-                seed=self._settings.run.seed,
-                rank=self._group.rank,
-                global_batch=workload.global_batch,
-                total_steps=workload.length.total_steps,
-                optim=self._settings.optim,
-                device=workload.device,
-                watch_use=self._adapt_rules.watch_use(tuning),
-            ),
-            slot=self._runtime.slot,
+            self._state, self._replica, rules=self._rules(), slot=self._runtime.slot
+        )
+
+    def _rules(self) -> StepRules:
+        workload = self._workload
+        return StepRules(
+            seed=self._settings.run.seed,
+            rank=self._group.rank,
+            global_batch=workload.global_batch,
+            total_steps=workload.length.total_steps,
+            optim=self._settings.optim,
+            device=workload.device,
+            watch_use=self._adapt_rules.watch_use(self._state.tuning),
         )
 
     def settle(self) -> None:
         """Bring DDP's bucket layout to its final form where that needs a first backward."""
-        if not self._state.tuning.find_unused_parameters and not self._at_end():
-            self._stepper.settle(self._take_copy(self._state.committed_step))
+        for _ in range(WRAPS_MAX):
+            if self._state.tuning.find_unused_parameters or self._at_end():
+                return
+            try:
+                self._stepper.settle(self._take_copy(self._state.committed_step))
+            except FlagsChangedError:
+                self._wrap_anew()
+            else:
+                return
+        raise _flips()
+
+    def _wrap_anew(self) -> None:
+        """After forward has changed which parameters require a gradient, which DDP does not expect."""
+        self._state.drop_unfinished_step()
+        self._state.train_unfrozen()
+        self._replica.close()
+        self._wrap()
 
     def train(self) -> StopReason:
         """Train to the end of the run or to a stop that the ranks agreed on."""
         if self._state.monitor.target_reached:  # by the run that is being resumed
             return StopReason.COMPLETED
         self._runtime.slot.set(Cell.COLLECTIVES, collectives_begun())
-        stop = self._attend_to_unattended()
+        stop, wraps = self._attend_to_unattended(), 0
         while stop is None and not self._at_end():
             self._adapt()
             began_ns = time.monotonic_ns()
@@ -115,9 +140,19 @@ class Session:
             waited_ns = int(self._loader.waited_s * 1e9)
             votes = Votes(stop=self._runtime.stop_asked(), save=self._wants_save())
             aside_ns = self._aside_ns()
-            result = self._stepper.run(
-                micro_batches, votes=votes, may_commit=self._guard.may_commit
-            )
+            try:
+                with self._first.watched(self._stepper):
+                    result = self._stepper.run(
+                        micro_batches, votes=votes, may_commit=self._guard.may_commit
+                    )
+            except FlagsChangedError:
+                wraps += 1
+                if wraps == WRAPS_MAX:
+                    raise _flips() from None
+                self._wrap_anew()
+                self.settle()
+                continue
+            wraps = 0
             slot.set(Cell.COLLECTIVES, collectives_begun())
             if result is None:  # the state is an older one
                 continue
@@ -250,6 +285,7 @@ class Session:
             overflowed=result.overflowed,
         )
         self._progress.loss = result.loss
+        self._first.compare(result.step)
         self._runtime.slot.set_loss(result.loss)
         self._write_audit(result, epoch, micro_batches)
         if not result.applied and self._guard.skipped(
@@ -335,6 +371,7 @@ class Session:
         slot = self._runtime.slot
         slot.stamp(Phase.EVALUATE, began_ns)
         ema, model = self._state.ema, self._state.model
+        self._state.side.look()
         with (
             contextlib.nullcontext() if ema is None else ema.swapped_in(model),
             make_validation_loader(self._parts, self._group) as loader,
@@ -353,7 +390,7 @@ class Session:
                 round_done=self._count_done,
             )
         # What is saved, and compared at the end, is what the steps made.
-        self._state.buffers.drop()
+        self._state.drop_evaluation()
         slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
         if evaluation.loss is None:
             return evaluation.stop
@@ -410,3 +447,17 @@ class Session:
             loss=result.loss,
         )
         self._audit.append(line)
+
+
+def _flips() -> FaultError:
+    """The error of a loss that changes requires_grad to something else each time it is called."""
+    return FaultError(
+        Fault(
+            kind=FaultKind.RANK_RAISED,
+            rank=-1,
+            step=0,
+            cause="loss() changes requires_grad of parameters each time it is called, also for one step",
+            at_ns=time.monotonic_ns(),
+            may_retry=False,
+        )
+    )

@@ -18,7 +18,9 @@ from ddp_runner.training.buffers import Buffers
 from ddp_runner.training.ema import Ema
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
+from ddp_runner.training.optimizer import take_in
 from ddp_runner.training.precision import Precision
+from ddp_runner.training.side_state import SideState
 from ddp_runner.training.tuning import Tuning
 
 
@@ -44,6 +46,7 @@ class TrainState:
         quarantine: Quarantine,
         validation_quarantine: Quarantine | None = None,
         stream: StreamPosition | None = None,
+        side: SideState | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -68,6 +71,11 @@ class TrainState:
         self.changes: tuple[str, ...] = ()  # of how its steps were computed, over all launches
         self.before_change: Callable[[], None] = _nobody_reads
         self.buffers = Buffers(model)
+        self.side = side or SideState(model)
+        self.is_rehearsed = False  # what a step changes has been looked at, by this launch
+        self.lost: list[str] = []  # of the model's own, what could not be put back
+        self._made_with = self._flags()
+        self._parameters = list(model.parameters())
 
     def weights(self) -> dict[str, Any]:
         """The model's state under its bare names; references, not copies."""
@@ -102,6 +110,15 @@ class TrainState:
             state["changes"] = list(self.changes)
         if followed := self.buffers.followed_names():
             state["followed"] = followed
+        if relaid := self.buffers.relaid_names():
+            state["relaid"] = relaid
+        if self.is_rehearsed:
+            state["rehearsed"] = True
+        if side := self.side.to_record():
+            state["side"] = side
+        flags = {n: flag for n, flag in self._flags().items() if flag != self._made_with[n]}
+        if flags:
+            state["requires_grad"] = flags
         if self.validation_quarantine is not None:
             state["validation_quarantine"] = self.validation_quarantine.to_record()
         if self.stream is not None:
@@ -120,7 +137,8 @@ class TrainState:
             tensors += [value for value in entry.values() if isinstance(value, Tensor)]
         if self.ema is not None:
             tensors += self.ema.averages()
-        written = {storage_key(one) for one in (*self.buffers.live(), *self.buffers.followed())}
+        changing = (*self.buffers.live(), *self.buffers.followed(), *self.side.tensors())
+        written = {storage_key(one) for one in changing}
         return [tensor for tensor in tensors if storage_key(tensor) not in written]
 
     def replicated(self) -> dict[str, Tensor]:
@@ -147,7 +165,7 @@ class TrainState:
         self.committed_step = EMPTY_STEP
         self.order_version = known_order_version(int(state.get("order", FIRST_ORDER_VERSION)))
         weights = read_as(state["model"], self.weights())
-        self.buffers.make_room(weights)
+        self.prepare_for(state, weights)
         load_bare_state(self.model, weights)
         self.optimizer.load_state_dict(self.optimizer_state_of(state))
         self.precision.load_state_dict(state["scaler"])
@@ -169,8 +187,35 @@ class TrainState:
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
         self.buffers.keep()
+        self.side.restore(state.get("side", {}))
+        self.is_rehearsed = bool(state.get("rehearsed", False))
         self.committed_step = int(state["counters"]["committed_step"])
+        self.side.keep(self.committed_step)
         self.is_in_doubt = False
+
+    def prepare_for(self, state: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+        """Give buffers the shapes, and parameters the flags, that they have in a captured state."""
+        tensors = {name: one for name, one in weights.items() if isinstance(one, Tensor)}
+        self.buffers.make_room(tensors, state.get("relaid", ()))
+        self.take_flags(state)
+
+    def take_flags(self, state: Mapping[str, Any]) -> None:
+        """Have the parameters require a gradient that do in a captured state, and no others."""
+        flags = state.get("requires_grad", {})
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(bool(flags.get(name, self._made_with[name])))
+        self.train_unfrozen()
+
+    def train_unfrozen(self) -> None:
+        """Have the optimizer update what requires a gradient by now and did not when it was made."""
+        take_in(self.optimizer, self.model)
+
+    def flags(self) -> list[bool]:
+        """Which parameters require a gradient, in the model's order; asked for in every forward."""
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _flags(self) -> dict[str, bool]:
+        return {name: one.requires_grad for name, one in self.named_parameters()}
 
     # INVARIANT moments-by-name: what the optimizer knows of a parameter goes to the parameter of that name.
     # Broken if: it is taken over by position, and a model's parts come in another order (of a set, say).
@@ -214,9 +259,21 @@ class TrainState:
             self.buffers.hold_frozen()
 
     def drop_unfinished_step(self) -> None:
-        """Forget what an unfinished step changed: gradients, and buffers that forward updated."""
+        """Forget what an unfinished step changed: gradients, and what forward and loss have written."""
         self.optimizer.zero_grad(set_to_none=True)
+        self.lost += self.buffers.drop()
+        self.side.drop()
+
+    def drop_evaluation(self) -> None:
+        """Forget what an evaluation has changed, after :meth:`SideState.look`: steps make the state."""
         self.buffers.drop()
+        self.side.drop()
+        self.take_lost()  # a tensor that it is the first to change stays so, on all ranks alike
+
+    def take_lost(self) -> list[str]:
+        """What of a given-up step, or of another process, could not be put back, since this was asked."""
+        found, self.lost = [f"model.{name}" for name in self.lost], []
+        return found + self.side.take_lost()
 
     def trainable(self) -> list[Tensor]:
         """The parameters that the optimizer updates."""

@@ -68,6 +68,10 @@ class StepResult:
     save: bool
 
 
+class FlagsChangedError(Exception):
+    """Forward has changed which parameters require a gradient: DDP must be told, and the step done again."""
+
+
 class Stepper:
     """Runs the steps of one generation on this rank."""
 
@@ -79,6 +83,7 @@ class Stepper:
         self._rules = rules
         self._slot = slot
         self._parameters = state.trainable()
+        self._flags = state.flags()
         self._notes: ShareNotes | None = None  # of the step in hand, where somebody wants them
 
     @contextlib.contextmanager
@@ -126,6 +131,8 @@ class Stepper:
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         signals = self._replica.signals(scale=scale)
         self._slot.reach(Moment.REDUCED)
+        if signals[Signal.RELAID] > 0:
+            self._replica.share_layouts(self._state.buffers, step=self._state.committed_step)
         self._replica.share_buffers(self._state.buffers.live())
         if not may_commit():
             return None
@@ -206,6 +213,7 @@ class Stepper:
             step=step,
             reduces=reduces,
             notes=self._notes,
+            flags=self._flags,
         )
 
     def _gradient_norm(self) -> float:
@@ -225,6 +233,7 @@ class Stepper:
         # Broken if: the optimizer runs outside the two stores.
         # Guarded by: test_half_updated_weights_never_spread.
         slot.set(Cell.DIRTY, 1)
+        state.buffers.notice()
         if applied:
             apply_learning_rate(state.optimizer, rate)
             if state.precision.scaler.is_enabled():
@@ -235,13 +244,13 @@ class Stepper:
                 state.ema.update(state.model)
         if state.precision.scaler.is_enabled():
             state.precision.scaler.update()
-        state.buffers.notice()
         if applied:
             state.buffers.keep()
         else:
             state.buffers.drop()
         state.committed_step += 1
         state.samples += self._rules.global_batch
+        state.side.keep(state.committed_step)
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.DIRTY, 0)
 
@@ -258,8 +267,13 @@ def accumulate(
     step: int,
     reduces: bool = True,
     notes: ShareNotes | None = None,
+    flags: Sequence[bool] | None = None,
 ) -> None:
-    """Forward and backward of a rank's share of ``step``, the sum over ranks included where it ``reduces``."""
+    """Forward and backward of a rank's share of ``step``, the sum over ranks included where it ``reduces``.
+
+    ``flags``: which parameters DDP expects to require a gradient; FlagsChangedError where forward has
+    changed that.
+    """
     state.model.train()
     replica.zero_gradients()
     wishes = _as_signals(votes, rules.device)
@@ -282,6 +296,11 @@ def accumulate(
                 )
             if notes is not None:
                 notes.loss(loss)
+            # INVARIANT wrapped-as-trained: DDP sums the gradients of just those parameters that
+            # required one when it wrapped the model. Broken if: a backward follows a forward that
+            # has changed which do. Guarded by: test_layers_unfrozen_or_frozen_while_training.
+            if flags is not None and state.flags() != flags:
+                raise FlagsChangedError
             slot.stamp(Phase.BACKWARD, time.monotonic_ns())
             scaled = state.precision.scaler.scale(loss)
             if reduces:

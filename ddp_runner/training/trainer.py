@@ -62,6 +62,7 @@ from ddp_runner.training.feeding import (
     open_quarantine,
     waiting,
 )
+from ddp_runner.training.first_step import tell_lost
 from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.given import give_average, with_task_named
 from ddp_runner.training.helpers import Helpers
@@ -329,6 +330,7 @@ class DDPTrainer:
             self._began = True
             with contextlib.closing(session):
                 session.settle()
+                tell_lost(parts)
                 slot.stamp(Phase.FORMING, time.monotonic_ns())
                 self._runtime.tell(
                     Formed(

@@ -112,8 +112,10 @@ def micro_batches(step, rank, *, micro_steps=1, poison=0.0):
 
 
 def bits_of(state):
-    """Everything in a captured state as values that are equal exactly when every bit is."""
-    return as_plain(state.capture())
+    """What a captured state holds of the model's own, as values that are equal exactly when every bit is."""
+    captured = state.capture()
+    captured.pop("side", None)
+    return as_plain(captured)
 
 
 def as_plain(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
@@ -47,11 +48,12 @@ class WrongTask(SmallTask):
         super().__init__()
         self._at = {int(call) for call in str(at).split("+") if call}
         self._since = since
-        self._training_calls = 0
+        self._own_calls = (
+            itertools.count()
+        )  # no state: it goes on over roll-backs; 0 is the rehearsal
 
     def loss(self, model, batch):
-        self._training_calls += model.training
-        call, wrong = self._training_calls, os.environ["RANK"] == "1"
+        call, wrong = next(self._own_calls) if model.training else 0, os.environ["RANK"] == "1"
         assert call < 10 * STEPS, "rolled back for ever"
         if model.training and wrong and (call in self._at or call >= self._since):
             with torch.no_grad():
@@ -106,13 +108,15 @@ class BrokenTask(SmallTask):
 
     def __init__(self):
         super().__init__()
-        self._training_calls = 0
+        self._own_calls = (
+            itertools.count()
+        )  # no state: it goes on over roll-backs; 0 is the rehearsal
 
     def loss(self, model, batch):
-        self._training_calls += model.training
+        call = next(self._own_calls) if model.training else 0
         broken = os.environ["RANK"] == "1" and "BROKEN" in os.environ
         loss = super().loss(model, batch)
-        return loss * float("nan") if broken and self._training_calls in (4, 5) else loss
+        return loss * float("nan") if broken and call in (4, 5) else loss
 
 
 def _break_in_a_world(me, port, config, environment=()):

@@ -259,7 +259,8 @@ def test_the_workers_of_an_evaluation_count_beside_those_of_training(tmp_path):
         **{"memory.memory_check_interval": 1, "evaluate_every_steps": 5},
     )
     seen, digest = run_ranks(_pids_measured, 1, config)[0]
-    assert {*seen} == {(True, 2), (False, 1)}
+    assert {*seen} == {(False, 0), (True, 2), (False, 1)}
+    assert seen.index((False, 0)) == 0  # what the first step needs, before there are workers
     assert digest == train_alone(settings(tmp_path / "calm", num_workers=1)).weights_sha256
 
 
