@@ -21,6 +21,7 @@ _MODULE_OF_COMMAND = {
     "report": "ddp_runner.cli.report",
     "doctor": "ddp_runner.cli.doctor",
     "demo": "ddp_runner.cli.demo",
+    "check": "ddp_runner.cli.check",
 }
 _LATER = ("run",)
 

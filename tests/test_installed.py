@@ -116,7 +116,7 @@ def test_what_is_installed_trains_and_speaks_of_its_own_command(installed, tmp_p
     (tmp_path / "mine.py").write_text(TASK)
     pages = [
         ["--help"],
-        *([name, "--help"] for name in ("report", "checkpoints", "doctor", "demo")),
+        *([name, "--help"] for name in ("report", "checkpoints", "doctor", "demo", "check")),
     ]
     for words in (*pages, ["--help-settings"], ["trian"], ["report"], ["--task", "none.py"]):
         done = answer(command, *words, cwd=tmp_path)

@@ -5,6 +5,8 @@ checkpoints  `checkpoints list|verify`
 report       `report`: a run's summary for people
 doctor       `doctor`: can this machine train?
 demo         `demo`: train in peace and under faults, and compare the weights
+check        `check`: the same for a task of the user's, as a table of what holds
+scratch      the temporary folder of both, and signals that end them
 acts         the faults of the demo, and the settings of its runs
 repairs      a journal's incidents, as values
 tables       the demo's tables of them

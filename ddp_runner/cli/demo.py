@@ -6,28 +6,22 @@ rank; everything told afterwards is read from the journal of the run.
 
 from __future__ import annotations
 
-import shutil
-import signal
-import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_runner.cli.acts import CHANGING_SETTINGS, SETTINGS, Blow, Script, script_for
 from ddp_runner.cli.arguments import parse_small
 from ddp_runner.cli.repairs import Repaired, read_journal, read_repairs
+from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.tables import show_changes, show_repairs
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import InjectKind
 from ddp_runner.launcher import RunResult, launch
 from ddp_runner.start import COMMAND
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 NPROC = ("--nproc-per-node", "-n")
 KEEP = "--keep"
@@ -64,22 +58,7 @@ def run(words: Sequence[str]) -> int:
 
 def perform(script: Script, *, keep: bool) -> int:
     """Train in a temporary folder and compare; the exit code."""
-    folder = Path(tempfile.mkdtemp(prefix="ddp_runner_demo_"))
-    kept = keep
-    try:
-        with _ended_by_signals():
-            exit_code = _train_and_compare(script, folder)
-        kept = keep or exit_code is ExitCode.FAILED
-    except KeyboardInterrupt:
-        exit_code = ExitCode.INTERRUPTED
-    finally:
-        if not kept:
-            shutil.rmtree(folder)
-    if exit_code is ExitCode.INTERRUPTED:
-        _say("\ndemo: interrupted; everything it started has ended")
-    if kept:
-        _say(f"logs and checkpoints of the runs: {folder}")
-    return exit_code
+    return in_temporary_folder("demo", partial(_train_and_compare, script), keep=keep)
 
 
 def _train_and_compare(script: Script, folder: Path) -> ExitCode:
@@ -90,12 +69,12 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
         ("with changes", script.changing, f"faults that change what is computed, {apart}"),
     )
     played = [act for act in acts if act[1] or act is acts[0]]
-    _say(f"demo: {script.world_size} ranks train the same small model, {script.steps} steps")
+    say_now(f"demo: {script.world_size} ranks train the same small model, {script.steps} steps")
     runs: list[tuple[str, Mapping[str, Any]]] = []
     complete = True
     for number, (name, blows, title) in enumerate(played, start=1):
         count = f"{sum(map(len, blows))} " if blows else ""
-        _say(f"\n{number} of {len(played)}: {count}{title}\n")
+        say_now(f"\n{number} of {len(played)}: {count}{title}\n")
         result = _train(script, folder / name.replace(" ", "_"), blows)
         if result.summary is None or result.exit_code != ExitCode.DONE:
             return _unfinished(result)
@@ -105,8 +84,8 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
             (show_repairs if blows is script.harmless else show_changes)(repairs)
             complete &= _are_all_there(repairs, blows)
         for reason in result.summary["inexact_reasons"]:
-            _say(f" exact: false, {reason}")
-    _say("")
+            say_now(f" exact: false, {reason}")
+    say_now("")
     for name, summary in runs:
         print(
             f" {name:<13} {summary['wall_s']:5.1f} s   weights {str(summary['weights_sha256'])[:16]}"
@@ -114,7 +93,7 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
         )
     alike = [summary for (_, summary), act in zip(runs, played, strict=True) if act is not acts[2]]
     identical = len({summary["weights_sha256"] for summary in alike}) == 1
-    _say(f" identical weights: {'yes' if identical else 'no'}")
+    say_now(f" identical weights: {'yes' if identical else 'no'}")
     return ExitCode.DONE if identical and complete else ExitCode.FAILED
 
 
@@ -124,7 +103,7 @@ def _are_all_there(repairs: Sequence[Repaired], blows: tuple[Blow, ...]) -> bool
     found = Counter(repair.injected for repair in repairs)
     seen = sum(min(count, found[kind]) for kind, count in asked.items())
     if seen < asked.total():
-        _say(f" only {seen} of {asked.total()} faults are in the journal")
+        say_now(f" only {seen} of {asked.total()} faults are in the journal")
     return seen == asked.total()
 
 
@@ -147,30 +126,5 @@ def _unfinished(result: RunResult) -> ExitCode:
     """A run that did not train to its end: stopped by a signal, or failed, which it has told."""
     if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
         return ExitCode.INTERRUPTED
-    _say(f"demo: that run ended with exit code {result.exit_code}")
+    say_now(f"demo: that run ended with exit code {result.exit_code}")
     return ExitCode.FAILED
-
-
-def _say(text: str) -> None:
-    print(text)
-    sys.stdout.flush()  # what follows is often a child's, on the same descriptor
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP end the block as Ctrl-C does; an ignored SIGHUP stays ignored."""
-    numbers = [signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, before[number])
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise KeyboardInterrupt

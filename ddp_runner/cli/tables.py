@@ -1,4 +1,4 @@
-"""The demo's tables: what was done to a run, how it was noticed, what was done about it."""
+"""Tables of the demo (what was done to a run, how it was noticed and repaired) and of ``check``."""
 
 from __future__ import annotations
 
@@ -63,6 +63,18 @@ def show_changes(repairs: Sequence[Repaired]) -> None:
     )
 
 
+def show_checked(rows: Iterable[tuple[str, bool, float | None, str]]) -> None:
+    """Print one row for each thing that was checked: whether it holds, how long it took, and why not."""
+    _show(
+        ("what", "holds", "seconds", ""),
+        (
+            (what, "yes" if holds else "NO", "-" if seconds is None else f"{seconds:.2f}", says)
+            for what, holds, seconds, says in rows
+        ),
+        last_wraps=True,
+    )
+
+
 def _what_and_where(repair: Repaired) -> tuple[str, str, str]:
     what = "not injected" if repair.injected is None else _WHAT_WAS_DONE[repair.injected]
     return what, "all" if repair.others else str(repair.rank), str(repair.step)
@@ -78,7 +90,7 @@ def _show(
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in titles:
-        right = title in ("rank", "step", "after", "repaired", "lost")
+        right = title in ("rank", "step", "after", "repaired", "lost", "seconds")
         wraps = last_wraps and title == titles[-1]
         table.add_column(title, justify="right" if right else "left", no_wrap=not wraps)
     for row in rows:

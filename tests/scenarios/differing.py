@@ -111,3 +111,18 @@ class _Broken(Rows):
                 time.sleep(1e6)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
+
+
+_losses = 0  # that this process has computed
+
+
+class Forgetful(FromFile):
+    """Its loss depends on a global of the module, which no replacement and no resume has."""
+
+    def build_datasets(self):
+        return Datasets(train=Rows(range(SAMPLES)))
+
+    def loss(self, model, batch):
+        global _losses  # noqa: PLW0603 - as people write it
+        _losses += 1
+        return super().loss(model, batch) * (1 + 1 / _losses)

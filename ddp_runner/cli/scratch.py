@@ -1,0 +1,73 @@
+"""What the commands share that train for show: a temporary folder, its end, and signals that end all."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.exits import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+
+def in_temporary_folder(
+    command: str,
+    work: Callable[[Path], ExitCode],
+    *,
+    keep: bool,
+    say: Callable[[str], None] | None = None,
+) -> ExitCode:
+    """What ``work`` returns for a folder of its own, which is kept if so asked or where it has failed.
+
+    Ctrl-C, SIGTERM and SIGHUP end it: 130, and the folder goes unless it is to be kept.
+    """
+    say = say or say_now
+    folder = Path(tempfile.mkdtemp(prefix=f"ddp_runner_{command}_"))
+    kept = keep
+    try:
+        with _ended_by_signals():
+            exit_code = work(folder)
+        kept = keep or exit_code is ExitCode.FAILED
+    except KeyboardInterrupt:
+        exit_code = ExitCode.INTERRUPTED
+    finally:
+        if not kept:
+            shutil.rmtree(folder)
+    if exit_code is ExitCode.INTERRUPTED:
+        say(f"\n{command}: interrupted; everything it started has ended")
+    if kept:
+        say(f"logs and checkpoints of the runs: {folder}")
+    return exit_code
+
+
+def say_now(text: str) -> None:
+    """Print a line before anything that comes from a child, which is often on the same descriptor."""
+    print(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end the block as Ctrl-C does; an ignored SIGHUP stays ignored."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, before[number])
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt
