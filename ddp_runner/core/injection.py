@@ -109,6 +109,14 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
     return injection
 
 
+def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:
+    """Whether any of these specs may change what a step computes."""
+    parsed = [parse_injection(text, world_size=world_size) for text in texts]
+    kinds = {kind for one in parsed for kind in getattr(one, "kinds", ())}
+    kinds |= {one.kind for one in parsed if isinstance(one, Injection)}
+    return not KINDS_IN_LOSS.isdisjoint(kinds)
+
+
 def bad_sample_places(
     specs: Sequence[str], *, world_size: int, total_steps: int
 ) -> tuple[tuple[int, int], ...]:

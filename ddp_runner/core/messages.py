@@ -14,7 +14,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 
 WIRE_VERSION = 1
-STORE_RANK, SPARE_RANK, STANDBY_RANK = -1, -2, -3  # in a Fork: processes that are no ranks
+STORE_RANK, SPARE_RANK, STANDBY_RANK, DRILL_RANK = -1, -2, -3, -4  # in a Fork: who is no rank
 NO_PROCESS = 0  # in a Forked
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
 
@@ -262,6 +262,32 @@ class Proved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrillPart:
+    """Rank -> supervisor: its part of what a drill of ``step`` needs (``core/drill.py``) is in its folder.
+
+    ``problem``: why it is not, and there will be no such drill.
+    """
+
+    rank: int
+    step: int
+    part: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drilled:
+    """Drill -> supervisor: what came of it. ``differs``: where its share parts first from the rank's.
+
+    ``problem``: why it does not know.
+    """
+
+    rank: int
+    step: int
+    differs: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Rank -> supervisor: the trainer returned. ``report`` is what summary.json needs of it."""
 
@@ -363,6 +389,8 @@ Message = (
     | MendedInPlace
     | Noted
     | Proved
+    | DrillPart
+    | Drilled
     | Finished
     | Lived
     | Fork
@@ -397,6 +425,8 @@ _TYPES: dict[str, type[Message]] = {
         MendedInPlace,
         Noted,
         Proved,
+        DrillPart,
+        Drilled,
         Finished,
         Lived,
         Fork,

@@ -44,7 +44,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     output = StartupOutput(
         output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"
     )
-    _prepare_interpreter(request, spec)
+    prepare_interpreter(request, spec)
     seal = str(spec["log_seal"])
     logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=seal)
     install_root_handler(logger)
@@ -101,7 +101,8 @@ def config_with_resume(settings: Any, resume: str) -> Any:
     return replace(settings, run=replace(settings.run, resume=resume))
 
 
-def _prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
+def prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
+    """What user code finds around it in a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the supervisor's to handle
     sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
     null = os.open(os.devnull, os.O_RDONLY)

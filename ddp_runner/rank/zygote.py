@@ -21,6 +21,7 @@ from pathlib import Path
 from ddp_runner import lifeline
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import (
+    DRILL_RANK,
     NO_PROCESS,
     SPARE_RANK,
     STANDBY_RANK,
@@ -44,6 +45,7 @@ _PRELOADED = (
     "ddp_runner.training.trainer",
     "ddp_runner.rank.process",
     "ddp_runner.rank.spare",
+    "ddp_runner.rank.drill",
     "ddp_runner.rank.store_host",
 )
 
@@ -139,7 +141,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            if message.rank not in (SPARE_RANK, STANDBY_RANK):
+            if message.rank not in (SPARE_RANK, STANDBY_RANK, DRILL_RANK):
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
@@ -149,12 +151,14 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
 
 def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """What a fork is for."""
-    from ddp_runner.rank import process, spare, store_host  # noqa: PLC0415 - imported by preload
+    from ddp_runner.rank import drill, process, spare, store_host  # noqa: PLC0415 - imported by preload
 
     if request.rank == STORE_RANK:
         return store_host.host(*inherited)
     if request.rank == SPARE_RANK:
         return spare.wait(request, inherited)
+    if request.rank == DRILL_RANK:
+        return drill.main(request, inherited)
     if request.rank == STANDBY_RANK:
         return stand_by(*inherited, supervisor_pid=supervisor_pid)
     return process.main(request, inherited)

@@ -140,7 +140,7 @@ class Chronicle:
             steps_lost=message.steps_lost,
             generation=self._facts.generation,
         )
-        self._note_inexact(message.inexact_reason)
+        self.not_exact(message.inexact_reason)
 
     def noted(self, message: Noted) -> None:
         """A fault costs what it costs: there is nothing to repair, so it is no entry of the ledger."""
@@ -163,7 +163,7 @@ class Chronicle:
         )
         if message.in_peace and message.remedy:  # else it is told with the repair
             self._records.note(f"rank {message.rank}: {message.remedy}")
-        self._note_inexact(message.inexact_reason)
+        self.not_exact(message.inexact_reason)
 
     def forming(self, now_s: float) -> None:
         """The ranks were told to form a generation."""
@@ -220,6 +220,12 @@ class Chronicle:
             f"{fault.steps_lost} steps lost, {took_s:.2f} s"
         )
 
-    def _note_inexact(self, reason: str) -> None:
+    @property
+    def reasons(self) -> Sequence[str]:
+        """Why the run is not exact, as far as it is known."""
+        return self._facts.inexact_reasons
+
+    def not_exact(self, reason: str) -> None:
+        """From now on the run is not exact, unless ``reason`` is empty."""
         if reason and reason not in self._facts.inexact_reasons:
             self._facts.inexact_reasons.append(reason)

@@ -48,4 +48,12 @@ class StandbyEnded:
     output: str
 
 
-Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillEnded:
+    """The process of a drill is gone; ``output`` is what it said last, if it has no log."""
+
+    ended: Ended
+    output: str
+
+
+Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded | DrillEnded

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ddp_runner.channel import Channel, ChannelClosedError
-from ddp_runner.core.messages import SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
+from ddp_runner.core.messages import DRILL_RANK, SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
 from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.children import make_output_file, read_output
 
@@ -92,6 +92,12 @@ class Standby(Helper):
         if self.pid is None or stopped.is_stopped(self.pid):
             return None
         return PromotedZygote(self, self.pid)
+
+
+class Drill(Helper):
+    """Computes what a replacement would, beside the run; never becomes a rank."""
+
+    name, rank = "drill", DRILL_RANK
 
 
 class PromotedZygote:

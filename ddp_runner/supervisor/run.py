@@ -250,6 +250,7 @@ class _Loop:
             records.say(f"processes {left} would not end", level="ERROR")
         if records.may_write:
             self._look_after_folders()
+            supervisor.drills.clear()
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
                 records.say(f"removed {path}, which a save that was cut off had left")
             supervisor.chronicle.saved_untold()

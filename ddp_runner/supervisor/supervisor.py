@@ -21,8 +21,9 @@ from ddp_runner.core.messages import (
     NO_PROCESS,
     Adjusted,
     Built,
-    Checkpoint,
     CollectivesBegun,
+    Drilled,
+    DrillPart,
     Faulted,
     Finished,
     Forked,
@@ -51,12 +52,14 @@ from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.chronicle import Chronicle
 from ddp_runner.supervisor.complete import kept_summary
 from ddp_runner.supervisor.departures import (
+    DrillEnded,
     RankEnded,
     SpareEnded,
     StandbyEnded,
     StoreEnded,
     ZygoteEnded,
 )
+from ddp_runner.supervisor.drilling import DrillKeeper
 from ddp_runner.supervisor.endings import exit_of, store_died
 from ddp_runner.supervisor.facts import Ending, RunFacts, told
 from ddp_runner.supervisor.ledger import Ledger
@@ -65,6 +68,7 @@ from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.repair import Repair
 from ddp_runner.supervisor.run_end import RunEnd
+from ddp_runner.supervisor.save_request import SaveRequest
 from ddp_runner.supervisor.sparing import SpareKeeper
 from ddp_runner.supervisor.starting import Start
 from ddp_runner.supervisor.striker import Striker
@@ -116,11 +120,11 @@ class Supervisor:
         )
         self.start = Start(self.facts, world=world, records=records, debug=plan.settings.run.debug)
         self.directories = directories
+        self.drills = DrillKeeper(plan, world=world, records=records, chronicle=self.chronicle)
+        self._save_request = SaveRequest(self.facts, world=world, records=records)
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._signals = StopSignals()  # to this process, by a person or a scheduler
-        # A person waits for a checkpoint of this step or a later one.
-        self._save_from_step: int | None = None
         self._stop_by_s = 0.0
         self._finished_at_s: float | None = None
 
@@ -148,6 +152,8 @@ class Supervisor:
                 self.world.store_is_ready()
             case SpareReady():
                 self._spares.is_ready()
+            case Drilled():
+                self.drills.drilled(message, time.monotonic())
             case StopAsked():
                 self.records.event("stop_signal_at_rank", rank=message.rank)
                 self._begin_stop(message.reason)
@@ -158,10 +164,11 @@ class Supervisor:
 
     def _on_forked(self, forked: Forked) -> None:
         is_standby = self._zygotes.is_standby(forked)
+        is_drill = self.world.drill is not None and self.world.drill.token == forked.token
         ended = self.world.claim(forked)
         if forked.pid == NO_PROCESS and is_standby:
             self._zygotes.standby_refused(time.monotonic())
-        elif forked.pid == NO_PROCESS:
+        elif forked.pid == NO_PROCESS and not is_drill:
             self._spares.lost(time.monotonic())
         self._spares.was_forked(forked)
         if ended is not None:
@@ -184,7 +191,7 @@ class Supervisor:
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
                 handle.has_formed = True
-                self._accept_save_from(message.committed_step)
+                self._save_request.accept_from(message.committed_step)
                 self._on_formed(message)
             case Faulted() if handle.given_up_at_s is not None:
                 self.records.event(
@@ -196,8 +203,7 @@ class Supervisor:
                 self.chronicle.metrics(handle, message)
             case Saved():
                 self.chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
-                if self._save_from_step is not None and message.step >= self._save_from_step:
-                    self._save_from_step = None
+                self._save_request.saved(message.step)
                 self.run_end.last_save.saved(message)
             case NotSaved():
                 self.run_end.last_save.not_saved(message)
@@ -209,11 +215,13 @@ class Supervisor:
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
                 self.chronicle.mended(message)
                 if message.steps_lost:
-                    self._accept_save_from(message.fault.step - message.steps_lost)
+                    self._save_request.accept_from(message.fault.step - message.steps_lost)
             case Noted():
                 self.chronicle.noted(message)
             case Proved():
                 self.chronicle.proved(message)
+            case DrillPart():
+                self.drills.part(message)
             case CollectivesBegun():
                 self._repair.note_collectives(message)
             case Injected():
@@ -245,6 +253,10 @@ class Supervisor:
                 if ended.signal_number == signal.SIGKILL:
                     self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
                 self._spares.lost(time.monotonic(), ended, output=output)
+            case DrillEnded(output=output):
+                if ended.signal_number == signal.SIGKILL:
+                    self._kernel_kills.claim(time.monotonic())
+                self.drills.ended(ended, output)
             case StandbyEnded():
                 self._zygotes.standby_ended(ended)
             case StoreEnded(output=output):
@@ -302,19 +314,7 @@ class Supervisor:
         """Save after the step, and go on. Kept over repairs until such a checkpoint is told of."""
         if self._stop is not None or self.run_end.is_known:
             return  # which saves, or can no more
-        self._save_from_step = self.facts.committed_step
-        self.records.event("save_asked")
-        self.records.say("a checkpoint was asked for: saving after this step, and going on")
-        self._pass_on_save()
-
-    def _accept_save_from(self, step: int) -> None:
-        """A roll-back may have led behind the step at which one was asked for."""
-        if self._save_from_step is not None:
-            self._save_from_step = min(self._save_from_step, step)
-
-    def _pass_on_save(self) -> None:
-        if self._save_from_step is not None:
-            self.world.send(self.world.present[0], Checkpoint())
+        self._save_request.ask()
 
     def _begin_stop(self, reason: StopReason) -> None:
         """Stop after the step, whoever asks.
@@ -347,6 +347,7 @@ class Supervisor:
             handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
         )
         self.run_end.refuse_inexact()
+        self.drills.look(now_s, in_peace=self._is_in_peace)
         if self._is_at_its_end(now_s):
             return
         self._zygotes.look(now_s)
@@ -418,7 +419,7 @@ class Supervisor:
         self._repair.returning.is_regrouping = False
         self.chronicle.forming(now_s)
         self.world.form(self.facts.generation, run_id=self.facts.run_id)
-        self._pass_on_save()
+        self._save_request.pass_on()
         if self._stop is not None:
             self.world.stop(Stop(reason=self._stop))
 
@@ -432,6 +433,7 @@ class Supervisor:
         except BadInputError as error:
             self._end_as_bad_input(str(error))
             return False
+        self.drills.clear()  # what a supervisor that was killed has left
         self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
         if self.facts.kept is not None:
             self.records.keep_result()

@@ -30,6 +30,7 @@ from ddp_runner.supervisor.children import Ended, Zygote, kill, read_output
 from ddp_runner.supervisor.claim import BoardMemory, bind_store_port
 from ddp_runner.supervisor.departures import (
     Departure,
+    DrillEnded,
     RankEnded,
     SpareEnded,
     StandbyEnded,
@@ -38,15 +39,16 @@ from ddp_runner.supervisor.departures import (
 )
 from ddp_runner.supervisor.environment import zygote_environment
 from ddp_runner.supervisor.guardian import Guardian
-from ddp_runner.supervisor.helpers import Helper, PromotedZygote, Spare, Standby, StoreHost
+from ddp_runner.supervisor.helpers import Drill, Helper, PromotedZygote, Spare, Standby, StoreHost
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.stacks import STACKS_SIGNAL
 
 SECRET_BYTES = 32
-_ENDED: dict[type[Helper], type[StoreEnded | SpareEnded | StandbyEnded]] = {
+_ENDED: dict[type[Helper], type[StoreEnded | SpareEnded | StandbyEnded | DrillEnded]] = {
     StoreHost: StoreEnded,
     Spare: SpareEnded,
     Standby: StandbyEnded,
+    Drill: DrillEnded,
 }
 
 
@@ -74,6 +76,7 @@ class World:
         self.store: StoreHost | None = None
         self.spare: Spare | None = None
         self.standby: Standby | None = None
+        self.drill: Drill | None = None
         self._zygote: Zygote | PromotedZygote | None = None
         self.guardian = Guardian()
         self.log_seal = new_seal()
@@ -181,7 +184,6 @@ class World:
         ``short_of_memory_in``: the phase in which its predecessor had too little, so that this one
         halves the micro-batch, or what it evaluates at a time; empty where it did not.
         """
-        plan = self._plan
         token = self._take_token()
         handle.loads = loads
         handle.slot.set(Cell.CONDEMNED, 0)  # its predecessor was
@@ -189,19 +191,12 @@ class World:
         assert handle.channel is not None
         handle.channel.set_blocking(blocking=False)
         self._watch(handle.channel, handle)
-        spec: dict[str, object] = {
-            "settings": self._settings_record,
-            "device": handle.device.device,
-            "world_size": plan.world_size,
-            "local_world_size": plan.world_size,
-            "threads": plan.threads_per_rank,
-            "store_host": "127.0.0.1",
-            "store_port": self.store_port,
+        spec = {
+            **self._surroundings(handle),
             "loads": loads,
             "resume": resume,
             "short_of_memory_in": short_of_memory_in,
             "injections_left": injections_left,
-            "detect_anomaly": plan.settings.run.detect_anomaly,
             "log_seal": self.log_seal,
         }
         request = Fork(token=token, rank=handle.rank, local_rank=handle.rank, spec=spec)
@@ -215,6 +210,28 @@ class World:
                 has_process = False
         os.close(theirs)
         return has_process
+
+    def _surroundings(self, handle: RankHandle) -> dict[str, object]:
+        """What user code finds around it in this rank."""
+        plan = self._plan
+        return {
+            "settings": self._settings_record,
+            "device": handle.device.device,
+            "world_size": plan.world_size,
+            "local_world_size": plan.world_size,
+            "threads": plan.threads_per_rank,
+            "store_host": "127.0.0.1",
+            "store_port": self.store_port,
+            "detect_anomaly": plan.settings.run.detect_anomaly,
+        }
+
+    def start_drill(self, rank: int, *, step: int, folder: str) -> None:
+        """Fork a process that computes the share of ``rank`` of ``step``; ``Drilled`` follows."""
+        self.drill = Drill(token=self._take_token(), now_s=time.monotonic())
+        self._watch(self.drill.channel, self.drill.name)
+        around = self._surroundings(self.ranks[rank])
+        spec = {**around, "rank": rank, "step": step, "folder": folder}
+        self._fork_helper(self.drill.request(spec), self.drill.descriptors())
 
     def start_spare(self) -> None:
         """Fork a process ahead of need; ``SpareReady`` follows."""
@@ -243,6 +260,8 @@ class World:
                 helper.pid, helper.since_s = forked.pid, time.monotonic()
                 if forked.pid == NO_PROCESS:
                     self._close(helper)
+                elif helper is self.drill:  # it runs what users have written
+                    self.guardian.watch(forked.pid)
         for handle in self.ranks:
             if handle.token == forked.token:
                 handle.pid = forked.pid
@@ -260,6 +279,8 @@ class World:
         """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
         handle = self.rank_of(pid)
         channel = handle.channel if handle is not None else None
+        if self.drill is not None and self.drill.pid == pid:
+            channel = self.drill.channel
         if self._zygote is not None and self._zygote.pid == pid:
             channel = self._zygote.channel
         while channel is not None:
@@ -294,6 +315,8 @@ class World:
             if helper.pid == ended.pid:
                 output = helper.last_words()
                 kind = _ENDED[type(helper)]
+                if helper is self.drill:
+                    self.guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)
                 return kind(ended=ended, output=output)
         for handle in self.ranks:
@@ -388,6 +411,11 @@ class World:
         if self.spare is not None and self.spare.pid is not None:
             kill(self.spare.pid)
 
+    def kill_drill(self) -> None:
+        """SIGKILL the drill; its departure follows."""
+        if self.drill is not None and self.drill.pid is not None:
+            kill(self.drill.pid)
+
     def ask_stacks(self) -> None:
         """Have every rank that can still answer write its stacks to its log, before it is aborted."""
         for handle in self.ranks:
@@ -420,7 +448,7 @@ class World:
 
     @property
     def _helpers(self) -> list[Helper]:
-        helpers = (self.store, self.spare, self.standby)
+        helpers = (self.store, self.spare, self.standby, self.drill)
         return [helper for helper in helpers if helper is not None]
 
     def _close(self, helper: Helper) -> None:
@@ -430,6 +458,8 @@ class World:
             self.store = None
         elif helper is self.spare:
             self.spare = None
+        elif helper is self.drill:
+            self.drill = None
         else:
             self.standby = None
 

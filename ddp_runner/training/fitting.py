@@ -6,7 +6,7 @@ taken over before it was looked at here. Changes nothing but room for buffers th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -134,6 +134,17 @@ def not_finite(state: TrainState) -> list[str]:
         values += [(f"{name} (average)", one, False) for name, one in average["parameters"].items()]
         values += [(f"{name} (average)", one, True) for name, one in average["buffers"].items()]
     return [name for name, one, is_buffer in values if not _is_finite(one, may_be_mask=is_buffer)]
+
+
+def warn_of_values(state: TrainState, warn: Callable[[str], None]) -> None:
+    """Name what of a state that was loaded is not finite."""
+    broken = not_finite(state)
+    if broken:
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        warn(
+            "what was loaded holds values that are not finite (NaN or infinity) in "
+            f"{', '.join(broken[:3])}{more}"
+        )
 
 
 def _is_finite(value: Any, *, may_be_mask: bool = False) -> bool:

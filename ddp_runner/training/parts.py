@@ -11,6 +11,7 @@ from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.build import Workload
+from ddp_runner.training.drilling import Drills
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.same_data import SameData
@@ -34,5 +35,6 @@ class RankParts:
     runtime: Runtime
     progress: Progress
     saving: Saving
+    drills: Drills
     on_wait: Callable[[], None]
     same_data: SameData

@@ -283,8 +283,8 @@ class Saving:
 
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
-        state, steady = self._captured(), self._state.steady_tensors()
-        write = self._writer(reason, self._store)
+        state, steady = self.captured(), self._state.steady_tensors()
+        write = self.writer(reason, self._store)
         if self._has_room_for(state):
             try:
                 self._saver.begin(state, steady=steady, write=write)
@@ -313,10 +313,11 @@ class Saving:
             )
         self._said_waiting = True
 
-    def _captured(self) -> dict[str, Any]:
+    def captured(self) -> dict[str, Any]:
+        """The state as a checkpoint has it; references, not copies."""
         return {**self._state.capture(), "versions": versions()}
 
-    def _writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
+    def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
         step = self._state.committed_step
         return partial(
@@ -339,7 +340,7 @@ class Saving:
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         began_ns = self._enter()
         try:
-            return self._writer(reason, store)(self._captured())
+            return self.writer(reason, store)(self.captured())
         finally:
             self._leave(began_ns)
 

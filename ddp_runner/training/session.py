@@ -49,6 +49,7 @@ class Session:
         self._runtime = parts.runtime
         self._progress = parts.progress
         self._saving = parts.saving
+        self._drills = parts.drills
         self._group = group
         self._guard = Guard(parts, group)
         self._adapt_rules = AdaptRules.of(settings)
@@ -141,7 +142,10 @@ class Session:
             votes = Votes(stop=self._runtime.stop_asked(), save=self._wants_save())
             aside_ns = self._aside_ns()
             try:
-                with self._first.watched(self._stepper):
+                with (
+                    self._drills.beside(self._stepper, self._group),
+                    self._first.watched(self._stepper),
+                ):
                     result = self._stepper.run(
                         micro_batches, votes=votes, may_commit=self._guard.may_commit
                     )

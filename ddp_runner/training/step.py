@@ -89,6 +89,9 @@ class Stepper:
     @contextlib.contextmanager
     def noted(self) -> Iterator[ShareNotes]:
         """For the length of a step that is run inside: what this rank's own share of it comes to."""
+        if self._notes is not None:  # somebody else wants them too
+            yield self._notes
+            return
         self._notes = notes = ShareNotes.of(self._state)
         self._replica.on_own_gradient = notes.gradient
         try:

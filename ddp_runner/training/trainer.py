@@ -55,6 +55,7 @@ from ddp_runner.training.build import (
     restore_newest,
 )
 from ddp_runner.training.changes import tell_changes
+from ddp_runner.training.drilling import Drills
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.feeding import (
     collective_timeout_s,
@@ -63,7 +64,7 @@ from ddp_runner.training.feeding import (
     waiting,
 )
 from ddp_runner.training.first_step import tell_lost
-from ddp_runner.training.fitting import not_finite
+from ddp_runner.training.fitting import warn_of_values
 from ddp_runner.training.given import give_average, with_task_named
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.last_save import warn_of_room
@@ -207,7 +208,7 @@ class DDPTrainer:
             stages.enter(Stage.CHECKPOINT)
             loaded = load_start(settings, workload, state, store)
             if loaded is not None or settings.run.init_from:
-                self._warn_of_values(state)
+                warn_of_values(state, self._runtime.logger.warning)
             if loaded is not None:
                 run_id = loaded.manifest.run_id
                 progress.checkpoint = str(loaded.path)
@@ -228,6 +229,16 @@ class DDPTrainer:
             log=lambda level, message: getattr(self._runtime.logger, level)(message),
             device=workload.device if workload.device.type == "cuda" else None,
         )
+        saving = Saving(
+            settings=settings,
+            workload=workload,
+            state=state,
+            store=store,
+            memory=memory,
+            runtime=self._runtime,
+            progress=progress,
+            data=lambda: same_data.record,
+        )
         parts = RankParts(
             settings=settings,
             workload=workload,
@@ -237,15 +248,9 @@ class DDPTrainer:
             store=store,
             runtime=self._runtime,
             progress=progress,
-            saving=Saving(
-                settings=settings,
-                workload=workload,
-                state=state,
-                store=store,
-                memory=memory,
-                runtime=self._runtime,
-                progress=progress,
-                data=lambda: same_data.record,
+            saving=saving,
+            drills=Drills(
+                settings, workload, state, saving=saving, memory=memory, runtime=self._runtime
             ),
             on_wait=on_wait,
             same_data=same_data,
@@ -254,15 +259,6 @@ class DDPTrainer:
             parts.saving.resumed(loaded)
             tell_changes(self._runtime, state, known=loaded.manifest.changes)
         return parts, run_id
-
-    def _warn_of_values(self, state: TrainState) -> None:
-        broken = not_finite(state)
-        if broken:
-            more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
-            self._runtime.logger.warning(
-                "what was loaded holds values that are not finite (NaN or infinity) in "
-                f"{', '.join(broken[:3])}{more}"
-            )
 
     def _tell_of_old_order(self, state: TrainState) -> None:
         if state.order_version != ORDER_VERSION and state.stream is None:

@@ -50,6 +50,8 @@ SAMPLES = [
     messages.MendedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
     messages.Noted(rank=0, fault=FAULT, remedy="a"),
     messages.Proved(rank=0, step=2, what="repeated"),
+    messages.DrillPart(rank=0, step=2, part="state", problem="no"),
+    messages.Drilled(rank=0, step=2, differs="layer.weight", problem=""),
     messages.Fork(token=3, rank=1, local_rank=1, spec={"x": 1}),
     messages.Forked(token=3, pid=77),
     messages.ZygoteReady(torch_version="2", import_s=1.0, warning="2 threads run"),

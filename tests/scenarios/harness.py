@@ -26,6 +26,7 @@ WORKLOAD = Path(__file__).with_name("workload.py")
 DEADLINE_S = 120.0  # only a hang comes so far; a loaded machine is slow
 GONE_WITHIN_S = 10.0  # what the kernel ends, on a machine with ten times more to do than cores
 LISTENING_EVERY_S = 0.5
+NO_DRILLS = "recovery.drill_at=off"  # they would take time from a test of something else
 # Every process of a job inherits this variable, whoever its parent is by now.
 MARK = "SCENARIO_RUN"
 
@@ -98,7 +99,7 @@ class Run(Outputs):
     """One launch of ``python -m ddp_runner train`` in a folder of its own.
 
     ``command`` replaces everything up to the options; ``task`` None trains the built-in one in the
-    folders that the command chooses itself.
+    folders that the command chooses itself. Without a word about them there are no fire drills.
     """
 
     def __init__(
@@ -118,6 +119,8 @@ class Run(Outputs):
         words = [*command, "--cpu", "-n", str(world)]
         if task is not None:
             words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
+        if not any("drill_at" in str(argument) for argument in arguments):
+            words.append(NO_DRILLS)
         self._output_begin = self.output_path.stat().st_size if self.output_path.exists() else 0
         self._audit_begin = self._audit_size()
         self._events_begin = len(self.events())
@@ -282,6 +285,7 @@ class Run(Outputs):
     def assert_nothing_left(self):
         """No temporary file, listening socket or shared memory of the job is left."""
         unfinished = [path.name for path in self.checkpoints.glob("*tmp*")]
+        unfinished += [path.name for path in self.checkpoints.glob(".drill")]
         assert not unfinished, unfinished
         self.assert_machine_clean()
 

@@ -21,6 +21,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import (
+    DRILL_RANK,
     NO_PROCESS,
     SPARE_RANK,
     STANDBY_RANK,
@@ -69,8 +70,8 @@ SAVE_EVERY = 10
 IMPORT_S, FORK_S, STARTUP_S, FORM_S, EXIT_S = 1.0, 0.01, 0.05, 0.03, 0.005
 ITS_STACKS = b'Current thread 0x0001 (most recent call first):\n  File "task.py", line 3 in loss\n'
 WARM_S = 0.04  # until a spare is ready
-SPARE, STANDBY = -3, -4  # as processes
-_KIND = {SPARE_RANK: SPARE, STANDBY_RANK: STANDBY}
+SPARE, STANDBY, DRILL = -3, -4, -5  # as processes
+_KIND = {SPARE_RANK: SPARE, STANDBY_RANK: STANDBY, DRILL_RANK: DRILL}
 
 
 class _Unclaimed:
@@ -134,7 +135,8 @@ class InstantSelector(selectors.DefaultSelector):
 
 @dataclass
 class Process:
-    """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare, -4 who stands by."""
+    """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare, -4 who stands by,
+    -5 a drill, which does nothing by itself."""
 
     pid: int
     rank: int
@@ -196,7 +198,9 @@ class Simulation:
         self.resumed = []  # what each rank was told that has loaded
         self.answers_s = 0.0  # after which the zygote says whom it has forked
         self.spares_refused = 0  # forks of a spare for which there is no room
+        self.drills_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
+        self.drills_asked = []  # step and rank of each
         self.import_s = import_s
         self._heap = []
         self._numbers = itertools.count()
@@ -363,7 +367,7 @@ class Simulation:
 
     # How the processes behave.
 
-    def fork(self, request, descriptors):
+    def fork(self, request, descriptors):  # noqa: C901 - one row a kind
         """The zygote's answer to a request."""
         if request.rank == SPARE_RANK:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
@@ -371,7 +375,7 @@ class Simulation:
         self._unborn.append(channel)
         zygote = self.zygote
 
-        def born():
+        def born():  # noqa: PLR0911 - the same
             if zygote.dead:
                 channel.close()
                 return
@@ -379,6 +383,11 @@ class Simulation:
                 self.later(0.01, born)
                 return
             self._unborn.remove(channel)
+            if request.rank == DRILL_RANK and self.drills_refused:
+                self.drills_refused -= 1
+                channel.close()
+                self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
+                return
             if request.rank == SPARE_RANK and self.spares_refused:
                 self.spares_refused -= 1
                 channel.close()
@@ -390,7 +399,9 @@ class Simulation:
                 self.later(self.answers_s, lambda: self.send(zygote, answer))
             else:
                 self.send(zygote, answer)
-            if request.rank == STANDBY_RANK:
+            if request.rank == DRILL_RANK:
+                self.drills_asked.append((request.spec["step"], request.spec["rank"]))
+            if request.rank in (STANDBY_RANK, DRILL_RANK):
                 return
             if request.rank == SPARE_RANK:
                 self.later(WARM_S, lambda: self.send(process, SpareReady()))

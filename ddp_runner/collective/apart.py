@@ -1,0 +1,81 @@
+"""A process group for one process that computes a rank's share beside the run: it has no peers.
+
+User code finds the rank and the world size of the rank whose share it is; who wants anything of the
+others is refused, and remembered, because what it would compute from then on is not what a rank would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+_BACKEND = "apart"
+_COLLECTIVES = (
+    "_allgather_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "_reduce_scatter_base",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+    "split_group",
+)
+
+
+class NeedsOthersError(RuntimeError):
+    """What was called needs the other ranks."""
+
+
+class GroupApart(dist.ProcessGroup):
+    """``asked``: what was wanted of the others first; empty where nothing was."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg] # not in torch's stub
+        self.asked = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """For torch's logs."""
+        return _BACKEND
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise NeedsOthersError."""
+        self.asked = self.asked or what
+        raise NeedsOthersError(f"{what} needs the other ranks, which are not in a drill")
+
+
+def _refusing(name: str) -> Any:
+    def collective(self: GroupApart, *_arguments: Any, **_options: Any) -> NoReturn:
+        self.refuse(name.strip("_"))
+
+    return collective
+
+
+for _name in _COLLECTIVES:
+    setattr(GroupApart, _name, _refusing(_name))
+
+
+def stand_apart(*, rank: int, world_size: int, backend: str) -> GroupApart:
+    """Make such a group this process's default one, under the name of ``backend``."""
+    group = GroupApart(rank, world_size)
+    dist.Backend.register_backend(_BACKEND, lambda *_: group, devices=["cpu", "cuda"])
+    dist.init_process_group(_BACKEND, store=HashStore(), rank=rank, world_size=world_size)
+    with contextlib.suppress(AttributeError, KeyError):  # it is then called by its own name
+        known = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - nothing else names a group's backend
+        known[group] = (dist.Backend(backend), known[group][1])
+    return group

@@ -1,0 +1,97 @@
+"""Decides when a fire drill is due and of which rank, and says in words what came of it. Never forks.
+
+In a drill a process like a replacement loads a state that was just written, computes one rank's share of
+the step that begins with it, beside the run, and compares that with what the rank has computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FOLDER = ".drill"  # in the run's folder of checkpoints
+SHARE_FILE = "share.json"
+STATE, SHARE = "state", "share"  # what a drill needs
+REPEATED, DRILLED = "repeated", "drilled"  # what is proved
+
+
+def number_of_drill(
+    committed_step: int, *, begun_step: int, total_steps: int, drill_at: Sequence[int] | None
+) -> int | None:
+    """The how many-th drill, from 0, the step that begins now is for; None where it is for none."""
+    if drill_at is None or committed_step >= total_steps:
+        return None
+    steps = sorted(set(drill_at))
+    since = committed_step - begun_step
+    return steps.index(since) if since in steps else None
+
+
+def drilled_rank(number: int, world_size: int) -> int:
+    """Whose share is computed: each rank's in turn."""
+    return number % world_size
+
+
+def folder_name(step: int) -> str:
+    """Where the state and the share of a drill are, within the folder of checkpoints."""
+    return f"{FOLDER}/step_{step:08d}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillFacts:
+    """What is known when it is asked what to do about drills. ``waits``: one has all that it needs."""
+
+    in_peace: bool  # every rank trains, and nobody is asked to stop
+    can_fork: bool
+    waits: bool
+    is_running: bool
+    is_wanted: bool  # nobody has given it up
+    is_stopped: bool  # the process, by somebody
+    since_s: float  # it was asked for
+    limit_s: float  # as long as a replacement may take to start
+
+
+def must_end(facts: DrillFacts) -> str:
+    """Why the drill that is running is to be ended, in words; empty where it goes on."""
+    if not facts.is_running:
+        return ""
+    if not facts.in_peace or not facts.is_wanted:
+        return "something is being repaired, or the run ends"
+    if facts.is_stopped:
+        return "its process was stopped"
+    if facts.since_s > facts.limit_s:
+        return f"it took longer than {facts.limit_s:g} s"
+    return ""
+
+
+def may_begin(facts: DrillFacts) -> bool:
+    """Whether the drill that waits begins."""
+    # INVARIANT drill-in-peace: no drill runs while something is repaired, started or stopped.
+    # Broken if: one is forked, or left running, while a rank is missing.
+    # Guarded by: test_a_drill_is_ended_when_an_incident_opens.
+    return facts.waits and facts.in_peace and facts.can_fork and not facts.is_running
+
+
+def passed_line(*, rank: int, step: int, seconds: float) -> str:
+    """For people: it was as it should be."""
+    return (
+        f"drill at step {step:,}: a replacement of rank {rank} computes the same bits,"
+        f" {seconds:.2f} s beside the run"
+    )
+
+
+def failed_reason(*, rank: int, step: int, differs: str, on_cpu: bool) -> str:
+    """Why the run is not exact any more. ``differs``: where the two computations part first."""
+    suspects = "state in a global, a closure, a file or C++?"
+    if differs == "the samples":
+        suspects = "data that does not depend on the index alone?"
+    elif not on_cpu:
+        suspects = f"kernels that do not repeat, or {suspects}"
+    return (
+        f"a replacement of rank {rank} would not compute the same at step {step:,}: first in"
+        f" {differs} ({suspects})"
+    )
+
+
+def skipped_line(*, rank: int, step: int, problem: str) -> str:
+    """For people: nothing is known from this one."""
+    return f"drill at step {step:,} of rank {rank} skipped: {problem}"

@@ -1,0 +1,91 @@
+"""The process of a fire drill: like a replacement of one rank, but beside the run, and of no part of it.
+
+It has what is left of the processors and disks, is the first that the kernel ends for lack of memory,
+writes to a log of its own, and tells the supervisor what came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_runner import config, lifeline
+from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.core.messages import Drilled, Fork
+from ddp_runner.core.secrets import secret_texts, without_secrets
+from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.rank.process import prepare_interpreter
+from ddp_runner.run_files import open_to_append
+from ddp_runner.training.drill import compare
+from ddp_runner.training.runtime import Place
+
+LOG_NAME = "drill.log"
+PROBLEM_CHARACTERS_MAX = 300
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}  # system calls without a function in the C library
+_IOPRIO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
+
+
+def main(request: Fork, descriptors: list[int]) -> int:
+    """Run one drill; returns its exit status. ``descriptors``: control channel, output."""
+    control, output = descriptors
+    spec: dict[str, Any] = request.spec
+    lifeline.set_process_name("ddp:drill")
+    stand_back()
+    lifeline.mark_own_children()
+    channel = Channel.from_descriptor(control)
+    settings = config.from_record(spec["settings"])
+    _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
+    place = Place(
+        rank=int(spec["rank"]),
+        local_rank=int(spec["rank"]),
+        world_size=int(spec["world_size"]),
+        local_world_size=int(spec["local_world_size"]),
+        device=str(spec["device"]),
+        loads=True,
+    )
+    prepare_interpreter(replace(request, rank=place.rank, local_rank=place.local_rank), spec)
+    logger = DDPLogger(rank=place.rank, debug=settings.run.debug)
+    logger.hidden = hidden = tuple(secret_texts(settings.task))
+    install_root_handler(logger)
+    differs = problem = ""
+    try:
+        differs = compare(settings, place, folder=Path(spec["folder"]), logger=logger)
+    except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
+        traceback.print_exc()
+        text = without_secrets(str(error), hidden)
+        problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
+    message = Drilled(rank=place.rank, step=int(spec["step"]), differs=differs, problem=problem)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed it
+            stream.flush()
+    with contextlib.suppress(ChannelClosedError):  # nobody wants to know any more
+        channel.send(message)
+    return 0
+
+
+def stand_back() -> None:
+    """Take only what nobody else wants, as far as the system knows how. Inherited by all that it starts."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    call = _IOPRIO_SET.get(platform.machine())
+    if call is not None and sys.platform.startswith("linux"):
+        ctypes.CDLL(None).syscall(call, _IOPRIO_PROCESS, 0, _IOPRIO_IDLE)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+def _write_to_log(path: Path, *, otherwise: int) -> None:
+    log = otherwise
+    with contextlib.suppress(OSError):
+        log = open_to_append(path)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    for descriptor in {log, otherwise}:
+        os.close(descriptor)

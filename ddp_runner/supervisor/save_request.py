@@ -1,0 +1,40 @@
+"""A checkpoint that a person waits for: kept over repairs until one is told of. Decides nothing else."""
+
+from __future__ import annotations
+
+from ddp_runner.core.messages import Checkpoint
+from ddp_runner.supervisor.facts import RunFacts
+from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.world import World
+
+
+class SaveRequest:
+    """Of the step at which it was asked for, or a later one."""
+
+    def __init__(self, facts: RunFacts, *, world: World, records: Records) -> None:
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._from_step: int | None = None  # None: nobody waits
+
+    def ask(self) -> None:
+        """Have one made after the step in hand."""
+        self._from_step = self._facts.committed_step
+        self._records.event("save_asked")
+        self._records.say("a checkpoint was asked for: saving after this step, and going on")
+        self.pass_on()
+
+    def accept_from(self, step: int) -> None:
+        """A roll-back may have led behind the step at which one was asked for."""
+        if self._from_step is not None:
+            self._from_step = min(self._from_step, step)
+
+    def saved(self, step: int) -> None:
+        """There is one of this step."""
+        if self._from_step is not None and step >= self._from_step:
+            self._from_step = None
+
+    def pass_on(self) -> None:
+        """Tell the rank that saves, which may be another one than before."""
+        if self._from_step is not None:
+            self._world.send(self._world.present[0], Checkpoint())

@@ -1,0 +1,95 @@
+"""When a fire drill is due, of whom, when it begins and when it is ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddp_runner.core.drill import (
+    DrillFacts,
+    drilled_rank,
+    failed_reason,
+    may_begin,
+    must_end,
+    number_of_drill,
+)
+
+WAITS = DrillFacts(
+    in_peace=True,
+    can_fork=True,
+    waits=True,
+    is_running=False,
+    is_wanted=True,
+    is_stopped=False,
+    since_s=0.0,
+    limit_s=60.0,
+)
+RUNS = replace(WAITS, waits=False, is_running=True)
+
+
+def due(begun_step, drill_at, *, total_steps=100):
+    """Step -> number, of all steps that a run takes."""
+    numbers = {
+        step: number_of_drill(
+            step, begun_step=begun_step, total_steps=total_steps, drill_at=drill_at
+        )
+        for step in range(begun_step, total_steps + 1)
+    }
+    return {step: number for step, number in numbers.items() if number is not None}
+
+
+def test_steps_are_counted_from_where_the_launch_began():
+    """In order, each once; the step after the last one is none."""
+    assert due(0, (50, 2, 2, 1000)) == {2: 0, 50: 1}
+    assert due(30, (2, 50)) == {32: 0, 80: 1}
+    assert due(0, (2, 99)) == {2: 0, 99: 1}
+    assert due(0, (100,)) == {}
+    assert due(0, None) == due(0, ()) == {}
+
+
+def test_each_rank_has_its_turn():
+    """However many there are."""
+    assert [drilled_rank(number, 3) for number in range(5)] == [0, 1, 2, 0, 1]
+    assert [drilled_rank(number, 1) for number in range(3)] == [0, 0, 0]
+
+
+def test_a_drill_begins_in_peace_and_alone():
+    """Where a process can be forked at once."""
+    assert may_begin(WAITS)
+    for change in (
+        {"in_peace": False},
+        {"can_fork": False},
+        {"waits": False},
+        {"is_running": True},
+    ):
+        assert not may_begin(replace(WAITS, **change)), change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, ""),
+        ({"in_peace": False}, "something is being repaired"),
+        ({"is_wanted": False}, "something is being repaired"),
+        ({"is_stopped": True}, "was stopped"),
+        ({"since_s": 60.5}, "longer than 60 s"),
+        ({"is_running": False, "is_stopped": True, "in_peace": False}, ""),
+    ],
+)
+def test_a_drill_is_ended_for_a_reason_only(change, why):
+    """One that does not run cannot be."""
+    found = must_end(replace(RUNS, **change))
+    assert (why in found) if why else found == ""
+
+
+def test_who_is_suspected_depends_on_what_differs():
+    """Samples are not made by kernels, and on a CPU kernels repeat."""
+    asked = {"rank": 1, "step": 50, "on_cpu": True}
+    assert failed_reason(**asked, differs="layer2.weight") == (
+        "a replacement of rank 1 would not compute the same at step 50: first in layer2.weight"
+        " (state in a global, a closure, a file or C++?)"
+    )
+    assert "data that" in failed_reason(**asked, differs="the samples")
+    gpu = failed_reason(**{**asked, "on_cpu": False}, differs="layer2.weight")
+    assert "kernels that do not repeat, or state in a global" in gpu

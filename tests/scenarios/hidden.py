@@ -1,0 +1,112 @@
+"""Tasks whose loss depends on what no state of a run holds: a replacement would not compute the same."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from tests.scenarios.workload import PacedTask
+
+# The first step is computed twice, to see whether it can be repeated: nothing shows in there.
+_calls = itertools.chain((0, 0), itertools.count(1))
+
+
+def is_drill():
+    """Whether this process computes beside a run."""
+    return Path("/proc/self/comm").read_text(encoding="ascii").strip() == "ddp:drill"
+
+
+class HoldsAGlobal(PacedTask):
+    """Counts its calls in its module."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss * (1 + 0.01 * next(_calls)) if model.training else loss
+
+
+def _counting():
+    calls = 0
+
+    def scaled(loss):
+        nonlocal calls
+        calls += 1
+        return loss * (1 + 0.01 * max(0, calls - 2))
+
+    return scaled
+
+
+class HoldsAClosure(PacedTask):
+    """Counts its calls where nobody can look."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self._scaled = _counting()
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return self._scaled(loss) if model.training else loss
+
+
+class HoldsAFile(PacedTask):
+    """Counts the calls of each of its processes in a file."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if not model.training:
+            return loss
+        with Path(f"calls_{os.getpid()}").open("a+") as file:
+            file.write("x")
+            return loss * (1 + 0.01 * max(0, file.tell() - 2))
+
+
+class HoldsALayer(PacedTask):
+    """What its module keeps changes the gradient of its last layer alone, and no loss."""
+
+    def loss(self, model, batch):
+        if model.training:
+            calls = next(_calls)
+            model[4].bias.register_hook(lambda gradient: gradient + calls)
+        return super().loss(model, batch)
+
+
+class AsksTheOthers(PacedTask):
+    """Computes with what all ranks know."""
+
+    def loss(self, model, batch):
+        known = torch.ones(1)
+        if model.training:
+            torch.distributed.all_reduce(known)
+        return super().loss(model, batch) * float(known)
+
+
+class AsksWhoItIs(PacedTask):
+    """Computes with its rank and the size of the world, as torch has them."""
+
+    def loss(self, model, batch):
+        distributed = torch.distributed
+        scale = distributed.get_rank() + distributed.get_world_size() * distributed.is_initialized()
+        return super().loss(model, batch) * scale
+
+
+class NeedsItsPast(PacedTask):
+    """Raises in a process that has not trained from the start."""
+
+    def loss(self, model, batch):
+        if is_drill():
+            raise RuntimeError("it knows nothing of\nwhat was before")
+        return super().loss(model, batch)
+
+
+class Lingers(PacedTask):
+    """Takes long where it is built once more, beside the run."""
+
+    def build_datasets(self):
+        if is_drill():
+            Path("lingers").write_text(str(os.getpid()))
+            print("a drill of rank", os.environ["RANK"], flush=True)
+            time.sleep(600)
+        return super().build_datasets()

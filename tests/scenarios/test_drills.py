@@ -1,0 +1,197 @@
+"""Fire drills: what a replacement would compute is known before anything breaks, and costs the run nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.harness import Run, poll
+
+HIDDEN = Path(__file__).with_name("hidden.py")
+DRILLS = ("drill_at=2,5",)
+
+
+def task(name):
+    return f"{HIDDEN}:{name}"
+
+
+def drill_of(run):
+    """The pid of the drill that is under way."""
+    poll((run.folder / "lingers").exists, what=f"a drill:\n{run.console}")
+    return run.named("ddp:drill").pid
+
+
+def finish(folder, *settings, **how):
+    """A run to its end."""
+    with Run(folder, *SETTINGS, *settings, **how) as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_drills_change_no_bit_of_a_run(peace, tmp_path, world):
+    """Nor are they a fault; they are told, and what they have written is gone."""
+    run = finish(tmp_path, *DRILLS, world=world)
+    assert run.digest == peace(world).digest
+    summary = run.summary()
+    assert summary["exact_proof"]["drilled"] == [2, 5], run.console
+    assert (summary["exact"], summary["faults"]) == (True, [])
+    for step, rank in ((2, 0), (5, 1 % world)):
+        words = f"drill at step {step}: a replacement of rank {rank} computes the same bits, "
+        assert words in run.console
+    assert [event["differs"] for event in run.events("drill")] == ["", ""]
+
+
+def test_the_product_drills_by_itself(peace, tmp_path):
+    """With its own setting, while a rank is killed; what was drilled before and after counts."""
+    with Run(tmp_path, *SETTINGS, "drill_at=2,50,1000", "task.pace_s=0.05") as run:
+        run.wait_for_event("drill", step=2)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(2).digest
+    assert run.summary()["exact"]
+    assert 2 in run.summary()["exact_proof"]["drilled"]
+
+
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [
+        ("HoldsAGlobal", "0.weight"),
+        ("HoldsAClosure", "0.weight"),
+        ("HoldsAFile", "0.weight"),
+        ("HoldsALayer", "4.bias"),
+    ],
+)
+def test_what_no_state_holds_is_found_with_the_name_of_the_first_parameter(tmp_path, name, differs):
+    """The run goes on, and is not exact from then on; it is said once as a warning."""
+    run = finish(tmp_path, *DRILLS, task=task(name))
+    summary = run.summary()
+    [reason] = summary["inexact_reasons"]
+    assert not summary["exact"]
+    assert f"at step 2: first in {differs} (state in a global, a closure, a file" in reason
+    assert summary["exact_proof"]["drilled"] == []
+    assert [event["differs"] for event in run.events("drill")] == [differs] * 2
+    warned = [line for line in run.console.splitlines() if "WARNING" in line and "drill" in line]
+    assert len(warned) == 1, run.console
+
+
+def test_a_run_that_must_be_exact_ends_when_a_drill_finds_that_it_is_not(tmp_path):
+    """With exit 1; its state is on disk."""
+    settings = (*DRILLS, "recovery.require_exact=true", "task.pace_s=0.1")
+    with Run(tmp_path, *SETTINGS, *settings, task=task("HoldsAGlobal")) as run:
+        assert run.wait() == 1, run.console
+    assert "recovery.require_exact is set: a replacement of rank 0" in run.console
+    assert run.summary()["checkpoint_step"] >= 2
+
+
+def test_rank_and_world_size_are_those_of_the_rank_whose_share_it_is(tmp_path):
+    """As torch tells them: no difference is found where there is none."""
+    run = finish(tmp_path, *DRILLS, task=task("AsksWhoItIs"))
+    assert run.summary()["exact_proof"]["drilled"] == [2, 5], run.console
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("AsksTheOthers", "NeedsOthersError: allreduce needs the other ranks"),
+        ("NeedsItsPast", "RuntimeError: it knows nothing of what was before"),
+    ],
+)
+def test_a_drill_that_cannot_be_done_is_said_and_proves_nothing(tmp_path, name, why):
+    """It is no fault, and the run stays what it was."""
+    run = finish(tmp_path, *DRILLS, task=task(name))
+    summary = run.summary()
+    assert f"drill at step 2 of rank 0 skipped: {why}" in run.console
+    assert (summary["exact"], summary["exact_proof"]["drilled"]) == (True, [])
+    assert summary["faults"] == []
+    assert "Traceback" in (run.logs / "drill.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_drill_that_is_killed_or_stopped_is_skipped(peace, tmp_path, number):
+    """One that is stopped is ended; no rank is slower for it."""
+    settings = ("drill_at=2", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
+    with Run(tmp_path, *SETTINGS, *settings, "task.pace_s=0.1", task=task("Lingers")) as run:
+        run.signal(number, drill_of(run))
+        run.wait_for_event("drill_skipped", step=2)
+        assert run.wait() == 0, run.console
+    how = "ended (signal 9)" if number == signal.SIGKILL else "was stopped"
+    assert f"drill at step 2 of rank 0 skipped: its process {how}" in run.console
+    assert run.digest == peace(2).digest
+    assert run.summary()["faults"] == []
+    assert "a drill of rank 0" in (run.logs / "drill.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_drill_is_ended_when_an_incident_opens(peace, tmp_path, rank):
+    """It would take from what the repair needs."""
+    with Run(tmp_path, *SETTINGS, "drill_at=2", "task.pace_s=0.05", task=task("Lingers")) as run:
+        pid = drill_of(run)
+        run.signal(signal.SIGKILL, run.rank_pid(rank))
+        poll(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the drill")
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(2).digest
+    summary = run.summary()
+    assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"]
+    assert (summary["exact"], summary["exact_proof"]["drilled"]) == (True, [])
+
+
+def test_a_run_that_ends_during_a_drill_does_not_wait_for_it(tmp_path):
+    """Nor does anything of it stay behind."""
+    with Run(tmp_path, *SETTINGS, "drill_at=2", task=task("Lingers")) as run:
+        drill_of(run)
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact_proof"]["drilled"] == []
+
+
+def test_a_drill_ends_with_a_killed_supervisor_and_the_next_launch_removes_its_files(tmp_path):
+    """The kernel ends the process; the folder is known by its name."""
+    settings = (*SETTINGS, "drill_at=2", "task.pace_s=0.05")
+    with Run(tmp_path, *settings, task=task("Lingers")) as run:
+        drill_of(run)
+        run.signal(signal.SIGKILL)
+        run.assert_gone()
+    assert (run.checkpoints / ".drill").exists()
+    (tmp_path / "lingers").unlink()
+    finish(tmp_path)
+
+
+def test_a_disk_that_refuses_a_drill_costs_the_drill_only(peace, tmp_path):
+    """First the state, which the disk has no room for, then what the drilled rank has noted."""
+    full = ("--inject", "disk_full:rank=0,step=1,seconds=1")
+    share = tmp_path / "checkpoints" / ".drill" / "step_00000040" / "share.json"
+    with Run(tmp_path, *SETTINGS, "drill_at=2,40", "task.pace_s=0.1", *full) as run:
+        run.wait_for_event("drill_skipped", step=2)
+        share.mkdir(parents=True)
+        run.wait_for_event("drill_skipped", step=40)
+        assert run.wait() == 0, run.console
+    assert "drill at step 2 of rank 0 skipped: " in run.console
+    assert f"{share} could not be written" in run.console
+    assert run.digest == peace(2).digest
+    assert run.summary()["exact_proof"]["drilled"] == []
+    assert run.summary()["exact"]
+
+
+def test_fewer_ranks_drill_what_is_theirs(tmp_path):
+    """With a rank given up, the shares are others; so are they when it is back."""
+    settings = ("--min-ranks", 1, "recovery.slot_failures_max=1", "drill_at=2,40")
+    with Run(tmp_path, *SETTINGS, *settings, "task.pace_s=0.05", world=3) as run:
+        run.wait_for_event("drill", step=2)
+        run.signal(signal.SIGKILL, run.rank_pid(0))
+        assert run.wait() == 0, run.console
+    assert run.summary()["exact_proof"]["drilled"] == [2, 40], run.console
+    [event] = run.events("drill")[1:]
+    assert event["rank"] == 2  # the second of those that are left
+
+
+def test_a_drill_leaves_the_processors_to_the_run(tmp_path):
+    """As far as the system lets it."""
+    with Run(tmp_path, *SETTINGS, "drill_at=2", task=task("Lingers")) as run:
+        pid = drill_of(run)
+        assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii").strip() == "1000"
+        assert run.wait() == 0

@@ -1,0 +1,173 @@
+"""A rank's part in a fire drill: what it writes and tells, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config import from_flat
+from ddp_runner.core.drill import folder_name
+from ddp_runner.core.messages import DrillPart
+from ddp_runner.training.drilling import Drills
+from ddp_runner.training.own_share import OwnShare, ShareNotes
+from tests.processes import poll
+from tests.training.building import CPU, build_state, make_slot
+
+GROUP = SimpleNamespace(rank=0, world_size=1)
+
+
+class Bench:
+    """Drills of one rank, with a stepper whose steps do nothing but commit."""
+
+    def __init__(self, folder, *, room_bytes=1 << 40, is_watched=True, **settings):
+        self.told = []
+        self.folder = folder
+        self.state = build_state()
+        self.state.begun_step = 0
+        self.releases = 0
+        self.state.before_change = self._count
+        runtime = SimpleNamespace(
+            is_watched=is_watched,
+            place=SimpleNamespace(rank=0, world_size=1),
+            slot=make_slot(),
+            disk=RealDisk(),
+            tell=self.told.append,
+        )
+        workload = SimpleNamespace(length=SimpleNamespace(total_steps=100), device=CPU)
+        saving = SimpleNamespace(
+            captured=lambda: {**self.state.capture(), "versions": {}}, writer=self._writer
+        )
+        self.drills = Drills(
+            from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
+            workload,
+            self.state,
+            saving=saving,
+            memory=SimpleNamespace(room_bytes=lambda: room_bytes),
+            runtime=runtime,
+        )
+
+    def _count(self):
+        self.releases += 1
+
+    def _writer(self, reason, store):
+        step = self.state.committed_step
+
+        def write(content):
+            return store.save(
+                content, step=step, epoch=0, samples=0, run_id="r", meaning={},
+                settings_digest="0", monitored=None, reason=reason,
+            )  # fmt: skip
+
+        return write
+
+    def noted(self):
+        return _Noted(self.state)
+
+    def step(self, *, commits=True):
+        with self.drills.beside(self, GROUP):
+            self.state.before_change()
+            if commits:
+                for parameter in self.state.model.parameters():
+                    parameter.data.add_(1.0)
+                self.state.committed_step += 1
+
+    def until_told(self, count):
+        def told():
+            self.step()
+            return len(self.told) >= count
+
+        poll(told, what=f"{count} messages, not {self.told}")
+        return self.told
+
+
+class _Noted:
+    def __init__(self, state):
+        self._notes = ShareNotes.of(state)
+
+    def __enter__(self):
+        return self._notes
+
+    def __exit__(self, *exception):
+        pass
+
+
+def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
+    """The state is that of before the step, whatever the step does to it; both are told."""
+    bench = Bench(tmp_path, drill_at="2")
+    bench.step()
+    bench.step()
+    before = {name: value.clone() for name, value in bench.state.weights().items()}
+    told = bench.until_told(2)
+    assert told == [DrillPart(rank=0, step=2, part=part) for part in ("share", "state")]
+    folder = tmp_path / folder_name(2)
+    loaded = CheckpointStore(folder, keep_last=1).load("auto")
+    assert loaded.manifest.step == 2
+    for name, value in loaded.state["model"].items():
+        assert torch.equal(value, before[name]), name
+    record = json.loads((folder / "share.json").read_text(encoding="utf-8"))
+    assert (record["rank"], record["world_size"]) == (0, 1)
+    assert OwnShare.from_record(record["share"]).gradients == {}
+
+
+def test_who_waited_before_the_state_changes_still_does(tmp_path):
+    """Drills wait beside saves, not in the place of them."""
+    bench = Bench(tmp_path, drill_at="2")
+    for _ in range(4):
+        bench.step()
+    assert bench.releases == 4
+
+
+def test_where_memory_is_short_nothing_is_written(tmp_path):
+    """Control: with a little more there is a drill."""
+    bench = Bench(tmp_path / "short", drill_at="1", room_bytes=260 << 20)
+    told = bench.until_told(2)
+    assert "memory is short (0.3 GB wanted, 0.3 free)" in told[0].problem
+    assert not list((tmp_path / "short").rglob("*.pt"))
+    bench = Bench(tmp_path / "enough", drill_at="1", room_bytes=300 << 20)
+    assert [part.problem for part in bench.until_told(2)] == ["", ""]
+
+
+def test_a_disk_that_refuses_is_told_and_the_next_drill_is_tried(tmp_path):
+    """A folder that cannot be made: for the share and for the state."""
+    (tmp_path / ".drill").write_text("in the way")
+    bench = Bench(tmp_path, drill_at="1,30")
+    told = bench.until_told(2)
+    assert all(part.problem for part in told), told
+    (tmp_path / ".drill").unlink()
+    while bench.state.committed_step < 30:
+        bench.step()
+    del told[:]
+    assert [part.problem for part in bench.until_told(2)] == ["", ""]
+
+
+def test_a_step_whose_state_was_given_up_has_no_share(tmp_path):
+    """It is done again, or another one is."""
+    bench = Bench(tmp_path, drill_at="2")
+    bench.step()
+    bench.step()
+    bench.step(commits=False)
+    assert bench.told == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_watched", "drills"),
+    [
+        ({}, True, True),
+        ({"drill_at": "off"}, True, False),
+        ({}, False, False),
+        ({"inject": ["kill:rank=0"]}, True, True),
+        ({"inject": ["nan:rank=0"]}, True, False),
+        ({"inject": ["random:mtbf_s=5,seed=7,kinds=kill+diverge"]}, True, False),
+    ],
+)
+def test_there_are_drills_where_they_can_tell_something(tmp_path, settings, is_watched, drills):
+    """Not where nobody forks them, and not where what a step computes is changed on request."""
+    bench = Bench(tmp_path, is_watched=is_watched, **settings)
+    while bench.state.committed_step < 12:
+        bench.step()
+    assert bool(list(tmp_path.rglob("share.json"))) == drills
