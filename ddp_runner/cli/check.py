@@ -35,13 +35,14 @@ if TYPE_CHECKING:
 
 KEEP = "--keep"
 STEPS, STEPS_MIN = 30, 20
-HELP = f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [KEY=VALUE ...]
+HELP = f"""Usage:  {COMMAND} check --task FILE.py:NAME [OPTIONS] [SETTINGS]
 
 Proves a task in about a minute, in a temporary folder: short runs without
 faults, with a rank killed in each phase of a step and of a save, with all
-ranks killed, and stopped and resumed. Each must end with the same weights, bit for
-bit, and say so. Ends with a table of what holds: exit 0 if all does, 1 if not
-(with the reason; the folder is kept), 2 for wrong input. Put it into your CI.
+ranks killed, and stopped and resumed. Each must end with the same weights, bit
+for bit, and say so. Ends with a table of what holds: exit 0 if all does, 1 if
+not (with the reason; the folder is kept), 2 for wrong input. Put it into your
+CI.
 
       --task FILE.py:NAME   the task
   -n, --nproc-per-node N    ranks [2]
