@@ -226,6 +226,8 @@ class _Sequence(Kept):
             live.clear()
             (live.update if isinstance(live, set) else live.extend)(items)
             return live
+        if isinstance(live, tuple) and [*map(id, live)] == [*map(id, items)]:
+            return live  # put back in what it holds
         if isinstance(live, tuple) and hasattr(live, "_fields") and issubclass(self._kind, tuple):
             return type(live)(*items)
         if self._kind is deque:

@@ -1,0 +1,227 @@
+"""What forward and loss change beside the optimizer is found wherever it hangs, and treated as state."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp_runner.training.side_state import LOOKS_AT_FIRST, SideState
+
+
+class Meter:
+    """An average as people write it."""
+
+    def __init__(self):
+        self.total, self.count = 0.0, 0
+
+    def add(self, value):
+        self.total += value
+        self.count += 1
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("saved", torch.zeros(3))
+        self.register_buffer("unsaved", torch.zeros(3), persistent=False)
+        self.calls = 0
+        self.level = 1.0
+
+    def get_extra_state(self):
+        return {"level": self.level}
+
+    def set_extra_state(self, state):
+        self.level = state["level"]
+
+    def forward(self, x):
+        self.calls += 1
+        self.level *= 0.5
+        self.unsaved = self.unsaved + 1
+        self.saved += 1
+        return self.layer(x)
+
+
+class Task:
+    def __init__(self):
+        self.rng = random.Random(5)
+        self.recent = deque(maxlen=3)
+        self.meters = {"loss": Meter()}
+        self.teacher = nn.Linear(3, 3)
+        self.critic = nn.Linear(3, 1)
+        self.opt = torch.optim.Adam(self.critic.parameters())
+        self.data = TensorDataset(torch.zeros(2))
+        self.never = [1, 2, 3]
+
+    def loss(self, model, x):
+        self.recent.append(self.rng.random())
+        self.meters["loss"].add(1.5)
+        self.made_late = len(self.recent)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9)
+        self.opt.zero_grad()
+        self.critic(x).sum().backward()
+        self.opt.step()
+        return model(x).sum()
+
+
+CHANGED = {
+    "model.calls", "model.level", "model.unsaved",
+    "task.rng", "task.recent", "task.meters['loss'].total", "task.meters['loss'].count",
+    "task.teacher.weight", "task.critic.weight", "task.critic.bias", "task.opt", "task.made_late",
+}  # fmt: skip
+
+
+def _made(task=None):
+    torch.manual_seed(1)
+    task, model = task or Task(), Net()
+    return SideState(model, task), model, task
+
+
+def _step(model, task):
+    task.loss(model, torch.ones(1, 3))
+
+
+def _digests(side):
+    found = side.digests()
+    assert found
+    return found
+
+
+def test_a_rehearsal_finds_all_that_a_step_changes_and_leaves_nothing_of_it():
+    """Neither the model's own weights and saved buffers nor what stays as it is are among it."""
+    side, model, task = _made()
+    held = side.hold()
+    _step(model, task)
+    assert set(side.follow_changed_since(held)) == CHANGED
+    assert (model.calls, model.level, model.unsaved.tolist()) == (0, 1.0, [0.0] * 3)
+    assert not hasattr(task, "made_late")
+    assert (task.meters["loss"].count, len(task.recent)) == (0, 0)
+    assert task.rng.random() == random.Random(5).random()
+
+
+def test_a_step_that_is_given_up_twice_and_done_is_as_one_that_is_done():
+    """Also where it was committed before: what is put back is of the last commit."""
+    runs = []
+    for gives_up in (0, 2):
+        side, model, task = _made()
+        held = side.hold()
+        _step(model, task)
+        side.follow_changed_since(held)
+        for step in range(1, 4):
+            for _ in range(gives_up):
+                _step(model, task)
+                side.drop()
+            _step(model, task)
+            side.keep(step)
+        assert side.take_lost() == []
+        runs.append(_digests(side))
+    assert runs[0] == runs[1]
+    assert set(runs[0]) - {"model.extra state"} == CHANGED  # which its attribute covers
+
+
+def test_a_replacement_has_what_the_others_have():
+    """From a record that a checkpoint can hold; what it makes late is told, not passed over."""
+    side, model, task = _made()
+    held = side.hold()
+    _step(model, task)
+    side.follow_changed_since(held)
+    for step in range(1, 4):
+        _step(model, task)
+        side.keep(step)
+    file = io.BytesIO()
+    torch.save(side.to_record(), file)
+    file.seek(0)
+    other, other_model, other_task = _made()
+    other.restore(torch.load(file, weights_only=True))
+    assert other.take_lost() == []
+    assert _digests(other) == _digests(side)
+    for each in ((model, task), (other_model, other_task)):
+        _step(*each)
+    side.keep(4), other.keep(4)
+    assert _digests(other) == _digests(side)
+
+
+def test_what_begins_to_change_late_is_followed_and_what_cannot_be_put_back_is_told():
+    """A number is put back all the same; of a tensor nobody has kept what it held."""
+    task = type("Late", (), {})()
+    task.number, task.queue, task.quiet = 1, torch.zeros(2), 0
+    side, *_ = _made(task)
+    for step in range(1, LOOKS_AT_FIRST + 2):
+        side.keep(step)
+    side.look()
+    task.number = 2
+    task.queue.add_(1)
+    side.drop()
+    assert task.number == 1
+    assert side.take_lost() == ["task.queue"]
+    assert set(side.followed_names()) == {"task.number", "task.queue"}
+    task.queue.add_(1)
+    side.keep(9)
+    task.queue.add_(1)
+    side.drop()
+    assert task.queue.tolist() == [2.0, 2.0]
+    assert side.take_lost() == []
+
+
+def test_what_ranks_have_differently_is_named_when_it_is_taken_over():
+    """From a rank, or from a file of one."""
+    side, model, task = _made()
+    held = side.hold()
+    _step(model, task)
+    side.follow_changed_since(held)
+    side.differing = {"task.recent"}
+    other, *_ = _made()
+    other.restore(side.to_record())
+    assert other.took_over == ["task.recent"]
+
+
+def test_an_object_that_cannot_be_sent_is_told_by_who_receives():
+    """Its attribute is named; here it stays."""
+    side, _, task = _made(task=type("Odd", (), {})())
+    task.thing = object()
+    held = side.hold()
+    task.thing = object()
+    assert side.follow_changed_since(held) == ["task.thing"]
+    other, *_ = _made(task=type("Odd", (), {})())
+    other.restore(side.to_record())
+    assert other.take_lost() == ["task.thing"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_spectral_norm_of_old_and_recurrent_layers_are_not_followed():
+    """What hooks compute anew before each forward, and lists of parameters, are no state."""
+    model = nn.Sequential(
+        nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4))
+    )
+    recurrent = nn.LSTM(4, 4)
+    both = nn.ModuleDict({"first": model, "second": recurrent})
+    side = SideState(both)
+    held = side.hold()
+    both["second"](both["first"](torch.ones(2, 1, 4)))[0].sum().backward()
+    assert side.follow_changed_since(held) == []
+
+
+@pytest.mark.parametrize("steps", [200])
+def test_looking_at_what_does_not_change_takes_a_small_share(steps):
+    """A bound with much room: after the first steps a look is made when its time has been earned."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
+    side = SideState(model)
+    looks = 0
+    look = side.look
+
+    def counted():
+        nonlocal looks
+        looks += 1
+        look()
+
+    side.look = counted
+    for step in range(steps):
+        side.keep(step)
+    assert LOOKS_AT_FIRST <= looks <= LOOKS_AT_FIRST + 5
