@@ -84,6 +84,7 @@ def test_what_a_replacement_cannot_know_is_found(start, tmp_path):
     assert check.returncode == 1, text + errors
     assert re.search(r"a rank killed in forward +NO +\d", text)
     assert re.search(r"stopped and resumed +NO +\d", text)
+    assert "other weights" in text
     assert "Traceback" not in text + errors
     (folder,) = folders(tmp_path)
     assert f"logs and checkpoints of the runs: {folder}" in text.replace("\n", "")
