@@ -32,6 +32,8 @@ class Buffers:
         self._late = {name: at for name, at in owners.items() if getattr(*at) is None}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._unsaved = unsaved_buffers(model)
+        places = [*self._owners, *self._unsaved.values()]
+        self._slots = [(owner._buffers, key) for owner, key in places]  # noqa: SLF001 - without a search
         self._each_its_own: set[str] = set()  # of the unsaved: shapes differ between the ranks
         self._has_agreed = not self._unsaved
         self._values: list[Tensor] = []
@@ -113,13 +115,11 @@ class Buffers:
         """Whether a buffer has another shape or type than at the last commit, or nobody has compared yet."""
         if not self._has_agreed:
             return True
-        pairs = zip(self._all_assigned(), self._assigned, self._shapes, strict=True)
+        # Asked for in every forward: one that is the same tensor still has its shape.
+        now = [held[key] for held, key in self._slots]
         return any(
-            (None if now is None else now.shape) != shape
-            or (
-                now is not kept and now is not None and kept is not None and now.dtype != kept.dtype
-            )
-            for now, kept, shape in pairs
+            one is not kept and _layout_or_none(one) != _layout_or_none(kept)
+            for one, kept in zip(now, self._assigned, strict=True)
         )
 
     def frozen_bytes(self) -> int:
@@ -188,7 +188,6 @@ class Buffers:
             torch._foreach_copy_(values, list(followed.values()))
         self._trained_looks = [one._version for one in self._trained.values()]  # noqa: SLF001
         self._assigned, self._tensors = self._all_assigned(), self.live()
-        self._shapes = [None if one is None else one.shape for one in self._assigned]
         if _layouts(self._values) != _layouts(self._tensors):
             self._values = [tensor.clone() for tensor in self._tensors]
         elif self._values:
@@ -241,6 +240,8 @@ class Buffers:
     def _written_of_trained(self) -> list[str]:
         if len(self._trained_looks) != len(self._trained):
             return []
+        if [one._version for one in self._trained.values()] == self._trained_looks:  # noqa: SLF001
+            return []
         looks = zip(self._trained.items(), self._trained_looks, strict=True)
         return [name for (name, one), look in looks if one._version != look]  # noqa: SLF001
 
@@ -255,8 +256,7 @@ class Buffers:
         return {name: tensor_hash(one) for name, one in self._frozen.items()}
 
     def _all_assigned(self) -> list[Tensor | None]:
-        places = [*self._owners, *self._unsaved.values()]
-        return [getattr(owner, name) for owner, name in places]
+        return [held[key] for held, key in self._slots]
 
     def _shared_unsaved(self) -> list[Tensor | None]:
         places = self._unsaved.items()
@@ -304,11 +304,15 @@ def _layout_of(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
 
+def _layout_or_none(tensor: Tensor | None) -> tuple[tuple[int, ...], str] | None:
+    return None if tensor is None else _layout_of(tensor)
+
+
 def _layouts_of(
     places: Mapping[str, tuple[nn.Module, str]],
 ) -> dict[str, tuple[tuple[int, ...], str] | None]:
     found = {name: getattr(owner, key) for name, (owner, key) in places.items()}
-    return {name: None if one is None else _layout_of(one) for name, one in found.items()}
+    return {name: _layout_or_none(one) for name, one in found.items()}
 
 
 def _layouts(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
