@@ -766,7 +766,7 @@ def _cannot_save_alone(_me, _port, folder, is_of_disk):
             )
         raise RuntimeError("an error of its device")
 
-    saving._captured = refuse
+    saving.captured = refuse
     saving.save_alone()
     return [(one.step, one.is_its_own) for one in runtime.not_saved]
 
