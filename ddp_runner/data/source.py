@@ -19,6 +19,7 @@ import torch
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.data.permutation import mix64
 from ddp_runner.data.sample_hash import sample_hash
+from ddp_runner.data.unshared import Unshared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -101,6 +102,7 @@ class SampleSource:
         self._collate = collate
         self._deterministic = bool(getattr(dataset, "deterministic", False))
         self._many = getattr(dataset, "__getitems__", None) if self._deterministic else None
+        self._here: SampleSource | None = None
 
     def one_by_one(self) -> SampleSource:
         """The same, but the dataset is never asked for many samples at once: each is announced."""
@@ -153,11 +155,17 @@ class SampleSource:
             return failed(error, indices=key.indices)
 
     def load_here(self, key: BatchKey, *, on_sample: Callable[[int], None] = unobserved) -> Any:
-        """As :meth:`load`, in the rank's own process: the caller's generators stay untouched."""
+        """As :meth:`load`, in the rank's own process: the caller's generators stay untouched.
+
+        No more than one of a worker is the batch then part of the dataset.
+        """
+        if self._here is None:
+            self._here = copy.copy(self)
+            self._here._collate = Unshared(self._collate)  # noqa: SLF001 - of its own class
         if self._deterministic:
-            return self.load(key, on_sample=on_sample)
+            return self._here.load(key, on_sample=on_sample)
         with generators_kept():
-            return self.load(key, on_sample=on_sample)
+            return self._here.load(key, on_sample=on_sample)
 
 
 def failed(error: Exception, *, indices: Sequence[int]) -> SampleFailed:

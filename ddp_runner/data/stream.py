@@ -24,6 +24,7 @@ from ddp_runner.data.permutation import Indices
 from ddp_runner.data.plain import from_plain, to_plain
 from ddp_runner.data.report import fault_of_failure
 from ddp_runner.data.source import failed, generators_kept, seed_generators, seeding_base
+from ddp_runner.data.unshared import Unshared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -134,7 +135,7 @@ class StreamLoader:
         self._log = log
         self._on_other = on_other
         self._has_told = False
-        self._collate = collate_fn or default_collate
+        self._collate = Unshared(collate_fn or default_collate)
         self._iterator: Iterator[Any] | None = None
         self._mark = _Mark(step=0, epoch=0, items=0, state=None)
         self._has_state = _has_state(dataset)

@@ -976,6 +976,48 @@ def test_a_step_taken_again_is_as_it_was_whatever_was_done_to_it(num_workers, ch
         assert loader.worker_pids == pids
 
 
+class Kept(Rows):
+    """Hands out what it keeps."""
+
+    def __init__(self):
+        self.rows = [super(Kept, self).__getitem__(index) for index in range(64)]
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def _arrays_as_tensors(samples):
+    return {"x": [torch.from_numpy(sample["array"]) for sample in samples]}
+
+
+@pytest.mark.parametrize(
+    "collate_fn", [list, listed, _arrays_as_tensors], ids=["list", "dict", "the same memory"]
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_is_no_part_of_the_dataset(num_workers, collate_fn):
+    """What a loss does to its batch is not done to the next epoch."""
+    with make(Kept(), num_workers=num_workers, collate_fn=collate_fn) as loader:
+        batch = loader.take(1)[0].batch
+        before = repr(batch)
+        for rows in [batch[0]["x"]] if isinstance(batch, list) else batch["x"]:
+            rows.mul_(3)
+        assert repr(batch) != before, "control"
+        assert repr(loader.take(1)[0].batch) == before
+
+
+def test_a_batch_that_is_made_anew_is_not_copied():
+    """Nor is it looked at for long."""
+    made = []
+
+    def stacked(samples):
+        made.append(torch.stack([sample["x"] for sample in samples]))
+        return made[-1]
+
+    with make(Kept(), num_workers=0, collate_fn=stacked) as loader:
+        for step in range(3):
+            assert loader.take(step)[0].batch is made[-1]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_copy_for_a_use_before_a_step_leaves_the_step_what_it_has(num_workers):
     """Also where there is no copy: then the step is loaded again."""

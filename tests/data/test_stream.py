@@ -327,6 +327,27 @@ def test_a_step_is_given_again_where_nothing_has_to_be_skipped(kind, gives):
     assert loader.gives_again(1) is gives
 
 
+class Kept(Stream):
+    """Hands out what it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = [torch.full((2,), float(number)) for number in range(LENGTH)]
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def test_a_batch_is_no_part_of_the_stream():
+    """What a loss does to its batch is not done to the next epoch."""
+    loader = make(Kept(), collate_fn=list)
+    for step in range(6):
+        for each in loader.take(step):
+            for index, row in zip(each.indices, each.batch, strict=True):
+                assert row.tolist() == [index % (3 * BATCH)] * 2
+                row.add_(1.0)
+
+
 class Shuffled(torch.utils.data.IterableDataset):
     """As people write it: a generator of its own, made once, shuffles the items for each epoch."""
 

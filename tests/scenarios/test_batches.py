@@ -56,6 +56,17 @@ def test_the_pass_that_is_thrown_away_has_a_batch_of_its_own(tmp_path, pure, way
     assert (run.digest, run.summary()["exact"]) == (pure.digest, True)
 
 
+def test_rows_that_the_dataset_keeps_are_not_changed_with_the_batch(tmp_path, made_once):
+    """Loaded in the rank itself, in several epochs, and after a kill: as with workers."""
+    how = (*SETTINGS, "task.way=rows")
+    with_workers = made_once(*how, "num_workers=1", task=f"{TASKS}:BatchTask")
+    with Run(tmp_path, *how, "num_workers=0", task=f"{TASKS}:BatchTask") as run:
+        run.wait_for_step(20)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        assert run.wait() == 0, run.console
+    assert (run.digest, run.summary()["exact"]) == (with_workers.digest, True)
+
+
 STREAM_STEPS = 40  # of 6 an epoch
 STREAM_SETTINGS = ("-b", 8, "--max-steps", STREAM_STEPS, "save_every_steps=5", "--audit", *PATIENT)
 
