@@ -40,6 +40,10 @@ OWN_RANDOMNESS = (
     "another one when it is loaded again: its dataset has a random generator of its own, or reads the"
     " time; use the global generators, which are seeded for each sample"
 )
+OWN_MEMORY = (
+    "another one when other samples were loaded before it: its dataset remembers what it has loaded, and"
+    " a replacement begins without that"
+)
 _COUNT, _ORDER = "samples", "order"
 _SETTING = "data.compare_samples"
 
@@ -95,8 +99,8 @@ class SameData:
             return
         self._is_repair = runtime.slot.get(Cell.GENERATION) > 0
         self._samples = tuple(dict.fromkeys(_looked_at(workload.order.dataset_size)))
-        # The first one once more; a replacement need not know that of its dataset.
-        again = () if self._is_repair else self._samples[:1]
+        # The first one once more; a replacement need not know that of its dataset where others do.
+        again = () if self._is_repair and not runtime.place.loads else self._samples[:1]
         self._left = [*self._samples, *again]  # to be loaded, in this order
         place = runtime.place
         self._has_workers = (
@@ -253,8 +257,26 @@ class SameData:
             self._seen(index, one)
         self._left.clear()
         self._look = replace(self._concluded(), unlike_itself=self._unlike_itself)
+        if not differences(self.record, self._look.record):
+            return
+        by_loader, self._look = self._look.record, self._seen_in_one_worker()
         if lines := differences(self.record, self._look.record):
             self._differs({self._runtime.place.rank: lines}, is_first=False, tells=True)
+            return
+        odd = [name for name, one in by_loader.items() if self.record.get(name, one) != one]
+        self._runtime.logger.warning(f"{odd[0]} is {OWN_MEMORY}")
+        self._tell_inexact(f"{odd[0]} is {OWN_MEMORY}")
+
+    def _seen_in_one_worker(self) -> DataLook:
+        """The samples once more, in the order in which they were loaded at the start of the run."""
+        self._hashes, self._unseen, self._unlike = {}, {}, None
+        self._left = list(self._samples)
+        self._begin()
+        try:
+            self._collect()
+        finally:
+            self.close()
+        return replace(self._concluded(), unlike_itself=self._unlike_itself)
 
     def _differs(self, odd: Mapping[int, Sequence[str]], *, is_first: bool, tells: bool) -> None:
         line = _line_of(odd)
