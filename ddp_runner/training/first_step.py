@@ -9,15 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
+from ddp_runner.checkpoint.naming import bare_name
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.messages import Adjusted, Proved
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import byte_size, rank_list
+from ddp_runner.training.fingerprint import tensor_hash
 from ddp_runner.training.own_share import OwnShare, first_difference
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper, StepRules, own_share
 
 SIDE_COMPARED_STEPS = 2  # after which what ranks hold beside the model is compared, of each launch
@@ -42,12 +47,31 @@ class FirstStep:
         """Compute the next step's share once, see what that changes, and put it back.
 
         Before DDP wraps the model, where some rank has not done so yet in this launch. Raises what the
-        task raises.
+        task raises, and BadInputError for a model that DDP would not keep the same on all ranks.
         """
-        state = self._state
-        told = self._exchange("rehearsed", json.dumps(state.is_rehearsed))
+        told = self._exchange("rehearsed", json.dumps(self._state.is_rehearsed))
         if all(map(json.loads, told)):
             return
+        written = self._rehearse_alone(rules, take=take)
+        every = [json.loads(one) for one in self._exchange("written", json.dumps(written))]
+        known = [one for one in every if one is not None]
+        names = dict.fromkeys(name for one in known for name in one)
+        parted = [name for name in names if len({one.get(name) for one in known}) > 1]
+        # Later on no run is ended for what may be a repair's doing: the replicas are compared.
+        if parted and self._group.membership.generation == 1:
+            self._refuse(
+                f"{parted[0]} is written by forward or loss, with other values on each rank, which DDP"
+                " does not make one: write the same on all of them"
+            )
+
+    def _rehearse_alone(
+        self, rules: StepRules, *, take: Callable[[int], list[MicroBatch]]
+    ) -> dict[str, str] | None:
+        """The same without the other ranks; a hash of each parameter that was written, by name.
+
+        None where that was not done.
+        """
+        state = self._state
         state.is_rehearsed = self._is_first = True
         needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
@@ -56,7 +80,8 @@ class FirstStep:
                 "the first step is not computed twice to see whether it can be repeated: that takes"
                 f" {byte_size(needed_bytes)} more memory"
             )
-            return
+            return None
+        known, came = _known_in(state), []
         held_side, held = state.side.hold(), state.buffers.hold_all()
         try:
             self._rehearsed = own_share(
@@ -71,11 +96,22 @@ class FirstStep:
             state.is_rehearsed = False
             raise
         finally:
+            came = [name for name in state.weights() if name not in known]
+            hashes = {name: tensor_hash(one) for name, one in state.named_parameters()}
             changed = [f"model.{name}" for name in state.buffers.follow_changed_since(held)]
             state.buffers.drop()
             state.buffers.keep()
             self._changed = changed + state.side.follow_changed_since(held_side)
             state.train_unfrozen()
+        if came:
+            self._refuse(
+                f"{came[0]} came into the model with its first forward, when optimizer, DDP and checkpoints"
+                " know what there is: make it in build_model()"
+            )
+        return {name: one for name, one in hashes.items() if f"model.{name}" in changed}
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BadInputError("--task", self._parts.settings.run.task, what)
 
     @contextlib.contextmanager
     def watched(self, stepper: Stepper) -> Iterator[None]:
@@ -143,6 +179,15 @@ class FirstStep:
     def _exchange(self, name: str, value: str) -> list[str]:
         with waiting_for_peers(self._runtime.slot):
             return self._group.exchange(name, value)
+
+
+def _known_in(state: TrainState) -> set[str]:
+    """What the model's state dict has, and may have: a buffer that is None, until forward makes it one."""
+    found = set(state.weights())
+    for path, module in state.model.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {bare_name(state.model, prefix + key) for key in module._buffers}  # noqa: SLF001
+    return found
 
 
 def tell_lost(parts: RankParts) -> None:

@@ -56,7 +56,7 @@ class Session:
         state.buffers.form_anew()
         self._first = FirstStep(parts, group)
         if not self._at_end():
-            self._first.rehearse(self._rules(), take=self._take)
+            self._first.rehearse(self._rules(), take=self._take_copy)
         self._wrap()
         self._helpers = Helpers(workload.task, warn=self._warn_once)
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
