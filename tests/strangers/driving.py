@@ -21,7 +21,7 @@ SETTINGS = (
     *("recovery.hang_min_s=20", "recovery.max_restarts=20"),
 )
 # By name: what is injected. A save has had the time to end before everybody is killed.
-FORWARD = ("kill:rank=1,step=3,phase=forward",)
+FORWARD = ("kill:rank=1,step=5,phase=forward",)
 REDUCE = ("kill:rank=0,step=8,phase=reducing",)
 COMMIT = ("kill:rank=1,step=10,phase=commit",)
 ALL = ("slow:rank=0,step=12,phase=data,seconds=0.3", "kill:rank=all,step=13,phase=backward")
@@ -37,6 +37,8 @@ INJECTED = {
     "everything": (*FORWARD, *REDUCE, *COMMIT, *ALL, *SLOW),
 }
 STOPPED = ("stop", "everything")
+# A drill at step 2 ends before anybody is killed; the steps of real tasks take longer than these.
+PACED = ("slow:rank=all,step=5,phase=data,seconds=1.5",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Outcome:
     killed: int  # ranks, as the faults of its launches say
     all_dead: int  # incidents after which nobody had the state
     console: str
-    has_stepped: bool  # at least once, in any launch
+    has_stepped: bool  # at least once, in its last launch
 
 
 def run(
@@ -59,7 +61,8 @@ def run(
 ) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
     settings = (*SETTINGS, f"num_workers={workers}", *stranger.settings)
-    injected = [word for spec in INJECTED[how] for word in ("--inject", spec)]
+    paced = PACED if stranger.is_drilled and INJECTED[how] else ()
+    injected = [word for spec in (*paced, *INJECTED[how]) for word in ("--inject", spec)]
     first, second = stranger.hash_seeds or ("", "")
     faults = []
     with _launch(stranger, folder, launcher, (*settings, *injected), first) as launch:
@@ -67,11 +70,11 @@ def run(
             launch.signal(signal.SIGTERM)
         code = launch.wait(LIMIT_S)
         faults += _faults(launch)
-        console = launch.console
+        console, has_stepped = launch.console, launch.committed() > 0
     if how in STOPPED and code == 75:
         with _launch(stranger, folder, launcher, settings, second) as launch:
             code = launch.wait(LIMIT_S)
-            console += launch.console
+            console, has_stepped = console + launch.console, launch.committed() > 0
     summary = _summary(launch)
     return Outcome(
         exit_code=code,
@@ -82,7 +85,7 @@ def run(
         killed=sum(fault["kind"] == "rank_killed" for fault in faults),
         all_dead=sum(bool(fault["all_ranks_dead"]) for fault in faults),
         console=console,
-        has_stepped=(launch.logs / "audit_rank_0.jsonl").exists(),
+        has_stepped=has_stepped,
     )
 
 
@@ -128,6 +131,8 @@ def verdict(stranger: Stranger, outcome: Outcome, *, calm: Outcome) -> str:
 
 def _found(stranger: Stranger, outcome: Outcome, calm: Outcome) -> str:  # noqa: PLR0911 - a row a case
     if outcome.exit_code == 2:
+        if outcome.has_stepped:
+            return f"wrong: refused in the middle of the run; {_said(outcome)}"
         lines = outcome.console.lower()
         is_named = any(word in lines for word in stranger.words)
         return REFUSED if is_named else f"wrong: refused, but not by name; {_said(outcome)}"

@@ -40,7 +40,6 @@ def test_a_task_ends_with_the_weights_of_peace_or_says_why_not(
     calm = run(stranger, tmp_path / "calm", launcher, workers=workers[number % len(workers)])
     assert verdict(stranger, calm, calm=calm) in stranger.allowed, calm.console
     if calm.exit_code == 2:
-        assert not calm.has_stepped
         return
     hit = run(
         stranger,

@@ -131,6 +131,20 @@ class Late(Base):
     net = LateNet
 
 
+class RegisteredLateNet(Encoder):
+    def forward(self, x):
+        h = self.body(x)
+        if not hasattr(self, "center"):
+            self.register_buffer("center", torch.zeros(h.shape[1]))
+        if self.training:
+            self.center += 0.1 * (h.detach().mean(0) - self.center)
+        return self.head(h - self.center)
+
+
+class RegisteredLate(Base):
+    net = RegisteredLateNet
+
+
 class PlainTensorNet(Encoder):
     def __init__(self):
         super().__init__()
