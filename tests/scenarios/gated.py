@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.scenarios.workload import PacedTask
+from tests.scenarios.workload import Calls, PacedTask
 
 # In the folder where the run was started.
 GATE_NAME = "gate"  # the number of the call of loss() at which rank 1 waits until the file is gone
@@ -18,11 +18,11 @@ class GatedTask(PacedTask):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self._calls = 0
+        self._calls = Calls()
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
-        self._calls += model.training
+        self._calls.more(model.training)
         if os.environ.get("RANK") == "1" and self._stands_at_gate():
             Path(WAITS_NAME).touch()
             while Path(GATE_NAME).exists():
@@ -31,6 +31,6 @@ class GatedTask(PacedTask):
 
     def _stands_at_gate(self):
         try:
-            return int(Path(GATE_NAME).read_text(encoding="utf-8")) == self._calls
+            return int(Path(GATE_NAME).read_text(encoding="utf-8")) == self._calls.count
         except FileNotFoundError:
             return False

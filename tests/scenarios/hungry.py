@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_runner.checkpoint import catalog, store
-from tests.scenarios.workload import PacedTask
+from tests.scenarios.workload import Calls, PacedTask
 
 LIMITED = "limited"  # in the folder where the run was started: its memory is, from now on
 
@@ -53,8 +53,7 @@ class HungryTask(PacedTask):
         self._hungry = (rank == -1 or os.environ.get("RANK") == str(rank), at, sample_mb, room_mb)
         self._where = where
         self._norm = norm  # batch normalisation needs two samples, layer normalisation one
-        self._limited = False
-        self._calls = 0
+        self._calls = Calls()
 
     def build_model(self):
         model = super().build_model()
@@ -64,12 +63,12 @@ class HungryTask(PacedTask):
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
-        self._calls += model.training
+        self._calls.more(model.training)
         mine, at, sample_mb, room_mb = self._hungry
-        if not mine or self._calls <= at or (self._where == "evaluate") == model.training:
+        if not mine or self._calls.count <= at or (self._where == "evaluate") == model.training:
             return loss
-        if room_mb and not self._limited:
-            self._limited = True
+        if room_mb and not self._calls.limited:
+            self._calls.limited = True
             limit_address_space(room_mb)
         samples = len(batch[0])
         if self._where == "python":
@@ -135,12 +134,12 @@ class GreedyTask(SmoothTask):
         self._at = 0 if evaluates else at
         self._evaluates = evaluates
         self._sample_mb = sample_mb
-        self._calls = 0
+        self._calls = Calls()
 
     def loss(self, model, batch):
-        self._calls += model.training
+        self._calls.more(model.training)
         mine = self._is_greedy and model.training is not self._evaluates
-        if mine and self._calls > self._at:
+        if mine and self._calls.count > self._at:
             while not Path(LIMITED).exists():
                 time.sleep(0.01)
             torch.ones(len(batch[0]) * self._sample_mb * 2**20, dtype=torch.uint8)
@@ -224,11 +223,11 @@ class DriftingTask(PacedTask):
         self._drifts = os.environ.get("RANK") == str(rank)
         self._at = at
         self._part = part
-        self._calls = 0
+        self._calls = Calls()
 
     def loss(self, model, batch):
-        self._calls += model.training
-        if model.training and self._drifts and self._calls == self._at:
+        self._calls.more(model.training)
+        if model.training and self._drifts and self._calls.count == self._at:
             weight = model[4].weight
             flipped = weight if self._part == "weights" else _momentum_of(weight)
             with torch.no_grad():
@@ -255,7 +254,7 @@ class FlippingTask(PacedTask):
     def __init__(self, rank=1, at=10, **settings):
         super().__init__(**settings)
         self._at = at if os.environ.get("RANK") == str(rank) else -1
-        self._calls = 0
+        self._calls = Calls()
 
     def build_model(self):
         model = _Looked(*super().build_model())
@@ -263,13 +262,13 @@ class FlippingTask(PacedTask):
         return model
 
     def _flip_once(self, model):
-        if self._calls == self._at:
+        if self._calls.count == self._at:
             self._at = -1
             with torch.no_grad():
                 model[4].weight.view(torch.int32)[0, 3] ^= 1 << 20
 
     def loss(self, model, batch):
-        self._calls += model.training
+        self._calls.more(model.training)
         return super().loss(model, batch)
 
 
@@ -307,7 +306,7 @@ class BrokenBatchesTask(PacedTask):
             refuse_memory_once()
         self._mine = os.environ.get("RANK") == str(rank)
         self._range = range(at, at + count)
-        self._calls = 0
+        self._calls = Calls()
 
     def build_model(self):
         self._models += 1
@@ -317,8 +316,8 @@ class BrokenBatchesTask(PacedTask):
         return super().build_model()
 
     def loss(self, model, batch):
-        self._calls += model.training
-        broken = model.training and self._mine and self._calls in self._range
+        self._calls.more(model.training)
+        broken = model.training and self._mine and self._calls.count in self._range
         return super().loss(model, batch) * (float("nan") if broken else 1.0)
 
 
@@ -343,12 +342,12 @@ class ExplodingGradientsTask(PacedTask):
         super().__init__(**settings)
         self._mine = os.environ.get("RANK") == "1"
         self._at = at
-        self._calls = 0
+        self._calls = Calls()
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
-        self._calls += model.training
-        steep = self._mine and model.training and self._calls >= self._at
+        self._calls.more(model.training)
+        steep = self._mine and model.training and self._calls.count >= self._at
         return loss + 1e6 * (loss - loss.detach()) if steep else loss
 
 
@@ -361,16 +360,16 @@ class BrokenGradientsTask(PacedTask):
     def __init__(self, **settings):
         super().__init__(**settings)
         self._rank = os.environ.get("RANK")
-        self._calls = 0
+        self._calls = Calls()
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
         if not model.training:
             return loss
-        self._calls += 1
+        self._calls.more(1)
         broken = {10: "1", 11: "1", 21: self._rank, 22: self._rank, 33: "0"}
         # The gradient of the root at 0 is infinite, and times 0 no number.
-        return loss + (loss * 0.0).sqrt() if broken.get(self._calls) == self._rank else loss
+        return loss + (loss * 0.0).sqrt() if broken.get(self._calls.count) == self._rank else loss
 
 
 class HalfUpdatesTask(PacedTask):

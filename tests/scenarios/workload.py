@@ -58,6 +58,8 @@ def make_trouble(place):
     With ``CALL`` behind that, not before a process has come there so often: such a file may lie there
     from the start, and what happens does not depend on how soon the test writes it.
     """
+    if is_beside():
+        return
     _calls[place] += 1
     try:
         wanted, rank, action, *call = Path(TROUBLE_NAME).read_text(encoding="utf-8").split()
@@ -105,6 +107,29 @@ def _make(action):  # noqa: C901 - a row an action
         ctypes.PyDLL(None).usleep(int(float(action.removeprefix("gil")) * 1e6))
 
 
+class Calls:
+    """Counts calls by what is no state: neither put back with a step nor sent to a replacement.
+
+    What computes a step once more beside the run, as the repeat check does, does not count.
+    """
+
+    __slots__ = ("count", "limited", "save")
+
+    def __init__(self):
+        self.count, self.limited, self.save = 0, False, None
+
+    def more(self, by):
+        self.count += 0 if is_beside() else by
+
+
+def is_beside():
+    """Whether a step is being computed beside the run, as it is for the repeat check and for a drill."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "own_share":
+        frame = frame.f_back
+    return frame is not None
+
+
 class PacedTask:
     """``pace_s`` seconds a step at least; ``validation_s`` seconds a validation batch.
 
@@ -140,7 +165,7 @@ class PacedTask:
         self._slow_at_sample = slow_at_sample
         self._slow_s = slow_s
         self._awaits_saves = awaits_saves
-        self._save = None
+        self._unseen = Calls()
 
     def build_model(self):
         make_trouble("build")
@@ -168,7 +193,7 @@ class PacedTask:
         time.sleep(self._pace_s)
         if self._awaits_saves:
             self._await_save()
-        while _is_held(_calls["loss"] + 1):
+        while not is_beside() and _is_held(_calls["loss"] + 1):
             time.sleep(0.01)
         make_trouble("loss")
         if self._slow_at_sample in indices:
@@ -182,10 +207,10 @@ class PacedTask:
 
     def _await_save(self):
         """Wait for a save that was under way in the step before, at whose end it had its verdict."""
-        if self._save is not None:
-            self._save.join()
+        if self._unseen.save is not None:
+            self._unseen.save.join()
         under_way = (each for each in threading.enumerate() if each.name == "checkpoint-save")
-        self._save = next(under_way, None)
+        self._unseen.save = next(under_way, None)
 
 
 class Hashed(nn.Sequential):
