@@ -159,7 +159,8 @@ def test_branches_are_no_fault_where_they_are_expected(branching):
 def test_auto_stops_searching_for_unused_parameters_until_it_is_wrong(branching, tmp_path):
     """A branch that is rare: relaxed too early, found by the reduction, never relaxed again."""
     run = finish(tmp_path, "find_unused_parameters=auto", "relax_after_steps=3", task=BRANCHING)
-    (relaxed, returned) = run.events("adjusted")
+    # That a switch of the model's was not put back with the step is told beside it, if at all.
+    (relaxed, returned) = [event for event in run.events("adjusted") if event["remedy"]]
     assert "find_unused_parameters=False" in relaxed["remedy"]
     assert "find_unused_parameters=True" in returned["remedy"]
     (fault,) = run.summary()["faults"]
