@@ -253,8 +253,11 @@ class SameData:
 
     def _seen_by_loader(self, found: Mapping[int, list[str] | SampleFailed]) -> None:
         """What the workers of a replacement have seen before its first batch."""
+        if not self._left:
+            return  # a look of the ranks together came before it
         for index, one in found.items():
-            self._seen(index, one)
+            if index in self._left:
+                self._seen(index, one)
         self._left.clear()
         self._look = replace(self._concluded(), unlike_itself=self._unlike_itself)
         if not differences(self.record, self._look.record):
