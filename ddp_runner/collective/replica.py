@@ -343,7 +343,7 @@ class Replica:
         """Hand over this rank's own gradients in ``bucket`` to whoever wants to know them."""
         if self.on_own_gradient is None:
             return
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for parameter, gradient in zip(bucket.parameters(), _gradients_in(bucket), strict=True):
             if parameter is not self._module.signal:
                 self.on_own_gradient(parameter, _as_laid_out(gradient, parameter))
 
@@ -387,6 +387,16 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
         summed: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
         return summed
     return replica.sum_of(work, bucket)
+
+
+def _gradients_in(bucket: GradBucket) -> list[Tensor]:
+    """One for each parameter. Of complex ones DDP shows a bucket as pairs, and cuts it as if they were none."""
+    parameters, gradients = bucket.parameters(), bucket.gradients()
+    if not parameters[0].is_complex() or gradients[0].is_complex():
+        return gradients
+    whole = torch.view_as_complex(bucket.buffer().view(-1, 2))
+    parts = whole.split([one.numel() for one in parameters])  # type: ignore[no-untyped-call]
+    return [part.view(one.shape) for part, one in zip(parts, parameters, strict=True)]
 
 
 def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
