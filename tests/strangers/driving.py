@@ -18,7 +18,7 @@ LIMIT_S = 120.0
 SETTINGS = (
     *("-b", 4, "--max-steps", STEPS, "save_every_steps=5", "save_interval=0", "--audit"),
     *("learning_rate=0.05", "warmup_steps=0", "schedule=constant", "log.display=plain"),
-    *("recovery.hang_min_s=20", "recovery.max_restarts=20"),
+    *("recovery.hang_min_s=20", "recovery.max_restarts=20", "recovery.drill_at=2,50,1000"),
 )
 # By name: what is injected. A save has had the time to end before everybody is killed.
 FORWARD = ("kill:rank=1,step=5,phase=forward",)
@@ -38,7 +38,10 @@ INJECTED = {
 }
 STOPPED = ("stop", "everything")
 # A drill at step 2 ends before anybody is killed; the steps of real tasks take longer than these.
-PACED = ("slow:rank=all,step=5,phase=data,seconds=1.5",)
+PACED = (
+    "slow:rank=all,step=4,phase=data,seconds=0.5",  # its state is written
+    "slow:rank=all,step=5,phase=data,seconds=2",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ def run(
 ) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
     settings = (*SETTINGS, f"num_workers={workers}", *stranger.settings)
-    paced = PACED if stranger.is_drilled and INJECTED[how] else ()
+    paced = PACED if stranger.is_drilled else ()
     injected = [word for spec in (*paced, *INJECTED[how]) for word in ("--inject", spec)]
     first, second = stranger.hash_seeds or ("", "")
     faults = []

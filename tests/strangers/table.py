@@ -156,7 +156,6 @@ TABLE = {
             words=("sample",),
             is_plain=False,
             is_drilled=True,
-            waits_for="G",
         ),
         *_of("datasets", "StreamOverEpochs", workers=(0,), is_plain=False),
         *_of("datasets", "StreamGlobalRandom", "StreamWithState", workers=(0,), is_plain=False),
