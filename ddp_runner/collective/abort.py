@@ -1,6 +1,6 @@
 """Frees a rank that is blocked in a collective, from another thread; never forms a group itself.
 
-gloo has no abort. What works (measured, torch 2.13: a blocked all-reduce raises within 2 ms and the
+gloo has no abort (for NCCL's, see communicators). What works (measured, torch 2.13: a blocked all-reduce raises within 2 ms and the
 process can form the next group): shut down duplicates of the group's connected sockets, and have gloo
 fail its own operations (group). How the sockets are shut matters: a write of gloo's that meets a reset
 is put by, and its operation then waits for the whole timeout (gloo, transport/tcp: Pair::write).
@@ -37,6 +37,8 @@ class AbortSwitch:
         self._store_sockets: list[socket.socket] = []
         self._store_in_use = False
         self._hooks: list[Callable[[], None]] = []
+        self._cut_hooks: list[Callable[[], None]] = []
+        self._is_cut = False
         self._forming: frozenset[int] | None = None  # inodes from before the block being watched
         self._peers = 0
         self._tripped = False
@@ -60,11 +62,12 @@ class AbortSwitch:
         return self._tripped_before_release
 
     @contextlib.contextmanager
-    def watch_new_sockets(self, *, peers: int) -> Iterator[None]:
+    def watch_new_sockets(self, *, peers: int, keeps: bool = True) -> Iterator[None]:
         """Take over duplicates of the sockets that the block opens.
 
         Tripped meanwhile, the block is freed as well: from connections that it has, and from
-        waiting for any of ``peers`` to connect.
+        waiting for any of ``peers`` to connect. Without ``keeps`` that is all: they are let go at
+        the block's end.
         """
         # INVARIANT duplicates-now: sockets are duplicated when the group has just been formed.
         # Broken if: trip() looks descriptors up later, when gloo may have closed one and its number
@@ -81,6 +84,8 @@ class AbortSwitch:
                 self._adopt_since(before)
                 if self._tripped:
                     self._shut_down_all()
+                elif not keeps:
+                    self._let_go_of_peers()
 
     def watch_store(self, addresses: Collection[Address]) -> None:
         """Take over duplicates of the connections to the store, which listens on ``addresses``.
@@ -126,8 +131,24 @@ class AbortSwitch:
                 return
         hook()
 
+    def on_cut(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called by ``cut``, or at once if that was; also when the generation is left."""
+        with self._lock:
+            self._cut_hooks.append(hook)
+            if not self._is_cut:
+                return
+        hook()
+
+    def cut(self) -> None:
+        """End what ends in silence: every rank of the generation has heard of the abort. Idempotent."""
+        with self._lock:
+            hooks = [] if self._is_cut else list(self._cut_hooks)
+            self._is_cut = True
+        for hook in hooks:
+            hook()
+
     def trip(self) -> None:
-        """Free the rank, whatever it waits for. Idempotent."""
+        """Free the rank, whatever raises when it is cut short. Idempotent."""
         with self._lock:
             if self._tripped or self._closed:
                 return
@@ -159,11 +180,16 @@ class AbortSwitch:
         """Let go of the duplicates; while they are open, peers would never see end-of-file."""
         with self._lock:
             self._closed = True
-            for connection in (*self._sockets, *self._store_sockets):
+            self._let_go_of_peers()
+            for connection in self._store_sockets:
                 connection.close()
-            self._sockets.clear()
             self._store_sockets.clear()
             self._hooks.clear()
+
+    def _let_go_of_peers(self) -> None:
+        for connection in self._sockets:
+            connection.close()
+        self._sockets.clear()
 
     def _free_forming(self) -> None:
         """Thread: free the block that forms, again and again, since it may be about to wait anew."""

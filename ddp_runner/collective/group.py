@@ -26,13 +26,17 @@ from torch._C._distributed_c10d import (
 )
 
 from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.communicators import Communicators, EnteredGroup, ends_in_silence
 from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.collective.waits import GroupOfReducer, Waits
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
 _never_freed: list[dist.ProcessGroup] = []  # groups of generations that could not be left in peace
+# Of the generation that this process has left and whose abort may not have ended; one at most.
+_left: list[Communicators] = []
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last
 
 
@@ -55,19 +59,26 @@ class Group:
     """The default process group of one generation, and its store for small agreements."""
 
     def __init__(
-        self, membership: Membership, store: Store, *, device: torch.device, switch: AbortSwitch
+        self,
+        membership: Membership,
+        store: Store,
+        *,
+        device: torch.device,
+        switch: AbortSwitch,
+        communicators: Communicators | None = None,
     ) -> None:
         self.membership = membership
         self.device = device
         self._store = store
         self._switch = switch
         self._asked: Counter[str] = Counter()
-        # None where the device waits: NCCL's own abort ends that. gloo for a GPU's tensors has no such end.
-        self._waits = Waits() if device.type == "cpu" else None
+        # None where the device waits: the abort of its communicators ends that.
+        self._waits = None if communicators else Waits()
         if self._waits is not None:
             switch.on_trip(self._waits.abort)
+        self._communicators = communicators
         # Whether a collective that an abort cuts short ends like one that is whole.
-        self.ends_in_silence = False
+        self.ends_in_silence = communicators is not None
 
     @property
     def rank(self) -> int:
@@ -103,9 +114,10 @@ class Group:
                 self._store.get(f"{name}/noted/{rank}")
 
     def of_reducer(self, *, map_begun: Callable[[], None]) -> dist.ProcessGroup:
-        """The group as DDP's reducer is to have it, where the CPU waits; see :class:`GroupOfReducer`."""
-        if self._waits is None:
-            return _default_group()
+        """The group as DDP's reducer is to have it; ``map_begun`` is called where the CPU waits."""
+        if self._communicators is not None:
+            return EnteredGroup(_default_group(), self._communicators)
+        assert self._waits is not None
         return GroupOfReducer(_default_group(), self._waits, map_begun=map_begun)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -113,11 +125,34 @@ class Group:
 
         Raises RuntimeError if that cannot be, and ConnectionError after an abort.
         """
-        self.wait_for(dist.all_reduce(tensor, async_op=True))
+        self.wait_for(self.begin_sum(tensor))
+
+    def begin_sum(self, tensor: Tensor) -> dist.Work:
+        """Begin to sum ``tensor`` over ranks, in place; :meth:`wait_for` it. Raises as that does."""
+        with self._entered():
+            work: dist.Work = dist.all_reduce(tensor, async_op=True)
+            return work
+
+    def send(self, tensor: Tensor, to: int) -> dist.Work | None:
+        """Begin to send to a rank; :meth:`wait_for_messages`. Raises as that does."""
+        with self._entered():
+            return dist.isend(tensor, to)
+
+    def receive(self, tensor: Tensor, source: int) -> dist.Work | None:
+        """Begin to receive from a rank; :meth:`wait_for_messages`. Raises as that does."""
+        with self._entered():
+            return dist.irecv(tensor, source)
+
+    def _entered(self) -> contextlib.AbstractContextManager[None]:
+        if self._communicators is None:
+            return contextlib.nullcontext()
+        return self._communicators.entered()
 
     def broadcast(self, tensor: Tensor) -> None:
         """Make rank 0's ``tensor`` everyone's, in place. Raises as :meth:`all_reduce` does."""
-        self.wait_for(dist.broadcast(tensor, 0, async_op=True))
+        with self._entered():
+            work = dist.broadcast(tensor, 0, async_op=True)
+        self.wait_for(work)
 
     def wait_for(self, work: dist.Work) -> None:
         """Return when a collective of this group is done. Raises as :meth:`all_reduce` does."""
@@ -138,8 +173,9 @@ class Group:
     def confirm(self) -> None:
         """Raise ConnectionError if what the device has computed may be of collectives cut short.
 
-        To be called once the device has finished it. NCCL's abort ends kernels, and nothing else
-        tells that they had not come to their end; gloo's collectives raise by themselves, and what
+        To be called once the device has finished it. An abort of communicators ends kernels, of this
+        rank's peers too, and nothing else tells that they had not come to their end; no rank begins
+        one before every rank refuses here (see communicators). gloo's collectives raise by themselves, and what
         is whole stays valid when an abort comes after it: a peer may have committed the step.
         """
         if self.ends_in_silence:
@@ -168,6 +204,9 @@ def joined(
     a peer does not come within ``timeout_s``, or at once when ``switch`` is tripped meanwhile.
     """
     _use_loopback(link.host)
+    _end_last(membership.rank)
+    is_silent = ends_in_silence(backend)
+    communicators: Communicators | None = None
     try:
         store = _reach_store(link, membership, switch)
         # Every generation has keys of its own: stale addresses of an earlier one are what breaks
@@ -179,50 +218,79 @@ def joined(
         _restart_group_names()
         with (
             switch.using_store(),
-            switch.watch_new_sockets(peers=membership.world_size),
+            # A shut socket of NCCL's would be an abort that nobody has agreed on.
+            switch.watch_new_sockets(peers=membership.world_size, keeps=not is_silent),
             _below_detail(),
             _own_excepthook(),
         ):
             dist.init_process_group(
                 backend,
                 # NCCL asks the store from threads of its own, which must not wait for the interpreter.
-                store=PrefixStore("group", keys if "nccl" in backend else scoped),
+                store=PrefixStore("group", keys if is_silent else scoped),
                 rank=membership.rank,
                 world_size=membership.world_size,
                 timeout=timedelta(seconds=timeout_s),
+                # Its communicator is made here, where an abort ends the waiting, and is the only one.
+                device_id=device if is_silent and device.type == "cuda" else None,
             )
+        if is_silent:
+            communicators = Communicators(_default_group(), switch, device)
         # Its waits hear of an abort first: that cannot block.
-        group = Group(membership, scoped, device=device, switch=switch)
-        if "nccl" in backend:
-            switch.on_trip(_abort_communicators)
+        group = Group(membership, scoped, device=device, switch=switch, communicators=communicators)
         if "gloo" in backend:
             switch.on_trip(functools.partial(_fail_operations, _default_group()))
         _refuse_if_tripped(switch, "aborted while forming")
-        group.ends_in_silence = "nccl" in backend
         if membership.secret and backend == "gloo":
             _prove_peers(group)
         yield group
     except BaseException:
         # Peers may be blocked in a collective that this rank will never enter: destroying the group
         # alone would leave them there until their timeout.
-        _leave_broken(switch.release())
+        if communicators is not None:
+            # Others may still wait for their end, and take for whole what an abort of ours leaves.
+            _left.append(communicators)
+        _leave_broken(switch.release(), is_silent=communicators is not None)
         raise
+    else:
+        dist.destroy_process_group()
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         switch.close()
 
 
-def _leave_broken(connections: list[socket.socket]) -> None:
-    """Destroy the group, if there is one; whatever waits for its last operations does so elsewhere."""
+def _end_last(rank: int) -> None:
+    """Leave torch's world of the last generation, once its communicators are aborted.
+
+    Raises FaultError (DEVICE_LOST) where that does not end.
+    """
+    while _left:
+        why = _left[-1].await_aborted()
+        if why:
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.DEVICE_LOST,
+                    rank=rank,
+                    step=0,
+                    cause=f"the device is lost: {why}",
+                )
+            )
+        _left.pop()
+        if dist.is_initialized():
+            # Of communicators that are aborted already; "destroy" after a fault hangs.
+            dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - there is no public name
+
+
+def _leave_broken(connections: list[socket.socket], *, is_silent: bool = False) -> None:
+    """Destroy the group, if there is one; whatever waits for its last operations does so elsewhere.
+
+    One that ``is_silent`` is left as it is: the next generation ends it.
+    """
     remains: list[dist.ProcessGroup] = []
-    if dist.is_initialized():
+    if dist.is_initialized() and not is_silent:
         remains.append(_default_group())
-        if "gloo" in dist.get_backend():
-            _fail_operations(remains[0])
-        if "nccl" in dist.get_backend():
-            _abort_communicators()  # leaves nothing to destroy
-        else:
+        # Nothing replaces the error for which this is left.
+        with contextlib.suppress(RuntimeError, ValueError):
+            if "gloo" in dist.get_backend():
+                _fail_operations(remains[0])
             dist.destroy_process_group()
     if not remains and not connections:
         return
@@ -375,10 +443,3 @@ def collectives_begun() -> int:
         return -1
     count = getattr(group, "_get_sequence_number_for_group", None)
     return -1 if count is None else int(count())
-
-
-def _abort_communicators() -> None:
-    """Abort every NCCL communicator at once; "destroy" after a fault hangs."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if abort is not None and dist.is_initialized():
-        abort()

@@ -333,7 +333,11 @@ class Replica:
         DDP waits when it has handed over the last one, where nobody could end its wait. So all of
         them are waited for before it does: here, or once the map of the used parameters is under way.
         """
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        # gloo's sum of a GPU's tensors is waited for like any other: handed on as it is, DDP may use
+        # it before it is there (torch before 2.11: pytorch#155714, #170812).
+        device = bucket.buffer().device
+        on: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on)
         self._sums.append(_Sum(work, bucket.buffer(), future))
         if bucket.is_last() and not self._ddp.find_unused_parameters:
             self._finish_sums()
@@ -380,10 +384,12 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     if bucket.is_last():
         replica.stamp_reduce()
     replica.show_own(bucket)
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    work = replica.group.begin_sum(bucket.buffer())
     if bucket.is_last():
         replica.reach(Moment.REDUCING)
-    if replica.group.device.type != "cpu":  # the device waits, and NCCL's abort ends that
+    if (
+        replica.group.ends_in_silence
+    ):  # the device waits, and the abort of its communicators ends that
         summed: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
         return summed
     return replica.sum_of(work, bucket)

@@ -116,7 +116,7 @@ def _groups(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[_Part, ...]]]:
 
 
 def _wire_device(group: Group) -> torch.device:
-    return group.device if "nccl" in dist.get_backend() else torch.device("cpu")
+    return group.device if group.ends_in_silence else torch.device("cpu")
 
 
 def _nothing() -> None:
@@ -145,14 +145,14 @@ def send_state(
     device = _wire_device(group)
     sizes_bytes = [_size_bytes(one) for one in described]
     size = torch.tensor([len(header)], dtype=torch.int64, device=device)
-    _Sent([size], to).wait()
-    _Sent([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)], to).wait()
+    _Sent([size], to, group).wait()
+    _Sent([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)], to, group).wait()
     under_way: deque[_Sent] = deque()
     for pieces in _groups(sizes_bytes):
         if len(under_way) == GROUPS_AHEAD:
             under_way.popleft().wait()
             on_progress()
-        under_way.append(_Sent([_packed(piece, tensors, device) for piece in pieces], to))
+        under_way.append(_Sent([_packed(piece, tensors, device) for piece in pieces], to, group))
     for sent in under_way:
         sent.wait()
         on_progress()
@@ -181,14 +181,14 @@ def _size_bytes(described: _Description) -> int:
 class _Sent:
     """Tensors under way to some ranks. NCCL needs no marks: its abort ends whatever waits."""
 
-    def __init__(self, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], to: Sequence[int], group: Group) -> None:
         self._works: list[dist.Work | None] = []
         self._receipts: list[dist.Work | None] = []
         for rank in to:
-            self._works += [dist.isend(tensor, rank) for tensor in tensors]
-            if tensors[0].device.type == "cpu":
-                self._works.append(dist.isend(_mark(), rank))
-                self._receipts.append(dist.irecv(_mark(), rank))
+            self._works += [group.send(tensor, rank) for tensor in tensors]
+            if not group.ends_in_silence:
+                self._works.append(group.send(_mark(), rank))
+                self._receipts.append(group.receive(_mark(), rank))
 
     def wait(self) -> None:
         """Return when every rank has them."""
@@ -201,15 +201,15 @@ class _Received:
     def __init__(self, tensors: Sequence[Tensor], source: int, group: Group) -> None:
         self._source = source
         self._group = group
-        self._has_mark = tensors[0].device.type == "cpu"
-        self._works = [dist.irecv(tensor, source) for tensor in tensors]
-        self._marks = [dist.irecv(_mark(), source)] if self._has_mark else []
+        self._has_mark = not group.ends_in_silence
+        self._works = [group.receive(tensor, source) for tensor in tensors]
+        self._marks = [group.receive(_mark(), source)] if self._has_mark else []
 
     def wait(self) -> None:
         """Return when they are here, and the sender has been told."""
         _wait([*self._marks, *self._works])
         if self._has_mark:
-            self._group.wait_for_messages([dist.isend(_mark(), self._source)])
+            self._group.wait_for_messages([self._group.send(_mark(), self._source)])
 
 
 def _mark() -> Tensor:

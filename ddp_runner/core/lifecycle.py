@@ -42,6 +42,7 @@ class RankState(Enum):
     FORMING = "forming"
     TRAINING = "training"
     ABORTING = "aborting"
+    LEAVING = "leaving"  # has heard of the abort, and commits nothing more
     FINISHED = "finished"
     DEAD = "dead"
 
@@ -54,6 +55,7 @@ class RankEvent(Enum):
     FORM_SENT = "form_sent"
     GOT_FORMED = "got_formed"
     ABORT_SENT = "abort_sent"
+    ABORT_HEARD = "abort_heard"
     GOT_FINISHED = "got_finished"
     EXITED = "exited"
 
@@ -107,6 +109,8 @@ RANK_TABLE: dict[tuple[RankState, RankEvent], RankState] = {
     (RankState.STARTING, RankEvent.EXITED): RankState.DEAD,
     (RankState.READY, RankEvent.FORM_SENT): RankState.FORMING,
     (RankState.READY, RankEvent.ABORT_SENT): RankState.READY,
+    # Ignored: it had left the generation by itself when it heard.
+    (RankState.READY, RankEvent.ABORT_HEARD): RankState.READY,
     (RankState.READY, RankEvent.EXITED): RankState.DEAD,
     (RankState.READY, RankEvent.GOT_FINISHED): RankState.FINISHED,
     (RankState.FORMING, RankEvent.GOT_FORMED): RankState.TRAINING,
@@ -123,9 +127,18 @@ RANK_TABLE: dict[tuple[RankState, RankEvent], RankState] = {
     # Ignored: asked again because another incident began.
     (RankState.ABORTING, RankEvent.ABORT_SENT): RankState.ABORTING,
     (RankState.ABORTING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.ABORTING, RankEvent.ABORT_HEARD): RankState.LEAVING,
     (RankState.ABORTING, RankEvent.EXITED): RankState.DEAD,
+    (RankState.LEAVING, RankEvent.GOT_READY): RankState.READY,
+    # Ignored, as in ABORTING; and one abort is heard once.
+    (RankState.LEAVING, RankEvent.GOT_FORMED): RankState.LEAVING,
+    (RankState.LEAVING, RankEvent.ABORT_SENT): RankState.LEAVING,
+    (RankState.LEAVING, RankEvent.ABORT_HEARD): RankState.LEAVING,
+    (RankState.LEAVING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.LEAVING, RankEvent.EXITED): RankState.DEAD,
     # Ignored: a rank that has finished has left every collective.
     (RankState.FINISHED, RankEvent.ABORT_SENT): RankState.FINISHED,
+    (RankState.FINISHED, RankEvent.ABORT_HEARD): RankState.FINISHED,
     (RankState.FINISHED, RankEvent.EXITED): RankState.DEAD,
     (RankState.DEAD, RankEvent.SPAWNED): RankState.STARTING,
     # Ignored: a corpse hears nothing and dies once.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import get_args
 
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
@@ -42,6 +43,21 @@ class Form:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
     """Supervisor -> rank: leave ``generation`` at once, also from inside a collective."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortHeard:
+    """Rank -> supervisor, answering ``Abort`` where collectives end in silence: it commits nothing more."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Supervisor -> rank: every rank of ``generation`` has heard of its abort; abort its communicators."""
 
     generation: int
 
@@ -117,7 +133,8 @@ class Ready:
     ``committed_step`` is -1 if empty; ``run_id`` is that of the checkpoint it resumes, or empty.
     ``notes``: lines to show people once, before training.
     ``is_complete``: of that run no step is left to train. ``changed_task``: the task's file, where it
-    is not the one that the checkpoint was made with; else empty.
+    is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
+    that is aborted ends like one that is whole, so that an abort takes two acts.
     """
 
     rank: int
@@ -132,6 +149,7 @@ class Ready:
     notes: tuple[str, ...] = ()
     is_complete: bool = False
     changed_task: str = ""
+    ends_in_silence: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +386,8 @@ class SpareReady:
 Message = (
     Form
     | Abort
+    | AbortHeard
+    | Cut
     | Stacks
     | CollectivesBegun
     | Stop
@@ -399,43 +419,7 @@ Message = (
     | StoreReady
     | SpareReady
 )
-_TYPES: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (
-        Form,
-        Abort,
-        Stacks,
-        CollectivesBegun,
-        Stop,
-        Checkpoint,
-        ReopenLog,
-        SaveAlone,
-        Inject,
-        Injected,
-        Built,
-        Ready,
-        Formed,
-        Faulted,
-        Metrics,
-        Saved,
-        NotSaved,
-        LoaderWorkers,
-        StopAsked,
-        Adjusted,
-        MendedInPlace,
-        Noted,
-        Proved,
-        DrillPart,
-        Drilled,
-        Finished,
-        Lived,
-        Fork,
-        Forked,
-        ZygoteReady,
-        StoreReady,
-        SpareReady,
-    )
-}
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

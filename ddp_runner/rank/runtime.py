@@ -30,8 +30,10 @@ from ddp_runner.core.faults import (
 from ddp_runner.core.injection import Injection, InjectKind
 from ddp_runner.core.messages import (
     Abort,
+    AbortHeard,
     Checkpoint,
     CollectivesBegun,
+    Cut,
     Faulted,
     Form,
     Inject,
@@ -135,6 +137,7 @@ class SupervisedRuntime:
         # None: there will be no generation.
         self._forms: queue.SimpleQueue[tuple[Generation, str] | None] = queue.SimpleQueue()
         self._newest: Generation | None = None
+        self._ends_in_silence = False
         self._stop: StopReason | None = None
         self._save = threading.Event()
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -142,6 +145,7 @@ class SupervisedRuntime:
 
     def next_generation(self, ready: Ready) -> Generation | None:
         """Report, then wait for a Form; the first one also opens this rank's log file."""
+        self._ends_in_silence = ready.ends_in_silence
         self.tell(ready)
         formed = self._forms.get()
         if formed is None:
@@ -227,7 +231,7 @@ class SupervisedRuntime:
         finally:
             os._exit(1)
 
-    def _act(self, message: Message) -> None:  # noqa: C901 - one row a message
+    def _act(self, message: Message) -> None:  # noqa: C901, PLR0912 - one row a message
         match message:
             case Form():
                 generation = Generation(
@@ -236,9 +240,13 @@ class SupervisedRuntime:
                 self._newest = generation
                 self._forms.put((generation, message.run_id))
             case Abort(generation=number):
-                newest = self._newest
-                if newest is not None and newest.membership.generation <= number:
-                    newest.switch.trip()
+                for generation in self._of(number):
+                    generation.switch.trip()
+                if self._ends_in_silence:
+                    self.tell(AbortHeard(rank=self.place.rank, generation=number))
+            case Cut(generation=number):
+                for generation in self._of(number):
+                    generation.switch.cut()
             case Stacks():
                 write_stacks()
                 count = collectives_begun() - self.slot.get(Cell.COLLECTIVES)
@@ -257,6 +265,11 @@ class SupervisedRuntime:
                     self.slot.strike_soon(InjectKind(kind), number=number)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
+
+    def _of(self, number: int) -> list[Generation]:
+        """The newest generation, unless what is said of generation ``number`` came too late for it."""
+        newest = self._newest
+        return [newest] if newest is not None and newest.membership.generation <= number else []
 
 
 def write_stacks() -> None:

@@ -97,7 +97,7 @@ class HangFinder:
 
     def _stands_too_long(self, handle: RankHandle, now_s: float) -> bool:
         limit_s = self._settings.hang_min_s
-        if handle.state is RankState.ABORTING:
+        if handle.state in (RankState.ABORTING, RankState.LEAVING):
             limit_s = min(limit_s, STOPPED_AT_ONCE_S)
         return self._stopped.stopped_s(handle.pid, now_s) > limit_s
 

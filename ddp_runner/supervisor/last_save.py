@@ -20,16 +20,21 @@ from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import NotSaved, SaveAlone, Saved
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.cutting import LEAVE_TIMEOUT_S, Cutting
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import RankHandle
 from ddp_runner.supervisor.records import Records
-from ddp_runner.supervisor.returning import PARK_TIMEOUT_S
 from ddp_runner.supervisor.stacks import wake
 from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.world import World
 
-_IN_GENERATION = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
+_IN_GENERATION = (
+    RankState.FORMING,
+    RankState.TRAINING,
+    RankState.ABORTING,
+    RankState.LEAVING,
+)
 
 
 class LastSave:
@@ -43,7 +48,9 @@ class LastSave:
         world: World,
         records: Records,
         published: Published,
+        cutting: Cutting,
     ) -> None:
+        self._cutting = cutting
         self._settings = settings
         self._facts = facts
         self._world = world
@@ -62,7 +69,8 @@ class LastSave:
         if self.outcome is not None:  # the rank that had to save has done so elsewhere
             return
         self._began_s = now_s
-        self._by_s = now_s + PARK_TIMEOUT_S + self._settings.checkpoint_timeout_s
+        patience_s = LEAVE_TIMEOUT_S + self._settings.checkpoint_timeout_s
+        self._by_s = now_s + patience_s
         self._world.abort(self._facts.generation)
         wake(self._world.present)
         if cause := why_not_saved(causes):
@@ -100,6 +108,9 @@ class LastSave:
             self._conclude(SaveOutcome(step=self._facts.committed_step, cause=late))
             return
         self._wake_stopped(now_s)
+        if any(handle.state is RankState.LEAVING for handle in self._world.present):
+            for handle in self._cutting.unanswered(now_s):  # which hold those that could save
+                self._world.kill_rank(handle)
         if self._asked is not None:
             return
         newest = self._published.newest()
@@ -107,7 +118,7 @@ class LastSave:
             [handle.standing for handle in self._world.present if self._is_parked(handle)],
             [self._leaving(handle) for handle in self._world.present if self._is_in(handle)],
             saved_step=-1 if newest is None else newest[0],
-            may_wait=now_s <= self._began_s + PARK_TIMEOUT_S,
+            may_wait=now_s <= min(self._cutting.leave_by_s(self._began_s), self._by_s),
         )
         match move:
             case AskToSave():

@@ -18,6 +18,7 @@ from ddp_runner.core.messages import Adjusted, CollectivesBegun
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.children import is_killed
+from ddp_runner.supervisor.cutting import Cutting
 from ddp_runner.supervisor.facts import RunFacts, fault_fields
 from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.incident import Condemned, OpenIncident
@@ -31,14 +32,19 @@ from ddp_runner.supervisor.plan_words import (
 from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.records import Records
-from ddp_runner.supervisor.returning import PARK_TIMEOUT_S, ReturningRanks
+from ddp_runner.supervisor.returning import ReturningRanks
 from ddp_runner.supervisor.stacks import force_stacks, wake
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import World
 
 # For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
 ANSWERS_TIME_S = 0.2
-_IN_GENERATION = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
+_IN_GENERATION = (
+    RankState.FORMING,
+    RankState.TRAINING,
+    RankState.ABORTING,
+    RankState.LEAVING,
+)
 
 
 class Repair:
@@ -54,6 +60,7 @@ class Repair:
         ledger: Ledger,
         striker: Striker,
         published: Published,
+        cutting: Cutting,
     ) -> None:
         self._settings = settings.recovery
         self._resume = settings.run.resume
@@ -63,6 +70,7 @@ class Repair:
         self._records = records
         self._ledger = ledger
         self._striker = striker
+        self._cutting = cutting
         self._hangs = HangFinder(settings.recovery, facts, world=world, records=records)
         self._incident: OpenIncident | None = None
         # At launch every rank is missing, and the first one reads what is resumed.
@@ -78,6 +86,7 @@ class Repair:
             records=records,
             striker=striker,
             hangs=self._hangs,
+            cutting=cutting,
         )
         self._respawn_at_s = 0.0
 
@@ -205,6 +214,7 @@ class Repair:
         if incident is None:
             return None
         self._condemn_stopped(incident, now_s)
+        self._condemn_unanswering(incident, now_s)
         for rank, condemned in incident.condemned.items():
             handle = self._world.ranks[rank]
             if condemned.is_due(handle.written_bytes, now_s, said_since=handle.said_since):
@@ -218,7 +228,7 @@ class Repair:
             self._close_incident()
             return self._decide(incident, now_s)
         self._fork_ahead(incident, now_s)
-        if now_s > incident.began_s + PARK_TIMEOUT_S:
+        if now_s > self._cutting.leave_by_s(incident.began_s):
             waited_s = now_s - incident.began_s
             late = [
                 hung(handle, f"did not leave its generation within {waited_s:.1f} s")
@@ -238,6 +248,18 @@ class Repair:
             self.report(fault)
         if stopped:
             self.condemn(stopped)
+
+    def _condemn_unanswering(self, incident: OpenIncident, now_s: float) -> None:
+        """Nobody's communicators may be aborted while one of the ranks might still commit."""
+        late = [
+            hung(handle, "did not answer an abort, which another thread does")
+            for handle in self._cutting.unanswered(now_s)
+            if handle.rank not in {*incident.condemned, *self._doomed}
+        ]
+        for fault in late:
+            self.report(fault)
+        if late:
+            self.condemn(late)
 
     def _fork_ahead(self, incident: OpenIncident, now_s: float) -> None:
         """Have those who are certainly needed start while the last answers are still awaited."""

@@ -9,6 +9,7 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.recovery import regrow_delay_s
 from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.cutting import Cutting
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.ranks import RankHandle
@@ -16,7 +17,7 @@ from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.striker import Striker
 from ddp_runner.supervisor.world import World
 
-PARK_TIMEOUT_S = 5.0  # for a survivor to answer an abort, if its phase does not excuse it
+_LEAVING = (RankState.ABORTING, RankState.LEAVING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class ReturningRanks:
         records: Records,
         striker: Striker,
         hangs: HangFinder,
+        cutting: Cutting,
     ) -> None:
         self._settings = settings
         self._facts = facts
@@ -47,9 +49,10 @@ class ReturningRanks:
         self._records = records
         self._striker = striker
         self._hangs = hangs
+        self._cutting = cutting
         self._slots: dict[int, _Slot] = {}
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
-        self._regroup_by_s = 0.0
+        self._regroup_since_s = 0.0
 
     def give_up(self, handle: RankHandle, now_s: float) -> None:
         """Go on without this rank, until it is tried again."""
@@ -123,15 +126,19 @@ class ReturningRanks:
                 f"rank {handle.rank} is back: {len(self._world.present)} ranks from here on"
             )
         self.is_regrouping = True
-        self._regroup_by_s = now_s + PARK_TIMEOUT_S
+        self._regroup_since_s = now_s
         self._world.abort(self._facts.generation)
 
     def who_stays_too_long(self, now_s: float) -> list[Fault]:
         """Ranks that ought to have left their generation for a rank that came back."""
-        if not self.is_regrouping or now_s <= self._regroup_by_s:
+        if not self.is_regrouping:
+            return []
+        if deaf := self._cutting.unanswered(now_s):
+            return [hung(one, "did not answer an abort, which another thread does") for one in deaf]
+        if now_s <= self._cutting.leave_by_s(self._regroup_since_s):
             return []
         return [
-            hung(handle, f"did not make room within {PARK_TIMEOUT_S:g} s")
+            hung(handle, f"did not make room within {now_s - self._regroup_since_s:.1f} s")
             for handle in self._world.present
-            if handle.state is RankState.ABORTING and self._hangs.watcher.is_overdue(handle)
+            if handle.state in _LEAVING and self._hangs.watcher.is_overdue(handle)
         ]

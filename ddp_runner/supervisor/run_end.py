@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
-from ddp_runner.core.faults import Fault
+from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
+from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
+from ddp_runner.core.recovery import GiveUp
 from ddp_runner.core.settings import Settings
-from ddp_runner.supervisor.facts import Ending, RunFacts
+from ddp_runner.supervisor.cutting import Cutting
+from ddp_runner.supervisor.facts import Ending, RunFacts, told
 from ddp_runner.supervisor.last_save import LastSave
+from ddp_runner.supervisor.ledger import Ledger
 from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.starting import Start
 from ddp_runner.supervisor.world import World
 
 
@@ -32,7 +36,13 @@ class RunEnd:
         world: World,
         records: Records,
         published: Published,
+        ledger: Ledger,
+        start: Start,
+        cutting: Cutting,
     ) -> None:
+        self._ledger = ledger
+        self._start = start
+        self._log_dir = settings.run.log_dir
         self._resume = settings.run.resume
         self._requires_exact = settings.recovery.require_exact
         self._facts = facts
@@ -40,7 +50,12 @@ class RunEnd:
         self._records = records
         self._published = published
         self.last_save = LastSave(
-            settings.recovery, facts, world=world, records=records, published=published
+            settings.recovery,
+            facts,
+            world=world,
+            records=records,
+            published=published,
+            cutting=cutting,
         )
         self.ending: Ending | None = None
         self._after_save: Ending | None = None
@@ -72,6 +87,25 @@ class RunEnd:
         self._after_save = ending
         self._machine.advance(RunEvent.LAST_SAVE_BEGAN)
         self.last_save.begin(causes, time.monotonic())
+
+    def give_up(self, plan: GiveUp) -> None:
+        """End the run because of a fault that is not repaired."""
+        fault = plan.fault
+        if fault.kind is FaultKind.BAD_INPUT:
+            self.bad_input(fault.cause)
+            return
+        has_log = self._records.may_write
+        log = f"; see {self._log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
+        reason = f"{told(fault)} ({plan.reason}){log}"
+        detail = "" if has_log else self._start.without_shown(fault.detail)
+        if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
+            reason, detail = fault.cause, ""  # which says it all; our own lines explain nothing
+        causes = self._ledger.faults[-1].incident.attribution.causes
+        self.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
+
+    def bad_input(self, line: str) -> None:
+        """End the run because of what the user has given it."""
+        self.begin(Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line))
 
     def at_once(self, ending: Ending) -> None:
         """End the run as it is."""

@@ -13,12 +13,13 @@ from pathlib import Path
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
-from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
-from ddp_runner.core.faults import BadInputError, Fault, FaultKind
+from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
+from ddp_runner.core.faults import BadInputError, Fault
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, RunEvent, RunState
 from ddp_runner.core.messages import (
     NO_PROCESS,
+    AbortHeard,
     Adjusted,
     Built,
     CollectivesBegun,
@@ -44,13 +45,13 @@ from ddp_runner.core.messages import (
     StoreReady,
     ZygoteReady,
 )
-from ddp_runner.core.recovery import GiveUp
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.directories import RunDirectories
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor.children import Ended
 from ddp_runner.supervisor.chronicle import Chronicle
 from ddp_runner.supervisor.complete import kept_summary
+from ddp_runner.supervisor.cutting import Cutting
 from ddp_runner.supervisor.departures import (
     DrillEnded,
     RankEnded,
@@ -61,7 +62,7 @@ from ddp_runner.supervisor.departures import (
 )
 from ddp_runner.supervisor.drilling import DrillKeeper
 from ddp_runner.supervisor.endings import exit_of, store_died
-from ddp_runner.supervisor.facts import Ending, RunFacts, told
+from ddp_runner.supervisor.facts import Ending, RunFacts
 from ddp_runner.supervisor.ledger import Ledger
 from ddp_runner.supervisor.published import Published
 from ddp_runner.supervisor.ranks import RankHandle
@@ -95,6 +96,7 @@ class Supervisor:
             facts=self.facts, ledger=self.ledger, records=records, published=published
         )
         self._striker = Striker(plan, world, records)
+        self._cutting = Cutting(world=world, records=records)
         self._repair = Repair(
             plan.settings,
             self.facts,
@@ -103,6 +105,7 @@ class Supervisor:
             ledger=self.ledger,
             striker=self._striker,
             published=published,
+            cutting=self._cutting,
         )
         self._zygotes = ZygoteKeeper(
             plan.settings.recovery, self.facts, world=world, records=records, repair=self._repair
@@ -110,6 +113,7 @@ class Supervisor:
         self._spares = SpareKeeper(
             plan, self.facts, world=world, records=records, repair=self._repair
         )
+        self.start = Start(self.facts, world=world, records=records, debug=plan.settings.run.debug)
         self.run_end = RunEnd(
             plan.settings,
             self.facts,
@@ -117,8 +121,10 @@ class Supervisor:
             world=world,
             records=records,
             published=published,
+            ledger=self.ledger,
+            start=self.start,
+            cutting=self._cutting,
         )
-        self.start = Start(self.facts, world=world, records=records, debug=plan.settings.run.debug)
         self.directories = directories
         self.drills = DrillKeeper(plan, world=world, records=records, chronicle=self.chronicle)
         self._save_request = SaveRequest(self.facts, world=world, records=records)
@@ -188,6 +194,9 @@ class Supervisor:
                 handle.machine.advance(RankEvent.GOT_READY)
                 if handle.is_returning:
                     self._repair.returning.got_ready(handle)
+            case AbortHeard(generation=generation):
+                if generation == self.facts.generation:
+                    handle.machine.advance(RankEvent.ABORT_HEARD)
             case Formed():
                 handle.machine.advance(RankEvent.GOT_FORMED)
                 handle.has_formed = True
@@ -346,6 +355,7 @@ class Supervisor:
         self.facts.committed_step = max(
             handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
         )
+        self._cutting.look(now_s)
         self.run_end.refuse_inexact()
         self.drills.look(now_s, in_peace=self._is_in_peace)
         if self._is_at_its_end(now_s):
@@ -358,7 +368,7 @@ class Supervisor:
             self._repair.condemn(hung)
         given_up = self._repair.settle(now_s)
         if given_up is not None:
-            self._give_up(given_up)
+            self.run_end.give_up(given_up)
             return
         self._repair.respawn(now_s)
         if self.machine.state is RunState.RUNNING:
@@ -389,21 +399,6 @@ class Supervisor:
             return True
         return False
 
-    def _give_up(self, plan: GiveUp) -> None:
-        fault = plan.fault
-        if fault.kind is FaultKind.BAD_INPUT:
-            self._end_as_bad_input(fault.cause)
-            return
-        has_log = self.records.may_write
-        log_dir = self.plan.settings.run.log_dir
-        log = f"; see {log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
-        reason = f"{told(fault)} ({plan.reason}){log}"
-        detail = "" if has_log else self.start.without_shown(fault.detail)
-        if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
-            reason, detail = fault.cause, ""  # which says it all; our own lines explain nothing
-        causes = self.ledger.faults[-1].incident.attribution.causes
-        self.run_end.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
-
     def _form(self, now_s: float) -> None:
         # A rank may be ready before its zygote has told who it is. Until then nobody could end it.
         ready = all(
@@ -431,7 +426,7 @@ class Supervisor:
         try:
             self.directories.claim()
         except BadInputError as error:
-            self._end_as_bad_input(str(error))
+            self.run_end.bad_input(str(error))
             return False
         self.drills.clear()  # what a supervisor that was killed has left
         self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
@@ -491,9 +486,4 @@ class Supervisor:
         last = detail.strip().splitlines()[-1]
         self.run_end.begin(
             Ending.of(RunStatus.FAILED, f"a bug in the supervisor: {last}", detail=detail)
-        )
-
-    def _end_as_bad_input(self, line: str) -> None:
-        self.run_end.begin(
-            Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line)
         )

@@ -18,6 +18,7 @@ from ddp_runner.core.lifecycle import RankEvent, RankState
 from ddp_runner.core.messages import (
     NO_PROCESS,
     Abort,
+    Cut,
     Fork,
     Forked,
     Form,
@@ -80,6 +81,7 @@ class World:
         self._zygote: Zygote | PromotedZygote | None = None
         self.guardian = Guardian()
         self.log_seal = new_seal()
+        self.aborted = (0, 0.0)  # the newest generation that ranks were told to leave, and when
         self.zygote_since_s = 0.0
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
@@ -358,10 +360,17 @@ class World:
 
     def abort(self, generation: int) -> None:
         """Have every rank leave ``generation`` at once."""
+        if generation > self.aborted[0]:
+            self.aborted = (generation, time.monotonic())
         for handle in self.ranks:
             if handle.state in (RankState.FORMING, RankState.TRAINING):
                 handle.machine.advance(RankEvent.ABORT_SENT)
                 self.send(handle, Abort(generation=generation))
+
+    def cut(self, generation: int) -> None:
+        """Have every rank abort the communicators of ``generation``: all have heard of its abort."""
+        for handle in self.ranks:
+            self.send(handle, Cut(generation=generation))
 
     def stop(self, message: Stop) -> None:
         """Ask every live rank to stop after its step."""

@@ -21,6 +21,7 @@ import torch
 from ddp_runner import config as configuration
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.collective.device import prove_device, visible_gpu
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
@@ -461,6 +462,7 @@ def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
         notes=start_notes(parts),
         is_complete=is_complete(workload, parts.state),
         changed_task=parts.progress.changed_task,
+        ends_in_silence=ends_in_silence(workload.backend),
     )
 
 

@@ -43,12 +43,22 @@ def membership(me, *, generation=1, world_size=None, secret=SECRET):
     )
 
 
-def join(me, port, *, generation=1, switch=None, timeout_s=20.0, world_size=None, secret=SECRET):
+def join(
+    me,
+    port,
+    *,
+    generation=1,
+    switch=None,
+    timeout_s=20.0,
+    world_size=None,
+    secret=SECRET,
+    backend="gloo",
+):
     """Be a member of ``generation`` for the length of the block; port 0: a world of one."""
     return joined(
         membership(me, generation=generation, world_size=world_size, secret=secret),
         link=link_to(port),
-        backend="gloo",
+        backend=backend,
         device=CPU,
         timeout_s=timeout_s,
         switch=switch or AbortSwitch(),

@@ -257,10 +257,10 @@ def test_a_header_of_our_own_is_read():
 def _receive_and_be_aborted(me, port, ends_in_silence):
     switch = AbortSwitch()
     with contextlib.suppress(ConnectionError), join(me, port, switch=switch) as group:
+        group.ends_in_silence = ends_in_silence
         if me.rank == 0:
             send_state(group, nested_state(), to=[1])
             return None
-        group.ends_in_silence = ends_in_silence
         return as_plain(receive_state(group, source=0, on_progress=switch.trip))
     return "cut short"
 

@@ -26,14 +26,15 @@ done        -             same            same        -             -           
 failed      -             same            same        -             -                same
 """
 RANK_ROWS = """
-            spawned   got_ready  form_sent  got_formed  abort_sent  got_finished  exited
-starting    -         ready      -          -           same        -             dead
-ready       -         -          forming    -           same        finished      dead
-forming     -         ready      -          training    aborting    -             dead
-training    -         ready      -          -           aborting    finished      dead
-aborting    -         ready      -          same        same        finished      dead
-finished    -         -          -          -           same        -             dead
-dead        starting  -          -          -           same        -             -
+            spawned   got_ready  form_sent  got_formed  abort_sent  abort_heard  got_finished  exited
+starting    -         ready      -          -           same        -            -             dead
+ready       -         -          forming    -           same        same         finished      dead
+forming     -         ready      -          training    aborting    -            -             dead
+training    -         ready      -          -           aborting    -            finished      dead
+aborting    -         ready      -          same        same        leaving      finished      dead
+leaving     -         ready      -          same        same        same         finished      dead
+finished    -         -          -          -           same        same         -             dead
+dead        starting  -          -          -           same        -            -             -
 """
 
 

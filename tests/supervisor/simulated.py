@@ -26,7 +26,9 @@ from ddp_runner.core.messages import (
     SPARE_RANK,
     STANDBY_RANK,
     Abort,
+    AbortHeard,
     Checkpoint,
+    Cut,
     Faulted,
     Finished,
     Fork,
@@ -148,6 +150,8 @@ class Process:
     asleep: bool = False  # stopped in its own code: the system knows of nothing
     dead: bool = False
     unending: bool = False  # waits in the kernel: SIGKILL ends it only once that is over
+    heard: int = 0  # the newest generation that it was told to leave
+    is_deaf: bool = False  # its threads get no turn: it reads nothing
     stop: StopReason | None = None
     wants_save: bool = False
     seen: list = field(default_factory=list)  # generations that it was asked to form
@@ -163,7 +167,7 @@ class Quiet(run._Loop):
 class Simulation:
     """One run: ``run_until``, harm, ``run_to_end``."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - one row a field
         self,
         monkeypatch,
         *,
@@ -172,11 +176,13 @@ class Simulation:
         seed=0,
         import_s=IMPORT_S,
         run_options=None,
+        silent=False,
         **recovery,
     ):
         self.clock = Clock()
         self.secrets = {}  # generation -> those that were handed out for it
         self.records = Records()
+        self.silent = silent  # collectives end in silence, and an abort takes two acts
         self.random = random.Random(seed)
         self.steps = steps
         self.checkpoint = 0
@@ -482,10 +488,11 @@ class Simulation:
             train_samples=80,
             parameters=7,
             device="cpu",
+            ends_in_silence=self.silent,
         )
 
-    def _listen(self, process):  # noqa: C901 - one row a message
-        while not process.dead and not process.stopped:
+    def _listen(self, process):  # noqa: C901, PLR0912 - one row a message
+        while not process.dead and not process.stopped and not process.is_deaf:
             try:
                 message, descriptors = process.channel.receive()
             except BlockingIOError:
@@ -502,8 +509,13 @@ class Simulation:
                     self._become(process, message, descriptors)
                 case Form():
                     self._join(process, message)
-                case Abort():
+                case Abort() if self.silent:
+                    process.heard = message.generation
+                    answer = AbortHeard(rank=process.rank, generation=message.generation)
+                    self.send(process, answer)
+                case Abort() | Cut():
                     if 0 < process.generation <= message.generation:
+                        self._check_that_all_have_heard(message)
                         self._leave_generation(process, "aborted")
                 case Stop():
                     process.stop = message.reason
@@ -511,6 +523,13 @@ class Simulation:
                     process.wants_save = True
                 case SaveAlone():
                     self.later(self.alone_save_s, lambda: self._save_alone(process))
+
+    def _check_that_all_have_heard(self, message):
+        if isinstance(message, Cut):
+            deaf = [p for p in self._members(message.generation) if p.heard < message.generation]
+            assert all(p.dead or p.unending for p in deaf), (
+                "who has not heard may commit what an abort leaves"
+            )
 
     def _join(self, process, form):
         assert not process.seen or form.generation > process.seen[-1]
@@ -657,6 +676,9 @@ class Simulation:
                 continue
             if process.trains and process.committed < self.steps and self.random.random() < 0.3:
                 self._commit(process)
+            if self.silent:  # and waits for the dead one
+                self.stamp(process, Phase.REDUCE)
+                continue
             delay_s = self.random.uniform(0.001, 0.02)
             self.later(delay_s, lambda each=process: self._notice(each, generation))
 

@@ -1,0 +1,90 @@
+"""Faults in every phase of runs whose collectives end in silence, with wrong numbers, when aborted.
+
+As NCCL's do (see tests.collective.silent): who has not heard of the abort takes them for whole.
+``SILENT_FAULTS=200 pytest -m soak tests/scenarios/test_silent.py`` strikes so often.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.harness import Run, assert_every_sample_once
+from tests.scenarios.silenced import SLOW_RANK
+from tests.scenarios.test_phases import KIND, told_step
+
+TASK = f"{Path(__file__).with_name('silenced.py')}:SilencedTask"
+WORLD = 3
+LATE = int(SLOW_RANK)  # is ahead of others where those are cut first
+STEPS = 60
+SETTINGS = (
+    *("-b", 12, "num_workers=0", "log.display=plain", "--audit", "task.pace_s=0.01"),
+    *("save_every_steps=20", "save_interval=0", "evaluate_every_steps=30", "evaluate_interval=0"),
+    *("recovery.max_restarts=1000", "recovery.no_progress_generations=5"),
+    *("recovery.hang_min_s=4", "recovery.drill_at=off"),
+)
+HARMS = (
+    ("kill", "backward", 0, 0),
+    ("kill", "forward", 2, 5),
+    ("raise", "forward", 0, 9),
+    ("kill", "reducing", 2, 13),
+    ("kill", "data", LATE, 17),
+    ("raise", "backward", 2, 21),
+    ("kill", "optimizer", 0, 25),
+    ("stop", "forward", 2, 31),
+    ("kill", "commit", 2, 35),
+    ("raise", "commit", 0, 39),
+    ("hang", "forward", 0, 45),
+    ("kill", "reduced", 0, 49),
+    ("raise", "optimizer", 2, 53),
+    ("kill", "backward", 2, STEPS - 1),
+)
+SOAKED = int(os.environ.get("SILENT_FAULTS", "200"))
+
+
+def _run(folder, *words, steps=STEPS):
+    return Run(folder, *SETTINGS, "--max-steps", steps, *words, world=WORLD, task=TASK)
+
+
+def _plan(harms):
+    return [
+        word
+        for kind, phase, rank, step in harms
+        for word in ("--inject", f"{kind}:rank={rank},step={step},phase={phase}")
+    ]
+
+
+def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
+    """Whatever a rank was doing, and though one hears of each abort later than the others."""
+    with _run(tmp_path / "peace") as peace:
+        assert peace.wait() == 0, peace.console
+    with _run(tmp_path / "faults", *_plan(HARMS)) as run:
+        assert run.wait(240.0) == 0, run.console
+    assert run.digest == peace.digest
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, STEPS)
+    told = [(f["kind"], f["rank"], f["step"]) for f in summary["faults"]]
+    assert told == [
+        ({**KIND, "hang": "rank_hung"}[kind], rank, told_step(kind, phase, step))
+        for kind, phase, rank, step in HARMS
+    ], "\n".join(map(str, summary["faults"]))
+    assert all(f["steps_lost"] == 0 for f in summary["faults"])
+    assert_every_sample_once(run, WORLD, samples=192)
+    assert len(run.events("cut")) == len(HARMS)
+
+
+@pytest.mark.soak
+def test_so_many_random_faults_leave_the_weights_of_peace(tmp_path):
+    """Kill, raise and hang, at random places: no wrong weight, and no survivor is blamed."""
+    steps = 12 * SOAKED
+    with _run(tmp_path / "peace", "task.pace_s=0", steps=steps) as peace:
+        assert peace.wait(3600.0) == 0, peace.console
+    harm = "random:seed=1,mtbf_s=1,kinds=kill+stop+raise+hang"
+    settings = ("task.pace_s=0.08", "recovery.hang_min_s=0.7", "--inject", harm)
+    with _run(tmp_path / "faults", *settings, steps=steps) as run:
+        assert run.wait(7200.0) == 0, run.console
+    assert len(run.summary()["faults"]) > SOAKED / 2
+    assert run.digest == peace.digest
+    assert run.summary()["exact"] is True
