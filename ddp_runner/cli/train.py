@@ -22,7 +22,7 @@ from ddp_runner.core.secrets import masked_words
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.settings import Settings
 
@@ -103,8 +103,23 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         meaning=meaning(resolved.settings, world_size=world_size),
         settings_digest=digest(resolved.settings),
         command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
-        notes=(*place_notes(devices, found=found, cores=cores), *notes),
+        notes=(
+            *place_notes(devices, found=found, cores=cores),
+            *_kept_variables(resolved.settings, devices, environment),
+            *notes,
+        ),
     )
+
+
+def _kept_variables(
+    settings: Settings, devices: Sequence[DevicePlan], environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """What of a user's environment is left as it is, against what GPUs need."""
+    if devices[0].visible_index is None:
+        return ()
+    from ddp_runner.supervisor.environment import kept_against_advice  # noqa: PLC0415 - as above
+
+    return kept_against_advice(environment, is_deterministic=settings.run.deterministic)
 
 
 def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:

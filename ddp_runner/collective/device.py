@@ -1,14 +1,19 @@
-"""Proves that a device still works after its generation was aborted. Never touches the CPU's state."""
+"""Whether a device still works after an abort, and is free of a dead process. Never touches the CPU's state."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import torch
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 PROOF_TIMEOUT_S = 30.0
+FREE_TIMEOUT_S = 30.0  # for the driver to give back what a process held that was killed
+_FREE_LOOK_S = 0.1
+_AS_FREE_AS = 0.98  # of what was free before
 
 
 def visible_gpu(local_rank: int, visible: int) -> str:
@@ -17,6 +22,31 @@ def visible_gpu(local_rank: int, visible: int) -> str:
     Where each rank is shown its own GPU alone (``srun --gpus-per-task=1``), that is number 0 for all.
     """
     return f"cuda:{local_rank % visible if visible else local_rank}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What of the memory of a GPU nobody holds; 0 on the CPU."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def await_free(
+    device: torch.device,
+    wanted_bytes: int,
+    *,
+    look: Callable[[torch.device], int] = free_bytes,
+    timeout_s: float = FREE_TIMEOUT_S,
+) -> int:
+    """Return what is free once that is about ``wanted_bytes``, or the time is up.
+
+    A process that was killed holds its GPU's memory until the driver has taken its context down,
+    while the process that replaces it is there already.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        free = look(device)
+        if free >= _AS_FREE_AS * wanted_bytes or time.monotonic() > deadline_s:
+            return free
+        time.sleep(_FREE_LOOK_S)
 
 
 def prove_device(device: torch.device, *, rank: int, step: int) -> None:

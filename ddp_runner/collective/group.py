@@ -257,6 +257,11 @@ def joined(
         switch.close()
 
 
+def holds_communicators() -> bool:
+    """Whether this process has left a generation whose communicators it has not aborted yet."""
+    return bool(_left)
+
+
 def _end_last(rank: int) -> None:
     """Leave torch's world of the last generation, once its communicators are aborted.
 

@@ -41,3 +41,8 @@ class LaunchPlan:
     settings_digest: str
     command: tuple[str, ...]
     notes: tuple[str, ...]
+
+    def has_own_device(self, rank: int) -> bool:
+        """Whether no other rank computes where this one does."""
+        own = self.devices[rank].device
+        return sum(place.device == own for place in self.devices) == 1

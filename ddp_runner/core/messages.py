@@ -135,6 +135,7 @@ class Ready:
     ``is_complete``: of that run no step is left to train. ``changed_task``: the task's file, where it
     is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
     that is aborted ends like one that is whole, so that an abort takes two acts.
+    ``device_free_bytes``: on its GPU, before it took any.
     """
 
     rank: int
@@ -150,6 +151,7 @@ class Ready:
     is_complete: bool = False
     changed_task: str = ""
     ends_in_silence: bool = False
+    device_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

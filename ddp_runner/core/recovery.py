@@ -26,12 +26,6 @@ NEVER_RETRIED = frozenset(
 )
 
 
-# Each try changes something that can be changed only so often (a batch is halved, a flag is set), so
-# neither budget nor lack of progress counts; ``may_retry`` is False after the last. A rank that does
-# not even start changes nothing, nor does one that only tries ``once_more``.
-_BOUNDED_BY_THEMSELVES = frozenset({FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
     """One thing that went wrong, closed: who, when, and how far the run had come."""
@@ -227,9 +221,23 @@ def _disagree_again(incident: Incident, history: Sequence[Incident]) -> bool:
     return incident.culprit.is_disagreement and incident.culprit.step in earlier
 
 
+def is_short_for_steps(fault: Fault) -> bool:
+    """Whether a rank has too little memory for what it computes, so that half a batch may help.
+
+    While it starts or forms it has none of a step's: a process that has just died may still hold it.
+    """
+    is_short = fault.kind is FaultKind.OUT_OF_MEMORY
+    return is_short and fault.phase not in (Phase.STARTUP.label, Phase.FORMING.label)
+
+
 def _is_bounded_by_itself(incident: Incident) -> bool:
+    """Whether neither budget nor lack of progress counts.
+
+    Each try changes something that can be changed only so often (a batch is halved, a flag is set),
+    and ``may_retry`` is False after the last. One that only tries ``once_more`` changes nothing.
+    """
     fault = incident.culprit
-    is_bounded = fault.kind in _BOUNDED_BY_THEMSELVES and fault.phase != Phase.STARTUP.label
+    is_bounded = is_short_for_steps(fault) or fault.kind is FaultKind.REDUCTION_UNFINISHED
     return is_bounded and not incident.once_more
 
 

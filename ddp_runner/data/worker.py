@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner import lifeline
@@ -46,3 +48,15 @@ class WorkerStart:
         # business, and its signals must not wake the rank's event loop.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
+        let_go_of_devices()
+
+
+def let_go_of_devices(prefix: str = "/dev/nvidia") -> None:
+    """Close the GPUs that a rank has opened: a fork cannot use them.
+
+    While anybody holds one, the driver keeps the memory of a rank that has died (Megatron-LM#3684).
+    """
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError):  # closed since it was listed
+            if str(descriptor.readlink()).startswith(prefix):
+                os.close(int(descriptor.name))

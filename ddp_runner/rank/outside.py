@@ -6,6 +6,8 @@ makes the launcher restart, and the restarted ranks resume from the newest check
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
 import os
 import signal
@@ -15,12 +17,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ddp_runner import lifeline
 from ddp_runner.collective.device import visible_gpu
+from ddp_runner.collective.group import holds_communicators
 from ddp_runner.collective.store import StoreLink
 from ddp_runner.config.relations import check_relations
 from ddp_runner.core.board import Cell
@@ -241,11 +245,26 @@ def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int)
         cause = printable(error.fault.without(runtime.logger.hidden).cause)
         sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {cause}\n")
         is_bad_input = error.fault.kind is FaultKind.BAD_INPUT  # found with the other ranks
-        return int(ExitCode.BAD_USAGE if is_bad_input else ExitCode.FAILED)
+        code = int(ExitCode.BAD_USAGE if is_bad_input else ExitCode.FAILED)
+        if holds_communicators():
+            _end_at_once(code)
+        return code
     status = STATUS_OF_REASON[report.reason]
     if place.rank == 0:
         _write_summary(settings, runtime, report, status=status)
     return int(EXIT_CODE_OF_STATUS[status])
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End without what Python and torch do at the end, which would abort this rank's communicators.
+
+    What they leave the other ranks would take for whole: those are ended by the launcher.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - as a rank of ours does: user code may rely on them
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed it
+            stream.flush()
+    os._exit(code)
 
 
 def _share_cores(settings: Settings, place: Place, *, cores: int) -> None:

@@ -56,6 +56,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         device=str(spec["device"]),
         loads=bool(spec["loads"]),
         short_of_memory_in=str(spec["short_of_memory_in"]),
+        device_free_bytes=int(spec["device_free_bytes"]),
     )
     slot = _map_slot(board, place)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun

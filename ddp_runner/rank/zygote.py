@@ -7,6 +7,7 @@ It stays single-threaded and never touches CUDA, so that its forks start clean. 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -33,6 +34,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
+_CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
 # What a rank needs before its first step. torch._dynamo costs a second, and the first optimizer of
 # a process imports it; gloo's backend is looked up on first use.
@@ -177,11 +179,23 @@ def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> in
 def _what_forks_inherit() -> str:
     """What importing the user's task left behind that no fork can use; empty where there is nothing."""
     threads = len(list(Path("/proc/self/task").iterdir()))
-    uses_cuda = sys.modules["torch"].cuda.is_initialized()
+    uses_cuda = sys.modules["torch"].cuda.is_initialized() or driver_has_started()
     left = [f"{threads} threads run"] * (threads > 1) + ["CUDA is in use"] * uses_cuda
     if not left:
         return ""
     return f"after importing the task {' and '.join(left)}: ranks that are forked may not work"
+
+
+def driver_has_started(library: str = "libcuda.so.1") -> bool:
+    """Whether something in this process has initialised CUDA's driver, after which no fork can use it.
+
+    ``torch.cuda.is_available()`` does, and ``torch.cuda.is_initialized()`` does not tell.
+    """
+    try:
+        driver = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # not even loaded
+        return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALIZED
 
 
 def main(arguments: list[str]) -> int:

@@ -51,6 +51,7 @@ class RankHandle:
         self.loader_pids: tuple[int, ...] = ()
         self.metrics: dict[str, float] = {}
         self.rss_bytes = 0
+        self.device_free_bytes = 0  # when the first process of this rank came
         self.asked_bytes: int | None = None  # that it had written when asked where it hangs
         self._output = -1
         self._log_path = log_dir / f"rank_{rank}.log"

@@ -15,7 +15,14 @@ from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import Adjusted, CollectivesBegun
-from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks, WorldFacts, plan_recovery
+from ddp_runner.core.recovery import (
+    GiveUp,
+    Incident,
+    ReplaceRanks,
+    WorldFacts,
+    is_short_for_steps,
+    plan_recovery,
+)
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.children import is_killed
 from ddp_runner.supervisor.cutting import Cutting
@@ -360,7 +367,7 @@ class Repair:
         self._short_of_memory |= {
             fault.rank: fault.phase
             for fault in incident.attribution.causes
-            if fault.kind is FaultKind.OUT_OF_MEMORY and fault.rank in plan.ranks
+            if is_short_for_steps(fault) and fault.rank in plan.ranks
         }
         self._replace(plan, incident, now_s, forked_ahead=opened.forked_ahead)
         return None

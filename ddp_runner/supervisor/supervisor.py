@@ -190,6 +190,7 @@ class Supervisor:
                 self.start.built(message)
             case Ready():
                 handle.ready = message
+                handle.device_free_bytes = handle.device_free_bytes or message.device_free_bytes
                 self.facts.steps_per_epoch = message.steps_per_epoch
                 handle.machine.advance(RankEvent.GOT_READY)
                 if handle.is_returning:

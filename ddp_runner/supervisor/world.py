@@ -198,6 +198,7 @@ class World:
             "loads": loads,
             "resume": resume,
             "short_of_memory_in": short_of_memory_in,
+            "device_free_bytes": handle.device_free_bytes * self._plan.has_own_device(handle.rank),
             "injections_left": injections_left,
             "log_seal": self.log_seal,
         }

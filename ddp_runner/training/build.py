@@ -21,6 +21,7 @@ from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.manifest import checkpoint_name
 from ddp_runner.checkpoint.naming import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
+from ddp_runner.collective.device import await_free
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
 from ddp_runner.core.election import EMPTY_STEP
@@ -62,6 +63,7 @@ class Workload:
     recipe: Mapping[str, Any]
     settings_digest: str
     parameters: int
+    device_free_bytes: int = 0  # before this process took any of it
 
     @property
     def validation_samples(self) -> int:
@@ -79,8 +81,13 @@ def build_workload(
     """
     device = torch.device(place.device)
     torch.use_deterministic_algorithms(settings.run.deterministic)
+    if settings.run.deterministic:
+        torch.backends.cudnn.benchmark = False  # it times kernels, and so chooses by chance
+        # What is read before it is written is an error all the same, and filling costs bandwidth.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    device_free_bytes = await_free(device, place.device_free_bytes)
     entering(Stage.DATA)
     # INVARIANT seeded-before-user-code: what a task shuffles or splits by a global generator is the same
     # on every rank, in a replacement and at a resume. Broken if: user code runs before it.
@@ -116,6 +123,7 @@ def build_workload(
         recipe=_recipe(settings, place, task, total_steps=length.total_steps),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
+        device_free_bytes=device_free_bytes,
     )
     state = _empty_state(settings, model, device, workload=workload)
     try:

@@ -25,11 +25,16 @@ def tensor_hash(tensor: Tensor) -> str:
     any thread.
     """
     chunks, device = _chunks(tensor.detach()), tensor.device
-    sums = _sums_on_host(chunks) if device.type == "cpu" else _sums(chunks, device)
+    if device.type != "cpu":
+        return _as_text(int(_total_on_device(chunks, device)))
     total, multiplier = 0, 1
-    for chunk_sum in sums:
+    for chunk_sum in _sums_on_host(chunks):
         total += multiplier * chunk_sum
         multiplier = multiplier * _MULTIPLIER % 2**64
+    return _as_text(total)
+
+
+def _as_text(total: int) -> str:
     return f"{total % 2**64:016x}"
 
 
@@ -46,10 +51,17 @@ def _sums_on_host(chunks: Iterable[Tensor]) -> Iterator[int]:
         yield int(np.dot(mixed, odd[: words.size]))
 
 
-def _sums(chunks: Iterable[Tensor], device: torch.device) -> Iterator[int]:
+def _total_on_device(chunks: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The same number, left on the device: who reads it waits once, however many chunks there are."""
     odd = _odd_numbers(device)
-    for chunk in chunks:
-        yield int((((chunk >> 32) ^ chunk) * odd[: chunk.numel()]).sum())
+    sums = [(((chunk >> 32) ^ chunk) * odd[: chunk.numel()]).sum() for chunk in chunks]
+    powers, multiplier = [], 1
+    for _ in sums:
+        powers.append(_signed(multiplier))
+        multiplier = multiplier * _MULTIPLIER % 2**64
+    if not sums:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return (torch.stack(sums) * torch.tensor(powers, device=device)).sum()
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,8 +95,16 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def state_hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> hash, in the order of ``state``."""
-    return {name: tensor_hash(value) for name, value in state.items() if value.numel()}
+    """Name -> hash, in the order of ``state``; a device is waited for once."""
+    filled = {name: value.detach() for name, value in state.items() if value.numel()}
+    totals = {
+        name: _total_on_device(_chunks(value), value.device)
+        for name, value in filled.items()
+        if value.device.type != "cpu"
+    }
+    read = torch.stack(list(totals.values())).tolist() if totals else []
+    on_device = {name: _as_text(total) for name, total in zip(totals, read, strict=True)}
+    return {name: on_device.get(name) or tensor_hash(value) for name, value in filled.items()}
 
 
 def combined(hashes: Sequence[str]) -> str:

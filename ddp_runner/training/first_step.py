@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import torch
+
 from ddp_runner.checkpoint.naming import bare_name
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -73,6 +75,10 @@ class FirstStep:
         """
         state = self._state
         state.is_rehearsed = self._is_first = True
+        settings, device = self._parts.settings.run, self._parts.workload.device
+        varies = why_a_device_varies(device, is_deterministic=settings.deterministic)
+        if varies and self._group.rank == 0:
+            tell_inexact(self._parts, varies)
         needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
         if needed_bytes > room_bytes / self._runtime.place.local_world_size:
@@ -188,6 +194,16 @@ def _known_in(state: TrainState) -> set[str]:
         prefix = f"{path}." if path else ""
         found |= {bare_name(state.model, prefix + key) for key in module._buffers}  # noqa: SLF001
     return found
+
+
+def why_a_device_varies(device: torch.device, *, is_deterministic: bool) -> str:
+    """Why steps computed twice on ``device`` may differ in their last bits; "" where they do not."""
+    if device.type == "cpu" or is_deterministic:
+        return ""
+    return (
+        "kernels of a GPU add in another order each time (attention, scatters, NCCL's choice of an"
+        " algorithm); run.deterministic=true has them repeat"
+    )
 
 
 def tell_lost(parts: RankParts) -> None:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.collective.abort import AbortSwitch
+from ddp_runner.collective.device import visible_gpu
 from ddp_runner.collective.group import Membership
 from ddp_runner.collective.loss import Loss
 from ddp_runner.collective.store import StoreLink
@@ -30,8 +33,10 @@ from ddp_runner.core.messages import (
     Noted,
     Ready,
 )
+from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.progress_line import ProgressLine
+from ddp_runner.training.quiet import quiet_torch
 
 STORE_TIMEOUT_S = 60.0
 
@@ -41,7 +46,8 @@ class Place:
     """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
 
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
-    ``learnt``: what that one changed, and told, before it ended.
+    ``learnt``: what that one changed, and told, before it ended. ``device_free_bytes``: what was free
+    on its GPU when the first process of this rank came, where the GPU is its own; 0: nobody knows.
     """
 
     rank: int
@@ -52,6 +58,7 @@ class Place:
     loads: bool
     short_of_memory_in: str = ""
     learnt: Adjusted | None = None
+    device_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +204,37 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
         logger = DDPLogger(rank=rank, debug=debug)
         logger.warning(f"{path} cannot be written ({error.strerror}); training goes on without it")
         return logger
+
+
+def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
+    """The surroundings of a trainer that a script or a notebook has made."""
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    place = Place(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        device=_local_device(settings, local_rank),
+        loads=True,
+    )
+    if not settings.run.debug:
+        quiet_torch()
+    shows = rank == 0 and settings.log.display != "none"
+    return LocalRuntime(
+        place=place,
+        log_dir=Path(settings.run.log_dir),
+        debug=settings.run.debug,
+        line=ProgressLine() if shows else None,
+    )
+
+
+def _local_device(settings: Settings, local_rank: int) -> str:
+    if settings.run.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    if torch.version.hip:  # torch.cuda is then AMD's
+        expected = "torch is built for ROCm, and only NVIDIA's GPUs (CUDA) can be used; use cpu"
+        raise BadInputError("run.device", settings.run.device, expected)
+    gpus = settings.run.gpus
+    if gpus:
+        return f"cuda:{gpus[local_rank % len(gpus)]}"
+    return visible_gpu(local_rank, torch.cuda.device_count())

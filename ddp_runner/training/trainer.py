@@ -9,20 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ddp_runner import config as configuration
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.communicators import ends_in_silence
-from ddp_runner.collective.device import prove_device, visible_gpu
+from ddp_runner.collective.device import prove_device
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -33,7 +30,6 @@ from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
     MENDED_BY_RANK,
-    BadInputError,
     Fault,
     FaultError,
     FaultKind,
@@ -41,6 +37,7 @@ from ddp_runner.core.faults import (
 )
 from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
 from ddp_runner.core.phases import Phase, Stage
+from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.core.secrets import secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
@@ -71,11 +68,9 @@ from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.parts import RankParts
 from ddp_runner.training.progress import Progress
-from ddp_runner.training.progress_line import ProgressLine
-from ddp_runner.training.quiet import quiet_torch
 from ddp_runner.training.rehearsal import rehearse_threads
 from ddp_runner.training.report import TrainReport, finished_message, report_of, start_notes
-from ddp_runner.training.runtime import Generation, LocalRuntime, Place, Runtime
+from ddp_runner.training.runtime import Generation, Place, Runtime, local_runtime
 from ddp_runner.training.same_data import SameData
 from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
@@ -109,7 +104,7 @@ class DDPTrainer:
         if not isinstance(config, Settings):
             config = configuration.from_flat(with_task_named(config or {}))
         self.settings = config
-        self._runtime = runtime or _local_runtime(self.settings, rank, world_size)
+        self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         self._runtime.logger.hidden = tuple(secret_texts(self.settings.task))
         self._place = self._runtime.place
         self._began = False
@@ -146,6 +141,8 @@ class DDPTrainer:
                 prove_device(
                     parts.workload.device, rank=self._place.rank, step=parts.state.committed_step
                 )
+                # Which reads from the device: not before that has let go of the generation.
+                parts.state.precision.drop_unfinished_step()
 
     def _mended(self, fault: Fault, parts: RankParts) -> Fault:
         """Change what keeps this rank from doing the step, if that is in its hands."""
@@ -155,7 +152,8 @@ class DDPTrainer:
             return fault
         if fault.kind not in MENDED_BY_RANK or not fault.may_retry:
             return fault
-        if self._runtime.slot.get(Cell.DIRTY):
+        is_memory = fault.kind is FaultKind.OUT_OF_MEMORY
+        if self._runtime.slot.get(Cell.DIRTY) or (is_memory and not is_short_for_steps(fault)):
             return fault  # inside the optimizer: this process ends, and the next one asks for less
         free_memory()
         mended = mend(fault, state.tuning, samples=parts.loader.share_samples)
@@ -463,37 +461,5 @@ def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
         is_complete=is_complete(workload, parts.state),
         changed_task=parts.progress.changed_task,
         ends_in_silence=ends_in_silence(workload.backend),
+        device_free_bytes=workload.device_free_bytes,
     )
-
-
-def _local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    place = Place(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        device=_local_device(settings, local_rank),
-        loads=True,
-    )
-    if not settings.run.debug:
-        quiet_torch()
-    shows = rank == 0 and settings.log.display != "none"
-    return LocalRuntime(
-        place=place,
-        log_dir=Path(settings.run.log_dir),
-        debug=settings.run.debug,
-        line=ProgressLine() if shows else None,
-    )
-
-
-def _local_device(settings: Settings, local_rank: int) -> str:
-    if settings.run.device == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    if torch.version.hip:  # torch.cuda is then AMD's
-        expected = "torch is built for ROCm, and only NVIDIA's GPUs (CUDA) can be used; use cpu"
-        raise BadInputError("run.device", settings.run.device, expected)
-    gpus = settings.run.gpus
-    if gpus:
-        return f"cuda:{gpus[local_rank % len(gpus)]}"
-    return visible_gpu(local_rank, torch.cuda.device_count())
