@@ -365,7 +365,17 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             "optim.min_learning_rate=0.001: must be optim.learning_rate=0.0001 or less",
         ),
         ([("gpus", "0"), ("device", "cpu")], "--gpus=0: contradicts --cpu; give one of them"),
-        ([("gpus", "0,0")], "--gpus=0,0: must name each GPU once"),
+        (
+            [("gpus", "0,0"), ("backend", "nccl")],
+            (
+                "--gpus=0,0: must name each GPU once: NCCL refuses two ranks on one; "
+                "ddp.backend=gloo can"
+            ),
+        ),
+        (
+            [("gpus", "0,0"), ("nproc", "4")],
+            "--nproc-per-node=4: must be 2, as --gpus=0,0 names 2; one of the two is enough",
+        ),
         (
             [("gpus", "0,1"), ("nproc", "3")],
             "--nproc-per-node=3: must be 2, as --gpus=0,1 names 2; one of the two is enough",

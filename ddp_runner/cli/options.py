@@ -88,7 +88,7 @@ GROUPS = (
                 short="-g",
                 key="run.gpus",
                 metavar="0,1",
-                says="GPUs to use, as CUDA_VISIBLE_DEVICES counts them; otherwise all",
+                says="GPUs to use, as CUDA_VISIBLE_DEVICES counts them; otherwise all. 0,0: two ranks on one, over gloo, for trying out",
             ),
             Option(long="--cpu", key="run.device", constant="cpu", says="train on the CPU"),
             Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import check_relations, digest, meaning, resolve
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
-from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.launch import DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.version import VERSION
@@ -124,7 +125,9 @@ def _kept_variables(
 
 def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:
     """The devices; a contradiction between settings is told before a missing GPU is."""
-    if settings.run.gpus and settings.run.device == "cpu":
+    run = settings.run
+    is_shared = names_a_gpu_twice(run.gpus) and settings.ddp.backend == "nccl"
+    if (run.gpus and run.device == "cpu") or is_shared:
         check_relations(settings)
     return plan_devices(settings, found=found, cores=cores)
 
@@ -148,9 +151,17 @@ def place_notes(
 ) -> tuple[str, ...]:
     """Lines that say where each rank computes, and what about that may surprise."""
     if devices[0].visible_index is not None:
-        return tuple(
-            f"rank {rank} -> GPU {place.visible_index} ({place.name})"
-            for rank, place in enumerate(devices)
+        ranks_of = Counter(place.visible_index for place in devices)
+        return (
+            *(
+                f"rank {rank} -> GPU {place.visible_index} ({place.name})"
+                for rank, place in enumerate(devices)
+            ),
+            *(
+                f"GPU {index} is shared by {count} ranks over gloo: for trying out, slow"
+                for index, count in ranks_of.items()
+                if count > 1
+            ),
         )
     notes = []
     if found.is_surprising:

@@ -100,7 +100,7 @@ def settings_help() -> str:
         if this_section != section:
             section = this_section
             lines += ["", f"{section}:"]
-        says = f"{_shown(spec.default)}{_on_cpu(spec)} - {spec.expected()}"
+        says = f"{_shown(spec.default)}{_by_device(spec)} - {spec.expected()}"
         lines += _entry(f"  {name}", says)
     return "\n".join(lines)
 
@@ -127,14 +127,16 @@ def _default(option: Option) -> str:
     spec = known_fields().get(option.key)
     if spec is None or not option.metavar or spec.default in ("", ()):
         return ""
-    return f" [{_shown(spec.default)}{_on_cpu(spec)}]"
+    return f" [{_shown(spec.default)}{_by_device(spec)}]"
 
 
-def _on_cpu(spec: FieldSpec) -> str:
-    preset = PRESETS["cpu"]
-    if preset.get(spec.key, spec.default) == spec.default:
-        return ""
-    return f"; on the CPU {_shown(preset[spec.key])}"
+def _by_device(spec: FieldSpec) -> str:
+    """What the presets make of it."""
+    return "".join(
+        f"; {where} {_shown(PRESETS[preset][spec.key])}"
+        for preset, where in (("gpu", "on GPUs"), ("cpu", "on the CPU"))
+        if PRESETS[preset].get(spec.key, spec.default) != spec.default
+    )
 
 
 def _shown(value: object) -> str:

@@ -1,6 +1,6 @@
 """The values that a preset lays over the defaults of ``core.settings``. Nothing here is a rule.
 
-The defaults are those of a GPU run. ``cpu`` is sized so that the default task ends in about three
+The defaults are those of a run on GPUs, except for the deadlines of ``gpu``. ``cpu`` is sized so that the default task ends in about three
 minutes on two cores; the ``_test`` presets end in seconds.
 """
 
@@ -30,6 +30,14 @@ _CPU: Mapping[str, object] = {
     "log.evaluate_batches": 25,
     "log.log_interval": 20,
 }
+# What is repaired costs seconds there, and what may take seconds is no fault.
+_GPU: Mapping[str, object] = {
+    # A library's first kernels, a memory cache that is emptied, another program on the device: a rank
+    # that is taken for hung by mistake costs more than the wait (a repair: 3 to 7 s, by estimate).
+    "recovery.hang_min_s": 10.0,
+    # A generation that was left may take 30 s to be let go, and making communicators some more.
+    "recovery.form_timeout_s": 120.0,
+}
 _SMALL: Mapping[str, object] = {
     "run.task": "synthetic",
     "run.epochs": 2,
@@ -48,8 +56,8 @@ _SMALL: Mapping[str, object] = {
     "log.evaluate_batches": 4,
 }
 PRESETS: Mapping[str, Mapping[str, object]] = {
-    "gpu": {},
+    "gpu": _GPU,
     "cpu": _CPU,
-    "gpu_test": _SMALL,
+    "gpu_test": {**_GPU, **_SMALL},
     "cpu_test": {**_SMALL, "optim.use_amp": False},
 }

@@ -11,6 +11,7 @@ from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
 from ddp_runner.config.naming import CHECKPOINTS, LOGS
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.launch import names_a_gpu_twice
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings
@@ -92,8 +93,9 @@ def _device_problems(settings: Settings) -> list[BadInputError]:
     problems = []
     if run.gpus and run.device == "cpu":
         problems.append(BadInputError("--gpus", shown, "contradicts --cpu; give one of them"))
-    if len(set(run.gpus)) != len(run.gpus):
-        problems.append(BadInputError("--gpus", shown, "must name each GPU once"))
+    if names_a_gpu_twice(run.gpus) and settings.ddp.backend == "nccl":
+        expected = "must name each GPU once: NCCL refuses two ranks on one; ddp.backend=gloo can"
+        problems.append(BadInputError("--gpus", shown, expected))
     may_share = settings.ddp.backend == "gloo"
     if run.gpus and isinstance(run.nproc_per_node, int):
         too_many = run.nproc_per_node > len(run.gpus) and not may_share

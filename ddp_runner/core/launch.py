@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ddp_runner.core.settings import Settings
 
@@ -22,6 +22,18 @@ class DevicePlan:
     device: str
     name: str
     visible_index: int | None
+
+
+def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
+    """Whether ranks are to share a GPU, which NCCL refuses."""
+    return len(set(gpus)) < len(gpus)
+
+
+def group_backend(settings: Settings, *, is_on_gpu: bool) -> str:
+    """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
+    wanted = settings.ddp.backend
+    is_shared = wanted == "auto" and names_a_gpu_twice(settings.run.gpus)
+    return "gloo" if wanted == "gloo" or is_shared or not is_on_gpu else "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

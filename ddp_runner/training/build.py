@@ -26,6 +26,7 @@ from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.duties import RunLength, run_length
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.launch import group_backend
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import SampleOrder
@@ -234,11 +235,8 @@ def _stream_order(settings: Settings, dataset: Any, global_batch: int) -> Stream
 
 
 def backend_of(settings: Settings, device: torch.device) -> str:
-    """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
-    wanted = settings.ddp.backend
-    if wanted == "gloo" or device.type == "cpu":
-        return "gloo"
-    return "cpu:gloo,cuda:nccl"
+    """The process group's backend on ``device``."""
+    return group_backend(settings, is_on_gpu=device.type != "cpu")
 
 
 def _empty_state(

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import VisibleGpus, find_gpus, parse_query, plan_devices, visible
 from ddp_runner.cli.machine import TorchBuild, core_count, cpu_quota, torch_build
@@ -15,6 +16,8 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.launch import group_backend
+from ddp_runner.supervisor.cutting import SILENT_LEAVE_TIMEOUT_S
 
 LISTED = """0, GPU-aaaa1111, NVIDIA H200, 143771 MiB
 1, GPU-aaaa2222, NVIDIA H200, 143771 MiB
@@ -143,6 +146,7 @@ def test_no_driver_is_not_surprising(tmp_path, monkeypatch):
         ([("gpus", "2,0")], 4, ["cuda:2", "cuda:0"]),
         ([("nproc", "2")], 4, ["cuda:0", "cuda:1"]),
         ([("nproc", "2"), ("gpus", "1"), ("backend", "gloo")], 4, ["cuda:1", "cuda:1"]),
+        ([("gpus", "2,2,0")], 4, ["cuda:2", "cuda:2", "cuda:0"]),
         ([("device", "cpu")], 4, ["cpu", "cpu"]),
         ([("device", "cpu")], 1, ["cpu"]),
         ([("device", "cpu"), ("nproc", "3")], 1, ["cpu", "cpu", "cpu"]),
@@ -207,6 +211,50 @@ def test_the_mapping_of_ranks_to_gpus_is_told():
     on_cpu = planned(("device", "cpu"), found=found)
     assert place_notes(on_cpu, found=found, cores=4) == ()
     assert "2 ranks share 1 cores" in place_notes(on_cpu, found=found, cores=1)[0]
+
+
+def _launch(monkeypatch, *words):
+    monkeypatch.setattr("ddp_runner.cli.train.find_gpus", lambda *_: VisibleGpus(gpus=GPUS))
+    return plan_launch(parse_train(words), words=words)
+
+
+def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_told(monkeypatch):
+    """`-g 0,0` is for trying out on one GPU; ranks with a GPU each have NCCL, and no such line."""
+    told = "GPU 0 is shared by 2 ranks over gloo: for trying out, slow"
+    shared = _launch(monkeypatch, "-g", "0,0")
+    assert shared.notes[:3] == (
+        "rank 0 -> GPU 0 (NVIDIA H200)",
+        "rank 1 -> GPU 0 (NVIDIA H200)",
+        told,
+    )
+    assert group_backend(shared.settings, is_on_gpu=True) == "gloo"
+    asked = _launch(monkeypatch, "-g", "0", "-n", "2", "ddp.backend=gloo")
+    assert told in asked.notes
+    apart = _launch(monkeypatch, "-g", "0,1")
+    assert not any("shared" in note for note in apart.notes)
+    assert group_backend(apart.settings, is_on_gpu=True) == "cpu:gloo,cuda:nccl"
+
+
+def test_nccl_is_never_given_two_ranks_on_one_gpu(monkeypatch, capsys):
+    """Asked for by name it is refused, in one line, also where there is no GPU."""
+    expected = "--gpus=0,0: must name each GPU once: NCCL refuses two ranks on one"
+    with pytest.raises(BadInputError, match=expected):
+        _launch(monkeypatch, "-g", "0,0", "ddp.backend=nccl")
+    assert main(["-g", "0,0", "ddp.backend=nccl"]) == 2
+    said = capsys.readouterr()
+    assert expected in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_on_gpus_a_rank_has_longer_before_it_is_called_hung(monkeypatch):
+    """A repair costs seconds there; the CPU's deadline is as it was, and the user's wins."""
+    found = {words: _launch(monkeypatch, *words).settings.recovery for words in (
+        ("-g", "0"), ("-g", "0", "--test"), ("--cpu",), ("-g", "0", "recovery.hang_min_s=3"),
+    )}  # fmt: skip
+    assert [recovery.hang_min_s for recovery in found.values()] == [10.0, 10.0, 2.0, 3.0]
+    on_gpu = found["-g", "0"]
+    # Who forms waits for the generation that it has left, and then makes communicators.
+    assert on_gpu.form_timeout_s >= 2 * SILENT_LEAVE_TIMEOUT_S
 
 
 def test_devices_choose_preset_and_threads():
