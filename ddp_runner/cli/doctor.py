@@ -9,19 +9,31 @@ import resource
 import shutil
 import socket
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, LOG_DIR, parse_small
-from ddp_runner.cli.devices import find_gpus
-from ddp_runner.cli.machine import core_count, torch_build
+from ddp_runner.cli.arguments import (
+    CHECKPOINT_DIR,
+    JSON,
+    LOG_DIR,
+    SmallArguments,
+    parse_small,
+)
+from ddp_runner.cli.checks import Check, Verdict, graded
+from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
+from ddp_runner.cli.gpu_checks import gpu_checks
+from ddp_runner.cli.machine import TorchBuild, core_count, torch_build
 from ddp_runner.cli.output import show
+from ddp_runner.cli.probing import check_collectives, probe
+from ddp_runner.config import resolve
+from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.naming import CHECKPOINTS, LOGS
-from ddp_runner.config.relations import unwritable_reason
+from ddp_runner.config.relations import device_problems, unwritable_reason
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.launch import DevicePlan, group_backend
 from ddp_runner.environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
@@ -30,13 +42,21 @@ from ddp_runner.start import COMMAND, IS_CHECKOUT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-HELP = f"""Usage:  {COMMAND} doctor [-l DIR] [-c DIR] [--json]
+HELP = f"""Usage:  {COMMAND} doctor [-g 0,1] [--cpu] [--quick] [-l DIR] [-c DIR] [--json]
 
-Checks everything that training needs; exit 1 if something is missing.
+Checks everything that training needs; exit 1 if something is missing. Ranks on the
+chosen devices form, sum, are aborted, form again and sum again, within 30 s.
 
+  -g, --gpus 0,1            GPUs to try [all; without any, two ranks on the CPU]
+      --backend NAME        how ranks meet: nccl or gloo [nccl on GPUs]
+      --cpu                 try the CPU
+      --quick               leave that out: it imports torch, which takes seconds
   -l, --log-dir DIR         folder of logs to check [logs]
   -c, --checkpoint-dir DIR  folder of checkpoints to check [checkpoints]
       --json                one JSON object a line, for programs"""
+_GPUS, _BACKEND = ("--gpus", "-g"), ("--backend", "--backend")
+_CPU, _QUICK = "--cpu", "--quick"
+_CPU_RANKS = 2  # that are tried
 _SHARED_MEMORY_NAME = "/dev/shm"  # noqa: S108 - the mount that loader workers use
 _SHARED_MEMORY = Path(_SHARED_MEMORY_NAME)
 _SHARED_MEMORY_BYTES_MIN = 1024**2  # for locks; batches are elsewhere
@@ -45,27 +65,13 @@ _DISK_BYTES_MIN = 1024**3
 _OPEN_FILES_MIN = 1024
 
 
-class Verdict(Enum):
-    """``WARN`` trains, but worse or not everywhere; ``FAIL`` does not train."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One check. ``cure`` is what to do, empty when the verdict is OK."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    cure: str = ""
-
-
 def run(words: Sequence[str]) -> int:
     """Print every check; 1 if one fails. Raises BadInputError."""
-    arguments = parse_small(words, valued=(LOG_DIR, CHECKPOINT_DIR), switches=(JSON,))
+    arguments = parse_small(
+        words,
+        valued=(LOG_DIR, CHECKPOINT_DIR, _GPUS, _BACKEND),
+        switches=(JSON, _CPU, _QUICK),
+    )
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
@@ -73,8 +79,11 @@ def run(words: Sequence[str]) -> int:
         "logs": arguments.values.get("--log-dir", LOGS),
         "checkpoints": arguments.values.get("--checkpoint-dir", CHECKPOINTS),
     }
+    build = torch_build()
+    seen = find_gpus(dict(os.environ), build)
+    tried = _tried(arguments, seen)
     has_failed = False
-    for check in all_checks(folders):
+    for check in all_checks(folders, seen, build, tried=tried):
         has_failed = has_failed or check.verdict is Verdict.FAIL
         if JSON in arguments.switches:
             print(json.dumps({**asdict(check), "verdict": check.verdict.value}))
@@ -89,13 +98,48 @@ def _lines(check: Check) -> list[str]:
     return [text, *([f"{'':21} -> {check.cure}"] if check.cure else [])]
 
 
-def all_checks(folders: dict[str, str]) -> Iterator[Check]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """On what ranks are to be tried, and how they meet there."""
+
+    places: tuple[DevicePlan, ...]
+    backend: str
+    is_quick: bool = False
+    is_shown: bool = False  # a line for people while it lasts
+
+
+def _tried(arguments: SmallArguments, seen: VisibleGpus) -> Tried:
+    """As training would choose. Raises BadInputError for what that would refuse."""
+    given = [
+        (name, arguments.values[option])
+        for option, name in (("--gpus", "run.gpus"), ("--backend", "ddp.backend"))
+        if option in arguments.values
+    ]
+    if _CPU in arguments.switches or not (seen.gpus or "--gpus" in arguments.values):
+        given += [("run.device", "cpu"), ("run.nproc_per_node", str(_CPU_RANKS))]
+    settings = resolve(command_line=given).settings
+    raise_problems(device_problems(settings))
+    places = plan_devices(settings, found=seen, cores=core_count())
+    is_on_gpu = places[0].visible_index is not None
+    return Tried(
+        places=places,
+        backend=group_backend(settings, is_on_gpu=is_on_gpu),
+        is_quick=_QUICK in arguments.switches,
+        is_shown=sys.stdout.isatty() and JSON not in arguments.switches,
+    )
+
+
+def all_checks(
+    folders: dict[str, str], seen: VisibleGpus, build: TorchBuild | None, *, tried: Tried
+) -> Iterator[Check]:
     """Every check, in the order in which a cure would be tried."""
     yield check_python()
     yield check_packages()
     yield check_torch()
-    yield check_gpus()
-    yield _graded("cores", core_count(), least=2, shown=str(core_count()), cure="one rank is used")
+    yield check_gpus(seen)
+    if build is not None:
+        yield from check_together(tried, seen, build)
+    yield graded("cores", core_count(), least=2, shown=str(core_count()), cure="one rank is used")
     yield check_memory()
     yield check_shared_memory()
     yield check_open_files()
@@ -103,13 +147,6 @@ def all_checks(folders: dict[str, str]) -> Iterator[Check]:
     yield check_host_name()
     for name, folder in folders.items():
         yield check_folder(name, Path(folder).expanduser())
-
-
-def _graded(name: str, value: float, *, least: float, shown: str, cure: str) -> Check:
-    """OK from ``least`` on, a warning below."""
-    if value >= least:
-        return Check(name=name, verdict=Verdict.OK, found=shown)
-    return Check(name=name, verdict=Verdict.WARN, found=shown, cure=cure)
 
 
 def check_python() -> Check:
@@ -157,9 +194,35 @@ def check_torch() -> Check:
     return Check(name="torch", verdict=Verdict.OK, found=f"{build.version}, {kind}")
 
 
-def check_gpus() -> Check:
+def check_together(tried: Tried, seen: VisibleGpus, build: TorchBuild) -> Iterator[Check]:
+    """The GPUs that were chosen with their libraries, and a repair in small over them."""
+    devices = [place.device for place in tried.places]
+    probed = None
+    if not tried.is_quick:
+        with _saying("trying the collectives, which takes some seconds", is_shown=tried.is_shown):
+            probed = probe(backend=tried.backend, devices=devices, environment=os.environ)
+    gpus = [seen.gpus[p.visible_index] for p in tried.places if p.visible_index is not None]
+    if gpus:
+        nccl, takes_nccl = probed.nccl if probed else "", tried.backend != "gloo"
+        yield from gpu_checks(gpus, build, nccl=nccl, takes_nccl=takes_nccl)
+    if probed:
+        yield check_collectives(tried.backend, devices, probed)
+
+
+@contextmanager
+def _saying(text: str, *, is_shown: bool) -> Iterator[None]:
+    """Have ``text`` stand in the last line of a terminal for the length of the block."""
+    if is_shown:
+        print(f"      {text}", end="\r", flush=True)
+    try:
+        yield
+    finally:
+        if is_shown:
+            print(" " * (6 + len(text)), end="\r", flush=True)
+
+
+def check_gpus(seen: VisibleGpus) -> Check:
     """The GPUs that ranks would see."""
-    seen = find_gpus(dict(os.environ), torch_build())
     if seen.gpus:
         found = ", ".join(f"{i}: {gpu.name} {gpu.memory}" for i, gpu in enumerate(seen.gpus))
         return Check(name="GPUs", verdict=Verdict.OK, found=found)
@@ -181,7 +244,7 @@ def check_memory() -> Check:
         total_bytes = limit.bytes
         shown = f"{byte_size(total_bytes)}, the container's limit"
     cure = "use fewer ranks (-n 1) and smaller batches (-b 4)"
-    return _graded("memory", total_bytes, least=_MEMORY_BYTES_MIN, shown=shown, cure=cure)
+    return graded("memory", total_bytes, least=_MEMORY_BYTES_MIN, shown=shown, cure=cure)
 
 
 def check_shared_memory() -> Check:
@@ -190,7 +253,7 @@ def check_shared_memory() -> Check:
         cure = "data is loaded in the rank itself: num_workers=0"
         return Check(name=_SHARED_MEMORY_NAME, verdict=Verdict.WARN, found="missing", cure=cure)
     free_bytes = shutil.disk_usage(_SHARED_MEMORY).free
-    return _graded(
+    return graded(
         _SHARED_MEMORY_NAME,
         free_bytes,
         least=_SHARED_MEMORY_BYTES_MIN,
@@ -203,7 +266,7 @@ def check_open_files() -> Check:
     """The hard limit of open files, to which each rank raises its own."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     is_unlimited = hard == resource.RLIM_INFINITY
-    return _graded(
+    return graded(
         "open files",
         _OPEN_FILES_MIN if is_unlimited else hard,
         least=_OPEN_FILES_MIN,
@@ -251,7 +314,7 @@ def check_folder(name: str, folder: Path) -> Check:
     while not existing.exists():
         existing = existing.parent
     free_bytes = shutil.disk_usage(existing).free
-    return _graded(
+    return graded(
         name,
         free_bytes,
         least=_DISK_BYTES_MIN,

@@ -30,7 +30,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_model_problems(settings),
             *_optimizer_problems(settings),
             *_memory_problems(settings),
-            *_device_problems(settings),
+            *device_problems(settings),
             *_output_problems(settings),
             *_input_problems(settings),
         ]
@@ -87,7 +87,8 @@ def _memory_problems(settings: Settings) -> list[BadInputError]:
     ]
 
 
-def _device_problems(settings: Settings) -> list[BadInputError]:
+def device_problems(settings: Settings) -> list[BadInputError]:
+    """What of devices, ranks and backend does not fit together."""
     run = settings.run
     shown = ",".join(str(index) for index in run.gpus)
     problems = []

@@ -58,6 +58,12 @@ def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, st
     return environment
 
 
+def probe_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """``own`` with what ranks need that only try their collectives, before any run (rank.probe)."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**threads, **_BUS_ORDER, **_of_gpus(is_deterministic=False), **_QUIET, **own}
+
+
 def _of_gpus(*, is_deterministic: bool) -> dict[str, str]:
     """What NCCL and CUDA are to find where nobody has set it."""
     return {**_NCCL, **_ONE_MACHINE, **_FORKS, **(_NCCL_IN_ORDER if is_deterministic else {})}

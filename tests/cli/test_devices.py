@@ -126,7 +126,10 @@ def test_a_torch_for_other_gpus_is_refused_and_not_a_silent_run_on_the_cpu(
     with pytest.raises(BadInputError, match=r"no GPU can be used: torch 2\.9\.0.other is built"):
         plan_launch(parse_train(["-g", "0"]), words=[])
     assert plan_launch(parse_train(["--cpu"]), words=[]).devices[0].device == "cpu"
-    checks = {check.name: check for check in (doctor.check_torch(), doctor.check_gpus())}
+    checks = {
+        check.name: check
+        for check in (doctor.check_torch(), doctor.check_gpus(find_gpus({}, torch_build())))
+    }
     assert checks["GPUs"].verdict is doctor.Verdict.FAIL
     assert "--cpu" in checks["GPUs"].cure
     assert "without CUDA" not in checks["torch"].found
