@@ -4,6 +4,9 @@ train        a checked LaunchPlan for the supervisor
 checkpoints  `checkpoints list|verify`
 report       `report`: a run's summary for people
 doctor       `doctor`: can this machine train?
+checks       what it says of one thing
+gpu_checks   what nvidia-smi tells of GPUs, and which libraries are known to be bad
+probing      has ranks try a repair in a process of their own
 demo         `demo`: train in peace and under faults, and compare the weights
 check        `check`: the same for a task of the user's, as a table of what holds
 scratch      the temporary folder of both, and signals that end them

@@ -5,5 +5,5 @@ process     what a forked rank does before and after       runtime     the train
 injection   carries out injected faults                    outside     a rank of torchrun or srun
 signals     who takes a stop                               told        what outlives such a rank's restart
 faulty_disk what injected faults do to saving              fenced_disk no save of a rank that is declared dead
-spare       a rank to be, warm and asleep
+spare       a rank to be, warm and asleep                  probe       a repair in small, for `doctor`
 """
