@@ -42,15 +42,15 @@ from ddp_runner.start import COMMAND, IS_CHECKOUT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-HELP = f"""Usage:  {COMMAND} doctor [-g 0,1] [--cpu] [--quick] [-l DIR] [-c DIR] [--json]
+HELP = f"""Usage:  {COMMAND} doctor [-g 0,1] [--quick] [--json]
 
-Checks everything that training needs; exit 1 if something is missing. Ranks on the
-chosen devices form, sum, are aborted, form again and sum again, within 30 s.
+Checks everything that training needs; exit 1 if something is missing. Ranks on
+the chosen devices form, sum, are aborted, form again and sum again.
 
-  -g, --gpus 0,1            GPUs to try [all; without any, two ranks on the CPU]
+  -g, --gpus 0,1            GPUs to try [all; without any, the CPU]
       --backend NAME        how ranks meet: nccl or gloo [nccl on GPUs]
       --cpu                 try the CPU
-      --quick               leave that out: it imports torch, which takes seconds
+      --quick               leave that out: it takes some seconds
   -l, --log-dir DIR         folder of logs to check [logs]
   -c, --checkpoint-dir DIR  folder of checkpoints to check [checkpoints]
       --json                one JSON object a line, for programs"""
