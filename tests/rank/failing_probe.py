@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.rank import probe
+from tests.collective import silent
 
 VARIABLE = "DDP_TEST_PROBE"
 FAILING = 1  # this rank
@@ -65,6 +66,8 @@ def main(words):
     probe.RankOfProbe.add_up = _add_up
     if how == "hear no abort":
         AbortSwitch.trip = lambda _: None
+    elif how == "hear no cut":
+        AbortSwitch.cut = lambda _: None
     elif how == "lead hangs":
         probe._rehearse = lambda *_, **__: time.sleep(600)
     elif how == "lead says why":
@@ -75,6 +78,7 @@ def main(words):
 def run_here(_me, how, backend, devices, limit_s):
     """In a process of tests.processes: what the probe says, and how long it took."""
     os.environ[VARIABLE] = how
+    silent.register()
     reader, writer = os.pipe()
     spec = json.dumps({"backend": backend, "devices": devices, "limit_s": limit_s})
     began_s = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.collective import silent
 from tests.processes import run_ranks
 
 from .failing_probe import run_here
@@ -12,10 +13,10 @@ LIMIT_S = 2.0
 SLACK_S = 20.0  # of a machine with other work; a rank that is waited for would take minutes
 
 
-def rehearsed(how, *, world_size=2, limit_s=30.0):
+def rehearsed(how, *, world_size=2, limit_s=30.0, backend="gloo"):
     """The answer of a probe over so many ranks; whatever came of it, nothing is left."""
     devices = ["cpu"] * world_size
-    ((answer, took_s, left, has_segment),) = run_ranks(run_here, 1, how, "gloo", devices, limit_s)
+    ((answer, took_s, left, has_segment),) = run_ranks(run_here, 1, how, backend, devices, limit_s)
     assert left == []
     assert not has_segment
     assert took_s < limit_s + SLACK_S
@@ -64,3 +65,10 @@ def test_a_sum_that_is_wrong_is_told():
     """As a broken link between two GPUs would make it."""
     failure = rehearsed("add wrongly")["failure"]
     assert "in all-reduce: ProbeFailedError: the sum is 12 to 12 and not 3" in failure
+
+
+def test_communicators_that_end_in_silence_are_aborted_in_two_acts():
+    """The way that NCCL takes: without the second act, ranks would be held to the limit."""
+    assert rehearsed("nothing", world_size=3, backend=silent.BACKEND)["failure"] == ""
+    failure = rehearsed("hear no cut", limit_s=LIMIT_S, backend=silent.BACKEND)["failure"]
+    assert "rank 0 in abort" in failure
