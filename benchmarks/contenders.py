@@ -52,6 +52,9 @@ class Size:
 
 
 SIZES = {
+    "light": Size(
+        name="light", hidden_size=64, num_layers=1, num_heads=2, batch_size=4, seq_len=64
+    ),
     "small": Size(name="small", hidden_size=128, num_layers=2, num_heads=4, batch_size=8),
     "tiny": Size(name="tiny", hidden_size=16, num_layers=1, num_heads=1, batch_size=1, seq_len=8),
     "large": Size(name="large", hidden_size=256, num_layers=7, num_heads=8, batch_size=4),
@@ -80,7 +83,9 @@ class Contender:
         steps: int,
         settings: tuple[str, ...] = (),
         terminal: int = -1,
+        root: Path = ROOT,
     ) -> None:
+        """``root``: the checkout whose code runs."""
         self.name = name
         self.size = size
         self._folder = Path(tempfile.mkdtemp(prefix="ddp_bench_"))
@@ -88,14 +93,14 @@ class Contender:
         self.started_s = time.time()
         command = (
             _our_command(size, self._folder, steps, settings)
-            if name == "ddp_runner"
+            if name.startswith("ddp_runner")
             else _plain_command(size, self._folder, steps, find_unused=name != "plain")
         )
         output = self._said if terminal < 0 else terminal
         self.process = psutil.Popen(
             command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

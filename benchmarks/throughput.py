@@ -21,10 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from contenders import LOG_INTERVAL, NAMES, SIZES, Contender, Size, machine, show_machine
+from contenders import LOG_INTERVAL, NAMES, ROOT, SIZES, Contender, Size, machine, show_machine
 
+BEFORE = "ddp_runner, before"
 STEPS_FOR_EVER = 1_000_000
-WARM_UP_LINES = 4
+WARM_UP_LINES = 10  # behind the drill at step 50
 SETTLE_S = 0.3
 # A supervisor that is held and let go finds its ranks silent for the whole pause.
 
@@ -70,13 +71,16 @@ def take_turns(contenders: list[Contender], *, rounds: int, slice_s: float) -> l
     return turns
 
 
-def measure(size: Size, *, rounds: int, slice_s: float, settings: tuple[str, ...]) -> list[dict]:
+def measure(
+    size: Size, *, rounds: int, slice_s: float, settings: tuple[str, ...], before: Path | None
+) -> list[dict]:
     """A row per contender; ``ratio`` is steps per second of ours over theirs, by rounds."""
+    roots = dict.fromkeys(NAMES, ROOT) | ({BEFORE: before} if before else {})
     with contextlib.ExitStack() as stack:
         contenders = []
-        for name in NAMES:
+        for name, root in roots.items():
             contender = stack.enter_context(
-                Contender(name, size, steps=STEPS_FOR_EVER, settings=settings)
+                Contender(name, size, steps=STEPS_FOR_EVER, settings=settings, root=root)
             )
             contender.wait_for_lines(WARM_UP_LINES)
             contender.pause()
@@ -160,6 +164,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--slice-s", type=float, default=0.0, help="0: 60 steps or so")
     parser.add_argument("--check", action="store_true", help="compare the weights first")
+    parser.add_argument("--before", type=Path, help="another checkout of ours, to compare with")
     parser.add_argument("--set", action="append", default=[], help="a setting for ddp_runner")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     asked = parser.parse_args()
@@ -170,8 +175,14 @@ def main() -> None:
         size = SIZES[name]
         if asked.check:
             print(f"{name}: same weights as plain DDP: {'yes' if check(size) else 'NO'}")
-        slice_s = asked.slice_s or {"tiny": 1.0, "small": 3.0, "large": 6.0}[name]
-        rows += measure(size, rounds=asked.rounds, slice_s=slice_s, settings=tuple(asked.set))
+        slice_s = asked.slice_s or {"tiny": 1.0, "light": 2.0, "small": 3.0, "large": 6.0}[name]
+        rows += measure(
+            size,
+            rounds=asked.rounds,
+            slice_s=slice_s,
+            settings=tuple(asked.set),
+            before=asked.before and asked.before.resolve(),
+        )
     show(rows)
     if asked.json:
         asked.json.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")

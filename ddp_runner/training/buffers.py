@@ -73,7 +73,10 @@ class Buffers:
 
     def follow(self, names: Iterable[str]) -> None:
         """Those that another process has seen to change; :meth:`keep` comes next."""
-        for name in read_as(dict.fromkeys(names), [*self._frozen, *self._trained]):
+        wanted = dict.fromkeys(names)
+        if not wanted:  # as at nearly every commit
+            return
+        for name in read_as(wanted, [*self._frozen, *self._trained]):
             for unfollowed in (self._frozen, self._trained):
                 if name in unfollowed:
                     self._followed[name] = unfollowed.pop(name)

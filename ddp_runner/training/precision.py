@@ -33,7 +33,7 @@ class Precision:
         self.name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[
             self._dtype
         ]
-        self.scaler = self._new_scaler()
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self._dtype is torch.float16)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for one forward, loss included; backward runs outside of it."""
@@ -46,11 +46,9 @@ class Precision:
     def drop_unfinished_step(self) -> None:
         """Forget an update that was begun: a scaler that has unscaled does not unscale again before it ends."""
         if self.scaler.is_enabled():
-            known, self.scaler = self.scaler.state_dict(), self._new_scaler()
+            known = self.scaler.state_dict()
+            self.scaler = torch.amp.GradScaler(self._device_type)
             self.scaler.load_state_dict(known)
-
-    def _new_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self._device_type, enabled=self._dtype is torch.float16)
 
     def has_lowered(self, scale: float) -> bool:
         """Whether the scaler has found an overflow at this loss scale, and is not at its end."""

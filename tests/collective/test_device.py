@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from ddp_runner.collective.device import visible_gpu
+from ddp_runner.collective.device import await_free, visible_gpu
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -14,3 +17,19 @@ from ddp_runner.collective.device import visible_gpu
 def test_a_rank_takes_its_own_number_of_those_it_can_see(local_rank, visible, expected):
     """One that is shown a single GPU takes that one, whatever its own number is."""
     assert visible_gpu(local_rank, visible) == expected
+
+
+def test_a_replacement_waits_until_its_gpu_is_as_free_as_it_was():
+    """The driver takes a while to take a dead process's context down."""
+    free = iter([10, 500, 985, 1000])
+    assert await_free(CPU, 1000, look=lambda _: next(free)) == 985
+
+
+def test_a_replacement_does_not_wait_for_ever():
+    """Somebody else may have taken that memory; then it is tried with what there is."""
+    assert await_free(CPU, 1000, look=lambda _: 10, timeout_s=0.05) == 10
+
+
+def test_nobody_waits_where_it_is_not_known_what_was_free():
+    """Control: the first process of a rank, and every rank on the CPU."""
+    assert await_free(CPU, 0) == 0

@@ -17,6 +17,7 @@ from ddp_runner.core.recovery import (
     ReplaceRanks,
     WorldFacts,
     backoff_s,
+    is_short_for_steps,
     plan_recovery,
     regrow_delay_s,
 )
@@ -468,6 +469,17 @@ def test_halving_costs_no_budget_after_shortages_that_did():
     halved = incident(FaultKind.OUT_OF_MEMORY, phase="forward", at_s=999.0)
     now = incident(FaultKind.OUT_OF_MEMORY, phase="forward")
     assert isinstance(plan(now, [*short_again(9), halved]), ReplaceRanks)
+
+
+@pytest.mark.parametrize("phase", ["startup", "forming"])
+def test_a_shortage_before_any_step_is_no_shortage_of_steps(phase):
+    """A dead process may still hold the memory: half a batch would change the run for nothing."""
+    fault = incident(FaultKind.OUT_OF_MEMORY, phase=phase).culprit
+    assert not is_short_for_steps(fault)
+    assert is_short_for_steps(replace(fault, phase="forward")), "control"
+    row = [incident(FaultKind.OUT_OF_MEMORY, phase=phase, at_s=990.0 + at) for at in range(3)]
+    assert isinstance(plan(incident(FaultKind.OUT_OF_MEMORY, phase=phase)), ReplaceRanks)
+    assert isinstance(plan(incident(FaultKind.OUT_OF_MEMORY, phase=phase), row), GiveUp)
 
 
 @pytest.mark.parametrize("formed", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.data.limits import raise_open_file_limit
+from ddp_runner.data.worker import let_go_of_devices
 from tests.processes import run_ranks
 
 from .test_loader_faults import indices_of, make
@@ -128,3 +130,16 @@ def test_batches_take_no_room_in_shared_memory():
     assert done.returncode == 0, done.stderr
     assert "/dev/shm has 0.0 MB free of 0.2 MB" in done.stdout
     assert "loading in the rank itself" in done.stdout
+
+
+def test_a_worker_lets_go_of_the_devices_that_its_rank_has_opened(tmp_path):
+    """Others' descriptors stay; what it holds open would keep a dead rank's memory."""
+    device, other = tmp_path / "nvidia0", tmp_path / "data"
+    kept, let_go = (os.open(path, os.O_CREAT | os.O_RDWR) for path in (other, device))
+    try:
+        let_go_of_devices(prefix=str(tmp_path / "nvidia"))
+        assert os.fstat(kept)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(let_go)
+    finally:
+        os.close(kept)

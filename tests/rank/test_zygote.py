@@ -11,6 +11,7 @@ import pytest
 
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Finished, Formed, Ready, ZygoteReady
+from ddp_runner.rank import zygote
 from ddp_runner.rank.zygote import fork_to_supervisor
 from tests.processes import poll, ranks, run_ranks
 
@@ -208,3 +209,37 @@ def test_all_die_with_a_supervisor_that_is_killed(tmp_path):
         supervisor.signal(signal.SIGKILL)
         poll(lambda: all(is_gone(pid) for pid in every), what="the end of all")
         assert list(tmp_path.iterdir()) == []
+
+
+class _Driver:
+    """What libcuda answers when it is asked for devices: 3 before it was initialised, 0 afterwards."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    def cuDeviceGetCount(self, _count):  # noqa: N802 - the driver's name
+        return self._answer
+
+
+def _loaded(answer, modes):
+    def load(_library, mode):
+        modes.append(mode)
+        if answer is None:
+            raise OSError("not loaded")
+        return _Driver(answer)
+
+    return load
+
+
+@pytest.mark.parametrize(("answer", "started"), [(None, False), (3, False), (0, True), (100, True)])
+def test_a_task_that_has_started_cuda_at_its_import_is_found(monkeypatch, answer, started):
+    """torch does not tell; and asking neither loads the driver nor starts it."""
+    modes = []
+    monkeypatch.setattr(zygote.ctypes, "CDLL", _loaded(answer, modes))
+    assert zygote.driver_has_started() is started
+    assert all(mode & os.RTLD_NOLOAD for mode in modes)
+
+
+def test_here_no_driver_has_started():
+    """Control: the real question, on a machine without one."""
+    assert not zygote.driver_has_started()

@@ -7,7 +7,7 @@ from pathlib import Path
 import ddp_runner
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.supervisor.environment import zygote_environment
+from ddp_runner.supervisor.environment import kept_against_advice, zygote_environment
 
 PACKAGE_PARENT = str(Path(ddp_runner.__file__).resolve().parents[1])
 
@@ -82,3 +82,21 @@ def test_the_given_environment_is_not_changed():
     own = {"PYTHONPATH": "/a"}
     environment(own)
     assert own == {"PYTHONPATH": "/a"}
+
+
+def test_ranks_on_gpus_meet_on_loopback_and_can_be_forked():
+    """A repair needs the one, a user who asks for is_available() at import the other."""
+    made = environment({})
+    assert (made["NCCL_SOCKET_IFNAME"], made["PYTORCH_NVML_BASED_CUDA_CHECK"]) == ("lo", "1")
+    assert made["TORCH_NCCL_ENABLE_MONITORING"] == made["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert "NCCL_ALGO" not in made, "control: how sums are made is NCCL's choice"
+
+
+def test_a_variable_that_stands_against_repairs_is_named():
+    """It is kept; control: who has set what is needed, or something else, reads nothing."""
+    mine = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_BLOCKING_WAIT": "0", "NCCL_DEBUG": "INFO"}
+    assert kept_against_advice(mine, is_deterministic=False) == (
+        "NCCL_NVLS_ENABLE=1 of your environment is kept; 0 is what repairs on GPUs need",
+    )
+    assert kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=False) == ()
+    assert len(kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=True)) == 1

@@ -15,6 +15,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.training.build import build_workload, is_complete, load_start
+from ddp_runner.training.first_step import why_a_device_varies
 from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.runtime import Place
 from tests.checkpoint.states import facts_of
@@ -327,3 +328,26 @@ def test_values_of_a_state_that_are_not_finite_are_named(poison, told):
 
 def buffer_of(state):
     return next(buffer for buffer in state.model.buffers() if buffer.is_floating_point())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_deterministic_run_leaves_no_choice_to_chance(monkeypatch, deterministic):
+    """Neither to cuDNN's timing of kernels; control: else torch is left as it is."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        build(deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert torch.backends.cudnn.benchmark is not deterministic
+        assert torch.utils.deterministic.fill_uninitialized_memory is (before and not deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+def test_a_run_on_a_gpu_is_exact_only_where_its_kernels_repeat():
+    """Told from the start, not when a repair has shown it."""
+    gpu = torch.device("cuda", 0)
+    assert "run.deterministic=true" in why_a_device_varies(gpu, is_deterministic=False)
+    assert why_a_device_varies(gpu, is_deterministic=True) == ""
+    assert why_a_device_varies(torch.device("cpu"), is_deterministic=False) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ddp_runner.training import fingerprint
 from ddp_runner.training.fingerprint import combined, state_hashes, tensor_hash
 
 
@@ -68,3 +69,11 @@ def test_a_state_is_hashed_by_name_in_its_order():
     hashes = state_hashes(state)
     assert list(hashes) == ["a", "b"]
     assert combined(list(hashes.values())) != combined(list(hashes.values())[::-1])
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 2**18, 3 * 2**21 + 5])
+def test_a_device_comes_to_the_same_hash_with_one_look_at_it(size):
+    """Replicas on unlike devices are compared; what a GPU would sum is summed here on the CPU."""
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    on_device = int(fingerprint._total_on_device(fingerprint._chunks(tensor), torch.device("cpu")))
+    assert fingerprint._as_text(on_device) == tensor_hash(tensor)

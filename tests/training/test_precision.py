@@ -58,3 +58,22 @@ def test_amp_on_a_gpu_is_bf16_or_scaled_fp16():
     assert precision.name in ("bf16", "fp16")
     assert precision.scaler.is_enabled() is (precision.name == "fp16")
     precision.load_state_dict(precision.state_dict())
+
+
+def test_an_update_that_an_abort_has_cut_short_is_begun_anew():
+    """Between unscaling and the update; control: the scaler itself would refuse to unscale again."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision(use_amp=False, device=CPU)
+    precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def unscale():
+        precision.scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        precision.scaler.unscale_(optimizer)
+
+    unscale()
+    with pytest.raises(RuntimeError, match="already been called"):
+        unscale()
+    precision.drop_unfinished_step()
+    unscale()
+    assert precision.scaler.get_scale() == 8.0
