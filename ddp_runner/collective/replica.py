@@ -284,12 +284,25 @@ class Replica:
         used = getattr(self._ddp.reducer, "_get_local_used_map", None)
         return used is not None and bool((used() == self.group.world_size).all())
 
-    def signals(self, *, scale: float = 1.0) -> list[float]:
-        """The signals summed over ranks, after backward. ``scale``: the gradient scaler's."""
+    def signals(
+        self, *, scale: float = 1.0, beside: Tensor | None = None
+    ) -> tuple[list[float], float | None]:
+        """The signals summed over ranks, after backward, and the number ``beside``, which is read with them.
+
+        Reading waits for the device, once for both. ``scale``: the gradient scaler's.
+        """
         gradient = self._module.signal.grad
         if gradient is None:
             raise RuntimeError("signals are known only after backward")
-        return [float(value) / scale for value in gradient.tolist()]
+        other = None
+        if beside is None:
+            values = gradient.tolist()
+        else:
+            both = torch.promote_types(gradient.dtype, beside.dtype)  # neither loses a bit
+            *values, other = torch.cat(
+                [gradient.to(both), beside.to(gradient.device, both).view(1)]
+            ).tolist()
+        return [float(value) / scale for value in values], other
 
     def share_buffers(self, buffers: list[Tensor]) -> None:
         """Make rank 0's ``buffers`` everyone's, within the step that changed them.

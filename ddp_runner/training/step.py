@@ -132,7 +132,10 @@ class Stepper:
         all_used = self._rules.watch_use and self._replica.every_parameter_was_used()
         scaler = self._state.precision.scaler
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
-        signals = self._replica.signals(scale=scale)
+        # Of gradients that are scaled the norm is known once they are not; elsewhere it is read with
+        # the signals, since each look at a device waits for it.
+        early = None if scaler.is_enabled() else self._gradient_norm()
+        signals, norm = self._replica.signals(scale=scale, beside=early)
         self._slot.reach(Moment.REDUCED)
         if signals[Signal.RELAID] > 0:
             self._replica.share_layouts(self._state.buffers, step=self._state.committed_step)
@@ -145,9 +148,9 @@ class Stepper:
         # Guarded by: test_a_save_beside_the_next_step_holds_the_step_it_was_begun_at.
         self._state.before_change()
         self._slot.stamp(Phase.OPTIMIZER, time.monotonic_ns())
-        if scaler.is_enabled():
+        if norm is None:
             scaler.unscale_(self._state.optimizer)
-        norm = self._gradient_norm()
+            norm = float(self._gradient_norm())
         if self._state.committed_step == 0 and norm == 0.0 and not self._replica.has_graph:
             raise no_graph()
         # INVARIANT confirmed-before-commit: a step is committed only if its collectives came to
@@ -191,7 +194,9 @@ class Stepper:
         step = self._state.committed_step - 1
         self._accumulate(micro_batches, Votes(), Limits(), step=step, reduces=False)
         scaler = self._state.precision.scaler
-        norm = self._total_norm() / (float(scaler.get_scale()) if scaler.is_enabled() else 1.0)
+        norm = float(self._total_norm()) / (
+            float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        )
         self._replica.zero_gradients()
         self._state.drop_unfinished_step()
         return norm
@@ -219,16 +224,16 @@ class Stepper:
             flags=self._flags,
         )
 
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self) -> Tensor:
         """The norm over all gradients, clipped in place. The same bits on every rank."""
         limit = self._rules.optim.max_grad_norm
         if limit is not None:
-            return float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+            return torch.nn.utils.clip_grad_norm_(self._parameters, limit)
         return self._total_norm()
 
-    def _total_norm(self) -> float:
+    def _total_norm(self) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        return torch.nn.utils.get_total_norm(gradients)
 
     def _commit(self, rate: float, *, applied: bool) -> None:
         state, slot = self._state, self._slot

@@ -100,7 +100,7 @@ def _sum_gradients(me, port, options, micro_steps):
         replica = make_replica(model, group, **options)
         for _ in range(3):  # find_unused_parameters=False lays its buckets out anew at the second
             _accumulate_once(replica, me.rank, micro_steps, votes=votes)
-        return gradients(model), replica.signals(), replica.signals(scale=4.0)
+        return gradients(model), replica.signals()[0], replica.signals(scale=4.0)[0]
 
 
 def _by_plain_autograd(me, rank, micro_steps):
@@ -323,7 +323,7 @@ def _touch_nothing_on_rank_1(me, port, find_unused):
         replica.forward(batch_of(me.rank), weight=0.5, votes=no_votes()).backward()
         if find_unused:
             replica.check_reduced()
-            return gradients(model), replica.signals()[Signal.LOSS]
+            return gradients(model), replica.signals()[0][Signal.LOSS]
         with pytest.raises(RuntimeError, match="finished reduction") as raised:
             replica.check_reduced()
         return str(raised.value)
@@ -559,3 +559,24 @@ def test_a_rank_that_was_stopped_while_its_peer_died_is_freed(what, find_unused)
         here.signal(signal.SIGCONT)
         here.say("trip")
         assert here.result() < FREED_WITHIN_S
+
+
+def _read_beside(me, port):
+    with join(me, port) as group:
+        replica = make_replica(fresh_model(), group)
+        _accumulate_once(replica, me.rank, 1, votes=no_votes())
+        precise = torch.tensor(1 / 3, dtype=torch.float64)
+        return (
+            replica.signals(),
+            replica.signals(beside=precise),
+            replica.signals(beside=precise.float()),
+        )
+
+
+def test_a_number_that_is_read_with_the_signals_loses_no_bit():
+    """Nor do they, whichever of the two is the more precise."""
+    with hosted_store() as port:
+        for (plain, nothing), double, single in run_ranks(_read_beside, 2, port):
+            assert nothing is None
+            assert double == (plain, 1 / 3)
+            assert single == (plain, float(torch.tensor(1 / 3)))

@@ -7,6 +7,7 @@ As NCCL's do (see tests.collective.silent): who has not heard of the abort takes
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.scenarios.harness import Run, assert_every_sample_once
 from tests.scenarios.silenced import SLOW_RANK
 from tests.scenarios.test_phases import KIND, told_step
+from tests.scenarios.workload import TROUBLE_NAME
 
 TASK = f"{Path(__file__).with_name('silenced.py')}:SilencedTask"
 WORLD = 3
@@ -88,3 +90,25 @@ def test_so_many_random_faults_leave_the_weights_of_peace(tmp_path):
     assert len(run.summary()["faults"]) > SOAKED / 2
     assert run.digest == peace.digest
     assert run.summary()["exact"] is True
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_rank_that_raises_leaves_its_peers_nothing_to_commit(tmp_path):
+    """It ends without aborting, as nobody can agree on that there; torchrun ends the others.
+
+    Every step is saved: one that was committed of an aborted sum would be what all go on from.
+    """
+    saves = ("save_every_steps=1", "task.pace_s=0.05")
+    with _run(tmp_path / "peace") as peace:
+        assert peace.wait() == 0, peace.console
+    launcher = (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(WORLD), "--max-restarts", "2", "-m", "ddp_runner", "train"),
+    )
+    settings = (*SETTINGS, "--max-steps", STEPS, *saves)
+    with Run(tmp_path / "faults", *settings, command=launcher, task=TASK) as run:
+        run.wait_for_step(20)
+        (run.folder / TROUBLE_NAME).write_text("loss 2 raise", encoding="utf-8")
+        assert run.wait(240.0) == 0, run.console
+    assert not (run.folder / TROUBLE_NAME).exists(), "it was raised"
+    assert run.digest == peace.digest
