@@ -48,7 +48,7 @@ PARTS = (
         name="two_ranks",
         module="tests.gpu.two_ranks",
         limit_s=20,
-        shown=("plain.rank0.error", "shared.rank0.error", "partial_abort.verdict"),
+        shown=("plain.rank0.error", "shared.rank0.error", "partial_abort.rank1.is_wrong_and_whole"),
     ),
     Part(
         name="shared",
@@ -208,7 +208,10 @@ def main(words=None):
             searched.append(str(site))
         searched += filter(None, os.environ.get("PYTHONPATH", "").split(":"))
         env = {**os.environ, "PYTHONPATH": ":".join(searched), "PYTHONUNBUFFERED": "1"}
-        env["TMPDIR"] = scratch
+        env |= {
+            "TMPDIR": scratch,
+            "OPENBLAS_NUM_THREADS": "1",
+        }  # parts fork: one thread, as a zygote
         if asked.rehearse:
             env[REHEARSAL] = "1"
         _run_all(parts, file, env=env, log_path=asked.out / "log.txt")

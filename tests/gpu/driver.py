@@ -61,6 +61,13 @@ class Usage:
 
     def __init__(self):
         self._library = self._handle = None
+        self._pid = 0
+
+    def _ask_for_it(self):
+        """Once a process: what a fork inherits may not work there."""
+        if self._pid == os.getpid():
+            return
+        self._library, self._pid = None, os.getpid()
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL("libnvidia-ml.so.1")
             handle = ctypes.c_void_p()
@@ -72,10 +79,12 @@ class Usage:
     @property
     def source(self):
         """Who says so."""
+        self._ask_for_it()
         return "NVML" if self._library else "nvidia-smi"
 
     def mb(self):
         """-1 where nobody says."""
+        self._ask_for_it()
         if self._library:
             memory = _Memory()
             if self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) == 0:

@@ -10,6 +10,7 @@ import time
 import traceback
 
 from ddp_runner import lifeline
+from ddp_runner.cli.machine import torch_build
 from tests.gpu import driver
 from tests.gpu.conducting import STACKS_SIGNAL
 from tests.gpu.facts import Facts, rehearses, told_error
@@ -24,9 +25,10 @@ def why_not(module):
     why = driver.why_no_device()
     if why:
         return why
-    import torch
-
-    return "" if torch.version.cuda else f"{driver.NO_DEVICE} (torch is built without CUDA)"
+    build = torch_build()  # read from its files: importing it is a measurement
+    if build is None or not build.cuda:
+        return f"{driver.NO_DEVICE} (torch is built without CUDA: {build})"
+    return ""
 
 
 def main(arguments):
