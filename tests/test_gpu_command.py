@@ -141,6 +141,7 @@ def test_a_measurement_that_fails_stops_no_other_one(tmp_path):
     assert facts["after"] == 7
     assert errors_in(facts) == ["raised", "died", "hung"]
     assert "3 errors: raised, died, hung" in done.stdout
+    assert "3 measurements failed" in done.stdout.splitlines()[-1]
 
 
 def test_facts_are_there_while_the_part_still_runs_and_it_ends_with_the_command(tmp_path):
@@ -156,6 +157,16 @@ def test_facts_are_there_while_the_part_still_runs_and_it_ends_with_the_command(
             process.kill()
     poll(lambda: not _lives(pids[0]), timeout_s=10.0, what="end of the part")
     os.kill(pids[1], signal.SIGKILL)  # a stranger's process, which nobody has tied to its parent
+
+
+def test_a_rehearsal_measures_on_the_cpu_what_is_measured_on_a_gpu(tmp_path):
+    """The same code with a stand-in for NCCL: ranks sum, and the abort of one ends another's sum wrongly."""
+    done, known = _run(tmp_path / "out", "--only", "two_ranks", "--rehearse")
+    part = known["two_ranks"]
+    assert (part["outcome"], errors_in(part["facts"])) == ("ok", []), done.stdout
+    assert part["facts"]["plain"]["rank1"]["sum"] == 3.0
+    assert part["facts"]["partial_abort"]["rank1"]["is_wrong_and_whole"] is True
+    assert "came to its end" in done.stdout.splitlines()[-1]
 
 
 def test_wheels_are_found_by_the_parts(tmp_path):

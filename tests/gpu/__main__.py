@@ -54,13 +54,19 @@ PARTS = (
         name="shared",
         module="tests.gpu.shared",
         limit_s=200,
-        shown=("sums_2.wrong", "faults_2.verdict", "faults_3.verdict", "special.verdict"),
+        shown=("sums_2.rank0.wrong", "faults_2.verdict", "faults_3.verdict", "special.verdict"),
     ),
     Part(
         name="one_rank",
         module="tests.gpu.one_rank",
         limit_s=120,
-        shown=("overhead", "syncs.a_step", "faults.verdict", "save_4gb.blocked_s"),
+        shown=(
+            "faults.verdict",
+            "special.verdict",
+            "ours_ms",
+            "syncs.a_step",
+            "save_4gb.blocked_s",
+        ),
     ),
     Part(name="marked", module="tests.gpu.marked", limit_s=15, shown=("passed", "failed")),
 )
@@ -154,6 +160,8 @@ def last_line(parts, file, path):
         return f"nothing was measured: {why}; facts: {path}"
     bad = [part.name for part in parts if file.of(part.name)["outcome"] in ("failed", "timeout")]
     told = f"not whole: {', '.join(bad)}" if bad else "every part came to its end"
+    wrong = sum(len(errors_in(file.of(part.name)["facts"])) for part in parts)
+    told += f", {wrong} measurements failed" if wrong else ""
     return f"{outcomes.count('ok')} of {len(parts)} parts ok; {told}; facts: {path}"
 
 

@@ -23,7 +23,7 @@ from tests.gpu.facts import Fork, Timed, told_error
 GB = 10**9
 KEPT_BYTES = 60 * GB
 KEPT_SHARE = 0.75  # of what is free, if that is less
-GONE_WITHIN_S = 8.0
+GONE_WITHIN_S = 5.0
 READY_WITHIN_S = 15.0
 PINNED_BYTES = GB
 _PACKAGES = (
@@ -41,7 +41,7 @@ def measure(facts):
     """In the order of what is worth most."""
     usage = driver.Usage()
     facts.measure("import_torch_s", _import_torch)
-    facts.measure("versions", versions)
+    facts.measure("versions", versions, facts.under("versions"))
     facts.forked("libraries", library_versions, limit_s=15)
     facts.forked("start", start, usage, limit_s=20)
     facts.measure("killed", killed, facts, usage)
@@ -67,13 +67,13 @@ def _import_torch():
     return spent.s
 
 
-def versions():
+def versions(facts):
     """Of what can be asked without starting CUDA."""
     import torch
 
     query = "name,driver_version,memory.total,memory.used,compute_mode,mig.mode.current"
     query += ",persistence_mode,compute_cap,clocks.sm,power.draw"
-    return {
+    found = {
         "gpu": _said_by("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"),
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -88,11 +88,13 @@ def versions():
         "packages": {name: _version(name) for name in _PACKAGES},
         "threads_after_import": len(list(Path("/proc/self/task").iterdir())),
         "variables": {
-            name: value
+            name: value[:80]
             for name, value in os.environ.items()
             if name.startswith(("CUDA", "NCCL", "TORCH", "PYTORCH", "NVIDIA", "OMP"))
         },
     }
+    for name, value in found.items():
+        facts.note(name, value)
 
 
 def _said_by(*words):

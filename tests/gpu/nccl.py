@@ -272,9 +272,9 @@ def product_generations(facts):
         with Timed() as timed:
             product_device.prove_device(by_hand.device(), rank=0, step=generation)
         spent["prove"].append(timed.s)
+        facts.note("ends", dict(ends))
         if generation in (1, 5, 20):
             facts.note(f"held_after_{generation}", by_hand.held())
-            facts.note("ends", dict(ends))
             for name, values in spent.items():
                 facts.note(f"{name}_s", spread(values))
     facts.measure("peace", _peaceful_end)
