@@ -249,6 +249,8 @@ def joined(
         if communicators is not None:
             # Others may still wait for their end, and take for whole what an abort of ours leaves.
             _left.append(communicators)
+            if membership.world_size == 1:  # there are none, nor anybody who would say when
+                communicators.abort()
         _leave_broken(switch.release(), is_silent=communicators is not None)
         raise
     else:

@@ -52,19 +52,6 @@ class SilentWork(dist.Work):
         return self._future
 
 
-class _AtTheEnd:
-    """What torch's destructor does when an interpreter ends with a group that nobody has destroyed."""
-
-    def __init__(self, group):
-        self._group = group
-
-    def __del__(self):
-        self._group.abort()
-
-
-_ends = []
-
-
 class SilentGroup(dist.ProcessGroup):
     """``abort_s``: how long an abort takes, as those of devices may."""
 
@@ -80,7 +67,8 @@ class SilentGroup(dist.ProcessGroup):
         self._works = []  # C++ alone would keep half of each
         self._sending = {peer: threading.Lock() for peer in range(world_size)}
         self._peers = self._connect(store)
-        _ends.append(_AtTheEnd(self))
+        # What torch's destructor does when an interpreter ends with a group that nobody has destroyed.
+        threading._register_atexit(self._abort_at_the_end)
         for peer in self._peers:
             self._start(self._read, peer)
 
@@ -140,8 +128,11 @@ class SilentGroup(dist.ProcessGroup):
             self._is_aborted = True
             self._changed.notify_all()
 
+    def _abort_at_the_end(self):
+        if not self._is_aborted:
+            self.abort()
+
     def shutdown(self):
-        _ends.clear()
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()

@@ -229,3 +229,17 @@ def test_leaving_never_replaces_the_error_for_which_a_rank_leaves():
             run_ranks(_leave_after_the_world_was_cleared, 2, port)
             == ["KeyError('its own error')"] * 2
         )
+
+
+def _fail_alone_and_go_on(me):
+    register()
+    with pytest.raises(KeyError), join(me, 0, backend=BACKEND, world_size=1):
+        raise KeyError("a step went wrong")
+    began_s = time.monotonic()
+    with join(me, 0, backend=BACKEND, world_size=1, generation=2) as group:
+        return _summed(group, 2), time.monotonic() - began_s < communicators.ABORT_TIMEOUT_S / 2
+
+
+def test_a_process_alone_goes_on_after_an_error_as_in_a_notebook():
+    """No supervisor says there when communicators may be aborted, and no peer could be misled."""
+    assert run_ranks(_fail_alone_and_go_on, 1) == [([2.0], True)]
