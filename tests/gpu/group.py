@@ -23,6 +23,13 @@ PRODUCT = {
 }  # what ranks find in their environment; see ddp_runner.supervisor.environment
 
 
+def preload():
+    """Import what the product's zygote imports, so that forks have it; seconds."""
+    from ddp_runner.rank import zygote
+
+    return zygote.preload("")
+
+
 def backend():
     """NCCL, or what stands for it on the CPU."""
     if not rehearses():

@@ -21,8 +21,7 @@ HEARTBEAT_S = 5
 
 def measure(facts):
     """In the order of what is worth most; what takes long by itself runs beside."""
-    import torch  # noqa: F401 - forks have it
-
+    facts.measure("preload_s", by_hand.preload)
     usage = driver.Usage()
     known = dict(by_hand.PRODUCT)
     facts.forked("product", product_generations, limit_s=20, **known)

@@ -35,8 +35,6 @@ HASHED_GB = 10
 
 def measure(facts):
     """What a step costs, alone; then whatever is right or wrong, all at once; then saves and hashes."""
-    import torch  # noqa: F401 - forks have it
-
     folder = Path(tempfile.mkdtemp(prefix="gpu_one_rank_"))
     try:
         _measure(facts, folder)
@@ -90,6 +88,7 @@ def _faults(facts, folder):
             environment=nonblocking,
         ),
     }
+    facts.measure("preload_s", by_hand.preload)
     finish(runs.values(), limit_s=min(BESIDE_S, facts.left_s - 3))
     peace, half = runs["peace"].digest, runs["half_peace"].digest
     compared = {

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tests.gpu import group as by_hand
 from tests.gpu import sums
 from tests.gpu.facts import rehearses
 from tests.gpu.launches import EXACT, Launch, expected, finish, inject
@@ -46,8 +47,6 @@ THREE = (*EXACT, "num_workers=0")
 
 def measure(facts):
     """In peace, all at once; then the faults of two ranks alone, for their seconds; then the others."""
-    import torch  # noqa: F401 - forks have it
-
     folder = Path(tempfile.mkdtemp(prefix="gpu_shared_"))
     try:
         _measure(facts, folder)
@@ -68,6 +67,7 @@ def _measure(facts, folder):
             folder / "nd", "use_amp=false", *words, *one_kill, task="Normed", world=2
         ),
     }
+    facts.measure("preload_s", by_hand.preload)
     forks = [fork for world_size in (2, 3) for fork in _sums(facts, world_size)]
     finish(runs.values(), limit_s=min(PEACE_S, facts.left_s))
     for fork in forks:
