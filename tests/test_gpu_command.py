@@ -61,6 +61,7 @@ def _command(folder, *words, environment=None):
     return [sys.executable, "-m", "tests.gpu", "--out", folder, *words], {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(folder.parent),  # what a command leaves there that is killed
         **(environment or {}),
     }
 
