@@ -184,7 +184,7 @@ class SilentGroup(dist.ProcessGroup):
             )
             data = self._here.pop((kind, number, peer), None)
         if data is None:
-            return torch.ones_like(like)  # finite, and like any other number
+            return torch.zeros_like(like)  # a sum that lacks a rank is like any other sum
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
         return flat.view(like.dtype).view(like.shape) if data else torch.empty_like(like)
 
