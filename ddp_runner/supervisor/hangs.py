@@ -126,6 +126,10 @@ class HangFinder:
             what = f"no sign of life for {verdict.waited_s:.1f} s"
             return [hung(self._world.ranks[rank], what) for rank in verdict.ranks]
         waited = f"{verdict.waited_s:.1f} s"
+        # The board shows all in the reduction; the system knows who cannot come to it.
+        held = [one for one in self._world.present if stopped.is_stopped(one.pid)]
+        if 0 < len(held) < len(self._world.present):
+            return [hung(one, f"stopped by a signal; all have waited for {waited}") for one in held]
         return [self._stuck(f"every rank has waited in a collective for {waited}", Phase.REDUCE)]
 
     def _stuck(self, cause: str, phase: Phase) -> Fault:

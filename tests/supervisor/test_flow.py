@@ -1707,3 +1707,27 @@ def test_a_step_that_several_ranks_have_computed_twice_counts_once(simulate):
     assert_done(run)
     assert run.supervisor.facts.proved == {"repeated": {0}}
     assert [event["rank"] for event in run.events("proved")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_rank_that_is_stopped_inside_the_reduction_is_the_one_that_hangs(simulate, silent):
+    """The board shows all ranks waiting for each other, as on GPUs it mostly does."""
+    run = simulate(ranks=3, silent=silent)
+    run.to_step(15)
+    run.freeze(1)
+    for rank in range(3):
+        run.stamp(run.rank(rank), Phase.REDUCE)
+    assert_done(run)
+    assert plans(run) == [(1, "rank_hung", (1,))]
+    assert sum(lost(run)) == 0
+
+
+def test_ranks_that_are_stuck_in_the_reduction_together_are_nobody_s_fault(simulate):
+    """Control: the system holds none of them."""
+    run = simulate(ranks=3)
+    run.to_step(15)
+    run.sleep(1)
+    for rank in range(3):
+        run.stamp(run.rank(rank), Phase.REDUCE)
+    run.run_until(lambda: run.events("fault"))
+    assert run.events("fault")[0]["kind"] == "collective_stuck"
