@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss import Loss, checked_loss
+from ddp_runner.collective.wait_clock import wait_clock
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
@@ -168,7 +169,7 @@ class Replica:
             model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid
         )
         self._slot = slot
-        self._reduce_since_ns = time.monotonic_ns()
+        self._waits = wait_clock(group.device)
         self._ddp = DistributedDataParallel(
             self._module,
             process_group=group.of_reducer(map_begun=self._finish_sums),
@@ -337,8 +338,8 @@ class Replica:
 
     def stamp_reduce(self) -> None:
         """Note on the board that this rank's own share of the backward is done."""
-        self._reduce_since_ns = time.monotonic_ns()
-        self._slot.stamp(Phase.REDUCE, self._reduce_since_ns)
+        self._waits.own_is_done()
+        self._slot.stamp(Phase.REDUCE, time.monotonic_ns())
 
     def sum_of(self, work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP is to wait for: ``bucket`` once ``work`` has summed it.
@@ -374,9 +375,13 @@ class Replica:
         """Be at ``moment`` of the step."""
         self._slot.reach(moment)
 
+    def note_reduced(self) -> None:
+        """Backward is over, and with it the sums over ranks."""
+        self._waits.is_reduced()
+
     def waited_ns(self) -> int:
-        """How long this rank has waited for the others since its own share was done."""
-        return time.monotonic_ns() - self._reduce_since_ns
+        """How long this rank has waited for the others since its own share was done; after :meth:`signals`."""
+        return self._waits.waited_ns()
 
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum a few numbers over ranks in float64; every rank must call it."""

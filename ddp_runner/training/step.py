@@ -128,7 +128,7 @@ class Stepper:
         # be reduced. Broken if: commit() moves above check_reduced().
         # Guarded by: test_an_unfinished_reduction_is_found_before_the_optimizer.
         self._replica.check_reduced()
-        waited_ns = self._replica.waited_ns()
+        self._replica.note_reduced()
         all_used = self._rules.watch_use and self._replica.every_parameter_was_used()
         scaler = self._state.precision.scaler
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
@@ -181,7 +181,7 @@ class Stepper:
             explosion=explosion,
             overflowed=math.isfinite(loss) and self._state.precision.has_lowered(scale),
             broken_ranks=_ranks_in(int(signals[Signal.TROUBLE])),
-            waited_ns=waited_ns,
+            waited_ns=self._replica.waited_ns(),
             stop=_agreed_stop(signals),
             save=signals[Signal.SAVE] > 0,
         )

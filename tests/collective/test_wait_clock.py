@@ -1,0 +1,61 @@
+"""Whose clock tells how long a rank has waited for the others."""
+
+from __future__ import annotations
+
+import torch
+
+from ddp_runner.collective.wait_clock import DeviceClock, HostClock, wait_clock
+
+
+class _Stream:
+    """A device that does what it is told later, at a time of its own."""
+
+    def __init__(self):
+        self.now_ms = 0.0
+        self.told = []
+
+    def run(self):
+        for act in self.told:
+            act()
+        self.told.clear()
+
+
+class _Event:
+    def __init__(self, stream):
+        self._stream = stream
+        self.at_ms = None
+
+    def record(self):
+        self._stream.told.append(lambda: setattr(self, "at_ms", self._stream.now_ms))
+
+    def elapsed_time(self, other):
+        assert self.at_ms is not None, "a device that has not come here has no time to tell"
+        return other.at_ms - self.at_ms
+
+
+def _pass(stream, ms):
+    stream.told.append(lambda: setattr(stream, "now_ms", stream.now_ms + ms))
+
+
+def test_a_device_tells_its_own_time_from_the_time_for_others():
+    """The host has told it all in no time, and reads the sums when everything is over."""
+    stream = _Stream()
+    clock = DeviceClock(lambda: _Event(stream))
+    assert clock.waited_ns() == 0, "no step yet"
+    for own_ms, others_ms in ((30.0, 2.0), (5.0, 27.0)):
+        _pass(stream, own_ms)
+        clock.own_is_done()
+        _pass(stream, others_ms)
+        clock.is_reduced()
+        stream.run()
+        assert clock.waited_ns() == others_ms * 1e6
+
+
+def test_on_the_cpu_what_is_waited_ends_with_the_sums():
+    """However late it is asked for."""
+    clock = wait_clock(torch.device("cpu"))
+    assert isinstance(clock, HostClock)
+    clock.own_is_done()
+    clock.is_reduced()
+    first = clock.waited_ns()
+    assert 0 <= first == clock.waited_ns()
