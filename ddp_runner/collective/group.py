@@ -254,7 +254,8 @@ def joined(
         _leave_broken(switch.release(), is_silent=communicators is not None)
         raise
     else:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     finally:
         switch.close()
 

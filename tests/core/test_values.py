@@ -22,6 +22,8 @@ FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü"
 SAMPLES = [
     messages.Form(generation=2, rank=1, world_size=3, local_rank=1, local_world_size=3,
                   run_id="r", secret="s"),
+    messages.AbortHeard(rank=1, generation=3),
+    messages.Cut(generation=3),
     messages.Abort(generation=4),
     messages.Stacks(),
     messages.CollectivesBegun(rank=1, step=3, count=7),

@@ -429,6 +429,10 @@ class Verdicts:
 
     def drop(self):
         self.said.append("drop")
+        return True
+
+    def put_off(self, reason):
+        self.said.append(f"put off: {reason}")
 
 
 def _late_hash(me, port, every, odd):
@@ -475,6 +479,53 @@ def _verdicts(world_size, every=500, odd=()):
             assert [process.hear() for process in world] == ["waits"] * world_size
             world[1].say("go on")
         return [process.result() for process in world]
+
+
+def _written_while_hashed(me, port, odd):
+    """Forward clamps a weight through ``.data`` after rank 0 has hashed it and before rank 1 has."""
+    slot, state, logged = make_slot(), build_state(), []
+    told = threading.Event()
+    is_late = me.rank == 1 and not odd
+    saving = Verdicts(wait=told.wait if is_late else lambda: None)
+    logger = SimpleNamespace(info=lambda text, **_: logged.append(text))
+    parts = SimpleNamespace(
+        settings=from_flat({"replica_check_steps": 500}), state=state, store=None, workload=None, saving=saving,
+        runtime=SimpleNamespace(slot=slot, place=SimpleNamespace(rank=me.rank), logger=logger),
+    )  # fmt: skip
+    if me.rank in odd:
+        with torch.no_grad():
+            state.model[3].weight[0] += 1.0
+    state.committed_step = state.attended_step = 7
+    with join(me, port) as group:
+        guard = Guard(parts, group)
+        guard.begin_comparison()
+        if not is_late:
+            guard._hashing._ended.wait()
+        state.model[3].bias.data.clamp_(-1e-6, 1e-6)
+        told.set()
+        try:
+            outcome = guard.may_commit()
+        except FaultError as error:
+            outcome = error.fault.kind
+        group.exchange("end", "")
+    return outcome, saving.said, state.buffers.followed_names(), len(logged), state.is_in_doubt
+
+
+def test_what_forward_writes_for_the_first_time_while_it_is_hashed_is_no_difference():
+    """The ranks have it alike once it is written. It is followed; the save, perhaps torn, is put off."""
+    with hosted_store() as port:
+        first, second = run_ranks(_written_while_hashed, 2, port, ())
+    said = ["drop", "put off: interval"]
+    assert first == (True, said, ["3.bias"], 1, False)
+    assert second == (True, said, ["3.bias"], 0, False)
+
+
+def test_a_rank_that_differs_besides_is_found_all_the_same():
+    """Control: what forward wrote hides nothing."""
+    with hosted_store() as port:
+        answers = run_ranks(_written_while_hashed, 3, port, (2,))
+    assert answers[2][0] is FaultKind.REPLICA_DIVERGED
+    assert [answer[0] for answer in answers[:2]] == [FaultKind.COLLECTIVE_FAILED] * 2
 
 
 def test_who_waits_for_another_s_hash_is_not_late_itself():
