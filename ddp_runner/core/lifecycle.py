@@ -47,6 +47,14 @@ class RankState(Enum):
     DEAD = "dead"
 
 
+IN_GENERATION = (
+    RankState.FORMING,
+    RankState.TRAINING,
+    RankState.ABORTING,
+    RankState.LEAVING,
+)
+
+
 class RankEvent(Enum):
     """What may happen to one rank."""
 

@@ -12,6 +12,7 @@ from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.world import World
 
 ANSWER_TIMEOUT_S = 3.0  # for a rank to hear of an abort: a thread of its own does
+UNANSWERED = f"did not answer an abort within {ANSWER_TIMEOUT_S:g} s"  # of who is ended for that
 LEAVE_TIMEOUT_S = 5.0  # for a survivor to leave its generation, if its phase does not excuse it
 SILENT_LEAVE_TIMEOUT_S = 30.0  # from the second act: for a device to let go of its kernels
 _HAS_NOT_HEARD = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)

@@ -16,7 +16,7 @@ from ddp_runner.core.last_save import (
     next_saver,
     why_not_saved,
 )
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import IN_GENERATION, RankState
 from ddp_runner.core.messages import NotSaved, SaveAlone, Saved
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
@@ -28,13 +28,6 @@ from ddp_runner.supervisor.records import Records
 from ddp_runner.supervisor.stacks import wake
 from ddp_runner.supervisor.stopped import StoppedWatch
 from ddp_runner.supervisor.world import World
-
-_IN_GENERATION = (
-    RankState.FORMING,
-    RankState.TRAINING,
-    RankState.ABORTING,
-    RankState.LEAVING,
-)
 
 
 class LastSave:
@@ -142,7 +135,7 @@ class LastSave:
 
     @staticmethod
     def _is_in(handle: RankHandle) -> bool:
-        return handle.state in _IN_GENERATION and handle.killed_at_s is None
+        return handle.state in IN_GENERATION and handle.killed_at_s is None
 
     @staticmethod
     def _leaving(handle: RankHandle) -> Leaving:

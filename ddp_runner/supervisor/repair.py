@@ -13,7 +13,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import IN_GENERATION, RankState
 from ddp_runner.core.messages import Adjusted, CollectivesBegun
 from ddp_runner.core.recovery import (
     GiveUp,
@@ -25,7 +25,7 @@ from ddp_runner.core.recovery import (
 )
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.children import is_killed
-from ddp_runner.supervisor.cutting import Cutting
+from ddp_runner.supervisor.cutting import UNANSWERED, Cutting
 from ddp_runner.supervisor.facts import RunFacts, fault_fields
 from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.incident import Condemned, OpenIncident
@@ -46,12 +46,6 @@ from ddp_runner.supervisor.world import World
 
 # For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
 ANSWERS_TIME_S = 0.2
-_IN_GENERATION = (
-    RankState.FORMING,
-    RankState.TRAINING,
-    RankState.ABORTING,
-    RankState.LEAVING,
-)
 
 
 class Repair:
@@ -259,7 +253,7 @@ class Repair:
     def _condemn_unanswering(self, incident: OpenIncident, now_s: float) -> None:
         """Nobody's communicators may be aborted while one of the ranks might still commit."""
         late = [
-            hung(handle, "did not answer an abort, which another thread does")
+            hung(handle, UNANSWERED)
             for handle in self._cutting.unanswered(now_s)
             if handle.rank not in {*incident.condemned, *self._doomed}
         ]
@@ -303,7 +297,7 @@ class Repair:
     @staticmethod
     def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
         """Whether the incident cannot be judged before this rank has answered or ended."""
-        if handle.state in _IN_GENERATION:
+        if handle.state in IN_GENERATION:
             return True
         if handle.rank in incident.condemned:
             return handle.is_alive

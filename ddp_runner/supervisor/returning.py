@@ -9,7 +9,7 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.recovery import regrow_delay_s
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.supervisor.cutting import Cutting
+from ddp_runner.supervisor.cutting import UNANSWERED, Cutting
 from ddp_runner.supervisor.facts import RunFacts
 from ddp_runner.supervisor.hangs import HangFinder, hung
 from ddp_runner.supervisor.ranks import RankHandle
@@ -134,7 +134,7 @@ class ReturningRanks:
         if not self.is_regrouping:
             return []
         if deaf := self._cutting.unanswered(now_s):
-            return [hung(one, "did not answer an abort, which another thread does") for one in deaf]
+            return [hung(one, UNANSWERED) for one in deaf]
         if now_s <= self._cutting.leave_by_s(self._regroup_since_s):
             return []
         return [
