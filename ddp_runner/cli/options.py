@@ -190,7 +190,7 @@ GROUPS = (
         title="Help",
         options=(
             Option(long="--help", short="-h", says="this text"),
-            Option(long="--help-settings", says="every setting, its default and legal values"),
+            Option(long="--help-settings", says="every setting: meaning, default, legal values"),
             Option(long="--version", says="the version"),
         ),
     ),

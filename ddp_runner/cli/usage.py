@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.options import GROUPS, Option
 from ddp_runner.config.fields import FieldSpec, known_fields
+from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.config.meanings import meanings
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.core.injection import PHASES, InjectKind
 from ddp_runner.start import COMMAND
@@ -38,6 +40,11 @@ _EXIT_CODES = (
 )
 
 
+_ON_RESUME = {
+    OnResume.REFUSED: " Refused on resume.",
+    OnResume.TOLD: " Reported on resume.",
+    OnResume.CANNOT_MATTER: "",
+}
 _INJECTIONS = (
     ("  kinds", ", ".join(kind.value for kind in InjectKind)),
     ("  rank=N|all", "whose [the last one]"),
@@ -92,16 +99,21 @@ def train_help() -> str:
 
 
 def settings_help() -> str:
-    """The text of ``--help-settings``: every setting with its default and legal values."""
-    lines = ["Every setting: its default, and what it may be."]
+    """The text of ``--help-settings``: every setting with its default, meaning and legal values."""
+    lines = textwrap.wrap(
+        "Every setting, its default and its meaning. A change of one that is refused on resume "
+        "makes another run; of one that is reported, a run that goes on and is not exact.",
+        WIDTH,
+    )
     section = ""
     for key, spec in known_fields().items():
         this_section, _, name = key.partition(".")
         if this_section != section:
             section = this_section
             lines += ["", f"{section}:"]
-        says = f"{_shown(spec.default)}{_by_device(spec)} - {spec.expected()}"
-        lines += _entry(f"  {name}", says)
+        lines.append(f"  {name} = {shown(spec.default)}{_by_device(spec)}")
+        says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[ON_RESUME[key]]}"
+        lines += textwrap.wrap(says, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
@@ -127,19 +139,22 @@ def _default(option: Option) -> str:
     spec = known_fields().get(option.key)
     if spec is None or not option.metavar or spec.default in ("", ()):
         return ""
-    return f" [{_shown(spec.default)}{_by_device(spec)}]"
+    return f" [{shown(spec.default)}{_by_device(spec)}]"
 
 
 def _by_device(spec: FieldSpec) -> str:
     """What the presets make of it."""
     return "".join(
-        f"; {where} {_shown(PRESETS[preset][spec.key])}"
+        f"; {where} {shown(PRESETS[preset][spec.key])}"
         for preset, where in (("gpu", "on GPUs"), ("cpu", "on the CPU"))
         if PRESETS[preset].get(spec.key, spec.default) != spec.default
     )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A default as people write it."""
+    if isinstance(value, tuple) and value:
+        return ",".join(str(item) for item in value)
     if value in ("", ()):
         return "(empty)"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,6 +1,7 @@
 """COMPOSES: presets, files, environment and command line become one checked ``Settings``.
 
 fields     every setting as a name, a kind and a legal range; text -> value
+meanings   what each setting means, in words, for help and documentation
 foreign    names of other launchers and trainers: accepted, or answered with ours
 suggest    which known name may have been meant by another
 sources    YAML files, environment and command line -> assignments

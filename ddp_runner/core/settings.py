@@ -1,8 +1,9 @@
-"""Every setting of a run: name, type, legal range and default, in one place. Reads nothing.
+"""Every setting of a run: name, type, legal range, default and meaning, in one place. Reads nothing.
 
-The defaults here are those of a GPU run; ``config.py`` lays the CPU or smoke-test preset, files,
+The defaults here are those of a GPU run; ``config`` lays the CPU or smoke-test preset, files,
 environment and command line over them, and checks how settings fit together. ``None`` means
-"off", never "default".
+"off", never "default". The text below each field is its meaning: ``--help-settings`` and the
+documentation show it as it stands.
 """
 
 from __future__ import annotations
@@ -26,28 +27,52 @@ JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
 class RunSettings:
     """What is run, how long, and where its files go."""
 
-    task: str = "bytes"  # bytes | synthetic | FILE.py[:NAME] | module:NAME
-    name: str = "bytes"  # of the run; the task's unless it is given, and the folders follow
+    task: str = "bytes"
+    """What is trained: bytes, synthetic, FILE.py[:NAME] or module:NAME."""
+    name: str = "bytes"
+    """The name of the run, which names its folders. Without one it is the task's name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    """The seed of everything random: first weights, order of samples, augmentation, dropout."""
     epochs: Positive = 10
-    max_steps: NonNegative = 0  # 0: by epochs; else wins over epochs
-    target_loss: float | None = None  # stop when the training loss (smoothed) reaches it
-    resume: str = "auto"  # auto | last | best | none | PATH
-    init_from: str = ""  # weights only, on the very first start
+    """Passes over the training data. max_steps wins over it where that is not 0."""
+    max_steps: NonNegative = 0
+    """Optimizer steps of the whole run, resumes included. 0: as many as the epochs have."""
+    target_loss: float | None = None
+    """The run ends, complete, once the mean training loss of the last 20 steps is this or less."""
+    resume: str = "auto"
+    """What to go on from. auto: the newest checkpoint, if there is one. last, best or the path
+    of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
+    fresh; all old checkpoints are moved to a backup folder."""
+    init_from: str = ""
+    """A file with the weights to start from, on the very first start of the run only."""
     log_dir: str = "logs/bytes"
+    """The folder for logs, metrics, status.json and summary.json."""
     checkpoint_dir: str = "checkpoints/bytes"
+    """The folder for checkpoints: the run resumes from it and saves to it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    gpus: tuple[NonNegative, ...] = ()  # empty: every visible one
+    """Where to compute. auto: on GPUs if any is visible and usable, otherwise on the CPU."""
+    gpus: tuple[NonNegative, ...] = ()
+    """The GPUs to use, counted as CUDA_VISIBLE_DEVICES counts them, one rank for each. Empty: every
+    visible one. A GPU that is named twice is shared by two ranks over gloo, which is slow."""
     nproc_per_node: Literal["auto"] | Positive = "auto"
-    threads_per_rank: NonNegative = (
-        0  # intra-op threads; 0: cores / ranks on CPU, torch's own on GPU
-    )
+    """The number of ranks. auto: one per GPU, or up to 2 on the CPU."""
+    threads_per_rank: NonNegative = 0
+    """Threads that one operation of torch uses in each rank. 0: the cores divided by the ranks, on
+    GPUs at most 8."""
     audit: bool = False
+    """Write the sample indices and the loss of each committed step to audit_rank_<r>.jsonl."""
     test: bool = False
+    """A small run that ends in seconds, in folders of its own."""
     debug: bool = False
+    """Write verbose logs and run extra checks. Slow."""
     detect_anomaly: bool = False
-    deterministic: bool = False  # bit-exact on CUDA too: only kernels that repeat, slower
+    """Turn on torch.autograd.set_detect_anomaly: an error in backward names the forward operation
+    that it belongs to. Slow."""
+    deterministic: bool = False
+    """Use only GPU kernels that give the same bits each time. Without it a run on GPUs is not
+    bit-exact; with it some operations are slower, and a few raise an error."""
     inject: tuple[str, ...] = ()
+    """Faults to cause on purpose, each written as KIND:KEY=VALUE,... (--help lists them)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -55,33 +80,52 @@ class ModelSettings:
     """The built-in Transformer language models; ``dataset_size`` and ``vocab_size`` shape the synthetic one."""
 
     vocab_size: Annotated[int, Field(ge=2)] = 1024
+    """Tokens of the synthetic task's language. The task bytes always has 256."""
     dataset_size: Positive = 10_000
+    """Training samples of the synthetic task."""
     seq_len: Annotated[int, Field(ge=2)] = 128
+    """Tokens in a sample: bytes of text, for the task bytes."""
     hidden_size: Positive = 512
+    """Width of the model; a multiple of num_heads."""
     num_layers: Positive = 6
+    """The number of Transformer layers."""
     num_heads: Positive = 8
+    """The number of attention heads in each layer."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Probability that an activation is dropped while training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class DataSettings:
     """What is read and how it is fed."""
 
-    path: str = ""  # file or folder of text; empty: the interpreter's standard library
-    batch_size: Positive = 32  # samples per rank and step
-    micro_batch_size: NonNegative = 0  # samples per forward; 0: batch_size
-    num_workers: Literal["auto"] | NonNegative = (
-        "auto"  # per rank; auto: 2, or cores / ranks where that is less; a number is kept
-    )
-    prefetch_factor: Positive = 2  # batches per worker
-    pin_memory: bool = True  # only where there is a GPU
-    loader_timeout_s: Seconds = 60.0  # longest wait for one batch
-    on_bad_sample: Literal["stop", "substitute"] = "stop"  # one that cannot be loaded
-    max_bad_samples: Positive = 10  # to replace in a run, over all ranks
-    compare_samples: Literal["stop", "tell", "off"] = (
-        "stop"  # where ranks, or a resumed run and its checkpoint, differ in their data
-    )
+    path: str = ""
+    """File or folder of text that the task bytes learns. Empty: the sources of Python's standard
+    library."""
+    batch_size: Positive = 32
+    """Samples for each rank and step. The global batch is this times the number of ranks."""
+    micro_batch_size: NonNegative = 0
+    """Samples in one forward pass; gradients are accumulated until batch_size is reached. 0: the
+    whole batch_size at once."""
+    num_workers: Literal["auto"] | NonNegative = "auto"
+    """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
+    less. 0: the rank loads its own data."""
+    prefetch_factor: Positive = 2
+    """Micro-batches that each loader worker prepares ahead."""
+    pin_memory: bool = True
+    """Copy batches to the GPU from pinned host memory. It has no effect on the CPU."""
+    loader_timeout_s: Seconds = 60.0
+    """Longest wait for one batch, in seconds; then the loader's workers are replaced."""
+    on_bad_sample: Literal["stop", "substitute"] = "stop"
+    """What to do with a sample that cannot be loaded. stop: name it and end the run. substitute:
+    train on another one in its place for good, and note it in quarantine.jsonl."""
+    max_bad_samples: Positive = 10
+    """Samples that may be substituted in a run, over all ranks; one more ends it."""
+    compare_samples: Literal["stop", "tell", "off"] = "stop"
+    """What to do where ranks, or a resumed run and its checkpoint, have different training data.
+    stop: end the run, saved. tell: go on, not exact. off: do not compare."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the text that the task bytes keeps for validation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -89,15 +133,26 @@ class OptimSettings:
     """Optimizer, schedule and precision."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    """The highest learning rate of AdamW, which is reached at the end of the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Weight decay of AdamW; biases and norms have none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's mean of the gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's mean of the squared gradients."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """The course of the learning rate after the warm-up, down to min_learning_rate at the last
+    step, or constant."""
     warmup_steps: NonNegative = 100
+    """Steps in which the learning rate grows linearly; at most half of the run."""
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    """The learning rate at the end of the schedule; learning_rate or less."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    use_amp: bool = True  # bf16 where supported, else fp16 with a GradScaler
+    """The norm that gradients are clipped to. none: they are not clipped."""
+    use_amp: bool = True
+    """Mixed precision: bf16 where the device supports it, otherwise fp16 with a gradient scaler."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of a moving average of the weights, which evaluation then uses. none: no average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -105,96 +160,153 @@ class DdpSettings:
     """DistributedDataParallel and its process group."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    find_unused_parameters: bool | Literal["auto"] = True  # auto: relaxed once it is not needed
-    relax_after_steps: Positive = 200  # auto: so many steps in a row that used every parameter
+    """The library for collectives. auto: nccl on GPUs, gloo on the CPU."""
+    find_unused_parameters: bool | Literal["auto"] = True
+    """Look in each step for parameters that the loss does not use. Without it, the first step that
+    leaves one out is done again with it. auto: until relax_after_steps says that it is not needed."""
+    relax_after_steps: Positive = 200
+    """With find_unused_parameters=auto: after so many steps in a row in which every rank used every
+    parameter, the search ends."""
     gradient_as_bucket_view: bool = True
+    """Let gradients be views of DDP's communication buckets, which saves a copy of them."""
     bucket_cap_mb: Positive = 25
+    """Size of a bucket of gradients that are summed together, in MB."""
     collective_timeout_s: Seconds = 60.0
-    port: Annotated[int, Field(ge=0, le=65535)] = 0  # of the store; 0: any free one
+    """Longest wait inside a collective, in seconds. It is raised to what the peers may take to load
+    data and, where a supervisor watches, to evaluate or to save."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the store, where ranks meet. 0: any free one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class MemorySettings:
     """MemoryManager: when it looks and when it acts. Shares are of the smallest known limit."""
 
-    memory_check_interval: Positive = 10  # steps
-    cleanup_interval: NonNegative = 500  # steps between periodic clean-ups; 0: never
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = (
-        None  # hard limit per rank, loaders included
-    )
-    regrow_micro_batch: NonNegative = (
-        0  # steps after running out of memory until twice the micro-batch is tried; 0: never
-    )
+    memory_check_interval: Positive = 10
+    """Steps between looks at memory."""
+    cleanup_interval: NonNegative = 500
+    """Steps between garbage collections, which also empty the device's cache where memory is tight.
+    0: memory is freed only when it is tight."""
+    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Most host memory, in GB, that a rank with its loader workers may use. More counts as out of
+    memory. none: no limit of its own."""
+    regrow_micro_batch: NonNegative = 0
+    """Steps after the micro-batch was halved for lack of memory until twice its size is tried
+    again. 0: it stays halved."""
     warn_share: Fraction = 0.80
+    """Share of the tightest memory limit (machine, container, max_memory_gb, device) in use from
+    which a warning is logged."""
     react_share: Fraction = 0.90
+    """Share in use from which memory is freed and the loader prefetches less."""
     limit_share: Fraction = 0.98
+    """Share in use from which the log says that the limit is reached."""
     leak_window_steps: Annotated[int, Field(ge=20)] = 1000
+    """Steps over which memory must grow steadily to be reported as a suspected leak."""
     leak_mb_per_1000_steps: Annotated[float, Field(gt=0)] = 50.0
+    """Slowest growth that is reported as a suspected leak, in MB per 1000 steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class CheckpointSettings:
     """When state is saved and which files are kept."""
 
-    save_interval: NonNegative = 1  # epochs; 0: not by epoch
-    save_every_steps: Literal["auto"] | NonNegative = (
-        "auto"  # auto: by time, from what a save costs and how often one is needed; 0: not by steps
-    )
+    save_interval: NonNegative = 1
+    """Epochs between checkpoints. 0: none at the end of an epoch."""
+    save_every_steps: Literal["auto"] | NonNegative = "auto"
+    """Steps between checkpoints. auto: by time, from what a save costs and how often one was
+    needed. 0: none by steps."""
     keep_last: Positive = 3
-    rescue_dir: str = ""  # for a last save that its own disk refuses; empty: the log directory
-    monitor: Literal["auto", "train_loss", "validation_loss"] = (
-        "auto"  # auto: validation where there is some
-    )
+    """How many of the newest checkpoints are kept; the best one is kept beside them."""
+    rescue_dir: str = ""
+    """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log
+    folder."""
+    monitor: Literal["auto", "train_loss", "validation_loss"] = "auto"
+    """The loss that decides which checkpoint is the best. auto: that of validation where there is
+    some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class LogSettings:
     """What is written and shown, how often."""
 
-    log_interval: Positive = 10  # steps between metric lines
-    evaluate_interval: NonNegative = 1  # epochs between evaluations; 0: at the end only
+    log_interval: Positive = 10
+    """Steps between lines of metrics."""
+    evaluate_interval: NonNegative = 1
+    """Epochs between evaluations. 0: none at the end of an epoch; one at the end of the run."""
     evaluate_every_steps: NonNegative = 0
-    evaluate_batches: NonNegative = 0  # of batch_size, per rank; 0: the whole validation set
+    """Steps between evaluations. 0: none by steps."""
+    evaluate_batches: NonNegative = 0
+    """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
+    """What the console shows. auto: live on a terminal, otherwise plain lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class RecoverySettings:
     """How much is repaired before giving up."""
 
-    max_restarts: NonNegative = 10  # within restart_window_s
+    max_restarts: NonNegative = 10
+    """Repairs within restart_window_s; with one more the run gives up (exit code 3)."""
     restart_window_s: Seconds = 3600.0
+    """The time over which repairs and a rank's faults are counted, in seconds."""
     no_progress_generations: Positive = 3
-    min_ranks: NonNegative = 0  # go on with so few; 0: only with all
-    slot_failures_max: Positive = 3  # of one rank within the window, before it is given up
-    regrow_after: Annotated[float, Field(ge=0)] = (
-        0.0  # seconds until a given-up rank is tried; 0: never
-    )
+    """The run gives up after so many repairs in a row with the same cause, or after as many faults
+    of its own, without a committed step in between."""
+    min_ranks: NonNegative = 0
+    """The run goes on with so few ranks when others keep failing. 0: only with all."""
+    slot_failures_max: Positive = 3
+    """With min_ranks: a rank that caused so many faults within restart_window_s is given up."""
+    regrow_after: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds until a rank that was given up is tried again, twice as long after each return that
+    fails. 0: never."""
     backoff_first_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds to wait before the first repair of a cause. Before the next ones of the same cause the
+    wait doubles from half a second, or from this if it is more."""
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
+    """Longest wait before a repair, in seconds."""
     startup_timeout_s: Seconds = 600.0
+    """Longest time for a process to start, in seconds: imports, model, data, what is resumed."""
     form_timeout_s: Seconds = 60.0
-    # On CPUs: keep a process at hand that becomes the next lost rank; once the process that forks the
-    # others was lost, also one that takes its place.
+    """Longest time for the ranks to form a process group and agree on the state, in seconds."""
     warm_spare: bool = True
-    hang_min_s: Seconds = 2.0  # a phase of a step is never called hung sooner
-    hang_factor: Annotated[float, Field(gt=1)] = 10.0  # times the slowest recent step
-    first_step_timeout_s: Seconds = 600.0  # of a process: compilation, caches, device start
+    """On the CPU: keep a process ready that becomes the next lost rank. Once the zygote, the process
+    that forks the others, was lost, also keep one ready to take its place."""
+    hang_min_s: Seconds = 2.0
+    """The shortest time without progress, in seconds, after which a rank may be called hung."""
+    hang_factor: Annotated[float, Field(gt=1)] = 10.0
+    """A rank is hung after so many times the slowest recent step, if that is more than
+    hang_min_s."""
+    first_step_timeout_s: Seconds = 600.0
+    """Longest time for each of the first three steps of a process, in seconds: compilation, caches,
+    device start."""
     evaluation_timeout_s: Seconds = 1800.0
+    """Longest time without progress in an evaluation, in seconds."""
     checkpoint_timeout_s: Seconds = 600.0
-    stop_timeout_s: Seconds = 300.0  # to finish the step and save, once asked to stop
-    max_errors_per_epoch: NonNegative = 10  # skipped steps before a roll-back
-    rollbacks_max: NonNegative = 2  # each halves the learning rate; then the run fails
-    explosion_window: NonNegative = (
-        100  # steps after warm-up that a new one is held against; 0: never
-    )
-    explosion_loss_factor: Annotated[float, Field(gt=1)] = 10.0  # times their median loss
-    explosion_grad_factor: Annotated[float, Field(gt=1)] = 100.0  # times their median gradient norm
-    replica_check_steps: NonNegative = 500  # between comparisons of the replicas' weights; 0: never
-    # Steps, counted from where this launch began, of which one rank's share is computed once more by
-    # a process like a replacement, beside the run; None: off.
+    """Longest time for a save that training waits for, and for the last save of a run, in
+    seconds."""
+    stop_timeout_s: Seconds = 300.0
+    """Longest time to finish the step and save once the run was asked to stop, in seconds."""
+    max_errors_per_epoch: NonNegative = 10
+    """Steps of an epoch that may be skipped because a loss or gradient is not finite or explodes.
+    With one more the run goes back to its newest checkpoint at half the learning rate."""
+    rollbacks_max: NonNegative = 2
+    """How often the run may go back so, halving the learning rate each time, before it fails."""
+    explosion_window: NonNegative = 100
+    """Steps after the warm-up that a step's loss and gradient norm are held against to tell an
+    explosion. 0: do not look for explosions."""
+    explosion_loss_factor: Annotated[float, Field(gt=1)] = 10.0
+    """A loss above so many times the window's median, and far outside its spread, is an
+    explosion."""
+    explosion_grad_factor: Annotated[float, Field(gt=1)] = 100.0
+    """The same for the norm of the gradient."""
+    replica_check_steps: NonNegative = 500
+    """Steps between comparisons of the ranks' weights, which are compared before each save too. 0:
+    never, also not before a save."""
     drill_at: tuple[Positive, ...] | None = (2, 50, 1000)
-    require_exact: bool = False  # a run that is not exact ends: its state is saved, exit 1
+    """Steps, counted from where this launch began, at which a process like a replacement computes one
+    rank's share once more beside the run, to prove that a repair is exact. none: no such drill."""
+    require_exact: bool = False
+    """End a run once it is not exact: its state is saved, exit code 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

@@ -12,6 +12,7 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import resolve
 from ddp_runner.config.fields import known_fields
+from ddp_runner.config.meanings import meanings
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import PHASES, InjectKind, parse_injection
 
@@ -182,6 +183,16 @@ def test_every_setting_is_in_the_settings_help():
     """Nothing can be set that the help does not show."""
     text = settings_help()
     assert all(f"\n  {key.partition('.')[2]} " in text for key in known_fields())
+
+
+def test_every_setting_has_a_meaning_in_whole_sentences():
+    """Each is explained: a sentence or more, and each sentence ended."""
+    assert set(meanings()) == set(known_fields())
+    for key, text in meanings().items():
+        assert len(text.split()) >= 3, key
+        assert re.fullmatch(r"[A-Z].*\.\)?", text), f"{key}: {text}"
+    shown = " ".join(settings_help().split())
+    assert all(text in shown for text in meanings().values())
 
 
 def test_every_option_names_a_setting_that_exists():
