@@ -5,9 +5,11 @@ The copy is by storage, as torch.save writes: tensors that share memory share it
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,22 +29,50 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._pieces: list[_Storage] = []
+        self._making: threading.Thread | None = None
 
     def snapshot(self, state: Mapping[str, Any], *, steady: Iterable[Tensor]) -> Snapshot:
         """Copy ``state``, but leave what ``steady`` tensors hold to :meth:`Snapshot.copy_steady`.
 
         What it does not know is left in place, for the store to refuse. Raises RuntimeError (of torch's allocator) when there is no memory for it; then nothing is held.
         """
+        self._wait_made()
         walk = _Walk(self._pieces, steady=_keys(steady))
         self._pieces = []
         content = {key: walk.tree(value) for key, value in state.items()}
         self._pieces = walk.pieces
         return Snapshot(content, walk)
 
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
+        """Begin to make room, in a thread, for a device's state whose storages have these sizes.
+
+        Pinning takes a part of a second for each GB, which training need not wait for. Where there
+        is no memory for it nothing is held; the first :meth:`snapshot` tries again and tells.
+        """
+        if self._making is None and not self._pieces:
+            self._making = threading.Thread(
+                target=self._make, args=(tuple(sizes_bytes),), name="checkpoint-memory"
+            )
+            self._making.start()
+
+    def _make(self, sizes_bytes: Sequence[int]) -> None:
+        with contextlib.suppress(RuntimeError, MemoryError):
+            self._pieces = [_room(size, pinned=can_pin()) for size in sizes_bytes]
+
+    def _wait_made(self) -> None:
+        if self._making is not None:
+            self._making.join()
+
     @property
     def size_bytes(self) -> int:
         """What is held."""
+        self._wait_made()
         return sum(piece.nbytes() for piece in self._pieces)
+
+
+def can_pin() -> bool:
+    """Whether there is a device for whose copies memory can be pinned."""
+    return torch.cuda.is_available()
 
 
 def borrowed(state: Mapping[str, Any], *, steady: Iterable[Tensor]) -> Snapshot:
@@ -144,7 +174,11 @@ class _Walk:
         place = len(self.pieces)
         if place < len(self._spare) and self._spare[place].nbytes() == size_bytes:
             return self._spare[place]
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+        return _room(size_bytes, pinned=pinned)
+
+
+def _room(size_bytes: int, *, pinned: bool) -> _Storage:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
 
 
 def _keys(tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -161,10 +195,15 @@ def _bytes_of(storage: _Storage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def storage_sizes(state: Mapping[str, Any]) -> tuple[int, ...]:
+    """The bytes of each memory that the tensors of ``state`` refer to, in the order of a copy."""
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors_in(state)}
+    return tuple(sizes.values())
+
+
 def size_in_memory(state: Mapping[str, Any]) -> int:
     """The bytes of all memory that the tensors of ``state`` refer to."""
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors_in(state)}
-    return sum(sizes.values())
+    return sum(storage_sizes(state))
 
 
 def _tensors_in(value: Any) -> Iterable[Tensor]:

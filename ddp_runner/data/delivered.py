@@ -49,6 +49,8 @@ class Ahead:
 
     def take(self, step: int) -> list[MicroBatch] | None:
         """``step``'s, which are gone then; None where there are none, or another step's."""
-        batches = self._batches if step == self._step else None
+        if step != self._step:
+            return None
+        batches = self._batches
         self.drop()
         return batches

@@ -139,7 +139,7 @@ class SafeDataLoader:
         self._closed = False
         self._step = 0
         self._ahead = Ahead()
-        self._given: tuple[BatchKey, ...] | None = None  # what the step before this one was given
+        self._given: dict[int, tuple[BatchKey, ...]] = {}  # what the last two steps were given
         self._looks: tuple[BatchKey, ...] = ()  # what workers load before any batch
         self._on_look: Callable[[dict[int, Any]], None] = _ignore
         self.waited_s = 0.0
@@ -182,6 +182,19 @@ class SafeDataLoader:
             return batches  # the next one loads again
         self._ahead.keep(step, batches)
         return copies
+
+    def take_ahead(self, step: int, change: Callable[[Any], Any]) -> None:
+        """Get ``step``, the next one, ready for ``take``, each batch as ``change`` makes it.
+
+        Only where all its batches have arrived already: nothing is waited for. Raises as ``take``.
+        """
+        if step != self._step or step >= self.total_steps or self._pool is None:
+            return
+        if self._pool.arrived < self._batches_due():
+            return
+        batches = self._take_new(step)
+        changed = [replace(batch, batch=change(batch.batch)) for batch in batches]
+        self._ahead.keep(step, changed)
 
     def look_at(self, indices: Iterable[int], seen: Callable[[dict[int, Any]], None]) -> None:
         """Have the next workers hash these samples of the first epoch before they load a batch.
@@ -260,7 +273,7 @@ class SafeDataLoader:
 
     def _forget_given(self) -> None:
         self._ahead.drop()
-        self._given = None
+        self._given = {}
 
     def _keys(self, first_step: int) -> Iterator[BatchKey]:
         """The micro-batches of this rank from ``first_step`` to the end of the run."""
@@ -278,6 +291,7 @@ class SafeDataLoader:
     def _take_new(self, step: int) -> list[MicroBatch]:
         if step != self._step:
             self.seek(step)
+        self._ahead.drop()
         try:
             batches = self._take_mending()
         except BaseException:
@@ -286,17 +300,20 @@ class SafeDataLoader:
             raise
         self._step = step + 1
         epoch, _ = self._order.position(step)
-        self._given = tuple(BatchKey(epoch=epoch, indices=batch.indices) for batch in batches)
+        before = {step - 1: self._given[step - 1]} if step - 1 in self._given else {}
+        keys = tuple(BatchKey(epoch=epoch, indices=batch.indices) for batch in batches)
+        self._given = {**before, step: keys}
         return batches
 
     def _take_again(self, step: int) -> list[MicroBatch] | None:
-        """The last step's, while the workers stay ahead; None where they are to be restarted."""
-        if step != self._step - 1 or not self._given or self._pool is None:
+        """A last step's, while the workers stay ahead; None where they are to be restarted."""
+        given = self._given.get(step)
+        if not given or self._pool is None:
             return None
-        workers = min(self.workers, len(self._given))
+        workers = min(self.workers, len(given))
         return load_again(
             self._source,
-            self._given,
+            given,
             settings=replace(self._pool_settings(), workers=workers, prefetch_factor=1),
             timeout_s=self._timeout_s,
             on_wait=self._on_wait,

@@ -175,6 +175,10 @@ class _PinAhead:
             raise item
         return item
 
+    @property
+    def arrived(self) -> int:
+        return self._ready.qsize()
+
     def join(self) -> None:
         """Wait for the thread; the workers have ended, so that it has nothing to wait for."""
         self._thread.join()
@@ -246,6 +250,11 @@ class WorkerPool:
     def pids(self) -> tuple[int, ...]:
         """The process ids of the workers, by worker number."""
         return tuple(worker.pid for worker in self._workers if worker.pid is not None)
+
+    @property
+    def arrived(self) -> int:
+        """How many batches are here in pinned memory; 0 where none are pinned."""
+        return 0 if self._pins is None else self._pins.arrived
 
     def next(self, *, timeout_s: float, on_wait: Callable[[], None]) -> tuple[BatchKey, Any]:
         """The next batch in order, with its key. Raises PoolError; the pool must then be ended.

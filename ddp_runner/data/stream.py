@@ -164,6 +164,7 @@ class StreamLoader:
         began_s = time.monotonic()
         batches = self._ahead.take(step)
         if batches is None:
+            self._ahead.drop()  # the stream stands elsewhere from now on
             batches = self._copied_again(step)
         if batches is None:
             try:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
-from ddp_runner.checkpoint.snapshot import size_in_memory
+from ddp_runner.checkpoint.snapshot import size_in_memory, storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
@@ -78,6 +79,7 @@ class Saving:
         self._pace = SavePace(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the pace
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
+        self._reserves = pins_copies(workload.device)
         state.before_change = self._release_state
 
     def due(self, reason: str) -> None:
@@ -182,6 +184,9 @@ class Saving:
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
         self._pace.stepped(step_s, beside_save=self._saver.is_busy)
+        if self._reserves:
+            self._reserves = False
+            self._reserve()
 
     def rolled_back(self, loaded: Loaded | None) -> None:
         """A checkpoint was needed within this process, if only there had been one."""
@@ -299,12 +304,21 @@ class Saving:
         if self._saver.memory.size_bytes:
             return True
         needed_bytes = size_in_memory(state)
-        if needed_bytes <= ROOM_SHARE_MAX * self._memory.room_bytes():
+        if self._fits(needed_bytes):
             return True
         self._say_waiting(
             f"no room in memory for a copy of the state ({needed_bytes / 1e9:.2f} GB)"
         )
         return False
+
+    def _fits(self, needed_bytes: int) -> bool:
+        return needed_bytes <= ROOM_SHARE_MAX * self._memory.room_bytes()
+
+    def _reserve(self) -> None:
+        """After the first step, when the optimizer has its state: have the first save wait for no memory."""
+        sizes_bytes = storage_sizes(self.captured())
+        if self._fits(sum(sizes_bytes)):
+            self._saver.memory.reserve(sizes_bytes)
 
     def _say_waiting(self, why: str) -> None:
         if not self._said_waiting:
@@ -448,3 +462,8 @@ class Saving:
 
     def _leave(self, began_ns: int) -> None:
         self._runtime.slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)
+
+
+def pins_copies(device: torch.device) -> bool:
+    """Whether a copy of the state is made in pinned memory, which takes long to make."""
+    return device.type == "cuda"

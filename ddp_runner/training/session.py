@@ -20,6 +20,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
+from ddp_runner.training.batch_copy import copy_ahead
 from ddp_runner.training.evaluation import evaluate
 from ddp_runner.training.feeding import make_validation_loader
 from ddp_runner.training.first_step import FirstStep
@@ -45,6 +46,7 @@ class Session:
         self._workload = workload
         self._state = state
         self._loader = parts.loader
+        self._copies = copy_ahead(workload.device, parts.loader)
         self._memory = parts.memory
         self._runtime = parts.runtime
         self._progress = parts.progress
@@ -147,7 +149,10 @@ class Session:
                     self._first.watched(self._stepper),
                 ):
                     result = self._stepper.run(
-                        micro_batches, votes=votes, may_commit=self._guard.may_commit
+                        micro_batches,
+                        votes=votes,
+                        may_commit=self._guard.may_commit,
+                        while_reducing=self._send_next,
                     )
             except FlagsChangedError:
                 wraps += 1
@@ -248,11 +253,20 @@ class Session:
 
     def _take(self, step: int) -> list[MicroBatch]:
         self._turn_to_data(step)
-        return self._loader.take(step)
+        return self._arrived(self._loader.take(step))
 
     def _take_copy(self, step: int) -> list[MicroBatch]:
         self._turn_to_data(step)
-        return self._loader.take_copy(step)
+        return self._arrived(self._loader.take_copy(step))
+
+    def _arrived(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        if self._copies is not None:
+            self._copies.arrive(batches)
+        return batches
+
+    def _send_next(self) -> None:
+        if self._copies is not None:
+            self._copies.send(self._state.committed_step + 1)
 
     def _turn_to_data(self, step: int) -> None:
         slot = self._runtime.slot

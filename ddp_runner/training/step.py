@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.explosion import Limits
 from ddp_runner.training.own_share import OwnShare, ShareNotes
 from ddp_runner.training.rng import seed_step
@@ -116,9 +116,12 @@ class Stepper:
         *,
         votes: Votes,
         may_commit: Callable[[], bool] = lambda: True,
+        while_reducing: Callable[[], None] = lambda: None,
     ) -> StepResult | None:
         """Forward, backward, reduce, check, commit. Raises whatever a part of it raises.
 
+        ``while_reducing`` is called once all work of the step is on its way to the device, just
+        before the host waits for it.
         Just before the commit ``may_commit`` is asked, on every rank: None where it says no. Nothing that survives has been changed when it raises before the commit; a rank that fails
         inside the commit stands as dirty on the board.
         """
@@ -135,6 +138,7 @@ class Stepper:
         # Of gradients that are scaled the norm is known once they are not; elsewhere it is read with
         # the signals, since each look at a device waits for it.
         early = None if scaler.is_enabled() else self._gradient_norm()
+        while_reducing()
         signals, norm = self._replica.signals(scale=scale, beside=early)
         self._slot.reach(Moment.REDUCED)
         if signals[Signal.RELAID] > 0:
@@ -368,18 +372,3 @@ def _agreed_stop(signals: Sequence[float]) -> StopReason | None:
     if signals[Signal.PREEMPT] > 0:
         return StopReason.PREEMPTED
     return None
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """``batch`` with every tensor in it on ``device``; other leaves are left alone."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch

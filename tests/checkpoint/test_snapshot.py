@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from ddp_runner.checkpoint import snapshot
 from ddp_runner.checkpoint.snapshot import HostMemory, size_in_memory, storage_key
 
 from .states import save
@@ -45,35 +48,35 @@ def test_a_finished_snapshot_equals_the_state_and_shares_nothing_with_it():
     """Values, types, strides and the names torch hangs on a state dict; other memory."""
     model, state = _state()
     before = _bits(state)
-    snapshot = HostMemory().snapshot(state, steady=model.parameters())
-    snapshot.copy_steady()
+    copied = HostMemory().snapshot(state, steady=model.parameters())
+    copied.copy_steady()
     with torch.no_grad():
         for tensor in (*model.state_dict().values(), state["half"], state["parts"][0]):
             tensor.add_(1)
-    assert _bits(snapshot.content) == before
-    assert snapshot.content["model"]._metadata == state["model"]._metadata
+    assert _bits(copied.content) == before
+    assert copied.content["model"]._metadata == state["model"]._metadata
 
 
 def test_tensors_that_share_memory_share_it_in_the_copy():
     """Tied weights and views stay one storage: the file does not grow."""
     model, state = _state()
-    snapshot = HostMemory().snapshot(state, steady=model.parameters())
-    copied = snapshot.content
-    assert storage_key(copied["model"]["0.weight"]) == storage_key(copied["model"]["2.weight"])
-    assert storage_key(copied["parts"][0]) == storage_key(copied["parts"][1][0])
-    assert size_in_memory(copied) == size_in_memory(state)
+    copied = HostMemory().snapshot(state, steady=model.parameters())
+    content = copied.content
+    assert storage_key(content["model"]["0.weight"]) == storage_key(content["model"]["2.weight"])
+    assert storage_key(content["parts"][0]) == storage_key(content["parts"][1][0])
+    assert size_in_memory(content) == size_in_memory(state)
 
 
 def test_only_steady_tensors_wait_for_their_copy():
     """What is not named as steady is as it was at once; the rest is as it is when copied."""
     model, state = _state()
-    snapshot = HostMemory().snapshot(state, steady=model.parameters())
+    copied = HostMemory().snapshot(state, steady=model.parameters())
     with torch.no_grad():
         model[0].weight.fill_(3.0)
         model[1].running_mean.fill_(9.0)
-    snapshot.copy_steady()
-    assert (snapshot.content["model"]["0.weight"] == 3.0).all()
-    assert not (snapshot.content["model"]["1.running_mean"] == 9.0).any()
+    copied.copy_steady()
+    assert (copied.content["model"]["0.weight"] == 3.0).all()
+    assert not (copied.content["model"]["1.running_mean"] == 9.0).any()
 
 
 def test_the_same_memory_serves_every_snapshot():
@@ -92,9 +95,9 @@ def test_the_same_memory_serves_every_snapshot():
 
 def test_what_cannot_be_read_again_is_left_for_the_store_to_refuse(tmp_path):
     """A snapshot hides no value that a load would refuse."""
-    snapshot = HostMemory().snapshot({"model": {"odd": {1, 2}}}, steady=())
+    copied = HostMemory().snapshot({"model": {"odd": {1, 2}}}, steady=())
     with pytest.raises(TypeError, match="set"):
-        save(tmp_path, 1, state=snapshot.content)
+        save(tmp_path, 1, state=copied.content)
 
 
 @pytest.mark.gpu
@@ -110,12 +113,54 @@ def test_a_snapshot_of_a_device_s_state_is_of_the_moment_it_was_taken():
             weight.add_(1.0)
         buffer.fill_(count)
         state = {"weight": weight, "buffer": buffer, "step": torch.tensor(float(count))}
-        snapshot = memory.snapshot(state, steady=[weight])
+        copied = memory.snapshot(state, steady=[weight])
         buffer.fill_(-1.0)
-        snapshot.copy_steady()
+        copied.copy_steady()
         weight.mul_(1.0)
-        content = snapshot.content
+        content = copied.content
         assert content["weight"].device.type == "cpu"
         assert content["weight"].unique().tolist() == [50.0 * count]
         assert content["buffer"].unique().tolist() == [float(count)]
         assert content["weight"].is_pinned()
+
+
+def test_room_that_was_made_ahead_serves_the_first_snapshot(monkeypatch):
+    """Made in a thread and waited for by whoever needs it: the copy takes no memory of its own."""
+    monkeypatch.setattr(snapshot, "can_pin", lambda: False)
+    made, may_make, real = [], threading.Event(), snapshot._room
+
+    def slowly(size_bytes, *, pinned):
+        may_make.wait(30)
+        made.append(threading.current_thread().name)
+        return real(size_bytes, pinned=pinned)
+
+    monkeypatch.setattr(snapshot, "_room", slowly)
+    model, state = _state()
+    memory = HostMemory()
+    memory.reserve(snapshot.storage_sizes(state))
+    memory.reserve(snapshot.storage_sizes(state))  # once is enough
+    assert made == []
+    may_make.set()
+    copied = memory.snapshot(state, steady=model.parameters())
+    copied.copy_steady()
+    assert _bits(copied.content) == _bits(state)
+    assert set(made) == {"checkpoint-memory"}
+    assert memory.size_bytes == size_in_memory(state)
+
+
+def test_where_no_room_can_be_made_ahead_the_first_snapshot_tries_again(monkeypatch):
+    """The thread's failure is nobody's: whoever copies meets it, or finds room by then."""
+    model, state = _state()
+    memory, real = HostMemory(), snapshot._room
+
+    def refuses(size_bytes, *, pinned):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(snapshot, "_room", refuses)
+    memory.reserve(snapshot.storage_sizes(state))
+    assert memory.size_bytes == 0
+    with pytest.raises(RuntimeError, match="no memory"):
+        memory.snapshot(state, steady=())
+    monkeypatch.setattr(snapshot, "_room", real)
+    memory.snapshot(state, steady=model.parameters())
+    assert memory.size_bytes == size_in_memory(state)

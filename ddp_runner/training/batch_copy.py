@@ -1,0 +1,78 @@
+"""Takes a step's batches to the device: at once, or ahead of the step on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.data.loader import MicroBatch, SafeDataLoader
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """``batch`` with every tensor in it on ``device``; other leaves are left alone."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+class CopyAhead:
+    """Copies the next step's batches while the host waits for the device to end this step.
+
+    The copy runs on a stream of its own, beside the computation; :meth:`arrive` makes the
+    computation wait for it. A batch that does not fit on the device stays on the host, and is
+    copied in its step.
+    """
+
+    def __init__(self, device: torch.device, loader: SafeDataLoader) -> None:
+        self._device = device
+        self._loader = loader
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def send(self, step: int) -> None:
+        """Take ``step`` from the loader if its batches are there, and begin to copy them."""
+        self._loader.take_ahead(step, self._copy)
+
+    def arrive(self, batches: Sequence[MicroBatch]) -> None:
+        """To be called before ``batches`` are used, whether they were sent ahead or not."""
+        computation = torch.cuda.current_stream(self._device)
+        computation.wait_stream(self._stream)
+        for batch in batches:
+            for tensor in _tensors_of(batch.batch):
+                if tensor.device.type == "cuda":
+                    tensor.record_stream(computation)  # its memory is this step's until that ends
+
+    def _copy(self, batch: Any) -> Any:
+        with torch.cuda.stream(self._stream):
+            try:
+                return to_device(batch, self._device)
+            except torch.OutOfMemoryError:
+                return batch
+
+
+def copy_ahead(device: torch.device, loader: object) -> CopyAhead | None:
+    """What copies ahead; None on the CPU, and for a stream, whose position is that of its last batch."""
+    if device.type != "cuda" or not isinstance(loader, SafeDataLoader):
+        return None
+    return CopyAhead(device, loader)
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_of(item)

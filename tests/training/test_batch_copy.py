@@ -1,0 +1,100 @@
+"""Batches that are sent to the device ahead of their step: the run is the same one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ddp_runner import DDPTrainer
+from ddp_runner.core.messages import Adjusted, MendedInPlace
+from ddp_runner.data.pool import WorkerPool
+from ddp_runner.training import session
+from tests.processes import run_ranks
+
+from .test_session import STEPS, RecordingRuntime, settings, told
+
+
+class Sender:
+    """Takes the next step while the host would wait for the device; the copy is one in memory."""
+
+    def __init__(self, device, loader):
+        self.taken, self.arrived, self._loader = [], 0, loader
+
+    def send(self, step):
+        self._loader.take_ahead(step, self._copy)
+
+    def arrive(self, batches):
+        self.arrived += len(batches)
+
+    def _copy(self, batch):
+        self.taken.append(batch)
+        return [tensor.clone() for tensor in batch]
+
+
+def _train(me, config, is_ahead):
+    """The weights' digest, what was told, and how many batches were taken ahead."""
+    senders = []
+
+    def made(device, loader):
+        senders.append(Sender(device, loader))
+        return senders[-1]
+
+    if is_ahead:
+        session.copy_ahead, WorkerPool.arrived = made, 99
+    runtime = RecordingRuntime(config)
+    report = replace(DDPTrainer(config=config, runtime=runtime).train(), model=None)
+    return report, runtime.told, sum(len(sender.taken) for sender in senders)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedies"),
+    [
+        ({}, []),
+        ({"task.nan_at": "3"}, []),  # whose gradient it was is found by that step's batch, again
+        ({"task.nan_at": "8+9", "max_errors_per_epoch": 1}, ["going back to an older state"]),
+        ({"ddp.find_unused_parameters": "auto", "relax_after_steps": 3}, ["find_unused_parameters=False"]),
+    ],
+    ids=["plain", "skipped", "rolled back", "wrapped anew"],
+)  # fmt: skip
+def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path, changes, remedies):
+    """Also where a step is skipped and looked into, and where the run goes back."""
+    runs = {}
+    for is_ahead in (False, True):
+        config = settings(tmp_path / str(is_ahead), num_workers=1, **changes)
+        runs[is_ahead] = run_ranks(_train, 1, config, is_ahead)[0]
+    (plain, told_plain, none), (ahead, told_ahead, taken) = runs[False], runs[True]
+    assert none == 0
+    assert taken >= STEPS - 1
+    assert ahead.weights_sha256 == plain.weights_sha256
+    for kind in (Adjusted, MendedInPlace):
+        assert len(told(told_ahead, kind)) == len(told(told_plain, kind))
+    seen = [one.remedy.split(" after")[0] for one in told(told_ahead, Adjusted)]
+    assert seen == remedies
+
+
+@pytest.mark.gpu
+def test_a_batch_that_is_copied_ahead_arrives_whole():
+    """On a stream of its own, behind a computation that is under way."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from ddp_runner.data.loader import MicroBatch
+    from ddp_runner.training.batch_copy import CopyAhead
+
+    class OneStep:
+        def take_ahead(self, step, change):
+            self.batch = MicroBatch(indices=(0,), batch=change(batch))
+
+    device = torch.device("cuda", 0)
+    loader = OneStep()
+    copies = CopyAhead(device, loader)
+    busy = torch.randn(4096, 4096, device=device)
+    for count in range(20):
+        batch = {"x": torch.full((1 << 20,), float(count)).pin_memory(), "name": "one"}
+        for _ in range(5):
+            busy = busy @ busy / 64
+        copies.send(count)
+        copies.arrive([loader.batch])
+        assert loader.batch.batch["x"].device.type == "cuda"
+        assert loader.batch.batch["x"].unique().tolist() == [float(count)]
