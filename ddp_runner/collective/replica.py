@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_runner.collective.device_progress import DeviceProgress, Untold
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss import Loss, checked_loss
 from ddp_runner.collective.wait_clock import wait_clock
@@ -162,6 +163,7 @@ class Replica:
         settings: DdpSettings,
         slot: Slot,
         is_relaid: Callable[[], bool] = lambda: False,
+        device: DeviceProgress | None = None,
     ) -> None:
         """``is_relaid``: whether a step has changed the shape or type of a buffer."""
         self.group = group
@@ -170,6 +172,7 @@ class Replica:
         )
         self._slot = slot
         self._waits = wait_clock(group.device)
+        self._device = device or Untold()
         self._ddp = DistributedDataParallel(
             self._module,
             process_group=group.of_reducer(map_begun=self._finish_sums),
@@ -329,6 +332,7 @@ class Replica:
         # Large elements first, so that each begins where its type may begin.
         ordered = sorted(buffers, key=lambda buffer: -buffer.element_size())
         flat = torch.cat([_bytes_of(buffer) for buffer in ordered])
+        self._device.come_to_sum()  # as a chain, it may wait for more than who sends
         self.group.broadcast(flat)
         if self.group.rank == 0:
             return
@@ -340,6 +344,10 @@ class Replica:
         """Note on the board that this rank's own share of the backward is done."""
         self._waits.own_is_done()
         self._slot.stamp(Phase.REDUCE, time.monotonic_ns())
+
+    def come_to_last_sum(self) -> None:
+        """Have the device note that it has come here, once it has."""
+        self._device.come_to_sum()
 
     def sum_of(self, work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP is to wait for: ``bucket`` once ``work`` has summed it.
@@ -387,6 +395,7 @@ class Replica:
         """Sum a few numbers over ranks in float64; every rank must call it."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.group.device)
         with waiting_for_peers(self._slot):
+            self._device.come_to_sum()
             self.group.all_reduce(tensor)
             summed = [float(value) for value in tensor.tolist()]
             self.group.confirm()
@@ -402,6 +411,8 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     if bucket.is_last():
         replica.stamp_reduce()
     replica.show_own(bucket)
+    if bucket.is_last():
+        replica.come_to_last_sum()
     work = replica.group.begin_sum(bucket.buffer())
     if bucket.is_last():
         replica.reach(Moment.REDUCING)

@@ -47,6 +47,7 @@ class Cell(IntEnum):
     DONE_BETWEEN = 24  # the committed step, shifted, and what this generation has done since
     COMPARISON_NS = 25  # cumulative, of training that waited for comparisons of the replicas
     STAGE = 26  # of the start, what is being built
+    DEVICE_SUMS = 27  # written by the rank's device: generation, shifted, and the sum it has come to; 0: untold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class SlotReading:
 
 
 class Slot:
-    """One rank's cells. Written by that rank's main thread, but for ``CONDEMNED``; read by anyone."""
+    """One rank's cells. Written by that rank's main thread, but for ``CONDEMNED`` and ``DEVICE_SUMS``."""
 
     __slots__ = ("_base", "_floats", "_ints")
 
@@ -98,6 +99,11 @@ class Slot:
     def set_loss(self, value: float) -> None:
         """Store the newest loss."""
         self._floats[self._base + Cell.LOSS] = value
+
+    def memory(self, cell: Cell) -> memoryview[int]:
+        """Where an integer cell lies, for a writer that is no thread."""
+        at = self._base + cell
+        return self._ints[at : at + 1]
 
     def stamp(self, phase: Phase, now_ns: int) -> None:
         """Enter ``phase`` at ``now_ns``."""

@@ -1,7 +1,8 @@
 """Who is hung, told from the progress board alone. Slow is not hung: deadlines follow the run's pace.
 
 A rank that waits in a collective waits for somebody else, so it is never hung by itself: either
-another rank is late, or all wait, and then the collective is stuck. Ranks that are late together are
+another rank is late, or all wait. Then it is who owns the device that has not come to the sum, where devices tell
+(the host waits for its own one in the same place), and otherwise the collective is stuck. Ranks that are late together are
 more likely on a machine that stood still than hung, so they are given more time.
 """
 
@@ -40,7 +41,7 @@ class RankLook:
 
     ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``stopped_s``: for
     how long, at the least; a phase may have lasted long before. ``steps_here``: done by this very
-    process.
+    process. ``device_sums``: grows with each sum over ranks that its device comes to; 0: nobody tells.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankLook:
     steps_here: int
     stopped: bool = False
     stopped_s: float = 0.0
+    device_sums: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangVerdict:
-    """``ranks`` are hung; with none, the collective is stuck on all of them alike."""
+    """``ranks`` are hung; with none, the collective is stuck on all of them alike.
+
+    ``by_device``: their processes wait like all others; it is their devices that do not come.
+    """
 
     ranks: tuple[int, ...]
     waited_s: float
+    by_device: bool = False
 
 
 def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
@@ -135,8 +141,20 @@ def find_hung(
         # A new communicator may take its time with the first collective of a new process.
         youngest_s = min(look.age_s for look in looks)
         if youngest_s > max(phase_deadline_s(look, pace, settings) for look in looks):
-            return HangVerdict(ranks=(), waited_s=youngest_s)
+            behind = behind_on_device(looks)
+            return HangVerdict(ranks=behind, waited_s=youngest_s, by_device=bool(behind))
     return None
+
+
+def behind_on_device(looks: Sequence[RankLook]) -> tuple[int, ...]:
+    """Of ranks that all wait, those whose devices have come to fewer sums than another's; seldom several.
+
+    Only the least: it waits for nobody, since all have come to the last sum that it has entered,
+    while one between may wait for it. None where one rank's device does not tell.
+    """
+    least = min(look.device_sums for look in looks)
+    behind = tuple(look.rank for look in looks if look.device_sums == least)
+    return behind if least > 0 and len(behind) < len(looks) else ()
 
 
 class SharedPauses:

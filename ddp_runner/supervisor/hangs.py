@@ -124,6 +124,11 @@ class HangFinder:
     def _faults_of(self, verdict: HangVerdict) -> list[Fault]:
         if verdict.ranks:
             what = f"no sign of life for {verdict.waited_s:.1f} s"
+            if verdict.by_device:
+                what = (
+                    f"its device has not come to the sum over ranks; all have waited for"
+                    f" {verdict.waited_s:.1f} s"
+                )
             return [hung(self._world.ranks[rank], what) for rank in verdict.ranks]
         waited = f"{verdict.waited_s:.1f} s"
         # The board shows all in the reduction; the system knows who cannot come to it.

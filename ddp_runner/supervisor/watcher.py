@@ -132,6 +132,7 @@ class Watcher:
             age_s=age_s,
             steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
             stopped=is_stopped,
+            device_sums=handle.slot.get(Cell.DEVICE_SUMS),
             stopped_s=self._stopped.stopped_s(handle.pid if is_stopped else None, time.monotonic()),
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.collective.device_progress import DeviceProgress
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.stream import StreamLoader
@@ -38,3 +39,4 @@ class RankParts:
     drills: Drills
     on_wait: Callable[[], None]
     same_data: SameData
+    device: DeviceProgress

@@ -59,6 +59,7 @@ class Session:
         self._first = FirstStep(parts, group)
         if not self._at_end():
             self._first.rehearse(self._rules(), take=self._take_copy)
+        parts.device.begin(group.membership.generation)
         self._wrap()
         self._helpers = Helpers(workload.task, warn=self._warn_once)
         self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
@@ -90,6 +91,7 @@ class Session:
             ),
             slot=self._runtime.slot,
             is_relaid=self._state.buffers.is_relaid,
+            device=self._parts.device,
         )
         self._stepper = Stepper(
             self._state, self._replica, rules=self._rules(), slot=self._runtime.slot

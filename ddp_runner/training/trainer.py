@@ -20,6 +20,7 @@ from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.collective.device import prove_device
+from ddp_runner.collective.device_progress import Untold, device_progress
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -127,6 +128,7 @@ class DDPTrainer:
                     raise ToldFaultError(parts.saving.save_alone())
                 outcome = self._train_generation(generation, parts)
                 if isinstance(outcome, TrainReport):
+                    parts.device.close()
                     return outcome
                 # Out here no frame of the failed step is alive: its tensors are free.
                 parts.state.drop_unfinished_step()
@@ -253,6 +255,9 @@ class DDPTrainer:
             ),
             on_wait=on_wait,
             same_data=same_data,
+            device=device_progress(slot, workload.device, warn=self._runtime.logger.warning)
+            if self._runtime.is_watched
+            else Untold(),
         )
         if loaded is not None:
             parts.saving.resumed(loaded)

@@ -5,12 +5,13 @@ steps to its neighbours, so that a peer which is not aborted yet ends its own su
 the buffers; nobody hears of an error. A peer that dies posts nothing: the others wait for ever.
 
 Ranks exchange their tensors over sockets of loopback; every operation has a thread, as it would have a
-stream. ``wait`` blocks where a GPU's ``.tolist()`` would.
+stream, and begins when the device has come to it (``device``). ``wait`` blocks where a GPU's ``.tolist()`` would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
@@ -24,6 +25,40 @@ _FRAME = struct.Struct("<BIQ")  # kind, number, bytes that follow
 _SUM, _MESSAGE, _POSTED = range(3)
 _HELLO = struct.Struct("<8sI")
 _MAGIC = b"silent\0\0"
+
+
+class Device:
+    """Does what it is told one after another, later, while the host goes on: a stream's kernels.
+
+    Nothing ends one of them, no abort either. What a rank computes itself, the host has computed at once.
+    """
+
+    def __init__(self):
+        self._told = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._runs = False  # not in the process that ranks are forked from
+
+    def tell(self, act, *arguments):
+        """Have ``act`` done, and return at once."""
+        with self._starting:
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="device", daemon=True).start()
+        self._told.put((act, arguments))
+
+    def comes_here(self):
+        """An event that is set when all that it was told has been done."""
+        here = threading.Event()
+        self.tell(here.set)
+        return here
+
+    def _run(self):
+        while True:
+            act, arguments = self._told.get()
+            act(*arguments)
+
+
+device = Device()  # of this process
 
 
 class SilentWork(dist.Work):
@@ -75,8 +110,8 @@ class SilentGroup(dist.ProcessGroup):
     def getBackendName(self):  # noqa: N802 - torch's name
         return BACKEND
 
-    def _get_backend(self, device):
-        del device
+    def _get_backend(self, of):
+        del of
         return self
 
     def _get_sequence_number_for_group(self):
@@ -144,9 +179,10 @@ class SilentGroup(dist.ProcessGroup):
     def _begin(self, tensor, act, *arguments):
         work = SilentWork(tensor)
         self._works = [one for one in self._works[-64:] if not one.is_completed()] + [work]
-        own = tensor.detach()
+        own, here = tensor.detach(), device.comes_here()
 
         def run():
+            here.wait()
             act(own, *arguments)
             work.end()
 

@@ -147,6 +147,37 @@ def test_a_collective_in_which_all_wait_is_stuck_and_nobody_is_blamed():
     assert verdict(waiting[0], look(1, Phase.REDUCE, 1.5)) is None
 
 
+@pytest.mark.parametrize(
+    ("device_sums", "behind"),
+    [
+        ((9, 8, 9), (1,)),
+        ((9, 8, 7), (2,)),  # rank 1 may wait for rank 2, which waits for nobody
+        ((7, 9, 7), (0, 2)),
+        ((9, 9, 9), ()),  # all have come: the collective itself is stuck
+        ((9, 0, 8), ()),  # where one does not tell, it may be that one
+        ((0, 0, 0), ()),
+    ],
+)
+def test_of_ranks_that_all_wait_those_are_hung_whose_devices_have_not_come(device_sums, behind):
+    """Not before the deadline, and never all of them."""
+    young, old = (
+        [
+            replace(look(rank, Phase.REDUCE, age_s), device_sums=come)
+            for rank, come in enumerate(device_sums)
+        ]
+        for age_s in (1.9, 2.5)
+    )
+    assert verdict(*young) is None
+    assert verdict(*old) == HangVerdict(ranks=behind, waited_s=2.5, by_device=bool(behind))
+
+
+def test_who_is_late_by_its_phase_is_hung_whatever_devices_have_come_to():
+    """Its device has come to nothing new because it is told nothing."""
+    waiting = replace(look(0, Phase.REDUCE, 9.0), device_sums=9)
+    late = replace(look(1, Phase.FORWARD, 2.1), device_sums=8)
+    assert verdict(waiting, late) == HangVerdict(ranks=(1,), waited_s=2.1)
+
+
 @pytest.mark.parametrize("phase", IN_STEP)
 def test_ranks_that_are_late_together_get_four_times_as_long(phase):
     """A machine that stands still makes all late; who waits for them meanwhile proves nothing."""

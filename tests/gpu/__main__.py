@@ -36,7 +36,7 @@ PARTS = (
         name="machine",
         module="tests.gpu.machine",
         limit_s=60,
-        shown=("versions.gpu", "start.context_s", "killed.free_s", "killed_beside_fork.free_s"),
+        shown=("versions.gpu", "start.context_s", "killed.free_s", "board.behind_kernel"),
     ),
     Part(
         name="nccl",

@@ -22,6 +22,7 @@ SETTINGS = (
     *("recovery.max_restarts=1000", "recovery.no_progress_generations=5"),
     "recovery.hang_min_s=4",  # ranks share the device
 )
+BY_DEVICE = "its device has not come to the sum"
 EXACT = ("run.deterministic=true",)
 
 
@@ -130,6 +131,12 @@ class Launch:
         ]
         for number, fault in enumerate(faults):
             facts.under("faults").note(f"{number:02}", _fault_in_short(fault))
+        # Of kernels that do not end: whose hosts were told by what their devices had written.
+        by_device = [
+            [f.get("rank"), f.get("step")] for f in faults if BY_DEVICE in str(f.get("cause"))
+        ]
+        if by_device:
+            facts.note("told_by_device", by_device)
         facts.note("verdict", self._verdict(summary, faults, peace, culprits))
         if self._late or code:
             facts.note("console", self._tail("console.txt", 1200))

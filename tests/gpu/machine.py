@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
+import mmap
 import os
 import platform
 import resource
@@ -57,6 +58,7 @@ def measure(facts):
     facts.measure("killed_in_kernel", killed, facts, usage, kernel_s=20.0)
     facts.forked("start_again", start, usage, limit_s=15)
     facts.forked("start_eager_modules", start, usage, limit_s=15, CUDA_MODULE_LOADING="EAGER")
+    facts.forked("board", board, limit_s=10)
     facts.forked("pinning", pinning, limit_s=15)
     facts.measure("stopped_then_killed", killed, facts, usage, is_stopped=True)
 
@@ -318,6 +320,53 @@ def _use_in_fork(facts):
     with Timed() as spent:
         facts.note("sum", float(torch.ones(3, device="cuda").sum()))
     facts.note("seconds", spent.s)
+
+
+def board(facts):
+    """A cell of the progress board that the device writes: whether the host waits, and what it reads meanwhile."""
+    import torch
+
+    from ddp_runner.collective.device_progress import device_progress
+    from ddp_runner.core.board import SLOT_BYTES, Board, Cell
+
+    descriptor = os.memfd_create("board")
+    os.ftruncate(descriptor, SLOT_BYTES)
+    slot = Board(memoryview(mmap.mmap(descriptor, 0)), 1).slot(0)
+    said = []
+    with Timed() as pinned:
+        progress = device_progress(slot, torch.device("cuda", 0), warn=said.append)
+    facts.note("pin_s", pinned.s)
+    facts.note("said", said)
+    progress.begin(1)
+    _finish(torch)
+    facts.note("begun", slot.get(Cell.DEVICE_SUMS))
+    torch.cuda._sleep(10**9)
+    with Timed() as told:
+        progress.come_to_sum()
+    facts.note("told_s", told.s)
+    facts.note("behind_kernel", slot.get(Cell.DEVICE_SUMS))
+    _finish(torch)
+    facts.note("after_kernel", slot.get(Cell.DEVICE_SUMS))
+    with Timed() as often:
+        for _ in range(1000):
+            progress.come_to_sum()
+    facts.note("each_us", often.s * 1e3)
+    _finish(torch)
+    facts.measure("refused_twice", _pin_again, slot)
+    with Timed() as unpinned:
+        progress.close()
+    facts.note("unpin_s", unpinned.s)
+
+
+def _pin_again(slot):
+    """What pinned memory is refused with, and whether the next kernels hear of it."""
+    import torch
+
+    from ddp_runner.collective.device_progress import device_progress
+
+    said = []
+    device_progress(slot, torch.device("cuda", 0), warn=said.append)
+    return [*said, float(torch.ones(3, device="cuda").sum())]
 
 
 def pinning(facts):

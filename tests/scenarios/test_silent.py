@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.harness import Run, assert_every_sample_once
+from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.silenced import SLOW_RANK
 from tests.scenarios.test_phases import KIND, told_step
 from tests.scenarios.workload import TROUBLE_NAME
@@ -20,6 +20,7 @@ from tests.scenarios.workload import TROUBLE_NAME
 TASK = f"{Path(__file__).with_name('silenced.py')}:SilencedTask"
 WORLD = 3
 LATE = int(SLOW_RANK)  # is ahead of others where those are cut first
+HUNG = 2  # whose device is the one that hangs
 STEPS = 60
 SETTINGS = (
     *("-b", 12, "num_workers=0", "log.display=plain", "--audit", "task.pace_s=0.01"),
@@ -75,6 +76,30 @@ def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
     assert all(f["steps_lost"] == 0 for f in summary["faults"])
     assert_every_sample_once(run, WORLD, samples=192)
     assert len(run.events("cut")) == len(HARMS)
+
+
+def test_a_rank_whose_device_hangs_is_told_from_those_that_wait_for_it(tmp_path):
+    """In a step, and in an evaluation: all hosts wait in the same sum, and no abort ends what that device does."""
+    with _run(tmp_path / "peace") as peace:
+        assert peace.wait() == 0, peace.console
+    with _run(tmp_path / "hung", "recovery.hang_min_s=2") as run:
+        trouble = run.folder / TROUBLE_NAME
+        trouble.write_text(f"device {HUNG} sleep1000 15", encoding="utf-8")
+        poll(lambda: not trouble.exists(), what="the first device that hangs")
+        trouble.write_text(f"device_evaluating {HUNG} sleep1000", encoding="utf-8")
+        assert run.wait(120.0) == 0, run.console
+    faults = run.summary()["faults"]
+    told = [(fault["kind"], fault["rank"], fault["step"]) for fault in faults]
+    assert told == [("rank_hung", HUNG, 14), ("rank_hung", HUNG, 29)], faults
+    assert all("its device has not come to the sum" in fault["cause"] for fault in faults)
+    assert [plan["replaced"] for plan in run.events("plan")] == [[HUNG], [HUNG]]
+    pids = [
+        {one["pid"] for one in run.events("rank_formed") if one["rank"] == r} for r in range(WORLD)
+    ]
+    assert [len(of_rank) for of_rank in pids] == [1, 1, 3]
+    assert run.digest == peace.digest
+    assert run.summary()["exact"] is True
+    assert all(fault["steps_lost"] == 0 for fault in faults)
 
 
 @pytest.mark.soak
