@@ -134,6 +134,11 @@ def test_a_value_given_as_text_is_parsed_by_the_kind_of_its_setting(name, text, 
         ("lr", "inf", "lr=inf: must be a number, above 0"),
         ("dropout", "1", "dropout=1: must be a number, 0 or more and below 1"),
         ("use_amp", "2", "use_amp=2: must be true or false"),
+        (
+            "warm_spare",
+            "devices",
+            "warm_spare=devices: must be true or false, or libraries, or device",
+        ),
         ("ema_decay", "1", "ema_decay=1: must be a number, above 0 and below 1, or none"),
         ("schedule", "cosin", "schedule=cosin: must be one of constant, cosine, linear"),
         (

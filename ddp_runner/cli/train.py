@@ -107,6 +107,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         notes=(
             *place_notes(devices, found=found, cores=cores),
             *_kept_variables(resolved.settings, devices, environment),
+            *spare_notes(resolved.settings, devices),
             *notes,
         ),
     )
@@ -121,6 +122,14 @@ def _kept_variables(
     from ddp_runner.supervisor.environment import kept_against_advice  # noqa: PLC0415 - as above
 
     return kept_against_advice(environment, is_deterministic=settings.run.deterministic)
+
+
+def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:
+    """What of ``recovery.warm_spare`` is not as its word says."""
+    wanted = settings.recovery.warm_spare
+    if isinstance(wanted, bool) or devices[0].visible_index is not None:
+        return ()
+    return (f"recovery.warm_spare={wanted} is for GPUs; on the CPU it means true",)
 
 
 def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:

@@ -382,7 +382,12 @@ class StoreReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareReady:
-    """Spare -> supervisor: it is warm, and waits to become a rank."""
+    """Spare -> supervisor: it is warm, and waits to become a rank.
+
+    ``device_bytes``: about so much of its GPU it holds; 0 also where nobody could say.
+    """
+
+    device_bytes: int = 0
 
 
 Message = (

@@ -268,9 +268,11 @@ class RecoverySettings:
     """Longest time for a process to start, in seconds: imports, model, data, what is resumed."""
     form_timeout_s: Seconds = 60.0
     """Longest time for the ranks to form a process group and agree on the state, in seconds."""
-    warm_spare: bool = True
-    """On the CPU: keep a process ready that becomes the next lost rank. Once the zygote, the process
-    that forks the others, was lost, also keep one ready to take its place."""
+    warm_spare: bool | Literal["libraries", "device"] = True
+    """Keep a process ready that becomes the next lost rank. Once the zygote, the process that forks
+    the others, was lost, also keep one ready to take its place. On GPUs, true means libraries: CUDA's
+    are loaded, no memory of a GPU is held. device: also a context on one GPU, about 0.5 GB. On the
+    CPU both mean true."""
     hang_min_s: Seconds = 2.0
     """The shortest time without progress, in seconds, after which a rank may be called hung."""
     hang_factor: Annotated[float, Field(gt=1)] = 10.0

@@ -1,8 +1,10 @@
-"""Decides when a spare process is forked ahead, and whether it may become a rank. Never forks."""
+"""Decides when a spare process is forked ahead, what for, and whether it may become a rank. Never forks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 LOST_MAX = 5  # spares in a row that ended unused and young; then there are no more
 YOUNG_S = 60.0
@@ -12,6 +14,71 @@ BEGIN_TIMEOUT_S = 1.0
 SLOW_BEGIN_TIMEOUT_S = 20.0
 
 
+class SpareKind(Enum):
+    """What a spare has done ahead of what a replacement has to do."""
+
+    CPU = "cpu"  # a first step, on the CPU
+    LIBRARIES = "libraries"  # CUDA's driver and libraries are there; nothing is held on any GPU
+    DEVICE = "device"  # also a first step on one GPU, where it holds a context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparePlan:
+    """``device``: the only one where a rank may be that it becomes; empty: wherever."""
+
+    kind: SpareKind
+    device: str = ""
+
+    def serves(self, device: str) -> bool:
+        """Whether it may become a rank on ``device``."""
+        return self.device in ("", device)
+
+
+def spare_plan(
+    setting: bool | str,
+    *,
+    processes: Sequence[tuple[str, float]],
+    refused: Collection[str] = (),
+) -> SparePlan | None:
+    """The spare that a run keeps by ``recovery.warm_spare``; None: none.
+
+    ``processes``: the device of each rank, and when its process was asked for. A spare that holds a
+    context serves the GPU of the youngest process, which is the rank that was lost last (in a run
+    that has lost none: the last rank): a GPU or a sample that ends ranks does so again. On
+    ``refused`` GPUs nothing is held: there the memory is needed. On the CPU every setting but
+    ``false`` means the same.
+    """
+    if not setting:
+        return None
+    device, _ = max(reversed(processes), key=lambda process: process[1])
+    if device == "cpu":
+        return SparePlan(kind=SpareKind.CPU)
+    if setting != SpareKind.DEVICE.value or device in refused:
+        return SparePlan(kind=SpareKind.LIBRARIES)
+    return SparePlan(kind=SpareKind.DEVICE, device=device)
+
+
+def must_end(
+    spare: SparePlan,
+    wanted: SparePlan,
+    *,
+    in_peace: bool,
+    starting: Collection[str],
+    refused: Collection[str],
+) -> bool:
+    """Whether a spare that holds memory of a GPU is ended, whatever it is doing.
+
+    ``starting``: where a rank is being started by an ordinary fork, which waits until its GPU is as
+    free as it was; ``refused``: where a rank ran out of memory. In peace also one that serves a GPU
+    that is not ``wanted`` any more.
+    """
+    if not spare.device:
+        return False
+    if spare.device in starting or spare.device in refused:
+        return True
+    return in_peace and spare != wanted
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareFacts:
     """What is known when it is asked whether to fork one."""
@@ -19,6 +86,7 @@ class SpareFacts:
     in_peace: bool  # every rank trains, and nobody is asked to stop
     stepped: bool  # in this generation: its first step is not to share the processor with a fork
     exists: bool  # forked, or asked for
+    starts_there: bool  # on the GPU that it is to hold memory of, a rank is being started
     lost_in_a_row: int
     since_lost_s: float
 
@@ -29,7 +97,7 @@ def wants_spare(facts: SpareFacts) -> bool:
     # stopped: it would take time and processes from what matters. Spares that keep dying end, too.
     # Broken if: a fork is asked for while a rank is missing.
     # Guarded by: test_a_spare_is_forked_in_peace_only.
-    if facts.exists or not facts.in_peace or not facts.stepped:
+    if facts.exists or facts.starts_there or not facts.in_peace or not facts.stepped:
         return False
     if facts.lost_in_a_row >= LOST_MAX:
         return False

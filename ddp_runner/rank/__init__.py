@@ -6,4 +6,5 @@ injection   carries out injected faults                    outside     a rank of
 signals     who takes a stop                               told        what outlives such a rank's restart
 faulty_disk what injected faults do to saving              fenced_disk no save of a rank that is declared dead
 spare       a rank to be, warm and asleep                  probe       a repair in small, for `doctor`
+cuda_driver starts CUDA for a spare, opening no GPU
 """

@@ -1,7 +1,7 @@
 """A spare: forked and warmed up ahead, then asleep until it is made the rank that has died.
 
-It runs nothing of the user's beyond what the zygote has imported, touches no accelerator, and keeps
-no more memory of its own than what it has warmed up.
+It runs nothing of the user's beyond what the zygote has imported, and keeps no more memory of its
+own than what it has warmed up: on a GPU none, or a context on the one that it serves.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from ddp_runner.collective.store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.messages import Fork, SpareReady
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.spare import SpareKind
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.rank import process
+from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries, used_bytes
 from ddp_runner.training.explosion import Explosions
 from ddp_runner.training.loss_monitor import LossMonitor
 from ddp_runner.training.optimizer import build_optimizer
@@ -52,9 +54,11 @@ def wait(request: Fork, descriptors: list[int]) -> int:
     channel = Channel.from_descriptor(control)
     spec: dict[str, Any] = request.spec
     torch.set_num_threads(int(spec["threads"]))
-    warm_up(config.from_record(spec["settings"]))
+    device_bytes = _prepare(
+        SpareKind(spec["kind"]), config.from_record(spec["settings"]), str(spec["device"])
+    )
     try:
-        channel.send(SpareReady())
+        channel.send(SpareReady(device_bytes=device_bytes))
         taken, inherited = channel.receive()
     except ChannelClosedError:
         return 0
@@ -62,6 +66,63 @@ def wait(request: Fork, descriptors: list[int]) -> int:
     if not isinstance(taken, Fork):
         raise TypeError(f"a spare only becomes a rank; got {type(taken).__name__}")
     return process.main(taken, inherited)
+
+
+def _prepare(kind: SpareKind, settings: Settings, device: str) -> int:
+    """Do what a spare of this kind does ahead; returns the bytes of ``device`` that it holds then."""
+    match kind:
+        case SpareKind.CPU:
+            warm_up(settings)
+        case SpareKind.LIBRARIES:
+            start_libraries()
+        case SpareKind.DEVICE:
+            return open_device(settings, torch.device(device), driver=start_libraries())
+    return 0
+
+
+def start_libraries() -> CudaDriver:
+    """Have CUDA's driver started and its libraries loaded. Raises RuntimeError if that holds memory."""
+    driver = CudaDriver()
+    load_libraries()
+    # INVARIANT no-context: a spare that serves every GPU holds no memory of any.
+    # Broken if: it computes, also on the CPU (autograd starts a thread for each device), or asks torch
+    # for a device. Guarded by: test_a_spare_with_libraries_ends_rather_than_hold_memory_of_a_gpu.
+    opened = driver.opened()
+    if opened:
+        raise RuntimeError(f"loading the libraries has opened the GPUs {opened}")
+    return driver
+
+
+def open_device(settings: Settings, device: torch.device, *, driver: CudaDriver) -> int:
+    """Open ``device`` and take first steps there; returns about how many bytes of it are held since.
+
+    What others allocate there meanwhile is counted as well; 0 where the driver does not say.
+    """
+    name = driver.uuid(device.index)
+    before = used_bytes(name)
+    torch.cuda.set_device(device)
+    first_steps(settings, device)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    after = used_bytes(name)
+    return 0 if before is None or after is None else max(0, after - before)
+
+
+def first_steps(settings: Settings, device: torch.device) -> None:
+    """Train a toy on ``device``, outside of any group: what is compiled, looked up or loaded for it stays."""
+    is_mixed = settings.optim.use_amp
+    with _random_numbers_untouched(*([device] if device.type == "cuda" else [])):
+        state = _toy(settings, device, use_amp=is_mixed)
+        batch = torch.ones(_SAMPLES, _WIDTH, device=device, dtype=torch.float32)
+        for _ in range(_STEPS):
+            with state.precision.autocast():
+                loss = _loss(state.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            loss.item()
+    del state, batch, loss
+    gc.collect()
 
 
 def warm_up(settings: Settings) -> None:
@@ -93,18 +154,18 @@ def warm_up(settings: Settings) -> None:
 
 
 @contextlib.contextmanager
-def _random_numbers_untouched() -> Iterator[None]:
+def _random_numbers_untouched(*devices: torch.device) -> Iterator[None]:
     # INVARIANT same-numbers: a rank that was a spare draws what any fork of the zygote would, also in
     # user code that seeds nothing. Broken if: the toy's numbers come from the global generators.
     # Guarded by: test_warming_up_changes_no_random_number.
     hosts = random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code may draw from it
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=devices):
         yield
     random.setstate(hosts[0])
     np.random.set_state(hosts[1])  # noqa: NPY002
 
 
-def _toy(settings: Settings, device: torch.device) -> TrainState:
+def _toy(settings: Settings, device: torch.device, *, use_amp: bool = False) -> TrainState:
     # Device and type are named because a task's module may have changed torch's defaults.
     where: dict[str, Any] = {"device": device, "dtype": torch.float32}
     model = nn.Sequential(
@@ -113,7 +174,7 @@ def _toy(settings: Settings, device: torch.device) -> TrainState:
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
-        precision=Precision(use_amp=False, device=device),
+        precision=Precision(use_amp=use_amp, device=device),
         ema=None,
         monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
         explosions=Explosions.watched_as(settings),

@@ -68,6 +68,7 @@ class RunFacts:
     kept: RunSummary | None = None  # of the run, which was complete before this launch
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+    short_of_memory: set[int] = field(default_factory=set)  # ranks that ever ran out of it
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
     proved: dict[str, set[int]] = field(default_factory=dict)
 

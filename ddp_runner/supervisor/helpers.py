@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import DRILL_RANK, SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
+from ddp_runner.core.spare import SparePlan
 from ddp_runner.supervisor import stopped
 from ddp_runner.supervisor.children import make_output_file, read_output
 
@@ -62,9 +63,11 @@ class Spare(Helper):
 
     name, rank = "spare", SPARE_RANK
 
-    def __init__(self, *, token: int, now_s: float) -> None:
+    def __init__(self, plan: SparePlan, *, token: int, now_s: float) -> None:
         super().__init__(token=token, now_s=now_s)
         self.channel.set_blocking(blocking=False)
+        self.plan = plan
+        self.device_bytes = 0  # that it holds, by its own word
 
     @property
     def is_warm(self) -> bool:
@@ -72,8 +75,11 @@ class Spare(Helper):
         return self.is_ready and self.pid is not None and not stopped.is_stopped(self.pid)
 
     def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
-        """Have it become a rank. False where that needs an ordinary fork: it is not warm, or gone."""
-        if not self.is_warm:
+        """Have it become a rank.
+
+        False where that needs an ordinary fork: it is not warm, or gone, or serves another GPU.
+        """
+        if not self.is_warm or not self.plan.serves(str(request.spec["device"])):
             return False
         try:
             self.channel.send(request, descriptors=descriptors)

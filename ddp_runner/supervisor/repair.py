@@ -112,6 +112,8 @@ class Repair:
             cause=self._incident.event_id if self._incident else None,
             **fault_fields(fault, generation=self._facts.generation),
         )
+        if fault.kind is FaultKind.OUT_OF_MEMORY:
+            self._facts.short_of_memory.add(fault.rank)
         opened = self._incident is None
         if self._incident is None:
             self._incident = OpenIncident(faults=[], began_s=time.monotonic(), event_id=event_id)
@@ -404,7 +406,7 @@ class Repair:
         if now_s < self._respawn_at_s or any(handle.is_alive for handle in doomed):
             return
         for handle in doomed:
-            if not (self._world.can_fork or self._world.has_warm_spare):
+            if not (self._world.can_fork or self._world.has_spare_for(handle)):
                 return  # the next zygote forks it
             self._spawn(handle)
 

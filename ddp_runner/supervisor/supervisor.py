@@ -157,7 +157,7 @@ class Supervisor:
             case StoreReady():
                 self.world.store_is_ready()
             case SpareReady():
-                self._spares.is_ready()
+                self._spares.is_ready(message)
             case Drilled():
                 self.drills.drilled(message, time.monotonic())
             case StopAsked():

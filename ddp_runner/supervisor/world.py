@@ -26,6 +26,7 @@ from ddp_runner.core.messages import (
     Stacks,
     Stop,
 )
+from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.children import Ended, Zygote, kill, read_output
 from ddp_runner.supervisor.claim import BoardMemory, bind_store_port
@@ -102,10 +103,10 @@ class World:
         """Whether ranks can find each other."""
         return self.store is not None and self.store.is_ready
 
-    @property
-    def has_warm_spare(self) -> bool:
-        """Whether a process waits to become a rank."""
-        return self.spare is not None and self.spare.is_warm
+    def has_spare_for(self, handle: RankHandle) -> bool:
+        """Whether a process waits that may become this rank."""
+        spare = self.spare
+        return spare is not None and spare.is_warm and spare.plan.serves(handle.device.device)
 
     @property
     def zygote_pid(self) -> int | None:
@@ -236,19 +237,18 @@ class World:
         spec = {**around, "rank": rank, "step": step, "folder": folder}
         self._fork_helper(self.drill.request(spec), self.drill.descriptors())
 
-    def start_spare(self) -> None:
+    def start_spare(self, plan: SparePlan) -> None:
         """Fork a process ahead of need; ``SpareReady`` follows."""
-        self.spare = Spare(token=self._take_token(), now_s=time.monotonic())
+        self.spare = Spare(plan, token=self._take_token(), now_s=time.monotonic())
         self._watch(self.spare.channel, self.spare.name)
         spec = {"settings": self._settings_record, "threads": self._plan.threads_per_rank}
+        spec |= {"kind": plan.kind.value, "device": plan.device}
         self._fork_helper(self.spare.request(spec), self.spare.descriptors())
 
     def _spare_becomes(self, handle: RankHandle, request: Fork, descriptors: list[int]) -> bool:
         spare = self.spare
         # One that is tried again may take its time.
-        if spare is None or handle.is_returning:
-            return False
-        if not spare.becomes(request, descriptors):
+        if spare is None or handle.is_returning or not spare.becomes(request, descriptors):
             return False
         assert spare.pid is not None
         handle.pid, handle.was_spare = spare.pid, True

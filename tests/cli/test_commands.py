@@ -63,6 +63,10 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["checkpoints", "-c", "file"], ["--checkpoint-dir=file: is a file; give a folder"]),
         (["report", "-l", "no"], ["--log-dir=no: no such folder"]),
         (["report", "-l", "."], ["--log-dir=.: holds no run: no summary.json"]),
+        (
+            ["train", "recovery.warm_spare=2"],
+            ["recovery.warm_spare=2: must be true or false, or libraries, or device"],
+        ),
         (["doctor", "--jsno"], ["--jsno: unknown option; did you mean --json?"]),
     ],
 )

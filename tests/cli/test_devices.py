@@ -221,6 +221,18 @@ def _launch(monkeypatch, *words):
     return plan_launch(parse_train(words), words=words)
 
 
+@pytest.mark.parametrize("word", ["true", "false", "libraries", "device"])
+def test_a_spare_for_gpus_is_an_ordinary_one_on_the_cpu_and_it_is_told(monkeypatch, word):
+    """One line where the word asks for more; on a GPU none, nor where it says only whether."""
+    setting = f"recovery.warm_spare={word}"
+    told = [f"{setting} is for GPUs; on the CPU it means true"]
+    on_cpu = [note for note in _launch(monkeypatch, "--cpu", setting).notes if "spare" in note]
+    assert on_cpu == (told if word in ("libraries", "device") else [])
+    plan = _launch(monkeypatch, "-g", "0", setting)
+    assert not any("spare" in note for note in plan.notes)
+    assert plan.settings.recovery.warm_spare == {"true": True, "false": False}.get(word, word)
+
+
 def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_told(monkeypatch):
     """`-g 0,0` is for trying out on one GPU; ranks with a GPU each have NCCL, and no such line."""
     told = "GPU 0 is shared by 2 ranks over gloo: for trying out, slow"

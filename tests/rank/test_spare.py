@@ -12,6 +12,7 @@ import pytest
 
 from ddp_runner.channel import Channel
 from ddp_runner.core.messages import Fork, Ready, SpareReady
+from ddp_runner.core.spare import SpareKind, SparePlan
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor, plan_for, threads_of
@@ -26,10 +27,10 @@ def _draws():
     return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: NPY002
 
 
-def _warm_up(me, folder):
+def _warm_up(me, folder, how):
     import torch
 
-    from ddp_runner.rank.spare import warm_up
+    from ddp_runner.rank.spare import first_steps, warm_up
 
     def seed():
         import numpy as np
@@ -42,7 +43,11 @@ def _warm_up(me, folder):
     before = _draws()
     seed()
     descriptors = psutil.Process().num_fds()
-    warm_up(plan_for(folder, world_size=2).settings)
+    settings = plan_for(folder, world_size=2).settings
+    if how == "group":
+        warm_up(settings)
+    else:
+        first_steps(settings, torch.device("cpu"))
     return {
         "same_numbers": _draws() == before,
         "threads": threading.active_count(),
@@ -53,9 +58,13 @@ def _warm_up(me, folder):
     }
 
 
-def test_warming_up_changes_no_random_number(tmp_path):
-    """A task that seeds nothing draws in a spare what it draws in a fork; nothing is left open."""
-    (facts,) = run_ranks(_warm_up, 1, tmp_path)
+@pytest.mark.parametrize("how", ["group", "alone"])
+def test_warming_up_changes_no_random_number(tmp_path, how):
+    """A task that seeds nothing draws in a spare what it draws in a fork; nothing is left open.
+
+    ``alone``: what a spare does on a GPU.
+    """
+    (facts,) = run_ranks(_warm_up, 1, tmp_path, how)
     assert facts == {
         "same_numbers": True,
         "threads": 1,
@@ -76,7 +85,7 @@ def _spares_one_after_the_other(me, folder):
 def _what_becomes_of_one(played, how):
     """It is made rank 1, killed, or its supervisor hangs up."""
     ready = played.count(SpareReady)
-    played.world.start_spare()
+    played.world.start_spare(SparePlan(kind=SpareKind.CPU))
     played.until(lambda: played.count(SpareReady) > ready and played.world.spare.pid)
     spare = played.world.spare
     spare.is_ready = True

@@ -45,6 +45,25 @@ def test_the_spare_becomes_the_rank_that_died(peace, tmp_path):
     assert second in [pid for _, pid in taken]
 
 
+@pytest.mark.parametrize("setting", ["true", "libraries", "device", "false"])
+def test_what_a_spare_for_gpus_is_on_the_cpu(peace, tmp_path, setting):
+    """The ordinary one, with a line that says so where more was asked for; ``false``: none."""
+    words = (f"recovery.warm_spare={setting}", "task.pace_s=0.05")
+    with Run(tmp_path, *SETTINGS, *words) as run:
+        spare = None if setting == "false" else spare_of(run)
+        run.wait_for_step(12)
+        run.signal(signal.SIGKILL, run.rank_pid(1))
+        run.wait_for_event("repaired")
+        assert run.rank_pid(1) == spare or setting == "false"
+        assert run.wait() == 0, run.console
+    assert run.digest == peace(2).digest
+    assert run.summary()["exact"]
+    ready = run.events("spare_ready")
+    assert {event["kind"] for event in ready} == (set() if setting == "false" else {"cpu"})
+    line = f"recovery.warm_spare={setting} is for GPUs; on the CPU it means true"
+    assert (line in run.console) is (setting in ("libraries", "device"))
+
+
 def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(peace, tmp_path):
     """Nobody trains less for it; a rank that dies meanwhile, or with it, is forked."""
     # A spare that is stopped is soon replaced; a rank of a busy machine is given its time.

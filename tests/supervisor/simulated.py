@@ -157,6 +157,10 @@ class Process:
     seen: list = field(default_factory=list)  # generations that it was asked to form
 
 
+def _gpu(index):
+    return DevicePlan(device=f"cuda:{index}", name="GPU", visible_index=index)
+
+
 class Quiet(run._Loop):
     """The real loop without its screens."""
 
@@ -177,6 +181,7 @@ class Simulation:
         import_s=IMPORT_S,
         run_options=None,
         silent=False,
+        devices=None,
         **recovery,
     ):
         self.clock = Clock()
@@ -206,6 +211,8 @@ class Simulation:
         self.spares_refused = 0  # forks of a spare for which there is no room
         self.drills_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
+        self.spare_fails_on = set()  # devices that no spare can open
+        self.spare_kinds = []  # what each of them was to be, and where
         self.drills_asked = []  # step and rank of each
         self.import_s = import_s
         self._heap = []
@@ -233,7 +240,7 @@ class Simulation:
         plan = LaunchPlan(
             settings=settings,
             origins={},
-            devices=(cpu,) * ranks,
+            devices=tuple(_gpu(index) for index in devices) if devices else (cpu,) * ranks,
             world_size=ranks,
             threads_per_rank=1,
             meaning={},
@@ -325,12 +332,12 @@ class Simulation:
         if process is not None:
             self._end(process, exit_code=code)
 
-    def fail(self, rank, cause="ValueError: no"):
+    def fail(self, rank, cause="ValueError: no", *, kind=FaultKind.RANK_RAISED):
         """An exception in a rank's step: it says so and waits for what becomes of it."""
         process = self.rank(rank)
         if process is None or process.stopped or not process.generation:
             return
-        fault = self.fault(process, FaultKind.RANK_RAISED, cause)
+        fault = self.fault(process, kind, cause)
         self.send(process, Faulted(generation=process.seen[-1], fault=fault))
         generation, process.generation, process.trains = process.generation, 0, False
         self.later(0.001, lambda: self.send(process, self._ready(process)))
@@ -377,6 +384,7 @@ class Simulation:
         """The zygote's answer to a request."""
         if request.rank == SPARE_RANK:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
+            self.spare_kinds.append((request.spec["kind"], request.spec["device"]))
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
         self._unborn.append(channel)
         zygote = self.zygote
@@ -410,7 +418,7 @@ class Simulation:
             if request.rank in (STANDBY_RANK, DRILL_RANK):
                 return
             if request.rank == SPARE_RANK:
-                self.later(WARM_S, lambda: self.send(process, SpareReady()))
+                self.later(WARM_S, lambda: self._warm(process, str(request.spec["device"])))
                 return
             if request.rank < 0:
                 message = StoreReady(port=1)
@@ -425,6 +433,12 @@ class Simulation:
         loads = bool(request.spec["loads"])
         self.resumed += [request.spec["resume"]] if loads else []
         self.later(STARTUP_S * self.random.uniform(1, 3), lambda: self._built(process, loads))
+
+    def _warm(self, process, device):
+        if device in self.spare_fails_on:
+            self._end(process, exit_code=1)
+        else:
+            self.send(process, SpareReady(device_bytes=5 * 10**8 if device else 0))
 
     def _become(self, process, request, descriptors):
         """A spare is made a rank."""

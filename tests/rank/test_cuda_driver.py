@@ -1,0 +1,184 @@
+"""CUDA's driver as a spare uses it, with stand-ins for NVIDIA's libraries, which a compiler makes here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from ddp_runner.channel import Channel
+from ddp_runner.core.messages import Fork, Ready, SpareReady
+from ddp_runner.core.spare import SpareKind, SparePlan
+from tests.processes import run_ranks
+
+from .supervising import PlayedSupervisor
+
+COMPILER = shutil.which("cc")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C compiler")
+UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+GPUS = 3
+# What the driver says when it is asked before cuInit is 3, as cuda.h has it.
+DRIVER = """
+#include <stdlib.h>
+static int started;
+int cuInit(unsigned flags) { started = !getenv("FAKE_CUDA_REFUSES"); return started ? 0 : 999; }
+int cuDeviceGetCount(int *count) { *count = %d; return started ? 0 : 3; }
+int cuDeviceGet(int *device, int index) { *device = 100 + index; return started ? 0 : 3; }
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    const char *opened = getenv("FAKE_CUDA_OPENED");
+    *active = opened && atoi(opened) == device - 100;
+    return started && device >= 100 ? 0 : 101;
+}
+int cuDeviceGetUuid(unsigned char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = device - 100 ? 0 : i;
+    return started ? 0 : 3;
+}
+"""
+NVML = """
+#include <string.h>
+static int users;
+int nvmlInit_v2(void) { users++; return 0; }
+int nvmlShutdown(void) { users--; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    *handle = &users;
+    return strcmp(uuid, "%s") ? 6 : users != 1;
+}
+int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) {
+    memory[0] = 80; memory[1] = 50; memory[2] = 30;
+    return handle != &users;
+}
+"""
+
+
+def _library(folder, name, source="int unused;"):
+    (folder / f"{name}.c").write_text(source, encoding="utf-8")
+    file = folder / name
+    subprocess.run(
+        [COMPILER, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", file, f"{folder}/{name}.c"],
+        check=True,
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def nvidia(tmp_path_factory):
+    """A folder with a driver for three GPUs, NVML, and cuDNN as it is shipped."""
+    folder = tmp_path_factory.mktemp("nvidia")
+    _library(folder, "libcuda.so.1", DRIVER % GPUS)
+    _library(folder, "libnvidia-ml.so.1", NVML % UUID)
+    for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_cnn.so.9"):
+        _library(folder, name)
+    (folder / "libcudnn_broken.so.9").write_bytes(b"no library")
+    return folder
+
+
+def _use(me, folder, changes):
+    import ctypes
+
+    from ddp_runner.rank import cuda_driver, zygote
+
+    os.environ.update(changes)
+    name = str(folder / "libcuda.so.1")
+    facts = {"started": [zygote.driver_has_started(name)]}
+    try:
+        driver = cuda_driver.CudaDriver(name)
+    except cuda_driver.CudaDriverError as error:
+        return {**facts, "error": str(error)}
+    facts["started"].append(zygote.driver_has_started(name))
+    facts["count"], facts["opened"] = driver.device_count(), driver.opened()
+    facts["uuids"] = [driver.uuid(index) for index in (0, 1)]
+    nvml = str(folder / "libnvidia-ml.so.1")
+    facts["used"] = [cuda_driver.used_bytes(uuid, nvml) for uuid in (*facts["uuids"], UUID)]
+    facts["no_nvml"] = cuda_driver.used_bytes(UUID, str(folder / "none.so"))
+    facts["without"] = cuda_driver.load_libraries()
+    ctypes.CDLL(str(folder / "libcudnn.so.9"))
+    facts["loaded"] = sorted(os.path.basename(file) for file in cuda_driver.load_libraries())  # noqa: PTH119
+    facts["mapped"] = [name in _maps() for name in ("libcudnn_ops.so.9", "libcudnn_cnn.so.9")]
+    return facts
+
+
+def _maps():
+    with open("/proc/self/maps", encoding="utf-8") as file:  # noqa: PTH123
+        return file.read()
+
+
+@needs_compiler
+@pytest.mark.parametrize("opened", [None, 1])
+def test_the_driver_is_started_and_says_what_is_open(nvidia, opened):
+    """Who it is, who is open and how much is taken are asked without opening a GPU."""
+    changes = {} if opened is None else {"FAKE_CUDA_OPENED": str(opened)}
+    (facts,) = run_ranks(_use, 1, nvidia, changes)
+    assert facts == {
+        "started": [False, True],
+        "count": GPUS,
+        "opened": [] if opened is None else [opened],
+        "uuids": [UUID, "GPU-00000000-0000-0000-0000-000000000000"],
+        "used": [30, None, 30],
+        "no_nvml": None,
+        "without": [],
+        "loaded": ["libcudnn_cnn.so.9", "libcudnn_ops.so.9"],
+        "mapped": [True, True],
+    }
+
+
+@needs_compiler
+def test_a_driver_that_refuses_is_told_with_its_number(nvidia):
+    """As one does that is of another version than its kernel module."""
+    (facts,) = run_ranks(_use, 1, nvidia, {"FAKE_CUDA_REFUSES": "1"})
+    assert facts["error"] == "cuInit: CUDA error 999"
+
+
+def _spare(me, folder, nvidia, changes):
+    """A spare of a real zygote, which finds the stand-in as it would find the driver."""
+    os.environ.update(changes, LD_LIBRARY_PATH=str(nvidia))
+    played = PlayedSupervisor(folder, 2)
+    played.until(lambda: played.world.can_fork)
+    played.world.start_spare(SparePlan(kind=SpareKind.LIBRARIES))
+    played.until(lambda: played.world.spare is None or played.world.spare.pid)
+    pid = played.world.spare.pid
+    played.until(lambda: played.count(SpareReady) or played.world.spare is None)
+    facts = {"ready": played.count(SpareReady), "zygote_has_it": _has_driver(played.zygote_pid)}
+    if not facts["ready"]:
+        return {**facts, "ended": [ended[1:] for ended in played.ended if ended[0] == pid]}
+    facts["has_it"] = _has_driver(pid)
+    spare = played.world.spare
+    spare.is_ready = True
+    elsewhere = Fork(token=99, rank=1, local_rank=1, spec={"device": "cuda:1"})
+    spare.plan = SparePlan(kind=SpareKind.DEVICE, device="cuda:0")  # it would serve another GPU
+    theirs = Channel.pair()[1]
+    facts["elsewhere"] = spare.becomes(elsewhere, [theirs.fileno()])
+    theirs.close()
+    spare.plan = SparePlan(kind=SpareKind.LIBRARIES)
+    played.spawn_store()
+    handle = played.world.ranks[1]
+    played.spawn_rank(handle, loads=False)
+    played.until(lambda: played.count(Ready) == 1)
+    return {**facts, "is_it": handle.pid == pid and handle.was_spare}
+
+
+def _has_driver(pid):
+    with open(f"/proc/{pid}/maps", encoding="utf-8") as file:  # noqa: PTH123
+        return "libcuda.so.1" in file.read()
+
+
+@needs_compiler
+def test_a_spare_with_libraries_starts_the_driver_itself_and_becomes_a_rank(nvidia, tmp_path):
+    """Not the zygote, whose forks could not use CUDA any more; a GPU that it does not serve gets a fork."""
+    (facts,) = run_ranks(_spare, 1, tmp_path, nvidia, {})
+    assert facts == {
+        "ready": 1,
+        "zygote_has_it": False,
+        "has_it": True,
+        "elsewhere": False,
+        "is_it": True,
+    }
+
+
+@needs_compiler
+@pytest.mark.parametrize("variable", ["FAKE_CUDA_OPENED", "FAKE_CUDA_REFUSES"])
+def test_a_spare_with_libraries_ends_rather_than_hold_memory_of_a_gpu(nvidia, tmp_path, variable):
+    """Or where there is no driver to start: the run does without."""
+    (facts,) = run_ranks(_spare, 1, tmp_path, nvidia, {variable: "1"})
+    assert facts == {"ready": 0, "zygote_has_it": False, "ended": [(1, None)]}
