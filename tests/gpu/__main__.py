@@ -54,7 +54,13 @@ PARTS = (
         name="shared",
         module="tests.gpu.shared",
         limit_s=200,
-        shown=("sums_2.rank0.wrong", "faults_2.verdict", "faults_3.verdict", "special.verdict"),
+        shown=(
+            "sums_2.rank0.wrong",
+            "faults_2.verdict",
+            "faults_3.verdict",
+            "special.verdict",
+            "repairs.spare_libraries.kill_1.repaired_s",
+        ),
     ),
     Part(
         name="one_rank",

@@ -74,6 +74,11 @@ class Launch:
                 preexec_fn=lambda: lifeline.die_with_parent(parent),  # noqa: PLW1509 - one thread
             )
 
+    @property
+    def pid(self):
+        """Of the supervisor, whose children all others are."""
+        return self._process.pid
+
     def is_over(self):
         """Whether it has ended by itself."""
         if self._process.poll() is None:
@@ -87,7 +92,7 @@ class Launch:
             return
         self._late = f"killed after {time.monotonic() - self._begun_s:.1f} s"
         for pid in {event.get("pid") for event in self.events("rank_formed")}:
-            if _parent_of(pid) == self._process.pid:  # the number may be somebody else's by now
+            if parent_of(pid) == self._process.pid:  # the number may be somebody else's by now
                 os.kill(pid, signal.SIGRTMIN)
 
     def end(self):
@@ -177,7 +182,8 @@ class Launch:
             print(f"--- {path.name}\n{self._tail(f'logs/{path.name}', 4000)}", flush=True)
 
 
-def _parent_of(pid):
+def parent_of(pid):
+    """The process id of its parent; None where there is no such process."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
         return int(stat.rpartition(")")[2].split()[1])

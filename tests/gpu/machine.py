@@ -45,6 +45,9 @@ def measure(facts):
     facts.measure("versions", versions, facts.under("versions"))
     facts.forked("libraries", library_versions, limit_s=15)
     facts.forked("start", start, usage, limit_s=20)
+    for kind in ("libraries", "device"):
+        facts.forked(f"start_of_spare_{kind}", start, usage, kind, limit_s=15)
+    facts.forked("torch_init", torch_init, usage, limit_s=10)
     facts.measure("killed", killed, facts, usage)
     facts.measure("killed_beside_fork", killed, facts, usage, fork="holds")
     facts.measure("killed_beside_fork_that_closes", killed, facts, usage, fork="closes")
@@ -135,8 +138,11 @@ def _nccl_runtime():
     return None if asked is None else list(asked())
 
 
-def start(facts, usage):
-    """What a replacement does, piece by piece: seconds, and MB of the device that are then taken."""
+def start(facts, usage, kind=""):
+    """What a replacement does, piece by piece: seconds, and MB of the device that are then taken.
+
+    ``kind``: what a spare of that kind does ahead comes first, in the place of starting the driver.
+    """
     import torch
 
     before_mb = usage.mb()
@@ -154,7 +160,10 @@ def start(facts, usage):
         except Exception as error:  # noqa: BLE001 - the error is the fact
             facts.note(name, {"error": told_error(error)})
 
-    tried("cuinit", _cuinit)
+    if kind:
+        tried("ahead", lambda: _be_spare(facts, kind))
+    else:
+        tried("cuinit", _cuinit)
     tried("context", lambda: (torch.cuda.init(), torch.zeros(1, device="cuda"), _finish(torch)))
     square = {}
 
@@ -179,6 +188,38 @@ def _cuinit():
     error = ctypes.CDLL("libcuda.so.1").cuInit(0)
     if error:
         raise RuntimeError(f"cuInit says {error}")
+
+
+def _be_spare(facts, kind):
+    """Do what the product does in one; the GPUs that it has opened then, and what it says it holds."""
+    import torch
+
+    from ddp_runner import config
+    from ddp_runner.rank import spare
+
+    with Timed() as spent:
+        driver = spare.start_libraries()
+    facts.note("ahead_libraries_s", spent.s)
+    if kind == "device":
+        settings = config.from_flat({"task": "synthetic"})
+        held = spare.open_device(settings, torch.device("cuda:0"), driver=driver)
+        facts.note("ahead_told_mb", held / 2**20)
+    facts.note("ahead_opened", driver.opened())
+
+
+def torch_init(facts, usage):
+    """Whether a spare could have torch start CUDA too, and hold nothing: what that costs, opens and takes."""
+    import torch
+
+    from ddp_runner.rank import spare
+
+    before_mb = usage.mb()
+    driver = spare.start_libraries()
+    with Timed() as spent:
+        torch.cuda.init()
+    facts.note("seconds", spent.s)
+    facts.note("opened", driver.opened())
+    facts.note("mb", usage.mb() - before_mb)
 
 
 def _finish(torch):

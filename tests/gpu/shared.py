@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tests.gpu import group as by_hand
-from tests.gpu import sums
+from tests.gpu import repairs, sums
 from tests.gpu.facts import rehearses
 from tests.gpu.launches import EXACT, Launch, expected, finish, inject
 
@@ -41,12 +41,13 @@ LATE_SPECIAL = "assert-1-10-commit+kernel-0-10-reduce+kernel-1-10-commit"
 LATE_NAMED = [["device_lost", 1], ["rank_hung", 0], ["rank_hung", 1]]
 OOM = "oom-1-10-forward+oom-0-10-backward"
 PEACE_S, FAULTS_S, LAST_S = 55, 75, 70
+LAST_LEAST_S = 40  # left to the last ones by the comparison of repairs
 TWO = (*EXACT, "use_amp=false", "num_workers=1")
 THREE = (*EXACT, "num_workers=0")
 
 
 def measure(facts):
-    """In peace, all at once; then the faults of two ranks alone, for their seconds; then the others."""
+    """In peace, all at once; then the faults of two ranks and single kills, for their seconds; then the others."""
     folder = Path(tempfile.mkdtemp(prefix="gpu_shared_"))
     try:
         _measure(facts, folder)
@@ -83,6 +84,9 @@ def _measure(facts, folder):
     facts.measure(
         "faults_2", _tell, faults_2, facts.under("faults_2"), peace["peace_2"], expected(HARMS_2)
     )
+
+    limit_s = min(repairs.LIMIT_S, facts.left_s - LAST_LEAST_S)
+    facts.measure("repairs", repairs.compare, facts.under("repairs"), folder, limit_s=limit_s)
 
     last = {
         "faults_3": (

@@ -58,9 +58,11 @@ class Normed:
     """``plan``: ``KIND-RANK-CALLS-PHASE+...``, one after another, once each.
 
     Each when that rank has come to its loss so often since the one before it, or since its start.
+    A step takes ``pace_s`` longer.
     """
 
-    def __init__(self, *, plan="", width=512):
+    def __init__(self, *, plan="", width=512, pace_s=0.0):
+        self._pace_s = pace_s
         self._plan = [one.split("-") for one in plan.split("+") if one]
         self._width = width
         self.unseen = Calls()
@@ -90,6 +92,8 @@ class Normed:
 
     def loss(self, model, batch):
         inputs, targets = batch
+        if self._pace_s:
+            time.sleep(self._pace_s)
         if model.training and not is_beside():
             self.unseen.count += 1
             self._strike("forward")
