@@ -170,6 +170,11 @@ class Group:
             if work is not None:
                 work.wait()
 
+    def finish_on_device(self) -> None:
+        """Return once the device has ended the collectives that were begun. Those of the CPU have."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def confirm(self) -> None:
         """Raise ConnectionError if what the device has computed may be of collectives cut short.
 

@@ -318,6 +318,8 @@ class Replica:
             return
         for device in sorted({buffer.device for buffer in buffers}, key=str):
             self._share([buffer for buffer in buffers if buffer.device == device])
+        # An abort may cut these short as well, and the step is confirmed next.
+        self.group.finish_on_device()
 
     def share_layouts(self, buffers: Relaid, *, step: int) -> None:
         """Bring every rank's buffers to one layout, where some rank's has changed.

@@ -284,6 +284,27 @@ def test_a_step_that_an_abort_may_have_cut_short_is_not_committed(ends_in_silenc
     assert answers == [expected] * 2
 
 
+def _abort_while_buffers_are_shared(me, port):
+    """The sum is whole; the abort comes while the device has rank 0's running statistics to receive."""
+    state, switch, slot = build_state(), AbortSwitch(), make_slot()
+    before = bits_of(state)
+    with pytest.raises(ConnectionError), join(me, port, switch=switch) as group:  # noqa: PT012
+        group.ends_in_silence = True
+        group.finish_on_device = switch.trip
+        replica = build_replica(state, group)
+        stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size, slot=slot)
+        stepper.run(micro_batches(0, me.rank), votes=NO_VOTES)
+    state.drop_unfinished_step()
+    return state.committed_step, slot.get(Cell.DIRTY), bits_of(state) == before
+
+
+def test_a_step_whose_buffers_an_abort_may_have_cut_short_is_not_committed():
+    """They are broadcast after the device was looked at: it has ended them before the step is confirmed."""
+    with hosted_store() as port:
+        answers = run_ranks(_abort_while_buffers_are_shared, 2, port)
+    assert answers == [(0, 0, True)] * 2
+
+
 class _AssignsStatistics(torch.nn.Module):
     """Its moving mean is a new tensor at each forward."""
 
