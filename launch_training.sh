@@ -2,7 +2,7 @@
 # Finds or makes the Python environment, then becomes the command `ddp_runner`. It decides nothing else.
 #
 #   ./launch_training.sh [OPTIONS]            train; --help lists the options
-#   ./launch_training.sh COMMAND [OPTIONS]    train, checkpoints, report, doctor, demo, check
+#   ./launch_training.sh COMMAND [OPTIONS]    train, checkpoints, report, doctor, demo, check, docs
 #   ./launch_training.sh environment          only print the interpreter that would be used
 #
 # DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/environment.py documents the order.
@@ -63,5 +63,9 @@ first=$(first_python)
 if [[ ${1:-} == environment ]]; then
     exec "$first" "$start" ddp_runner.environment "${@:2}"
 fi
-python=$("$first" "$start" ddp_runner.environment)
+extra=
+if [[ ${1:-} == docs ]]; then
+    extra=docs
+fi
+python=$("$first" "$start" ddp_runner.environment --extra "$extra")
 exec "$python" "$start" ddp_runner.__main__ "$@"

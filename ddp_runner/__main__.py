@@ -22,6 +22,7 @@ _MODULE_OF_COMMAND = {
     "doctor": "ddp_runner.cli.doctor",
     "demo": "ddp_runner.cli.demo",
     "check": "ddp_runner.cli.check",
+    "docs": "ddp_runner.cli.docs",
 }
 _LATER = ("run",)
 

@@ -323,7 +323,7 @@ def _writes_to_descriptor_1() -> bool:
 
 
 def _child_environment() -> dict[str, str]:
-    """Our environment, able to import what this process can, marked for :func:`launch`."""
+    """Our environment, able to import what this process can, marked for ``launch``."""
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     search = [PACKAGE_PARENT, *(part for part in before if part != PACKAGE_PARENT)]
     folders = [str(Path(folder).absolute()) for folder in sys.path if folder]

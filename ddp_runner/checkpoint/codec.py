@@ -70,7 +70,7 @@ def _type(value: object) -> str:
 
 
 def weights_sha256(state_dict: Mapping[str, object]) -> str:
-    """SHA-256 over the tensors of a state dict, as hexadecimal digits (DESIGN section 10).
+    """SHA-256 over the tensors of a state dict, as hexadecimal digits.
 
     Sorted by key; for each entry: key, NUL, dtype (``torch.float32``), NUL, shape joined by
     commas, NUL, the contiguous little-endian bytes. Entries that are no tensors (a module's extra

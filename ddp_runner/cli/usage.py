@@ -25,8 +25,9 @@ COMMANDS = {
     "doctor": "can this machine train, and if not, what to do",
     "check": "is your own task exact under every kill? a table of what holds",
     "demo": "watch ranks being killed, and the weights come out the same",
+    "docs": "show the documentation in a browser",
 }
-_EXAMPLES = (
+EXAMPLES = (
     ("", "train on this machine's own text"),
     ("--test", "does everything work here?"),
     ("--data ~/books -e 3", "your text, three passes"),
@@ -45,7 +46,7 @@ _ON_RESUME = {
     OnResume.TOLD: " Reported on resume.",
     OnResume.CANNOT_MATTER: "",
 }
-_INJECTIONS = (
+INJECTIONS = (
     ("  kinds", ", ".join(kind.value for kind in InjectKind)),
     ("  rank=N|all", "whose [the last one]"),
     ("  step=N", "when, counted from 0 [10]"),
@@ -75,9 +76,12 @@ def train_help() -> str:
     for group in GROUPS:
         lines += ["", f"{group.title}:"]
         for option in group.options:
-            lines += _entry(_flags(option), option.says + _default(option))
+            lines += _entry(
+                _flags(option),
+                option.says + (f" [{default}]" if (default := default_of(option)) else ""),
+            )
     lines += ["", "Faults on request: --inject KIND:KEY=VALUE,..."]
-    for left, right in _INJECTIONS:
+    for left, right in INJECTIONS:
         lines += _entry(left, right)
     lines += ["", "Settings:"]
     lines += textwrap.wrap(
@@ -93,7 +97,7 @@ def train_help() -> str:
     for name, says in COMMANDS.items():
         lines += _entry(f"  {name}", says)
     lines += ["", "Examples:"]
-    lines += [f"  {f'{COMMAND} {words}':<43} {says}" for words, says in _EXAMPLES]
+    lines += [f"  {f'{COMMAND} {words}':<43} {says}" for words, says in EXAMPLES]
     lines += ["", "Exit codes:", *(f"  {line}" for line in _EXIT_CODES)]
     return "\n".join(lines)
 
@@ -111,7 +115,7 @@ def settings_help() -> str:
         if this_section != section:
             section = this_section
             lines += ["", f"{section}:"]
-        lines.append(f"  {name} = {shown(spec.default)}{_by_device(spec)}")
+        lines.append(f"  {name} = {shown_default(spec)}")
         says = f"{meanings()[key]} Legal: {spec.expected()}.{_ON_RESUME[ON_RESUME[key]]}"
         lines += textwrap.wrap(says, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
@@ -133,26 +137,31 @@ def _entry(left: str, right: str) -> Iterable[str]:
         yield " " * _INDENT + line
 
 
-def _default(option: Option) -> str:
+def default_of(option: Option) -> str:
+    """The default that the help shows; empty for a switch, and where it is nothing."""
     if option.default:
-        return f" [{option.default}]"
+        return option.default
     spec = known_fields().get(option.key)
     if spec is None or not option.metavar or spec.default in ("", ()):
         return ""
-    return f" [{shown(spec.default)}{_by_device(spec)}]"
+    return shown_default(spec)
+
+
+def shown_default(spec: FieldSpec) -> str:
+    """The default and what the presets make of it, as people write them."""
+    return f"{_shown(spec.default)}{_by_device(spec)}"
 
 
 def _by_device(spec: FieldSpec) -> str:
     """What the presets make of it."""
     return "".join(
-        f"; {where} {shown(PRESETS[preset][spec.key])}"
+        f"; {where} {_shown(PRESETS[preset][spec.key])}"
         for preset, where in (("gpu", "on GPUs"), ("cpu", "on the CPU"))
         if PRESETS[preset].get(spec.key, spec.default) != spec.default
     )
 
 
-def shown(value: object) -> str:
-    """A default as people write it."""
+def _shown(value: object) -> str:
     if isinstance(value, tuple) and value:
         return ",".join(str(item) for item in value)
     if value in ("", ()):

@@ -1,4 +1,4 @@
-"""The exit codes and end states that scripts rely on (DESIGN section 10)."""
+"""The exit codes and end states that scripts rely on."""
 
 from __future__ import annotations
 

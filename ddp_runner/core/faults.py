@@ -25,7 +25,7 @@ class Scope(Enum):
 
 
 class FaultKind(Enum):
-    """A kind exists only where recovery differs (DESIGN section 7)."""
+    """A kind exists only where recovery differs."""
 
     RANK_KILLED = "rank_killed"
     RANK_EXITED = "rank_exited"

@@ -154,7 +154,7 @@ class SafeDataLoader:
         workers of its own do that, and the others stay ahead; any other but the next restarts
         them there.
         A worker that dies or hangs is replaced meanwhile, a bad sample as the quarantine allows;
-        ``on_mended`` hears of it. Raises :class:`FaultError` with no worker left: BAD_SAMPLE, or
+        ``on_mended`` hears of it. Raises ``FaultError`` with no worker left: BAD_SAMPLE, or
         OUT_OF_MEMORY where the rank itself cannot load for want of it;
         ValueError outside the run or once closed.
         """

@@ -223,7 +223,7 @@ class WorkerPool:
         others = set(active_children())
         try:
             with warnings.catch_warnings(), run_signals_held():
-                # A rank has threads; the workers touch nothing of theirs (DESIGN section 2).
+                # A rank has threads; the workers touch nothing of theirs.
                 warnings.filterwarnings("ignore", "This process.*fork", DeprecationWarning)
                 # More workers than cores were asked for; the start lines say so.
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)

@@ -123,7 +123,7 @@ class SampleSource:
             return samples
         try:
             return list(map(sample_hash, samples)) if key.hashed else self._collate(samples)
-        except Exception as error:  # noqa: BLE001 - the loader-fetch boundary (STYLE 3)
+        except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
             return failed(error, indices=key.indices)
 
     def _one_by_one(
@@ -137,7 +137,7 @@ class SampleSource:
                 if not self._deterministic:
                     seed_generators(base, index=index)
                 samples.append(self._dataset[index])
-            except Exception as error:  # noqa: BLE001 - the loader-fetch boundary (STYLE 3)
+            except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
                 return failed(error, indices=(index,))
         return samples
 
@@ -147,7 +147,7 @@ class SampleSource:
         assert self._many is not None
         try:
             return list(self._many(list(key.indices)))
-        except Exception as error:  # noqa: BLE001 - the loader-fetch boundary (STYLE 3)
+        except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
             # One by one only names the sample; if each loads alone, the whole batch is named.
             alone = self._one_by_one(key, on_sample)
             if isinstance(alone, SampleFailed):

@@ -100,7 +100,7 @@ class MemoryManager:
             self._pids_beside = tuple
 
     def in_evaluation(self, step: int) -> None:
-        """Look now, and react. It is no sign of a leak. Raises FaultError as :meth:`after_step`."""
+        """Look now, and react. It is no sign of a leak. Raises FaultError as ``after_step``."""
         self._judge(step, self._measure())
 
     @property

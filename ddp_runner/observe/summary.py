@@ -80,7 +80,7 @@ class ExactProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What summary.json holds (DESIGN section 10). None stands for "never known"."""
+    """What summary.json holds. None stands for "never known"."""
 
     run_id: str
     status: RunStatus

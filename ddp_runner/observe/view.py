@@ -64,5 +64,5 @@ class RunView:
 
 
 def status_record(view: RunView) -> dict[str, object]:
-    """What status.json holds of ``view`` (DESIGN section 10, and a few figures more)."""
+    """What status.json holds of ``view``, and a few figures more."""
     return {**asdict(view), "ranks": [asdict(rank) for rank in view.ranks]}

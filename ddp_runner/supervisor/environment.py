@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ddp_runner.core.launch import LaunchPlan
 from ddp_runner.start import PACKAGE_PARENT
 
-# Ranks that must survive a failed collective (DESIGN section 12): the watchdog would kill them.
+# Ranks that must survive a failed collective: the watchdog would kill them.
 _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",

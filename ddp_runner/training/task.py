@@ -48,7 +48,7 @@ class Task(Protocol):
         ...
 
     def build_datasets(self) -> Datasets:
-        """The data. Raise :class:`~ddp_runner.core.faults.BadInputError` where the user can mend it."""
+        """The data. Raise ``BadInputError`` where the user can mend it."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ class NamesLoss(Protocol):
 
 @runtime_checkable
 class TakesSettings(Protocol):
-    """Marker of the built-in tasks: constructed with the whole :class:`Settings`."""
+    """Marker of the built-in tasks: constructed with the whole ``Settings``."""
 
     takes_settings: bool
 

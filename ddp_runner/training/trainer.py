@@ -85,7 +85,7 @@ class DDPTrainer:
 
     In a plain script or notebook: ``DDPTrainer(MyTask, config={"epochs": 3}).train().model``. The
     first argument is a task class, or this process's rank; a class may also be the ``task`` of
-    ``config``, which is a :class:`Settings`, or a mapping with flat or nested keys. With ``world_size`` above
+    ``config``, which is a ``Settings``, or a mapping with flat or nested keys. With ``world_size`` above
     1 and no runtime, every process makes its own trainer, and MASTER_ADDR and MASTER_PORT name a
     store that runs already (as under torchrun).
     """

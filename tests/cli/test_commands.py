@@ -106,7 +106,7 @@ def test_a_wrong_command_is_refused_as_a_process(tmp_path):
     [
         ["--help"], ["train", "-h"], ["help"], ["--help-settings"], ["--version"],
         ["checkpoints", "-h"], ["report", "--help"], ["doctor", "-h"],
-        ["demo", "-h"], ["check", "-h"],
+        ["demo", "-h"], ["check", "-h"], ["docs", "-h"],
     ],
 )  # fmt: skip
 def test_help_is_on_standard_output_and_exit_0(words, capsys):

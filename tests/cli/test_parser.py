@@ -158,18 +158,18 @@ def test_help_lists_every_option_with_its_default_and_examples():
         assert f"\n  {command} " in text
 
 
-def test_help_and_readme_list_what_can_be_injected():
+def test_help_and_documentation_list_what_can_be_injected():
     """Every kind, phase and key, and the default that the parser has; nobody must provoke the error."""
     section = train_help().partition("Faults on request")[2].partition("Settings:")[0]
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
     for name in (*(kind.value for kind in InjectKind), *PHASES):
         assert re.search(rf"[ =]{name}[,\n ]", section), name
-        assert f"`{name}`" in readme
+        assert f"`{name}`" in page
     usual = parse_injection("kill", world_size=2)
     drawn = parse_injection("random", world_size=2)
     for key in ("rank", "step", "phase", "times", "seconds", "mtbf_s", "seed", "kinds"):
         assert re.search(rf"\b{key}=", section), key
-        assert f"`{key}" in readme
+        assert f"`{key}" in page
     shown = " ".join(section.split())
     assert f"counted from 0 [{usual.step}]" in shown
     assert f"commit [{usual.phase}]" in shown

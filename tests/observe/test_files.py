@@ -208,7 +208,7 @@ def test_status_outlives_a_vanished_directory(tmp_path):
 
 
 def test_status_has_the_keys_that_scripts_rely_on():
-    """The contract of DESIGN section 10."""
+    """Programs read these names."""
     record = status_record(run_view(2))
     run_keys = "run_id pid state generation world_size step max_steps faults_total ranks"
     rank_keys = "rank pid state step phase phase_age_s rss_bytes device loader_pids"

@@ -182,7 +182,7 @@ def test_a_loss_that_is_no_number_is_not_shown(handles, loss):
 
 
 def test_the_record_has_what_scripts_rely_on(handles):
-    """The names of DESIGN section 10."""
+    """Programs read these names."""
     train(handles[0], step=3)
     record = status_record(look(handles))
     assert {

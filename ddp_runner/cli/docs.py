@@ -1,0 +1,53 @@
+"""``docs``: shows the documentation as a site, or builds it. Only in a checkout, which has the pages."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.arguments import parse_small
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.start import COMMAND, IS_CHECKOUT, PACKAGE_PARENT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HELP = f"""Usage:  {COMMAND} docs [--port N] [--build DIR]
+
+Shows the documentation at http://127.0.0.1:8000 until Ctrl-C.
+
+      --port N              another port of this machine
+      --build DIR           write the pages into this folder instead; any
+                            warning, as of a broken link, is exit code 1"""
+
+
+def run(words: Sequence[str]) -> int:
+    """The command; the exit code. Raises BadInputError."""
+    asked = parse_small(words, valued=(("--port", "--port"), ("--build", "--build")))
+    if asked.wants_help:
+        print(HELP)
+        return ExitCode.DONE
+    if not IS_CHECKOUT:
+        raise BadInputError("docs", "", "needs a checkout: the pages are not installed")
+    port = asked.values.get("--port", "8000")
+    if not port.isdigit():
+        raise BadInputError("--port", port, "must be a whole number")
+    configuration = str(Path(PACKAGE_PARENT, "mkdocs.yml"))
+    if folder := asked.values.get("--build"):
+        site = str(Path(folder).absolute())
+        command = ["build", "--strict", "--clean", "-f", configuration, "-d", site]
+    else:
+        command = ["serve", "-f", configuration, "-a", f"127.0.0.1:{port}"]
+    os.environ.setdefault("NO_MKDOCS_2_WARNING", "1")  # about a version that is not asked for
+    try:
+        import_module("mkdocs.__main__").cli(command)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mkdocs":
+            raise
+        raise BadInputError("docs", "", "needs the extra 'docs': pip install '.[docs]'") from error
+    except SystemExit as end:  # how that command line returns
+        return ExitCode.DONE if not end.code else ExitCode.FAILED
+    return ExitCode.DONE

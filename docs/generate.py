@@ -1,0 +1,147 @@
+"""Writes the pages of the reference that are made from the code's tables.
+
+``PYTHONPATH=. python docs/generate.py`` writes them; a test tells when that is due.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, Option
+from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
+from ddp_runner.config.fields import known_fields, sections
+from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.config.meanings import meanings
+
+DOCS = Path(__file__).parent
+_RESUME = {
+    OnResume.REFUSED: "refused",
+    OnResume.TOLD: "reported",
+    OnResume.CANNOT_MATTER: "-",
+}
+_MADE = "<!-- Made by docs/generate.py from the code's tables; changes here are lost. -->"
+_WHAT_INJECTIONS_ARE = {
+    "of a rank": "kill stop exit raise hang spin gil slow oom",
+    "of its step": "unused nan spike diverge",
+    "of its data": "loader_kill loader_stop bad_sample",
+    "of its saves": "disk_full disk_error slow_disk corrupt_checkpoint",
+}
+
+
+def settings_page() -> str:
+    """Every setting: name, default, legal values, meaning, and what a resume makes of a change."""
+    lines = [
+        "# Settings",
+        _MADE,
+        "Each setting can be given as `section.name=value`, or without its section where the name is unique:",
+        "`num_workers=2 save_every_steps=50`. Later ones win: default, preset, `--config FILE.yaml`, environment",
+        "(`DDP_RUNNER_DATA__BATCH_SIZE=8`), command line. A wrong name or value is one line, with what would be right,",
+        "before any process starts. Arguments of your own task are `task.NAME=VALUE`.",
+        "",
+        "*Resume* says what a change does to a run that is resumed. *Refused*: it makes another run, so take another",
+        "`--name`. *Reported*: the run goes on with the new value, and is not exact from there on. -: the steps are the",
+        "same. The settings of a model are refused for the built-in tasks, which read them.",
+    ]
+    section = ""
+    for key, spec in known_fields().items():
+        this_section, _, name = key.partition(".")
+        if this_section != section:
+            section = this_section
+            about = (sections()[section].__doc__ or "").replace("``", "`")
+            lines += ["", f"## {section}", "", about, ""]
+            lines += [
+                "| name | default | legal values | meaning | resume |",
+                "|---|---|---|---|---|",
+            ]
+        cells = (
+            f"`{name}`",
+            shown_default(spec),
+            spec.expected(),
+            meanings()[key],
+            _RESUME[ON_RESUME[key]],
+        )
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def command_line_page() -> str:
+    """The commands, the options of ``train`` and what can be injected."""
+    lines = [
+        "# Command line",
+        _MADE,
+        "```text",
+        "./launch_training.sh [OPTIONS] [SETTING=VALUE ...]    train",
+        "./launch_training.sh COMMAND [OPTIONS]",
+        "```",
+        "",
+        "`ddp-runner` is the same command where the package is installed, and so is `python -m ddp_runner`.",
+        "Each command has `--help`.",
+        "",
+        "## Commands",
+        "",
+        "| command | what it does |",
+        "|---|---|",
+        *(f"| `{name}` | {says} |" for name, says in COMMANDS.items()),
+    ]
+    for group in GROUPS:
+        lines += ["", f"## {group.title}", "", "| option | default | meaning |", "|---|---|---|"]
+        for option in group.options:
+            says = option.says[0].upper() + option.says[1:] + "."
+            lines.append(f"| {_flags(option)} | {default_of(option)} | {_cell(says)} |")
+    lines += [
+        "",
+        "Underscores work as dashes; "
+        + ", ".join(f"`{alias}` is `{long}`" for alias, long in LONG_OF_ALIAS.items())
+        + ".",
+        "Any setting can be written as an option, too: `--num-workers 2`.",
+        "",
+        "## Faults on request",
+        "",
+        "`--inject KIND:KEY=VALUE,...` causes a fault, and may be repeated.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    for words, kinds in _WHAT_INJECTIONS_ARE.items():
+        lines.append(
+            f"| kinds {words} | " + ", ".join(f"`{kind}`" for kind in kinds.split()) + " |"
+        )
+    for left, right in INJECTIONS[1:]:
+        values = right
+        if left.strip().startswith("random"):
+            values = re.sub(r"(\w+=[\w+]+)", r"`\1`", right)
+        if left.strip().startswith("phase"):
+            names, _, rest = right.partition(" [")
+            values = ", ".join(f"`{name}`" for name in names.split(", ")) + f" [{rest}"
+        lines.append(f"| `{left.strip()}` | {_cell(values)} |")
+    lines += [
+        "",
+        "`gil` holds the interpreter's lock, `diverge` flips one bit of a weight. A value in brackets is the default.",
+        "",
+        "## Examples",
+        "",
+        "| command | what it does |",
+        "|---|---|",
+        *(
+            f"| `./launch_training.sh{' ' * bool(words)}{words}` | {says} |"
+            for words, says in EXAMPLES
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _flags(option: Option) -> str:
+    value = f" {option.metavar}" if option.metavar else ""
+    return ", ".join(f"`{name}{value}`" for name in (option.short, option.long) if name)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<r>", "&lt;r&gt;").replace("**", "\\*\\*")
+
+
+PAGES = {"settings.md": settings_page, "command-line.md": command_line_page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")

@@ -1,0 +1,158 @@
+"""What the documents promise about themselves: short, complete, and no reference into nothing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from ddp_runner.__main__ import main
+from tests.scenarios.harness import ROOT
+
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+_MODULE = re.compile(r"[\w./-]+\.(?:py|toml|yml|txt|md|sh)")
+_UNSHIPPED = re.compile(r"\b(DESIGN|STYLE|SCENARIOS|HOUSE|FACTS|BRIEF)(\.md|\b section| \d)")
+# Files that a run or a reader makes, and what the text says is not there.
+_MADE_BY_READERS = {"my.py", "product.py", "my_task.py", "task.py", "random.py", "requirements.txt"}
+_OF_TORCH = {"SyncBatchNorm"}
+WORDS_MAX = {"README.md": 900}
+
+
+def documents():
+    return [
+        *sorted(
+            path
+            for path in ROOT.glob("*.md")
+            if path.name not in ("ARCHITECTURE.md", "CHANGELOG.md")
+        ),
+        *sorted(path for path in (ROOT / "docs").rglob("*.md")),
+    ]
+
+
+def ours(*suffixes):
+    """Every file of ours with one of these suffixes."""
+    rooms = ("ddp_runner", "tests", "benchmarks", "docs", ".ci")
+    found = [path for room in rooms for path in (ROOT / room).rglob("*")]
+    return sorted(
+        path for path in found if path.suffix in suffixes and "__pycache__" not in path.parts
+    )
+
+
+@cache
+def names_in_code():
+    """Every word of the code, and every name of a test."""
+    words, tests = set(), set()
+    for path in ours(".py"):
+        text = path.read_text(encoding="utf-8")
+        words.update(re.findall(r"\w+", text))
+        tests.update(re.findall(r"def (test_\w+)", text))
+    return words, tests
+
+
+@pytest.mark.parametrize(("name", "words_max"), WORDS_MAX.items())
+def test_front_documents_stay_short(name, words_max):
+    """A page that grows is read by nobody: what is longer belongs into docs/."""
+    assert len((ROOT / name).read_text(encoding="utf-8").split()) <= words_max
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_names_in_documents_lead_somewhere(path):
+    """Each link, file, test, class and message that a document names is there."""
+    text = re.sub(
+        r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    links = [link for link in _LINK.findall(text) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+    words, tests = names_in_code()
+    lost = []
+    for code in _CODE.findall(text):
+        if _MODULE.fullmatch(code) and code not in _MADE_BY_READERS:
+            folders = (ROOT, ROOT / "ddp_runner", path.parent)
+            if not any((folder / code).exists() for folder in folders):
+                lost.append(code)
+        elif (re.fullmatch(r"test_\w+", code) and code not in tests) or (
+            (camel := re.fullmatch(r"([A-Z][a-z]+\w*)(\(.*\))?(\.\w+)*", code))
+            and not ({*re.findall(r"\w+", camel[1])} <= words | _OF_TORCH)
+        ):
+            lost.append(code)
+    assert lost == []
+
+
+def test_nothing_refers_to_a_document_that_does_not_ship():
+    """Who reads "section 5 of the design" must have the design."""
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in [*documents(), *ours(".py", ".sh")]
+        if path.name != "test_documents.py"
+        for match in _UNSHIPPED.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def texts_in_code():
+    """The texts of the package as they are printed: what is put into one is ``...``."""
+    for path in ours(".py"):
+        if path.parts[len(ROOT.parts)] != "ddp_runner":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+                )
+
+
+def test_each_error_in_troubleshooting_is_printed_by_the_code():
+    """Who searches for the words of an error finds them only if they are those words."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^### (.*)$", page, re.MULTILINE)
+    errors = [error for head in heads for error in _CODE.findall(head)]
+    known = list(texts_in_code())
+    assert len(errors) >= 25
+    assert [error for error in errors if not any(error in text for text in known)] == []
+
+
+def test_reference_pages_are_those_of_the_tables():
+    """Settings, options and faults in the documentation are those of the code."""
+    place = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    generate = importlib.util.module_from_spec(place)
+    place.loader.exec_module(generate)
+    for name, page in generate.PAGES.items():
+        written = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert written == page(), f"docs/{name}: run PYTHONPATH=. python docs/generate.py"
+
+
+def test_site_is_built_without_a_warning(tmp_path):
+    """Every page is reached, every link and every name of the Python API is found."""
+    done = subprocess.run(
+        [ROOT / "launch_training.sh", "docs", "--build", tmp_path / "site"],
+        env={**os.environ, "DDP_RUNNER_PYTHON": sys.executable},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    for page in ("index", "settings", "python"):
+        assert "<h1" in (tmp_path / "site" / f"{page}.html").read_text(encoding="utf-8")
+    assert "launch" in (tmp_path / "site" / "python.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["docs", "--port", "web"], "--port=web: must be"), (["docs", "--bild"], "--build")],
+)
+def test_wrong_words_after_docs_are_one_line(words, said, capsys):
+    """As of every command: what is wrong, what would be right, exit 2."""
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
