@@ -5,7 +5,7 @@
 #   ./launch_training.sh COMMAND [OPTIONS]    train, checkpoints, report, doctor, demo, check, docs
 #   ./launch_training.sh environment          only print the interpreter that would be used
 #
-# DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/environment.py documents the order.
+# DDP_RUNNER_PYTHON names the interpreter to use; ddp_runner/cli/python_environment.py documents the order.
 set -euo pipefail
 trap 'printf "ddp_runner: interrupted\n" >&2; exit 130' INT
 # Without a PATH (env -i) the shell makes one up, which nobody else sees and which may end with the
@@ -25,7 +25,7 @@ fail() {
     exit 2
 }
 
-# True for an interpreter that starts and is new enough to run ddp_runner/environment.py.
+# True for an interpreter that starts and is new enough to run ddp_runner/cli/python_environment.py.
 is_new_enough() {
     "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
 }
@@ -61,11 +61,11 @@ start=$repository/ddp_runner/start.py
 
 first=$(first_python)
 if [[ ${1:-} == environment ]]; then
-    exec "$first" "$start" ddp_runner.environment "${@:2}"
+    exec "$first" "$start" ddp_runner.cli.python_environment "${@:2}"
 fi
 extra=
 if [[ ${1:-} == docs ]]; then
     extra=docs
 fi
-python=$("$first" "$start" ddp_runner.environment --extra "$extra")
+python=$("$first" "$start" ddp_runner.cli.python_environment --extra "$extra")
 exec "$python" "$start" ddp_runner.__main__ "$@"

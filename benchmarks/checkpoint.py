@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ddp_runner.checkpoint.background import BackgroundSaver
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.training.fingerprint import state_hashes
-from ddp_runner.training.hashing import StateHashing
+from ddp_runner.training.components.tensor_hash import state_hashes
+from ddp_runner.training.exactness.state_hashes import StateHashing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ddp_runner.data.corpus import scan_standard_library
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.data.windows import ByteWindows
+from ddp_runner.data.text.byte_dataset import ByteWindows
+from ddp_runner.data.text.corpus import scan_standard_library
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Group, Membership, joined
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.collective.transfer import receive_state, send_state
 
 WORLD = 2

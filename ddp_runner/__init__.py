@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
+    from ddp_runner.cli.launch import launch
     from ddp_runner.core.faults import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.loader import SafeDataLoader
-    from ddp_runner.launcher import launch
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.logger import DDPLogger
     from ddp_runner.training.task import Datasets, Task
@@ -50,7 +50,7 @@ _HOME_OF_NAME = {
     "SafeDataLoader": "ddp_runner.data.loader",
     "Settings": "ddp_runner.core.settings",
     "Task": "ddp_runner.training.task",
-    "launch": "ddp_runner.launcher",
+    "launch": "ddp_runner.cli.launch",
 }
 
 

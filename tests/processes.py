@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ddp_runner import lifeline
+from ddp_runner.system import parent_death
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120.0  # a hang; a slow machine has its time
@@ -305,7 +305,7 @@ def _fork_all(
     for rank, descriptor in enumerate(descriptors):
         pid = os.fork()
         if pid == 0:
-            lifeline.die_with_parent(server_pid)
+            parent_death.die_with_parent(server_pid)
             connection.close()
             for other in descriptors:
                 if other != descriptor:
@@ -337,7 +337,7 @@ def _run(member: Member, connection: Connection, module: str, name: str, argumen
 
 def _main() -> None:
     descriptor, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    lifeline.die_with_parent(parent_pid)
+    parent_death.die_with_parent(parent_pid)
     for name in _PRELOADED:
         importlib.import_module(name)
     # Imported by its name: classes pickled by the test process belong to that module.

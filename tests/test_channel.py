@@ -8,7 +8,6 @@ import threading
 
 import pytest
 
-from ddp_runner.channel import DESCRIPTORS_MAX, Channel, ChannelClosedError
 from ddp_runner.core.messages import (
     PACKET_BYTES_MAX,
     Abort,
@@ -18,6 +17,7 @@ from ddp_runner.core.messages import (
     Metrics,
     WireError,
 )
+from ddp_runner.system.control_channel import DESCRIPTORS_MAX, Channel, ChannelClosedError
 from tests.processes import run_ranks
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner import environment, launcher
+from ddp_runner.cli import launch as launcher
+from ddp_runner.cli import python_environment as environment
 from ddp_runner.core.faults import BadInputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,9 +56,11 @@ def checkout(tmp_path):
     (root / "ddp_runner").mkdir(parents=True)
     (root / "tests").mkdir()
     shutil.copy(ROOT / "launch_training.sh", root)
-    for name in ("environment.py", "start.py"):
-        shutil.copy(ROOT / "ddp_runner" / name, root / "ddp_runner")
-    (root / "ddp_runner" / "__init__.py").write_text("")
+    (root / "ddp_runner" / "cli").mkdir()
+    for name in ("cli/python_environment.py", "start.py"):
+        shutil.copy(ROOT / "ddp_runner" / name, root / "ddp_runner" / name)
+    for package in ("", "cli"):
+        (root / "ddp_runner" / package / "__init__.py").write_text("")
     (root / "ddp_runner" / "__main__.py").write_text(STUB)
     (root / "requirements.txt").write_text("# nothing\n")
     return Checkout(root=root)
@@ -317,7 +320,14 @@ def test_requirement_files_and_extras_are_read():
 def test_finding_the_environment_needs_only_the_standard_library():
     """It runs before anything is installed."""
     done = subprocess.run(
-        [sys.executable, "-S", "-s", ROOT / "ddp_runner" / "environment.py", "--check", "torch"],
+        [
+            sys.executable,
+            "-S",
+            "-s",
+            ROOT / "ddp_runner" / "cli" / "python_environment.py",
+            "--check",
+            "torch",
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -400,10 +410,12 @@ def test_a_task_class_is_named_so_that_ranks_can_import_it(free_program, monkeyp
     """A file or module and a name; a notebook's own class cannot be imported and says so."""
     name = launcher.task_spec(TopLevel)
     assert name in (f"{__file__}:TopLevel", f"{__name__}:TopLevel")
-    assert launcher.task_spec(environment.Repository) == "ddp_runner.environment:Repository"
+    assert (
+        launcher.task_spec(environment.Repository) == "ddp_runner.cli.python_environment:Repository"
+    )
     done = free_program(
         """
-        from ddp_runner.launcher import task_spec
+        from ddp_runner.cli.launch import task_spec
         class Mine: pass
         print(task_spec(Mine))
         """,
@@ -424,14 +436,14 @@ def test_a_task_class_is_named_so_that_ranks_can_import_it(free_program, monkeyp
 
 WAITS = """
 import os, signal, sys, time
-from ddp_runner.lifeline import die_with_parent
+from ddp_runner.system.parent_death import die_with_parent
 die_with_parent(int(sys.argv[1]))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 print("pid", os.getpid(), flush=True)
 time.sleep(100)
 """
 PROGRAM = f"""
-import ddp_runner.launcher as launcher
+import ddp_runner.cli.launch as launcher
 launcher._CHILD = {WAITS!r}
 print("exit", launcher.launch(nproc=1).exit_code, flush=True)
 """

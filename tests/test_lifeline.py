@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner import lifeline
+from ddp_runner.system import parent_death
 from tests.processes import poll, ranks, run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -33,11 +33,11 @@ def _parent_of_some(me, ties):
     child = os.fork()
     if child == 0:
         if ties:
-            lifeline.die_with_parent(os.getppid())
+            parent_death.die_with_parent(os.getppid())
         own = os.getpid()
         if os.fork() == 0:
             if ties:
-                lifeline.die_with_parent(own)
+                parent_death.die_with_parent(own)
             os.write(writer, os.getpid().to_bytes(8, "little"))
         signal.pause()
     me.say([child, int.from_bytes(os.read(reader, 8), "little")])
@@ -76,7 +76,7 @@ def test_a_child_that_was_not_tied_outlives_its_parent():
 
 def _tie_to_a_dead_parent(me):
     """The child's parent ends before the child ties itself."""
-    lifeline.adopt_orphans()
+    parent_death.adopt_orphans()
     reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -85,7 +85,7 @@ def _tie_to_a_dead_parent(me):
         if child == 0:
             while os.getppid() == own:
                 time.sleep(0.001)
-            lifeline.die_with_parent(own)
+            parent_death.die_with_parent(own)
             os._exit(0)  # not reached
         os.write(writer, child.to_bytes(8, "little"))
         os._exit(0)
@@ -101,7 +101,7 @@ def test_a_child_whose_parent_has_ended_already_ends_too():
 
 def _adopt(me, adopts):
     if adopts:
-        assert lifeline.adopt_orphans()
+        assert parent_death.adopt_orphans()
     reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -128,7 +128,7 @@ def test_an_adopter_can_reap_its_orphaned_descendants(adopts, status):
 
 
 def _name(me, name):
-    lifeline.set_process_name(name)
+    parent_death.set_process_name(name)
     return Path("/proc/self/comm").read_text(encoding="utf-8").strip()
 
 

@@ -11,7 +11,7 @@ from ddp_runner.config.naming import is_name, name_of_task
 from ddp_runner.config.ways_on import own_folder, words_of_old
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
-from ddp_runner.directories import RunDirectories, latest_logs, point_latest
+from ddp_runner.system.run_directories import RunDirectories, latest_logs, point_latest
 
 
 def run_of(*pairs, **sources):

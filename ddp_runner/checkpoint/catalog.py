@@ -22,7 +22,7 @@ from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.run_files import (
+from ddp_runner.system.run_files import (
     is_regular,
     left_over,
     open_given,

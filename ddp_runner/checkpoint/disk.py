@@ -12,7 +12,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_runner.run_files import open_new
+from ddp_runner.system.run_files import open_new
 
 if TYPE_CHECKING:
     from pathlib import Path

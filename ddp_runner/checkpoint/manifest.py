@@ -12,7 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from ddp_runner.run_files import from_json
+from ddp_runner.system.run_files import from_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

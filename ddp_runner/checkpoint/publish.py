@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ddp_runner.run_files import temporary_path
+from ddp_runner.system.run_files import temporary_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

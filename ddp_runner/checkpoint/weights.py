@@ -21,7 +21,7 @@ from ddp_runner.checkpoint.catalog import (
 )
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.run_files import open_given, open_to_read
+from ddp_runner.system.run_files import open_given, open_to_read
 
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 _EXPECTED = (

@@ -14,13 +14,13 @@ from typing import Any
 
 from ddp_runner.cli.acts import CHANGING_SETTINGS, SETTINGS, Blow, Script, script_for
 from ddp_runner.cli.arguments import parse_small
+from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.repairs import Repaired, read_journal, read_repairs
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.tables import show_changes, show_repairs
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import InjectKind
-from ddp_runner.launcher import RunResult, launch
 from ddp_runner.start import COMMAND
 
 NPROC = ("--nproc-per-node", "-n")

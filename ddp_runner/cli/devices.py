@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.launch import DevicePlan
+from ddp_runner.core.launch_plan import DevicePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -28,13 +28,13 @@ from ddp_runner.cli.gpu_checks import gpu_checks
 from ddp_runner.cli.machine import TorchBuild, core_count, torch_build
 from ddp_runner.cli.output import show
 from ddp_runner.cli.probing import check_collectives, probe
+from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.naming import CHECKPOINTS, LOGS
 from ddp_runner.config.relations import device_problems, unwritable_reason
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.launch import DevicePlan, group_backend
-from ddp_runner.environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
+from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND, IS_CHECKOUT

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner import start
 from ddp_runner.cli.checks import Check, Verdict
-from ddp_runner.supervisor.environment import probe_environment
+from ddp_runner.supervisor.processes.environment import probe_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.injection import InjectKind
-from ddp_runner.run_files import from_json, read_lines
+from ddp_runner.system.run_files import from_json, read_lines
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,8 @@ import yaml
 
 from ddp_runner.config.naming import CHECKPOINTS, LOGS, is_name
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.directories import latest_logs
-from ddp_runner.run_files import read_small
+from ddp_runner.system.run_directories import latest_logs
+from ddp_runner.system.run_files import read_small
 
 if TYPE_CHECKING:
     from ddp_runner.cli.arguments import SmallArguments

@@ -17,7 +17,7 @@ from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import check_relations, digest, meaning, resolve
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
-from ddp_runner.core.launch import DevicePlan, LaunchPlan, names_a_gpu_twice
+from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.version import VERSION
@@ -42,14 +42,14 @@ def run(words: Sequence[str]) -> int:
     if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank. By
         # name, since a rank needs torch and the command line must not.
-        outside = import_module("ddp_runner.rank.outside")
+        outside = import_module("ddp_runner.rank.external_launcher")
         return int(outside.main(plan.settings, rank, plan.devices[0], cores=core_count()))
     ignored = what_is_ignored(os.environ)
     if ignored:
         plan = replace(plan, notes=(ignored, *plan.notes))
     _allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
-    from ddp_runner.supervisor.run import supervise  # noqa: PLC0415
+    from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
     return supervise(plan)
 
@@ -119,7 +119,7 @@ def _kept_variables(
     """What of a user's environment is left as it is, against what GPUs need."""
     if devices[0].visible_index is None:
         return ()
-    from ddp_runner.supervisor.environment import kept_against_advice  # noqa: PLC0415 - as above
+    from ddp_runner.supervisor.processes.environment import kept_against_advice  # noqa: PLC0415 - as above
 
     return kept_against_advice(environment, is_deterministic=settings.run.deterministic)
 

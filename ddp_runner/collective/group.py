@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.communicators import Communicators, EnteredGroup, ends_in_silence
 from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.collective.waits import GroupOfReducer, Waits
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 

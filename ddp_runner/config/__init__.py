@@ -1,18 +1,5 @@
 """COMPOSES: presets, files, environment and command line become one checked ``Settings``.
 
-fields     every setting as a name, a kind and a legal range; text -> value
-meanings   what each setting means, in words, for help and documentation
-foreign    names of other launchers and trainers: accepted, or answered with ours
-suggest    which known name may have been meant by another
-sources    YAML files, environment and command line -> assignments
-presets    the CPU and smoke-test values that lie over the defaults
-naming     what a run is called, and the folders that its name gives it
-compose    assignments -> Settings, with the origin of each value; the Python API's flat keys
-relations  how settings must fit together, and whether the paths they name can be used
-ways_on    what to type where a folder holds a run of other settings
-identity   what a run means (for refusing a resume), how its steps are computed (for telling that
-           they changed), its digest, and its written forms
-
 Imports nothing of the package but ``core``. Only this room reads names of settings from outside.
 """
 

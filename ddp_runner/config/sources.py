@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Origin = Literal["default", "preset", "file", "environment", "command line"]
 
 ENVIRONMENT_PREFIX = "DDP_RUNNER_"
-# Read by launch_training.sh and launcher.py, or set by the run for its own processes.
+# Read by launch_training.sh and cli/launch.py, or set by the run for its own processes.
 RESERVED_VARIABLES = frozenset(
     {
         "DDP_RUNNER_PYTHON",

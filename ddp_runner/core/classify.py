@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.crash_output import LastWords
 from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.last_words import LastWords
 
 VICTIM_KINDS = frozenset({FaultKind.COLLECTIVE_FAILED})
 

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.generators import GENERATORS, generator_of, set_state, state_of
-from ddp_runner.data.plain import from_plain, to_plain
+from ddp_runner.data.stream_state import from_plain, to_plain
 
 Path = tuple[Any, ...]  # names of attributes, places in lists, keys of dicts
 Noted = dict[Path, tuple[str, Any]]

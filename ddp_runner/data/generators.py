@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_runner.data.plain import from_plain, to_plain
+from ddp_runner.data.stream_state import from_plain, to_plain
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.data.pool import PoolSettings, WorkerPool
-from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
-from ddp_runner.data.waiting import PoolError
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
+from ddp_runner.data.workers.timeouts import PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddp_runner.data.report import LoaderKills
+    from ddp_runner.data.loader_faults import LoaderKills
 
 Indices = tuple[int, ...]
 

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
-from ddp_runner.data import limits
-from ddp_runner.data.again import load_again
-from ddp_runner.data.delivered import Ahead, MicroBatch, NotCopiedError, copied
-from ddp_runner.data.files import collate_batch
-from ddp_runner.data.mending import Mender, Trouble
-from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share_size
-from ddp_runner.data.pool import PoolSettings, WorkerPool
-from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.data.report import (
+from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
+from ddp_runner.data.loader_faults import (
     KillCounter,
     LoaderKills,
     LoadingMended,
@@ -30,9 +23,16 @@ from ddp_runner.data.report import (
     fault_of_samples,
     fault_of_worker,
 )
-from ddp_runner.data.source import BatchKey, SampleFailed, SampleSource
-from ddp_runner.data.waiting import FilesUsedUpError, PoolError
-from ddp_runner.data.workers import WorkersAsked, cores_here, worker_count, worker_notes
+from ddp_runner.data.loader_repair import Mender, Trouble
+from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share_size
+from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.workers import system_limits
+from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count, worker_notes
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.memory_files import collate_batch
+from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
+from ddp_runner.data.workers.reload import load_again
+from ddp_runner.data.workers.timeouts import FilesUsedUpError, PoolError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -113,7 +113,7 @@ class SafeDataLoader:
         self._phase = phase  # that faults are told of
         self._micro_batch_size = micro_batch_size
         self.prefetch_factor = prefetch_factor
-        self._pin_memory = pin_memory and limits.can_pin()
+        self._pin_memory = pin_memory and system_limits.can_pin()
         self._timeout_s = timeout_s
         self._on_workers = on_workers
         self._on_mended = on_mended
@@ -459,7 +459,7 @@ class SafeDataLoader:
 
 
 def _notes(num_workers: WorkersAsked, *, local_world_size: int, cores: int) -> tuple[str, ...]:
-    before, after = limits.raise_open_file_limit()
+    before, after = system_limits.raise_open_file_limit()
     notes = worker_notes(num_workers, local_world_size=local_world_size, cores=cores)
     if after != before:
         notes += (f"open-file limit raised from {before} to {after}",)

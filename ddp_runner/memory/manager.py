@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.leak import LeakWindow
-from ddp_runner.core.pressure import Level, may_collect_fully, next_level
+from ddp_runner.core.memory_leak import LeakWindow
+from ddp_runner.core.memory_pressure import Level, may_collect_fully, next_level
 from ddp_runner.memory.readings import Reader, Reading, SystemReader
 from ddp_runner.memory.reclaim import empty_device_cache, reclaim
 from ddp_runner.memory.uses import GB, exceeds_hard_limit, tightest_use

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.observe.files import ends_torn
-from ddp_runner.run_files import is_named, open_to_append, open_to_append_anywhere
+from ddp_runner.system.run_files import is_named, open_to_append, open_to_append_anywhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable

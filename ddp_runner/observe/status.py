@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddp_runner.observe.files import Outage, Warn, encode_record
-from ddp_runner.run_files import replace_file
+from ddp_runner.system.run_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

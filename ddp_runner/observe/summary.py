@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.files import encode_record
-from ddp_runner.run_files import from_json, read_small, replace_file_synced
+from ddp_runner.system.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

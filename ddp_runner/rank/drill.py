@@ -16,14 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_runner import config, lifeline
-from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner import config
 from ddp_runner.core.messages import Drilled, Fork
 from ddp_runner.core.secrets import secret_texts, without_secrets
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.process import prepare_interpreter
-from ddp_runner.run_files import open_to_append
-from ddp_runner.training.drill import compare
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.run_files import open_to_append
+from ddp_runner.training.exactness.drill import compare
 from ddp_runner.training.runtime import Place
 
 LOG_NAME = "drill.log"
@@ -36,9 +37,9 @@ def main(request: Fork, descriptors: list[int]) -> int:
     """Run one drill; returns its exit status. ``descriptors``: control channel, output."""
     control, output = descriptors
     spec: dict[str, Any] = request.spec
-    lifeline.set_process_name("ddp:drill")
+    parent_death.set_process_name("ddp:drill")
     stand_back()
-    lifeline.mark_own_children()
+    parent_death.mark_own_children()
     channel = Channel.from_descriptor(control)
     settings = config.from_record(spec["settings"])
     _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_runner.checkpoint.manifest import manifest_name, step_of
 from ddp_runner.rank.fenced_disk import FencedDisk, never
-from ddp_runner.run_files import open_to_change
+from ddp_runner.system.run_files import open_to_change
 
 
 class FaultyDisk(FencedDisk):

@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from ddp_runner import lifeline
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Group, Membership, joined
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
+from ddp_runner.system import parent_death
 
 IMPORTED = "imported"  # what the parent is told first: from here on the limit counts
 FORMING, SUM, ABORT = "forming", "all-reduce", "abort"
@@ -61,8 +61,8 @@ class _Rank:
 
 def main(words: Sequence[str]) -> int:
     """``words``: the pipe's number, the parent's pid, and the backend, devices and limit as JSON."""
-    lifeline.set_process_name("ddp:probe")
-    lifeline.die_with_parent(int(words[1]))
+    parent_death.set_process_name("ddp:probe")
+    parent_death.die_with_parent(int(words[1]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what follows "finally" is done
     spec = json.loads(words[2])
     with os.fdopen(int(words[0]), "w", encoding="utf-8") as pipe:
@@ -268,7 +268,7 @@ def _forked(listening: socket.socket, probed: RankOfProbe) -> _Rank:
     parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        lifeline.die_with_parent(parent_pid)
+        parent_death.die_with_parent(parent_pid)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         listening.close()
         mine.close()

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ddp_runner import config, lifeline
-from ddp_runner.channel import Channel
-from ddp_runner.collective.store import StoreLink
+from ddp_runner import config
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.faults import ToldFaultError
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
@@ -26,8 +25,10 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import lossy_text
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel
 from ddp_runner.training.failure import fault_of
-from ddp_runner.training.feeding import collective_timeout_s
+from ddp_runner.training.loaders import collective_timeout_s
 from ddp_runner.training.runtime import Place
 from ddp_runner.training.trainer import DDPTrainer
 
@@ -38,8 +39,8 @@ def main(request: Fork, descriptors: list[int]) -> int:
     """Run one rank; returns its exit status. ``descriptors``: control channel, board, output."""
     control, board, output_descriptor = descriptors
     spec: dict[str, Any] = request.spec
-    lifeline.set_process_name(f"ddp:rank{request.rank}")
-    lifeline.mark_own_children()
+    parent_death.set_process_name(f"ddp:rank{request.rank}")
+    parent_death.mark_own_children()
     settings = config.from_record(spec["settings"])
     output = StartupOutput(
         output_descriptor, Path(settings.run.log_dir) / f"rank_{request.rank}.log"
@@ -93,7 +94,7 @@ def _injections(settings: Any, spec: dict[str, Any]) -> dict[int, Injection] | N
             injection := parse_injection(settings.run.inject[int(number)], world_size=world_size),
             Injection,
         )
-        and injection.kind is not InjectKind.BAD_SAMPLE  # the data holds it: training/feeding.py
+        and injection.kind is not InjectKind.BAD_SAMPLE  # the data holds it: training/loaders.py
     }
 
 

@@ -11,12 +11,11 @@ import threading
 import traceback
 from pathlib import Path
 
-from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.checkpoint.disk import Disk
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, collectives_begun
 from ddp_runner.collective.loss import Loss
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import StopReason
@@ -52,7 +51,8 @@ from ddp_runner.rank.faulty_disk import FaultyDisk
 from ddp_runner.rank.fenced_disk import FencedDisk
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
-from ddp_runner.run_files import open_to_append, open_to_append_anywhere
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.run_files import open_to_append, open_to_append_anywhere
 from ddp_runner.training.runtime import Generation, Place, without_secrets_in
 
 

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_runner import config, lifeline
-from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner import config
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, joined
 from ddp_runner.collective.replica import Replica
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Slot
 from ddp_runner.core.messages import Fork, SpareReady
 from ddp_runner.core.settings import Settings
@@ -31,13 +30,15 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.rank import process
 from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries, used_bytes
-from ddp_runner.training.explosion import Explosions
-from ddp_runner.training.loss_monitor import LossMonitor
-from ddp_runner.training.optimizer import build_optimizer
-from ddp_runner.training.precision import Precision
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.training.components.loss_monitor import LossMonitor
+from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.optimizer import build_optimizer
+from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper, StepRules, Votes
-from ddp_runner.training.tuning import Tuning
 
 _WIDTH = 8
 _SAMPLES = 2
@@ -46,7 +47,7 @@ _STEPS = 2  # the first one builds what the second one uses
 
 def wait(request: Fork, descriptors: list[int]) -> int:
     """Warm up, say so, and sleep; then run as the rank that is asked for, and return its status."""
-    lifeline.set_process_name("ddp:spare")
+    parent_death.set_process_name("ddp:spare")
     control, output = descriptors
     for stream in (1, 2):  # its zygote's until now
         os.dup2(output, stream)

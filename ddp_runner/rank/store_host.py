@@ -9,10 +9,10 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from ddp_runner import lifeline
-from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import StoreReady
 from ddp_runner.rank.signals import RUN_SIGNALS
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 
 def host(control_descriptor: int, listening_descriptor: int, output_descriptor: int) -> int:
@@ -20,7 +20,7 @@ def host(control_descriptor: int, listening_descriptor: int, output_descriptor: 
 
     The socket is the supervisor's: a store that dies is replaced on the very same port.
     """
-    lifeline.set_process_name("ddp:store")
+    parent_death.set_process_name("ddp:store")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in RUN_SIGNALS:  # in a thread of the store's a handler would cut calls short
         signal.signal(number, signal.SIG_IGN)

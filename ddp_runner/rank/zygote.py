@@ -19,8 +19,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_runner import lifeline
-from ddp_runner.channel import Channel, ChannelClosedError
 from ddp_runner.core.messages import (
     DRILL_RANK,
     NO_PROCESS,
@@ -32,6 +30,8 @@ from ddp_runner.core.messages import (
     ZygoteReady,
 )
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
@@ -61,13 +61,13 @@ def preload(task: str) -> float:
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
     for name in _PRELOADED:
         importlib.import_module(name)
-    from ddp_runner.training.rehearsal import rehearse_threads  # noqa: PLC0415 - imports torch
+    from ddp_runner.training.fork_safety import rehearse_threads  # noqa: PLC0415 - imports torch
 
     rehearse_threads()
     if task in ("bytes", "synthetic"):
         importlib.import_module("ddp_runner.tasks.transformer")
     elif task:
-        from ddp_runner.training.loading import import_task_module  # noqa: PLC0415 - after torch
+        from ddp_runner.training.task_import import import_task_module  # noqa: PLC0415 - after torch
 
         with contextlib.suppress(Exception):  # said by the ranks, which import it again
             import_task_module(task)
@@ -113,7 +113,7 @@ def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> No
         release_stops()
         while os.getppid() == between_pid:
             time.sleep(0.0005)
-        lifeline.die_with_parent(supervisor_pid)
+        parent_death.die_with_parent(supervisor_pid)
         status = run()
     except BaseException:  # noqa: BLE001 - top of a process: say why and end
         traceback.print_exc()
@@ -133,7 +133,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
             return
         if not isinstance(message, Fork):
             raise TypeError(f"a zygote only forks; got {type(message).__name__}")
-        lifeline.set_process_name("ddp:zygote")  # also one that stood by until now
+        parent_death.set_process_name("ddp:zygote")  # also one that stood by until now
         request, inherited = message, descriptors
 
         def run(request: Fork = request, inherited: list[int] = inherited) -> int:
@@ -168,7 +168,7 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
 
 def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> int:
     """Be the next zygote, with all that this one has imported: wait for the first fork to be asked for."""
-    lifeline.set_process_name("ddp:standby")
+    parent_death.set_process_name("ddp:standby")
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
@@ -201,8 +201,8 @@ def driver_has_started(library: str = "libcuda.so.1") -> bool:
 def main(arguments: list[str]) -> int:
     """Entry point."""
     descriptor, supervisor_pid = int(arguments[0]), int(arguments[1])
-    lifeline.die_with_parent(supervisor_pid)
-    lifeline.set_process_name("ddp:zygote")
+    parent_death.die_with_parent(supervisor_pid)
+    parent_death.set_process_name("ddp:zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_stops_to_supervisor()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever

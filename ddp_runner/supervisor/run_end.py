@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.core.settings import Settings
-from ddp_runner.supervisor.cutting import Cutting
-from ddp_runner.supervisor.facts import Ending, RunFacts, told
-from ddp_runner.supervisor.last_save import LastSave
-from ddp_runner.supervisor.ledger import Ledger
-from ddp_runner.supervisor.published import Published
-from ddp_runner.supervisor.records import Records
-from ddp_runner.supervisor.starting import Start
-from ddp_runner.supervisor.world import World
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.recovery.communicator_cut import Cutting
+from ddp_runner.supervisor.recovery.last_save import LastSave
+from ddp_runner.supervisor.reporting.accounting import Ledger
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, told
+from ddp_runner.supervisor.reporting.start_progress import Start
 
 
 class RunEnd:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ddp_runner.core.messages import Checkpoint
-from ddp_runner.supervisor.facts import RunFacts
-from ddp_runner.supervisor.records import Records
-from ddp_runner.supervisor.world import World
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 
 class SaveRequest:

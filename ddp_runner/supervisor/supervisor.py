@@ -11,11 +11,12 @@ import time
 import uuid
 from pathlib import Path
 
+from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault
-from ddp_runner.core.launch import LaunchPlan
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, RunEvent, RunState
 from ddp_runner.core.messages import (
     NO_PROCESS,
@@ -46,13 +47,9 @@ from ddp_runner.core.messages import (
     ZygoteReady,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.directories import RunDirectories
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor.children import Ended
-from ddp_runner.supervisor.chronicle import Chronicle
-from ddp_runner.supervisor.complete import kept_summary
-from ddp_runner.supervisor.cutting import Cutting
-from ddp_runner.supervisor.departures import (
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.departures import (
     DrillEnded,
     RankEnded,
     SpareEnded,
@@ -60,21 +57,24 @@ from ddp_runner.supervisor.departures import (
     StoreEnded,
     ZygoteEnded,
 )
-from ddp_runner.supervisor.drilling import DrillKeeper
-from ddp_runner.supervisor.endings import exit_of, store_died
-from ddp_runner.supervisor.facts import Ending, RunFacts
-from ddp_runner.supervisor.ledger import Ledger
-from ddp_runner.supervisor.published import Published
-from ddp_runner.supervisor.ranks import RankHandle
-from ddp_runner.supervisor.records import Records
-from ddp_runner.supervisor.repair import Repair
+from ddp_runner.supervisor.processes.endings import exit_of, store_died
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.recovery.communicator_cut import Cutting
+from ddp_runner.supervisor.recovery.drills import DrillKeeper
+from ddp_runner.supervisor.recovery.fault_injector import Striker
+from ddp_runner.supervisor.recovery.repair import Repair
+from ddp_runner.supervisor.recovery.spare_keeper import SpareKeeper
+from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
+from ddp_runner.supervisor.reporting.accounting import Ledger
+from ddp_runner.supervisor.reporting.completed_run import kept_summary
+from ddp_runner.supervisor.reporting.event_log import Chronicle
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
+from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.save_request import SaveRequest
-from ddp_runner.supervisor.sparing import SpareKeeper
-from ddp_runner.supervisor.starting import Start
-from ddp_runner.supervisor.striker import Striker
-from ddp_runner.supervisor.world import World
-from ddp_runner.supervisor.zygotes import ZygoteKeeper
+from ddp_runner.system.run_directories import RunDirectories
 
 EXIT_TIMEOUT_S = 15.0  # for a finished rank to exit
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.data.corpus import (
+from ddp_runner.data.text.byte_dataset import ByteWindows
+from ddp_runner.data.text.corpus import (
     ScannedFiles,
     fingerprint,
     scan_standard_library,
@@ -17,7 +18,6 @@ from ddp_runner.data.corpus import (
     split_by_file,
     summary,
 )
-from ddp_runner.data.windows import ByteWindows
 from ddp_runner.tasks.transformer import TransformerLM, generate, next_token_loss
 from ddp_runner.training.task import Batch, Datasets
 

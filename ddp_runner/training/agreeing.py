@@ -9,8 +9,8 @@ from dataclasses import replace
 from ddp_runner.collective.group import Group
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted
-from ddp_runner.training.parts import RankParts
-from ddp_runner.training.tuning import Tuning, mend
+from ddp_runner.training.components.tuning import Tuning, mend
+from ddp_runner.training.rank_context import RankParts
 
 
 def agree_on_tuning(

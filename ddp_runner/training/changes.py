@@ -11,10 +11,10 @@ from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
 from ddp_runner.core.messages import Adjusted
 from ddp_runner.core.settings import OptimSettings, Settings
+from ddp_runner.training.components.lr_schedule import learning_rate
+from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.runtime import Runtime
-from ddp_runner.training.schedule import learning_rate
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.tuning import Tuning
 
 CHANGES_KEPT = 100  # of the newest, in state and manifest
 _PROBES = 64  # steps at which two schedules are held against each other, beside their corners

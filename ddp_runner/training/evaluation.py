@@ -16,8 +16,8 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 from ddp_runner.training.batch_copy import to_device
-from ddp_runner.training.precision import Precision
-from ddp_runner.training.rng import seed_step
+from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.task import Task
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_runner.checkpoint.codec import check_state_dict
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.training.buffers import persistent_buffers
+from ddp_runner.training.components.buffers import persistent_buffers
 from ddp_runner.training.state import TrainState
 
 _LISTED_MAX = 3

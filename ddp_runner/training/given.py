@@ -15,8 +15,8 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config.naming import HANDED_OVER
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
-from ddp_runner.training.ema import Ema
-from ddp_runner.training.loading import load_task
+from ddp_runner.training.components.ema import Ema
+from ddp_runner.training.task_import import load_task
 
 
 def spec_in_this_process(task: object) -> str:

@@ -18,19 +18,19 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.divergence import Comparison, compare_replicas, first_difference
 from ddp_runner.core.election import EMPTY_STEP
-from ddp_runner.core.explosion import broken_gradients
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.loss_spikes import broken_gradients
 from ddp_runner.core.messages import Adjusted, MendedInPlace, Noted
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
-from ddp_runner.training.build import newest_to_restore, restore_newest
-from ddp_runner.training.fingerprint import combined, state_hashes
-from ddp_runner.training.hashing import StateHashing
-from ddp_runner.training.loss_monitor import Verdict
-from ddp_runner.training.parts import RankParts
+from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.components.tensor_hash import combined, state_hashes
+from ddp_runner.training.exactness.state_hashes import StateHashing
+from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import StepResult
+from ddp_runner.training.workload import newest_to_restore, restore_newest
 
 INDICES_SHOWN = 16
 ROLLBACKS_WITHOUT_MAJORITY_MAX = 2  # to one checkpoint; what then differs again differs every time

@@ -19,7 +19,7 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device import visible_gpu
 from ddp_runner.collective.group import Membership
 from ddp_runner.collective.loss import Loss
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell, Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultError

@@ -21,19 +21,19 @@ from ddp_runner.checkpoint.snapshot import size_in_memory, storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
-from ddp_runner.core.duties import last_save_due, saves_to_skip
+from ddp_runner.core.checkpoint_interval import SavePace
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.save_requests import Wishes
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.core.wishes import Wishes
+from ddp_runner.core.step_schedule import last_save_due, saves_to_skip
 from ddp_runner.memory.manager import MemoryManager
-from ddp_runner.training.build import Workload, versions
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.last_save import BEFORE_END, LastSave
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import Workload, versions
 
 INTERVAL = "interval"  # the reason of a save between others
 PATIENCE_S = 0.5  # for the save before, when the next one comes due

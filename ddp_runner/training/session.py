@@ -12,26 +12,26 @@ from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
-from ddp_runner.core.duties import Duties, duties_after
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted, Metrics
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.step_schedule import Duties, duties_after
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.batch_copy import copy_ahead
+from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.components.tuning import AdaptRules, adapt
 from ddp_runner.training.evaluation import evaluate
-from ddp_runner.training.feeding import make_validation_loader
-from ddp_runner.training.first_step import FirstStep
+from ddp_runner.training.exactness.first_step import FirstStep
+from ddp_runner.training.exactness.stream_check import StreamWatch
 from ddp_runner.training.guard import Guard
 from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.loss_monitor import Verdict
-from ddp_runner.training.parts import RankParts
+from ddp_runner.training.loaders import make_validation_loader
+from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import FlagsChangedError, Stepper, StepResult, StepRules, Votes
-from ddp_runner.training.streams import StreamWatch
-from ddp_runner.training.tuning import AdaptRules, adapt
 
 WRAPS_MAX = 3  # of one step
 

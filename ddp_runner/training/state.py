@@ -14,14 +14,14 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamPosition
-from ddp_runner.training.buffers import Buffers
-from ddp_runner.training.ema import Ema
-from ddp_runner.training.explosion import Explosions
-from ddp_runner.training.loss_monitor import LossMonitor
-from ddp_runner.training.optimizer import take_in
-from ddp_runner.training.precision import Precision
-from ddp_runner.training.side_state import SideState
-from ddp_runner.training.tuning import Tuning
+from ddp_runner.training.components.buffers import Buffers
+from ddp_runner.training.components.ema import Ema
+from ddp_runner.training.components.loss_monitor import LossMonitor
+from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.optimizer import take_in
+from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.tuning import Tuning
+from ddp_runner.training.exactness.side_state import SideState
 
 
 class TrainState:

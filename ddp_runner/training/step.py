@@ -19,10 +19,10 @@ from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.batch_copy import to_device
-from ddp_runner.training.explosion import Limits
-from ddp_runner.training.own_share import OwnShare, ShareNotes
-from ddp_runner.training.rng import seed_step
-from ddp_runner.training.schedule import apply_learning_rate, learning_rate
+from ddp_runner.training.components.loss_spikes import Limits
+from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
+from ddp_runner.training.components.rng import seed_step
+from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from ddp_runner.training.state import TrainState
 
 

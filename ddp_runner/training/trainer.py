@@ -45,7 +45,32 @@ from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.agreeing import agree_on_tuning, recalled
 from ddp_runner.training.audit import Crew, complete_audits
-from ddp_runner.training.build import (
+from ddp_runner.training.changes import tell_changes
+from ddp_runner.training.components.tuning import Tuning, free_memory, mend
+from ddp_runner.training.exactness.drill_notes import Drills
+from ddp_runner.training.exactness.first_step import tell_lost
+from ddp_runner.training.exactness.same_data import SameData
+from ddp_runner.training.failure import fault_of
+from ddp_runner.training.fitting import warn_of_values
+from ddp_runner.training.fork_safety import rehearse_threads
+from ddp_runner.training.given import give_average, with_task_named
+from ddp_runner.training.helpers import Helpers
+from ddp_runner.training.last_save import warn_of_room
+from ddp_runner.training.loaders import (
+    collective_timeout_s,
+    make_loader,
+    open_quarantine,
+    waiting,
+)
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.runtime import Generation, Place, Runtime, local_runtime
+from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
+from ddp_runner.training.session import Session
+from ddp_runner.training.stages import StageClock
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.train_report import TrainReport, finished_message, report_of, start_notes
+from ddp_runner.training.workload import (
     Workload,
     build_workload,
     is_complete,
@@ -53,31 +78,6 @@ from ddp_runner.training.build import (
     load_start,
     restore_newest,
 )
-from ddp_runner.training.changes import tell_changes
-from ddp_runner.training.drilling import Drills
-from ddp_runner.training.failure import fault_of
-from ddp_runner.training.feeding import (
-    collective_timeout_s,
-    make_loader,
-    open_quarantine,
-    waiting,
-)
-from ddp_runner.training.first_step import tell_lost
-from ddp_runner.training.fitting import warn_of_values
-from ddp_runner.training.given import give_average, with_task_named
-from ddp_runner.training.helpers import Helpers
-from ddp_runner.training.last_save import warn_of_room
-from ddp_runner.training.parts import RankParts
-from ddp_runner.training.progress import Progress
-from ddp_runner.training.rehearsal import rehearse_threads
-from ddp_runner.training.report import TrainReport, finished_message, report_of, start_notes
-from ddp_runner.training.runtime import Generation, Place, Runtime, local_runtime
-from ddp_runner.training.same_data import SameData
-from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
-from ddp_runner.training.session import Session
-from ddp_runner.training.stages import StageClock
-from ddp_runner.training.state import TrainState
-from ddp_runner.training.tuning import Tuning, free_memory, mend
 
 
 class DDPTrainer:

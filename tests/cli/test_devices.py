@@ -16,8 +16,8 @@ from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.launch import group_backend
-from ddp_runner.supervisor.cutting import SILENT_LEAVE_TIMEOUT_S
+from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.supervisor.recovery.communicator_cut import SILENT_LEAVE_TIMEOUT_S
 
 LISTED = """0, GPU-aaaa1111, NVIDIA H200, 143771 MiB
 1, GPU-aaaa2222, NVIDIA H200, 143771 MiB

@@ -11,7 +11,7 @@ import torch
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.group import Membership, joined
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from tests.processes import poll
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from ddp_runner.core.classify import (
     classify_error,
     classify_exit,
 )
+from ddp_runner.core.crash_output import LastWords
 from ddp_runner.core.faults import SCOPE_OF_KIND, Fault, FaultKind, Origin
-from ddp_runner.core.last_words import LastWords
 
 
 def fault(kind, rank, at_ns):

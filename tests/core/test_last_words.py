@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_runner.core.crash_output import read_last_words, read_stack, user_frame
 from ddp_runner.core.faults import DETAIL_CHARACTERS_MAX
-from ddp_runner.core.last_words import read_last_words, read_stack, user_frame
 
 OWN = "/opt/run/ddp_runner"
 STACK = f"""Current thread 0x00007f3d7067fb80 (most recent call first):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from ddp_runner.core.leak import SAMPLES_MAX, LeakWindow, suspected_leak
+from ddp_runner.core.memory_leak import SAMPLES_MAX, LeakWindow, suspected_leak
 from ddp_runner.core.settings import MemorySettings
 
 MB = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.loading import (
+from ddp_runner.core.loader_recovery import (
     CALM_STEPS,
     PROGRESS_STEPS,
     LoaderHistory,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_runner.core.pacing import (
+from ddp_runner.core.checkpoint_interval import (
     FIRST_INTERVAL_S,
     INTERVAL_MAX_S,
     INTERVAL_MIN_S,

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from ddp_runner.core import messages
 from ddp_runner.core.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
-from ddp_runner.core.duties import RunLength, duties_after, last_save_due, run_length
 from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
+from ddp_runner.core.step_schedule import RunLength, duties_after, last_save_due, run_length
 
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")
 SAMPLES = [

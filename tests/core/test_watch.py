@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.core.watch import (
+from ddp_runner.core.hang_detection import (
     LONG_PHASE_STEPS,
     FirstSteps,
     HangVerdict,
@@ -20,6 +18,8 @@ from ddp_runner.core.watch import (
     late_ranks,
     phase_deadline_s,
 )
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
 
 SETTINGS = RecoverySettings(
     hang_min_s=2.0,

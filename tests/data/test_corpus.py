@@ -10,14 +10,14 @@ import sys
 import pytest
 
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.data.corpus import (
+from ddp_runner.data.text.byte_dataset import ByteWindows
+from ddp_runner.data.text.corpus import (
     fingerprint,
     scan_standard_library,
     scan_text_files,
     split_by_file,
     standard_library_root,
 )
-from ddp_runner.data.windows import ByteWindows
 from tests.processes import open_files_in
 
 
@@ -90,7 +90,7 @@ def test_standard_library_has_sources_and_no_tests():
 
 def test_scanning_needs_no_torch():
     """The supervisor may scan, and never imports torch."""
-    code = "import sys, ddp_runner.data.corpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, ddp_runner.data.text.corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -167,7 +167,7 @@ def _text(tmp_path, content):
 
 def test_windows_open_few_maps_and_travel_without_them(tmp_path, monkeypatch):
     """Maps are bounded, and a pickled dataset carries none."""
-    monkeypatch.setattr("ddp_runner.data.windows._OPEN_MAPS_MAX", 2)
+    monkeypatch.setattr("ddp_runner.data.text.byte_dataset._OPEN_MAPS_MAX", 2)
     for number in range(6):
         (tmp_path / str(number)).write_bytes(b"abcdefghij")
     windows = ByteWindows(scan_text_files(tmp_path), seq_len=9)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.data.limits import raise_open_file_limit
-from ddp_runner.data.worker import let_go_of_devices
+from ddp_runner.data.workers.system_limits import raise_open_file_limit
+from ddp_runner.data.workers.worker import let_go_of_devices
 from tests.processes import run_ranks
 
 from .test_loader_faults import indices_of, make

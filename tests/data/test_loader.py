@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from ddp_runner.data.files import collate_batch
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder, share
-from ddp_runner.data.workers import worker_count
+from ddp_runner.data.workers.count import worker_count
+from ddp_runner.data.workers.memory_files import collate_batch
 
 ORDER = SampleOrder(seed=11, dataset_size=50, global_batch_size=12)
 TOTAL_STEPS = 13  # three epochs of four steps, and one step
@@ -177,7 +177,7 @@ def test_batches_larger_than_a_pipe_arrive_whole():
 
 def test_pinning_hands_on_the_same_batches_and_ends(reference, monkeypatch):
     """The pinning thread keeps the order; close() waits for it."""
-    monkeypatch.setattr("ddp_runner.data.limits.can_pin", lambda: True)
+    monkeypatch.setattr("ddp_runner.data.workers.system_limits.can_pin", lambda: True)
 
     with make(num_workers=2, pin_memory=True, collate_fn=pinnable) as loader:
         for step in range(5):

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from ddp_runner.core.faults import FaultError, FaultKind
-from ddp_runner.core.loading import CALM_STEPS, VAIN_WAITS_MAX
+from ddp_runner.core.loader_recovery import CALM_STEPS, VAIN_WAITS_MAX
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.data.waiting import SLICE_S, Wait
+from ddp_runner.data.workers.timeouts import SLICE_S, Wait
 from ddp_runner.memory.kernel_kills import KernelKills
 from tests.processes import poll, ranks
 
@@ -52,7 +52,7 @@ class ShownWait(Wait):
 @pytest.fixture
 def hangs_are_shown(monkeypatch):
     _hanging[:] = bytes(8)  # whoever hung in a former test has ended, and its pid may be another's
-    monkeypatch.setattr("ddp_runner.data.pool.Wait", ShownWait)
+    monkeypatch.setattr("ddp_runner.data.workers.pool.Wait", ShownWait)
 
 
 class Plain:
@@ -177,8 +177,8 @@ def indices_of(step):
 def pin(request, monkeypatch):
     """Batches received directly, or through the pinning thread, also without a device."""
     if request.param and not torch.cuda.is_available():
-        monkeypatch.setattr("ddp_runner.data.limits.can_pin", lambda: True)
-        monkeypatch.setattr("ddp_runner.data.pool.pin_memory", lambda batch: batch)
+        monkeypatch.setattr("ddp_runner.data.workers.system_limits.can_pin", lambda: True)
+        monkeypatch.setattr("ddp_runner.data.workers.pool.pin_memory", lambda batch: batch)
     return request.param
 
 
@@ -316,7 +316,7 @@ def test_a_worker_without_its_files_is_told_by_its_end_or_replaced(
     monkeypatch, seconds, reap_s, told_as
 ):
     """Between the two a machine may hold it up; one that user code has cut off is not waited for."""
-    monkeypatch.setattr("ddp_runner.data.pool._REAP_S", reap_s)
+    monkeypatch.setattr("ddp_runner.data.workers.pool._REAP_S", reap_s)
     told = []
     with make(OnceDeaf(seconds), on_mended=told.append) as loader:
         take_until(told, loader)
@@ -401,7 +401,7 @@ def test_a_death_while_the_first_batches_are_handed_out_is_told_like_any_other()
 
 def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
     """A worker that stops is reported with its state and memory after timeout_s, and replaced."""
-    monkeypatch.setattr("ddp_runner.data.waiting.STOPPED_S", LONG_S)  # the next test's
+    monkeypatch.setattr("ddp_runner.data.workers.timeouts.STOPPED_S", LONG_S)  # the next test's
     told, dataset = [], Counted()
     loader = make(dataset, num_workers=2, pin_memory=pin, on_mended=told.append)
     with loader:

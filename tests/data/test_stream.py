@@ -15,8 +15,8 @@ import torch
 
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
-from ddp_runner.data.plain import from_plain, to_plain
 from ddp_runner.data.stream import StreamLoader, StreamOrder, StreamPosition
+from ddp_runner.data.stream_state import from_plain, to_plain
 
 BATCH = 6
 LENGTH = 20  # three global batches an epoch, and two items that are dropped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_runner.data.pool import WorkerPool
+from ddp_runner.data.workers.pool import WorkerPool
 from tests.processes import poll
 
 from .test_loader import TOTAL_STEPS, assert_same, flat, make, pinnable
@@ -76,7 +76,7 @@ def test_another_share_forgets_what_was_taken_ahead(reference, here):
 
 def test_only_batches_that_are_in_pinned_memory_are_taken_ahead(monkeypatch):
     """None are waited for: those of the step after are taken once all have arrived, else none."""
-    monkeypatch.setattr("ddp_runner.data.limits.can_pin", lambda: True)
+    monkeypatch.setattr("ddp_runner.data.workers.system_limits.can_pin", lambda: True)
     taken = []
     with make(num_workers=1, pin_memory=True, collate_fn=pinnable, prefetch_factor=2) as loader:
         loader.take(0)

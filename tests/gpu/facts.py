@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 
-from ddp_runner import lifeline
+from ddp_runner.system import parent_death
 from tests.gpu.conducting import STACKS_SIGNAL
 
 LINE_BYTES_MAX = 4000  # a pipe takes so many at once from several writers
@@ -162,7 +162,7 @@ class Fork:
 def _be_fork(parent, facts, function, arguments, environment):
     code = 1
     try:
-        lifeline.die_with_parent(parent)
+        parent_death.die_with_parent(parent)
         faulthandler.enable()
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
         for name, value in environment.items():

@@ -20,7 +20,7 @@ PRODUCT = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_SOCKET_IFNAME": "lo",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-}  # what ranks find in their environment; see ddp_runner.supervisor.environment
+}  # what ranks find in their environment; see ddp_runner.supervisor.processes.environment
 
 
 def preload():

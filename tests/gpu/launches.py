@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from ddp_runner import lifeline
+from ddp_runner.system import parent_death
 from tests.gpu.facts import rehearses
 
 TASKS = Path(__file__).with_name("tasks.py")
@@ -71,7 +71,7 @@ class Launch:
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
-                preexec_fn=lambda: lifeline.die_with_parent(parent),  # noqa: PLW1509 - one thread
+                preexec_fn=lambda: parent_death.die_with_parent(parent),  # noqa: PLW1509 - one thread
             )
 
     @property

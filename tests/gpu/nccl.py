@@ -216,7 +216,7 @@ _kept = []  # stores that are served by this process
 
 def _joined(generation, *, switch, world_size=1, port=0):
     from ddp_runner.collective.group import Membership, joined
-    from ddp_runner.collective.store import StoreLink
+    from ddp_runner.collective.tcp_store import StoreLink
 
     return joined(
         Membership(

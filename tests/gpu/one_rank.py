@@ -210,7 +210,7 @@ def hashed(facts):
     """Seconds for the hash of 10 GB on the device, the second time too."""
     import torch
 
-    from ddp_runner.training.fingerprint import tensor_hash
+    from ddp_runner.training.components.tensor_hash import tensor_hash
 
     gigabytes = 0.02 if rehearses() else HASHED_GB
     tensor = torch.full((int(gigabytes * 1e9) // 4,), 1.25, device=device_name())

@@ -9,8 +9,8 @@ import sys
 import time
 import traceback
 
-from ddp_runner import lifeline
 from ddp_runner.cli.machine import torch_build
+from ddp_runner.system import parent_death
 from tests.gpu import driver
 from tests.gpu.conducting import STACKS_SIGNAL
 from tests.gpu.facts import Facts, rehearses, told_error
@@ -35,7 +35,7 @@ def main(arguments):
     """The exit code; what went wrong is told by the outcome."""
     name, limit_s, parent, descriptor = arguments
     begun_s = time.monotonic()
-    lifeline.die_with_parent(int(parent))
+    parent_death.die_with_parent(int(parent))
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     facts = Facts(int(descriptor), deadline_s=begun_s + float(limit_s) - SPARED_S)

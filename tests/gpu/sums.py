@@ -32,7 +32,7 @@ def compare(facts, rank, world_size, port):
     from ddp_runner.collective.abort import AbortSwitch
     from ddp_runner.collective.group import Membership, joined
     from ddp_runner.collective.replica import Replica, Signal
-    from ddp_runner.collective.store import StoreLink
+    from ddp_runner.collective.tcp_store import StoreLink
     from ddp_runner.core.board import SLOT_BYTES, Board
     from ddp_runner.core.settings import DdpSettings
 

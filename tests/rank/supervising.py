@@ -7,12 +7,13 @@ import selectors
 import socket
 import time
 
-from ddp_runner import config, lifeline
-from ddp_runner.channel import ChannelClosedError
-from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner import config
+from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import Forked, StoreReady, ZygoteReady
-from ddp_runner.supervisor.children import reap_children
-from ddp_runner.supervisor.world import World
+from ddp_runner.supervisor.processes.children import reap_children
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import ChannelClosedError
 from tests.processes import DEADLINE_S
 
 TASK = f"{__file__}:WaitingTask"
@@ -73,7 +74,7 @@ class PlayedSupervisor:
     """Forks what it is told to, and keeps what it hears."""
 
     def __init__(self, folder, world_size):
-        lifeline.adopt_orphans()
+        parent_death.adopt_orphans()
         self._selector = selectors.DefaultSelector()
         self.world = World(plan_for(folder, world_size=world_size), self._selector)
         self.heard = []

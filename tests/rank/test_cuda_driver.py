@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from ddp_runner.channel import Channel
 from ddp_runner.core.messages import Fork, Ready, SpareReady
 from ddp_runner.core.spare import SpareKind, SparePlan
+from ddp_runner.system.control_channel import Channel
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor

@@ -10,8 +10,7 @@ import time
 
 import pytest
 
-from ddp_runner.channel import Channel, ChannelClosedError
-from ddp_runner.collective.store import StoreLink
+from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
@@ -29,6 +28,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.training.runtime import Place
 from tests.processes import poll, ranks, run_ranks
 

@@ -10,9 +10,9 @@ import threading
 import psutil
 import pytest
 
-from ddp_runner.channel import Channel
 from ddp_runner.core.messages import Fork, Ready, SpareReady
 from ddp_runner.core.spare import SpareKind, SparePlan
+from ddp_runner.system.control_channel import Channel
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor, plan_for, threads_of

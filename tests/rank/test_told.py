@@ -10,10 +10,10 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Proved, Saved
-from ddp_runner.rank import outside
-from ddp_runner.rank.told import Told, read_told, told_path
-from ddp_runner.training.report import TrainReport
+from ddp_runner.rank import external_launcher as outside
+from ddp_runner.rank.restart_log import Told, read_told, told_path
 from ddp_runner.training.runtime import Place
+from ddp_runner.training.train_report import TrainReport
 
 HALVED = Adjusted(
     rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}

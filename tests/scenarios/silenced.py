@@ -7,7 +7,8 @@ import time
 
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.device_progress import WrittenByDevice
-from ddp_runner.training import build, trainer
+from ddp_runner.training import trainer
+from ddp_runner.training import workload as build
 from tests.collective import silent
 from tests.scenarios.workload import PacedTask, is_beside, make_trouble
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_runner.training.precision import Precision
+from ddp_runner.training.components.precision import Precision
 from tests.scenarios.harness import Run
 from tests.scenarios.test_outside import TORCHRUN
 

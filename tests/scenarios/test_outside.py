@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_runner.core.messages import Lived
-from ddp_runner.rank.told import read_told, told_path
+from ddp_runner.rank.restart_log import read_told, told_path
 from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_runner import lifeline
+from ddp_runner.system import parent_death
 from tests.scenarios.harness import ROOT, Run
 
 # As the supervisor has it for two ranks on two cores: read when torch is imported.
@@ -201,7 +201,7 @@ def _become(environment, output) -> None:
 def _be_zygote(link, supervisor_pid) -> None:
     from ddp_runner.rank import zygote
 
-    lifeline.die_with_parent(supervisor_pid)
+    parent_death.die_with_parent(supervisor_pid)
     message, ancillary, _, _ = link.recvmsg(1 << 20, socket.CMSG_SPACE(8))
     if not message:  # the command has ended without one
         os._exit(0)
@@ -221,7 +221,7 @@ def _be_zygote(link, supervisor_pid) -> None:
 
 def _use_zygote(pid, link) -> None:
     """Have the supervisor's first zygote be that process."""
-    from ddp_runner.supervisor import children
+    from ddp_runner.supervisor.processes import children
 
     popen = subprocess.Popen
 
@@ -246,5 +246,5 @@ class _Zygote:
 
 
 if __name__ == "__main__":
-    lifeline.die_with_parent(int(sys.argv[2]))
+    parent_death.die_with_parent(int(sys.argv[2]))
     _serve(sys.argv[1])

@@ -15,11 +15,11 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_runner.channel import Channel, ChannelClosedError
+from ddp_runner.checkpoint import unreported as published
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import (
     DRILL_RANK,
     NO_PROCESS,
@@ -47,24 +47,20 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor import (
-    hangs,
-    last_save,
-    published,
-    repair,
-    returning,
-    run,
-    run_end,
-    stacks,
-    stopped,
-    striker,
-    supervisor,
-    watcher,
-    world,
-)
-from ddp_runner.supervisor.children import Ended, make_output_file
+from ddp_runner.supervisor import loop as run
+from ddp_runner.supervisor import run_end, supervisor
+from ddp_runner.supervisor.processes import process_table as world
+from ddp_runner.supervisor.processes import stack_dump as stacks
+from ddp_runner.supervisor.processes.children import Ended, make_output_file
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.recovery import fault_injector as striker
+from ddp_runner.supervisor.recovery import hang_detector as hangs
+from ddp_runner.supervisor.recovery import last_save, repair
+from ddp_runner.supervisor.recovery import progress_watch as watcher
+from ddp_runner.supervisor.recovery import rank_regrow as returning
 from ddp_runner.supervisor.supervisor import Supervisor
-from ddp_runner.supervisor.world import World
+from ddp_runner.system import proc_state
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 TICK_S = 0.1
 STEP_S = 0.05
@@ -220,7 +216,7 @@ class Simulation:
         self._pids = itertools.count(100)
         for module in (supervisor, repair, returning, hangs, watcher, world, run_end, last_save):
             monkeypatch.setattr(module, "time", self.clock)
-        monkeypatch.setattr(stopped, "is_stopped", self._is_stopped)
+        monkeypatch.setattr(proc_state, "is_stopped", self._is_stopped)
         newest = lambda _: (self.checkpoint, "p") if self.checkpoint else None  # noqa: E731
         monkeypatch.setattr(published.Published, "newest", newest)
         monkeypatch.setattr(repair, "is_killed", lambda pid: pid in self.unreaped_kills)

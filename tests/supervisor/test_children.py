@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_runner import lifeline
-from ddp_runner.supervisor.children import (
+from ddp_runner.supervisor.processes.children import (
     OUTPUT_SHOWN_BYTES,
     end_descendants,
     is_killed,
@@ -26,6 +25,7 @@ from ddp_runner.supervisor.children import (
     reap_children,
     signal_main_thread,
 )
+from ddp_runner.system import parent_death
 from tests.processes import poll, run_ranks
 
 
@@ -132,7 +132,7 @@ def _family(depth, width):
 
 
 def _end_a_family(me):
-    lifeline.adopt_orphans()
+    parent_death.adopt_orphans()
     _family(1, 3)
     poll(lambda: len(psutil.Process().children(recursive=True)) == 12, what="the family")
     began_s = time.monotonic()
@@ -158,7 +158,7 @@ FORKS_MAX = 300  # a limit on processes would meet every other test too
 
 def _fork_while_being_ended(me):
     """A process that keeps forking is caught in the end."""
-    lifeline.adopt_orphans()
+    parent_death.adopt_orphans()
     pid = os.fork()
     if pid == 0:
         for _ in range(FORKS_MAX):

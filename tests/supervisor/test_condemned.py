@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.supervisor.incident import STACKS_QUIET_S, STACKS_TIME_S, Condemned
+from ddp_runner.supervisor.recovery.incident import STACKS_QUIET_S, STACKS_TIME_S, Condemned
 
 OTHERS = 'Thread 0x00007f01 (most recent call first):\n  File "pool.py", line 7 in run\n\n'
 MAIN = 'Current thread 0x00007f02 (most recent call first):\n  File "task.py", line 3 in loss\n'

@@ -11,11 +11,11 @@ import pytest
 
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.classify import classify_exit
-from ddp_runner.core.launch import DevicePlan
+from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import RankEvent
-from ddp_runner.supervisor.children import Ended
-from ddp_runner.supervisor.endings import exit_of, store_died
-from ddp_runner.supervisor.ranks import RankHandle
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.endings import exit_of, store_died
+from ddp_runner.supervisor.processes.rank_process import RankHandle
 
 CRASH = "import faulthandler, os\nfaulthandler.enable()\ndef f(): os.abort()\nf()\n"
 SILENT = "import os\nos.abort()\n"

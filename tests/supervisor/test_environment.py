@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import ddp_runner
-from ddp_runner.core.launch import LaunchPlan
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.supervisor.environment import kept_against_advice, zygote_environment
+from ddp_runner.supervisor.processes.environment import kept_against_advice, zygote_environment
 
 PACKAGE_PARENT = str(Path(ddp_runner.__file__).resolve().parents[1])
 

@@ -17,9 +17,10 @@ from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Proved, S
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.stopping import PRESS_GAP_S, StopSignal
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor import repair, stopped
-from ddp_runner.supervisor.hangs import hung
-from ddp_runner.supervisor.zygotes import ZYGOTES_LOST_MAX
+from ddp_runner.supervisor.recovery import repair
+from ddp_runner.supervisor.recovery.hang_detector import hung
+from ddp_runner.supervisor.recovery.zygote_keeper import ZYGOTES_LOST_MAX
+from ddp_runner.system import proc_state
 from tests.supervisor.simulated import EXIT_S, SAVE_EVERY, SPARE, STANDBY, STEP_S
 
 
@@ -1194,7 +1195,7 @@ def test_a_wait_for_data_delays_no_verdict_on_a_rank_that_hangs_later(
 ):
     """What a loader's repair took is no pace of the run: ten times that would be minutes."""
     run = simulate(hang_min_s=0.5)
-    monkeypatch.setattr(stopped, "is_stopped", lambda _pid: False)  # it hangs by itself
+    monkeypatch.setattr(proc_state, "is_stopped", lambda _pid: False)  # it hangs by itself
     run.to_step(12)
     run.data_s = data_s
     run.to_step(14)

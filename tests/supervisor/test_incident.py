@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.supervisor.incident import OpenIncident
+from ddp_runner.supervisor.recovery.incident import OpenIncident
 
 
 @pytest.mark.parametrize(

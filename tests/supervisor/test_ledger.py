@@ -14,8 +14,8 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
 from ddp_runner.observe.summary import ExactProof
-from ddp_runner.supervisor.facts import RunFacts
-from ddp_runner.supervisor.ledger import MENDED_KEPT, Ledger
+from ddp_runner.supervisor.reporting.accounting import MENDED_KEPT, Ledger
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 SECOND_NS = 1_000_000_000
 

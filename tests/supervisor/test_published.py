@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
+from ddp_runner.checkpoint.unreported import TOLD_KEPT_MIN, Published
 from ddp_runner.core.messages import Saved
-from ddp_runner.supervisor.published import TOLD_KEPT_MIN, Published
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.settings import LogSettings, RunSettings, Settings
 from ddp_runner.observe.summary import RunSummary, TimeShares, read_summary
 from ddp_runner.observe.view import RankView, RunView
-from ddp_runner.supervisor.records import Records
+from ddp_runner.supervisor.reporting.outputs import Records
 
 
 @pytest.fixture

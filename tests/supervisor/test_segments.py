@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_runner.supervisor.children import reap_children
+from ddp_runner.supervisor.processes.children import reap_children
 
 SHARED_MEMORY = Path("/dev/shm")
 

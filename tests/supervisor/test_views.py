@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
-from ddp_runner.core.launch import DevicePlan, LaunchPlan
+from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.lifecycle import RankEvent, RunState
 from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
 from ddp_runner.observe.view import status_record
-from ddp_runner.supervisor import views
-from ddp_runner.supervisor.facts import RunFacts
-from ddp_runner.supervisor.ranks import RankHandle
-from ddp_runner.supervisor.views import measure_memory, run_view
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.reporting import run_view as views
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.reporting.run_view import measure_memory, run_view
 
 WORLD = 2
 BATCH = 4

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.training.loading import load_task
+from ddp_runner.training.task_import import load_task
 
 pytestmark = pytest.mark.usefixtures("clean_imports")
 

@@ -10,14 +10,14 @@ from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.settings import DdpSettings, OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.training.ema import Ema
-from ddp_runner.training.explosion import Explosions
-from ddp_runner.training.loss_monitor import LossMonitor
-from ddp_runner.training.optimizer import build_optimizer
-from ddp_runner.training.precision import Precision
+from ddp_runner.training.components.ema import Ema
+from ddp_runner.training.components.loss_monitor import LossMonitor
+from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.optimizer import build_optimizer
+from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper, StepRules
-from ddp_runner.training.tuning import Tuning
 
 CPU = torch.device("cpu")
 FEATURES = 6

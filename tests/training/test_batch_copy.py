@@ -9,7 +9,7 @@ import torch
 
 from ddp_runner import DDPTrainer
 from ddp_runner.core.messages import Adjusted, MendedInPlace
-from ddp_runner.data.pool import WorkerPool
+from ddp_runner.data.workers.pool import WorkerPool
 from ddp_runner.training import session
 from tests.processes import run_ranks
 

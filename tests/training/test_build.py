@@ -14,10 +14,10 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
-from ddp_runner.training.build import build_workload, is_complete, load_start
-from ddp_runner.training.first_step import why_a_device_varies
+from ddp_runner.training.exactness.first_step import why_a_device_varies
 from ddp_runner.training.fitting import not_finite
 from ddp_runner.training.runtime import Place
+from ddp_runner.training.workload import build_workload, is_complete, load_start
 from tests.checkpoint.states import facts_of
 
 STREAMING = Path(__file__).parents[1] / "scenarios" / "streaming.py"

@@ -13,8 +13,8 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.drill import folder_name
 from ddp_runner.core.messages import DrillPart
-from ddp_runner.training.drilling import Drills
-from ddp_runner.training.own_share import OwnShare, ShareNotes
+from ddp_runner.training.exactness.drill_notes import Drills
+from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from tests.processes import poll
 from tests.training.building import CPU, build_state, make_slot
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.training.ema import Ema
+from ddp_runner.training.components.ema import Ema
 
 
 def build(seed=0):

@@ -11,8 +11,8 @@ from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.order import WholeOrder
+from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.evaluation import BATCHES_PER_ROUND, evaluate
-from ddp_runner.training.precision import Precision
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
 

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from ddp_runner.core.explosion import broken_gradients, explosion_limit
-from ddp_runner.training.explosion import Explosions
+from ddp_runner.core.loss_spikes import broken_gradients, explosion_limit
+from ddp_runner.training.components.loss_spikes import Explosions
 
 
 def watch(**changes):

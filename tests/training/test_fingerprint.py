@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_runner.training import fingerprint
-from ddp_runner.training.fingerprint import combined, state_hashes, tensor_hash
+from ddp_runner.training.components import tensor_hash as fingerprint
+from ddp_runner.training.components.tensor_hash import combined, state_hashes, tensor_hash
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

@@ -20,10 +20,10 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.wishes import Wishes
+from ddp_runner.core.save_requests import Wishes
 from ddp_runner.training import saving as training_saving
+from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.guard import Guard
-from ddp_runner.training.loss_monitor import Verdict
 from ddp_runner.training.runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
 from ddp_runner.training.task import Datasets

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ddp_runner.checkpoint.snapshot import HostMemory
-from ddp_runner.training.fingerprint import state_hashes
-from ddp_runner.training.hashing import StateHashing
+from ddp_runner.training.components.tensor_hash import state_hashes
+from ddp_runner.training.exactness.state_hashes import StateHashing
 from tests.training.building import build_state
 
 GIVE_UP_S = 30.0

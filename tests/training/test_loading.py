@@ -12,8 +12,8 @@ import pytest
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.training.loading import import_task_module, load_task
 from ddp_runner.training.task import Task
+from ddp_runner.training.task_import import import_task_module, load_task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,7 +225,7 @@ def test_module_is_imported_once_and_under_one_name(tmp_path):
 def test_importing_the_loader_imports_no_built_in_task():
     """``training`` stands below ``tasks``: a built-in task is imported only when it is named."""
     code = (
-        "import sys; import ddp_runner.training.loading; "
+        "import sys; import ddp_runner.training.task_import; "
         "print([m for m in sys.modules if m.startswith('ddp_runner.tasks')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

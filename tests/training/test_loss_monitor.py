@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ddp_runner.training.loss_monitor import LossMonitor, Verdict
+from ddp_runner.training.components.loss_monitor import LossMonitor, Verdict
 
 
 def monitor(**changes):

@@ -6,7 +6,7 @@ from torch import nn
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import OptimSettings
-from ddp_runner.training.optimizer import build_optimizer
+from ddp_runner.training.components.optimizer import build_optimizer
 
 CPU = torch.device("cpu")
 SETTINGS = OptimSettings(learning_rate=0.01, weight_decay=0.3, beta1=0.8, beta2=0.95)

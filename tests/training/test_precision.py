@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_runner.training.precision import Precision, cpu_has_fast_bf16
+from ddp_runner.training.components.precision import Precision, cpu_has_fast_bf16
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import time
 import torch
 
 from ddp_runner.checkpoint.snapshot import HostMemory
-from ddp_runner.training.fingerprint import tensor_hash
-from ddp_runner.training.rehearsal import rehearse_threads
+from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.training.fork_safety import rehearse_threads
 from tests.processes import run_ranks
 
 TRIES = 12  # two or three of them go wrong where nothing was rehearsed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_runner.training.same_data import agreed, differences
+from ddp_runner.training.exactness.same_data import agreed, differences
 
 RECORD = {"samples": 100, "order": "2:aa", "sample 0": "a", "sample 50": "b", "sample 99": "c"}
 

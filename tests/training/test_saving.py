@@ -16,15 +16,15 @@ from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
-from ddp_runner.core.duties import RunLength, saves_to_skip
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import NotSaved, Saved
+from ddp_runner.core.step_schedule import RunLength, saves_to_skip
 from ddp_runner.training import saving as training_saving
-from ddp_runner.training.build import Workload
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import LocalRuntime, Place
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import Votes
+from ddp_runner.training.workload import Workload
 from tests.collective.joining import join
 from tests.processes import hosted_store, poll, run_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddp_runner.core.settings import OptimSettings
-from ddp_runner.training.schedule import apply_learning_rate, learning_rate
+from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
 
 
 def rates(total_steps, **settings):

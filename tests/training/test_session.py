@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.core import pacing
+from ddp_runner.core import checkpoint_interval as pacing
 from ddp_runner.core.board import Cell
+from ddp_runner.core.checkpoint_interval import SavePace
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import (
@@ -30,7 +31,6 @@ from ddp_runner.core.messages import (
     Metrics,
     Saved,
 )
-from ddp_runner.core.pacing import SavePace
 from ddp_runner.core.phases import Phase
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.runtime import LocalRuntime, Place

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ddp_runner.training.side_state import LOOKS_AT_FIRST, SideState
+from ddp_runner.training.exactness.side_state import LOOKS_AT_FIRST, SideState
 
 
 class Meter:

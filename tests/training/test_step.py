@@ -17,7 +17,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.batch_copy import to_device
-from ddp_runner.training.own_share import OwnShare, first_difference
+from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.step import StepRules, Votes, own_share
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks

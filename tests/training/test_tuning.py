@@ -8,7 +8,7 @@ import pytest
 
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.training.tuning import AdaptRules, Tuning, adapt, mend
+from ddp_runner.training.components.tuning import AdaptRules, Tuning, adapt, mend
 
 TUNING = Tuning(micro_batch_size=8, evaluation_batch_size=8, find_unused_parameters=True)
 RULES = AdaptRules(relax_after_steps=50, regrow_after_steps=10, micro_batch_size_max=8)

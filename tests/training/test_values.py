@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_runner.training.values import ENTRIES_MAX, NotPlainError, from_wire, kept_of
+from ddp_runner.training.exactness.values import ENTRIES_MAX, NotPlainError, from_wire, kept_of
 
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - as people write them
 

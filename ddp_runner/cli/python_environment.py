@@ -1,0 +1,312 @@
+"""Finds or makes the Python environment; the standard library is all it needs.
+
+``start.py ddp_runner.cli.python_environment`` prints the interpreter to run with on standard output and
+everything for people on standard error. It never changes an environment that it did not make.
+
+Order: ``$DDP_RUNNER_PYTHON`` (an error if it does not satisfy the requirements), the active virtual
+environment, the repository's complete ``.venv``, the interpreter this runs in, a new ``.venv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+PYTHON_MIN = (3, 10)
+REPOSITORY = Path(__file__).resolve().parents[2]
+_OURS = "ddp_runner_made_this"
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)\s*(\[[^\]]*\])?\s*([^;#]*)")
+_CLAUSE = re.compile(r"^(===|~=|==|!=|<=|>=|<|>)\s*([^\s]+)$")
+
+
+class EnvironmentUnfitError(Exception):
+    """No usable environment; the text is one line that says what would be right."""
+
+
+def requirement_lines(text: str) -> list[str]:
+    """The requirements in a requirements file: no comments, no options of pip."""
+    lines = (line.split(" #")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith(("#", "-"))]
+
+
+def extra_lines(pyproject: str, extra: str) -> list[str]:
+    """The requirements of one extra of ``pyproject.toml``, which Python 3.10 cannot parse."""
+    table = pyproject.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    found = re.search(rf"^{re.escape(extra)}\s*=\s*\[(.*?)^\]", table, re.DOTALL | re.MULTILINE)
+    return re.findall(r'"([^"]+)"', found.group(1)) if found else []
+
+
+def release(version: str) -> tuple[int, ...]:
+    """``2.13.0+cpu`` -> ``(2, 13)``: the numbers that requirements compare, trailing zeros cut."""
+    numbers = re.match(r"^v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
+    parts = [int(part) for part in numbers.group(1).split(".")] if numbers else []
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)
+
+
+def satisfies(version: str, clauses: str) -> bool:
+    """Whether ``version`` meets clauses such as ``>=2.6,<2.14``; pre-release tags do not count.
+
+    A clause that this short reading of PEP 440 does not know counts as not met.
+    """
+    return all(_meets(version, clause.strip()) for clause in clauses.split(",") if clause.strip())
+
+
+def _meets(version: str, clause: str) -> bool:
+    match = _CLAUSE.match(clause)
+    if match is None:
+        return False
+    sign, wanted_text = match.groups()
+    have, wanted = release(version), release(wanted_text.removesuffix(".*"))
+    if wanted_text.endswith(".*"):
+        depth = wanted_text.count(".")
+        same = _padded(have, depth) == _padded(wanted, depth)
+        return same if sign == "==" else not same if sign == "!=" else False
+    if sign == "~=":
+        fixed = wanted_text.count(".")
+        return have >= wanted and _padded(have, fixed) == _padded(wanted, fixed)
+    return {
+        "===": version == wanted_text,
+        "==": have == wanted,
+        "!=": have != wanted,
+        "<=": have <= wanted,
+        ">=": have >= wanted,
+        "<": have < wanted,
+        ">": have > wanted,
+    }[sign]
+
+
+def _padded(parts: tuple[int, ...], length: int) -> tuple[int, ...]:
+    return (*parts, *(0 for _ in range(length)))[:length]
+
+
+def unmet(requirements: Sequence[str]) -> list[str]:
+    """A few words for each requirement that this interpreter does not satisfy; imports nothing."""
+    problems = []
+    if sys.version_info < PYTHON_MIN:
+        problems.append(f"Python {sys.version.split()[0]} is older than 3.10")
+    for line in requirements:
+        match = _REQUIREMENT.match(line)
+        if match is None:
+            problems.append(f"{line!r} is not understood")
+            continue
+        name, _, clauses = match.groups()
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
+        if not satisfies(version, clauses):
+            problems.append(f"{name} is {version}, wanted {clauses.strip()}")
+    return problems
+
+
+class Repository:
+    """The checkout whose environment is wanted: its requirement files and its ``.venv``."""
+
+    def __init__(self, root: Path, *, extra: str) -> None:
+        self.root = root
+        self.venv = root / ".venv"
+        self.python = self.venv / "bin" / "python"
+        self.file = root / "requirements.txt"
+        self._file_text = self.file.read_text(encoding="utf-8")
+        self.requirements = requirement_lines(self._file_text)
+        self.extra_requirements: list[str] = []
+        if extra:
+            pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
+            self.extra_requirements = extra_lines(pyproject, extra)
+        self._marker = self.venv / f"ddp_runner_complete{'_' + extra if extra else ''}"
+
+    @property
+    def wanted(self) -> list[str]:
+        """Every requirement, with those of the extra."""
+        return [*self.requirements, *self.extra_requirements]
+
+    def _digest(self) -> str:
+        text = "\n".join([self._file_text, *self.extra_requirements])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def is_complete(self) -> bool:
+        """Whether ``.venv`` was finished for exactly these requirements."""
+        try:
+            marked = self._marker.read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return marked == self._digest() and os.access(self.python, os.X_OK)
+
+    def mark_complete(self) -> None:
+        """Publish that ``.venv`` satisfies these requirements."""
+        # INVARIANT marker-last: the marker appears only after pip has succeeded.
+        # Broken if: mark_complete() is called before install() has returned.
+        # Guarded by: test_an_interrupted_venv_is_made_again.
+        temporary = self._marker.with_suffix(".tmp")
+        temporary.write_text(self._digest(), encoding="utf-8")
+        temporary.replace(self._marker)
+
+    def is_foreign(self) -> bool:
+        """Whether ``.venv`` exists and somebody else made it."""
+        return self.venv.exists() and any(self.venv.iterdir()) and not (self.venv / _OURS).exists()
+
+    def missing_in(self, python: Path) -> str:
+        """What ``python`` lacks, in words; empty if it satisfies everything."""
+        start = str(REPOSITORY / "ddp_runner" / "start.py")
+        command = [
+            str(python),
+            start,
+            "ddp_runner.cli.python_environment",
+            "--check",
+            "--",
+            *self.wanted,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        try:
+            answer = subprocess.run(  # noqa: S603 - the interpreter that the user chose
+                command, env=environment, capture_output=True, text=True, check=False, timeout=60
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"it does not start ({error})"
+        if answer.returncode == 0:
+            return ""
+        return answer.stdout.strip() or f"it does not start ({answer.stderr.strip()[-200:]})"
+
+
+def find_python(repository: Repository) -> Path:
+    """The interpreter to run with, made if need be. Raises EnvironmentUnfitError."""
+    chosen = os.environ.get("DDP_RUNNER_PYTHON", "")
+    here = Path(sys.executable)
+    if chosen:
+        if missing := "; ".join(unmet(repository.wanted)):
+            raise EnvironmentUnfitError(f"DDP_RUNNER_PYTHON={chosen}: {missing}")
+        return Path(chosen)
+    is_active = sys.prefix != sys.base_prefix
+    if is_active and not unmet(repository.wanted):
+        return here
+    if repository.is_complete():
+        return repository.python
+    if not unmet(repository.wanted):
+        return here
+    return _made(repository)
+
+
+def _made(repository: Repository) -> Path:
+    with _only_maker(repository.root):
+        if repository.is_complete():
+            return repository.python
+        if repository.is_foreign():
+            if missing := repository.missing_in(repository.python):
+                raise EnvironmentUnfitError(
+                    f"{repository.venv}: was not made by this script and {missing}; "
+                    "install into it, remove it or set DDP_RUNNER_PYTHON"
+                )
+            return repository.python
+        _create(repository)
+        _install(repository)
+        repository.mark_complete()
+        return repository.python
+
+
+@contextlib.contextmanager
+def _only_maker(root: Path) -> Iterator[None]:
+    """Hold the lock on the repository's folder, which a crash cannot leave behind."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _tell("another launch is making .venv; waiting for it")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _create(repository: Repository) -> None:
+    """A virtual environment with pip; one that was made here before and works is kept."""
+    venv = repository.venv
+    if os.access(repository.python, os.X_OK) and (venv / _OURS).read_text() == "with pip":
+        _tell(f"bringing {venv} up to date")
+        return
+    _tell(f"making {venv} (once) with Python {sys.version.split()[0]}")
+    try:
+        if venv.exists():
+            shutil.rmtree(venv)
+        venv.mkdir()
+        (venv / _OURS).write_text("")
+    except OSError as error:
+        raise EnvironmentUnfitError(
+            f"{venv}: cannot be made ({error.strerror}); set DDP_RUNNER_PYTHON to a Python "
+            "that satisfies requirements.txt"
+        ) from error
+    try:
+        made = subprocess.run(  # noqa: S603 - our own interpreter
+            [sys.executable, "-I", "-m", "venv", str(venv)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        shutil.rmtree(venv, ignore_errors=True)
+        raise EnvironmentUnfitError(f"{venv}: cannot be made: {error}") from error
+    if made.returncode != 0:
+        shutil.rmtree(venv, ignore_errors=True)
+        output = (made.stdout + made.stderr).strip()
+        cure = "install the python3-venv package" if "ensurepip" in output else output[-200:]
+        raise EnvironmentUnfitError(f"{venv}: cannot be made: {' '.join(cure.split())}")
+    (venv / _OURS).write_text("with pip")
+
+
+def _install(repository: Repository) -> None:
+    _tell("installing the requirements; this can take some minutes")
+    command = [str(repository.python), "-I", "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["--no-input", "-r", str(repository.file), *repository.extra_requirements]
+    # pip draws its progress on standard error here: standard output carries our one answer.
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:  # noqa: S603
+        raise EnvironmentUnfitError(
+            "pip could not install the requirements (its reason stands above); with no network, "
+            "set DDP_RUNNER_PYTHON to a Python that satisfies requirements.txt"
+        )
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"ddp_runner: {text}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 with the interpreter's path printed, else 1 or 2 with one line of reason."""
+    parser = argparse.ArgumentParser(prog="launch_training.sh environment")
+    parser.add_argument("--extra", default="", help="also satisfy this extra of pyproject.toml")
+    parser.add_argument("--check", nargs="*", metavar="REQUIREMENT", help="only test these, here")
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.check is not None:
+        problems = unmet([*options.check, *options.rest])
+        sys.stdout.write("; ".join(problems))
+        return 1 if problems else 0
+    try:
+        python = find_python(Repository(REPOSITORY, extra=options.extra))
+    except EnvironmentUnfitError as error:
+        sys.stderr.write(f"ddp_runner: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    sys.stdout.write(f"{python}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

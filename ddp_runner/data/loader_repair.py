@@ -1,0 +1,241 @@
+"""Mends loading inside the rank: other workers after a fault, stand-ins for bad samples.
+
+Decides through ``core/loader_recovery.py`` and the quarantine; the loader performs. What cannot be mended
+leaves as a FaultError.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.loader_recovery import (
+    OTHERS_TRIED,
+    PROGRESS_STEPS,
+    LoaderHistory,
+    is_batch_suspect,
+    plan_loader_repair,
+    workers_to_use,
+)
+from ddp_runner.data.isolate import Attempt, Indices, is_failed, isolate, load_in_worker
+from ddp_runner.data.loader_faults import (
+    SAMPLES_REPLACED,
+    LoaderKills,
+    LoadingMended,
+    fault_of_samples,
+)
+from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
+from ddp_runner.data.workers.fetch import BatchKey, SampleSource
+from ddp_runner.data.workers.timeouts import PoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddp_runner.data.last_batch import MicroBatch
+
+_BATCH_TRIES_MAX = 3  # of a batch that raises and then loads when it is tried again
+_BROKE_KEPT = 64  # batches that broke a worker; most of them by chance, and loaded since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """A fault of loading, and what was being loaded, where that is known.
+
+    ``why`` is what to say of a sample that turns out to be the cause.
+    """
+
+    fault: Fault
+    why: str
+    key: BatchKey | None = None
+    suspect: int | None = None
+    raised: bool = False  # the worker is well; its batch is not
+    files_used_up: bool = False
+
+
+class Mender:
+    """One loader's; lives as long as it, because what it learns outlasts workers and generations."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        quarantine: Quarantine,
+        timeout_s: float,
+        on_wait: Callable[[], None],
+        kills: LoaderKills,
+    ) -> None:
+        self._source = source
+        self._quarantine = quarantine
+        self._timeout_s = timeout_s
+        self._on_wait = on_wait
+        self._kills = kills
+        self._history = LoaderHistory(last_step=-PROGRESS_STEPS)
+        self._broke: dict[BatchKey, int] = {}  # how many workers broke while they loaded it
+        self.by_value = False  # how workers hand their batches over
+        self._good: list[int] = []  # a sample that was loaded
+        self._unreported: list[tuple[float, LoadingMended]] = []
+
+    def mend(self, trouble: Trouble, *, workers: int) -> int:
+        """With how many workers to load the same step again; none of the old ones is left.
+
+        Raises FaultError (BAD_SAMPLE) if only another sample would help, and none may be taken.
+        """
+        began_s = time.monotonic()
+        fault = trouble.fault
+        self._history = self._history.after_fault(fault.step)
+        if trouble.files_used_up and not self.by_value:
+            self.by_value = True
+            remedy = "from here on batches are copied through a pipe, which needs no open files"
+            self._note(LoadingMended(fault=fault, remedy=remedy, seconds=0.0), began_s)
+            return workers
+        plan = plan_loader_repair(self._history, workers=workers)
+        if trouble.key is not None and (
+            trouble.raised or is_batch_suspect(broke=self._count_break(trouble.key), repair=plan)
+        ):
+            bad = self._find_bad(trouble, workers=workers)
+            if bad:
+                self._replace(bad, trouble, began_s=began_s)
+                return workers
+            if trouble.raised:
+                self._try_again(trouble, began_s=began_s)
+                return workers
+        self._note(LoadingMended(fault=fault, remedy=plan.remedy, seconds=0.0), began_s)
+        return plan.workers
+
+    def examine(self, trouble: Trouble) -> None:
+        """Replace the suspect of a process that has ended, if a worker cannot load it either.
+
+        Raises FaultError (BAD_SAMPLE) as :meth:`mend` does.
+        """
+        key, began_s = trouble.key, time.monotonic()
+        assert key is not None
+
+        def fails(index: int) -> bool:
+            part = BatchKey(epoch=key.epoch, indices=(index,))
+            return self._load_in_worker(self._source, part, trouble).failed
+
+        (suspect,) = key.indices
+        try:
+            if not fails(suspect) or fails(self._quarantine.draw(suspect)):
+                return  # it was a chance, or this dataset does not load in any worker
+        except PoolError:
+            return
+        self._replace((suspect,), trouble, began_s=began_s)
+
+    def _count_break(self, key: BatchKey) -> int:
+        self._broke[key] = self._broke.pop(key, 0) + 1
+        while len(self._broke) > _BROKE_KEPT:
+            del self._broke[next(iter(self._broke))]
+        return self._broke[key]
+
+    def workers_to_use(self, *, step: int, workers: int, asked: int) -> int:
+        """With how many workers to load ``step``; more than there are after a calm stretch."""
+        return workers_to_use(self._history, step=step, workers=workers, asked=asked)
+
+    def delivered(self, batches: list[MicroBatch]) -> list[LoadingMended]:
+        """What was mended on the way to ``batches``, which have come now; each is told once."""
+        if batches:
+            self._good = list(batches[-1].indices[-1:])
+        now_s = time.monotonic()
+        told = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
+        self._unreported.clear()
+        if told:
+            told[0] = replace(told[0], kernel_kills=self._kills.take_untold())
+        return told
+
+    def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
+        """What cannot be loaded of a batch that broke workers, or that raised."""
+        key = trouble.key
+        assert key is not None
+
+        def fails(indices: Indices) -> bool:
+            part = BatchKey(epoch=key.epoch, indices=indices)
+            if workers == 0:
+                loaded = self._source.load_here(part, on_sample=lambda _index: self._on_wait())
+                return is_failed(loaded)
+            return self._load_in_worker(self._source, part, trouble).failed
+
+        try:
+            if trouble.raised:
+                return isolate(key.indices, suspect=trouble.suspect, fails=fails)
+            bad = self._find_breaking(trouble, key, fails)
+            # Where no sample can be loaded, it is not the sample.
+            others = [index for index in self._others(key) if index not in bad][:OTHERS_TRIED]
+            return bad if bad and not all(fails((index,)) for index in others) else ()
+        except PoolError:  # no worker, or no memory: nothing is known about any sample
+            return ()
+
+    def _find_breaking(
+        self, trouble: Trouble, key: BatchKey, fails: Callable[[Indices], bool]
+    ) -> Indices:
+        suspect = trouble.suspect
+        if suspect is None:
+            suspect = self._load_in_worker(self._source.one_by_one(), key, trouble).sample
+        if trouble.fault.kind is not FaultKind.LOADER_TIMEOUT:
+            return isolate(key.indices, suspect=suspect, fails=fails)
+        # No halves: each one that hangs is waited for, while the other ranks wait for this one.
+        if suspect is not None and fails((suspect,)):
+            return (suspect,)
+        return key.indices if fails(key.indices) else ()
+
+    def _load_in_worker(self, source: SampleSource, key: BatchKey, trouble: Trouble) -> Attempt:
+        return load_in_worker(
+            source,
+            key,
+            rank=trouble.fault.rank,
+            timeout_s=self._timeout_s,
+            on_wait=self._on_wait,
+            kills=self._kills,
+        )
+
+    def _others(self, key: BatchKey) -> list[int]:
+        """Samples that ought to load, the likeliest first."""
+        return [*self._good, self._quarantine.draw(key.indices[0]), *key.indices]
+
+    def _replace(self, bad: Indices, trouble: Trouble, *, began_s: float) -> None:
+        fault, key = trouble.fault, trouble.key
+        assert key is not None
+        named = fault_of_samples(
+            bad,
+            trouble.why,
+            detail=fault.detail,
+            rank=fault.rank,
+            step=fault.step,
+            epoch=key.epoch,
+            phase=fault.phase,
+        )
+        if len(bad) > 1:
+            raise FaultError(named)
+        (index,) = bad
+        try:
+            instead = self._quarantine.add(
+                index, reason=trouble.why, step=fault.step, rank=fault.rank
+            )
+        except QuarantineFullError as full:
+            raise FaultError(replace(named, cause=f"{named.cause} ({full})")) from full
+        self._history = self._history.without_cause()
+        if not trouble.raised:
+            # What is left of the batch broke these workers as well, if it does so again.
+            left = tuple(self._quarantine.stand_in(one) for one in key.indices)
+            self._broke[key._replace(indices=left)] = self._broke.pop(key, 0)
+        self._note(
+            LoadingMended(
+                fault=named,
+                remedy=f"sample {instead} takes the place of {index}, which is not tried again",
+                seconds=0.0,
+                inexact_reason=SAMPLES_REPLACED,
+            ),
+            began_s,
+        )
+
+    def _try_again(self, trouble: Trouble, *, began_s: float) -> None:
+        """It raised, and then it loaded: perhaps its storage was out of reach for a moment."""
+        if self._history.in_a_row > _BATCH_TRIES_MAX:
+            raise FaultError(trouble.fault)
+        remedy = "loaded when it was tried again"
+        self._note(LoadingMended(fault=trouble.fault, remedy=remedy, seconds=0.0), began_s)
+
+    def _note(self, mended: LoadingMended, began_s: float) -> None:
+        self._unreported.append((began_s, mended))

@@ -1,0 +1,1 @@
+"""TEXT: a corpus of files as a dataset of bytes."""

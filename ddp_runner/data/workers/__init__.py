@@ -1,0 +1,1 @@
+"""WORKERS: the processes that load samples, and how their batches arrive. None restarts them."""

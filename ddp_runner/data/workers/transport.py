@@ -1,0 +1,226 @@
+"""Carries batches from a loader worker to its rank: tensors as memory files, never by appointment.
+
+Torch's own way makes the rank *ask* the sending worker for each tensor's descriptor, over a socket
+in the temporary folder: the rank blocks for ever if that worker is stopped, fails if it is dead,
+and the socket's file stays behind if it is killed. Here the worker sends the descriptors first,
+over a socket pair made before the fork, so that whatever is announced can be had without it. The
+files have no name: they take no room in ``/dev/shm``, and end with the last process that has them.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+import socket
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import reduce_storage
+from torch.utils.data import get_worker_info
+
+from ddp_runner.data.workers.fetch import BatchKey, SampleSource, failed
+from ddp_runner.data.workers.memory_files import BATCH, as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ddp_runner.data.workers.stamps import LoadStamps
+
+_DESCRIPTORS_PER_MESSAGE = 250  # the kernel takes 253: SCM_MAX_FD, unix(7)
+
+
+OUT_OF_FILES = -1  # in place of a count of descriptors
+_NO_FILES_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ETOOMANYREFS})
+
+
+class TransportError(Exception):
+    """A batch that was announced cannot be taken out of the transport."""
+
+
+class OutOfFilesError(TransportError):
+    """The limit of open files is reached, here or in the worker; copying by value needs none."""
+
+
+class PackedBatch(NamedTuple):
+    """A batch on its way: the pickled rest, and how many descriptors ``worker`` sent for it.
+
+    Instead of them :data:`OUT_OF_FILES`, if the worker could not open so many; there is no batch then.
+    """
+
+    worker: int
+    body: bytes
+    descriptors: int
+
+
+class _Packer(ForkingPickler):
+    """Pickles a batch, its CPU storages as numbered descriptors in ``descriptors``, or by value."""
+
+    def __init__(self, file: io.BytesIO, *, by_value: bool) -> None:
+        super().__init__(file)
+        self.descriptors: list[int] = []
+        self._by_value = by_value
+        self.dispatch_table = {
+            **self.dispatch_table,
+            torch.UntypedStorage: self._reduce_storage,
+        }
+
+    def let_go(self) -> None:
+        """Keep nothing of the batch; the packer is of no use afterwards.
+
+        The memo holds every tensor of it, and the table makes the packer a cycle, which lives until
+        the worker's next garbage collection: by then thirty large batches may have been made.
+        """
+        self.clear_memo()
+        del self.dispatch_table
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        if storage.device.type != "cpu" or storage.nbytes() == 0:
+            return reduce_storage(storage)  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
+        if self._by_value:
+            return _copied_storage, (bytes(as_bytes(storage)),)
+        descriptor = BATCH.descriptor_of(storage)
+        if descriptor not in self.descriptors:  # views share a storage
+            self.descriptors.append(descriptor)
+        return _received_storage, (self.descriptors.index(descriptor), storage.nbytes())
+
+
+def _copied_storage(content: bytes) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
+
+
+def _received_storage(number: int, size_bytes: int) -> torch.UntypedStorage:
+    """Stands for :func:`_mapped_storage` in a pickle; never called itself."""
+    raise TransportError(f"storage {number} of {size_bytes} bytes outside an unpacker")
+
+
+class _Unpacker(pickle.Unpickler):
+    """Undoes :class:`_Packer` with the descriptors that came beside the pickle."""
+
+    def __init__(self, file: io.BytesIO, descriptors: Sequence[int]) -> None:
+        super().__init__(file)
+        self._descriptors = descriptors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _received_storage.__name__ and module == __name__:
+            # Not a method: in the memo of its own unpickler, that would keep every batch alive
+            # until the next garbage collection.
+            return partial(_mapped_storage, self._descriptors)
+        return super().find_class(module, name)
+
+
+def _mapped_storage(
+    descriptors: Sequence[int], number: int, size_bytes: int
+) -> torch.UntypedStorage:
+    make: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]  # noqa: SLF001
+    storage: torch.UntypedStorage = make(descriptors[number], size_bytes)
+    return storage
+
+
+class PackedSource:
+    """What the torch DataLoader sees as its dataset: ``(number, key)`` -> :class:`PackedBatch`."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        outboxes: Sequence[socket.socket],
+        stamps: LoadStamps,
+        by_value: bool,
+    ) -> None:
+        self._source = source
+        self._by_value = by_value
+        self._outboxes = outboxes
+        self._stamps = stamps
+
+    def __getitem__(self, numbered: tuple[int, BatchKey]) -> PackedBatch:
+        """Load and send. Raises OSError if there is no memory for it."""
+        info = get_worker_info()
+        assert info is not None, "packed batches are for workers"
+        send_descriptors = self._outboxes[info.id]
+        number, key = numbered
+        BATCH.may_open = not self._by_value
+        self._stamps.begin(info.id, number)
+        batch = self._source.load(key, on_sample=partial(self._stamps.sample, info.id))
+        try:
+            packed = self._sent(batch, worker=info.id, outbox=send_descriptors)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            trouble = failed(error, indices=key.indices)
+            packed = self._sent(trouble, worker=info.id, outbox=send_descriptors)
+        self._stamps.end(info.id)
+        return packed
+
+    def _sent(self, batch: Any, *, worker: int, outbox: socket.socket) -> PackedBatch:
+        file = io.BytesIO()
+        packer = _Packer(file, by_value=self._by_value)
+        try:
+            packer.dump(batch)
+            self._send(packer.descriptors, outbox)
+        except OSError as error:
+            if error.errno not in _NO_FILES_LEFT:
+                raise
+            return PackedBatch(worker=worker, body=b"", descriptors=OUT_OF_FILES)
+        finally:
+            packer.let_go()
+            BATCH.close()
+        return PackedBatch(worker=worker, body=file.getvalue(), descriptors=len(packer.descriptors))
+
+    def _send(self, descriptors: Sequence[int], outbox: socket.socket) -> None:
+        # INVARIANT descriptors-first: a batch is announced only after all its descriptors are in
+        # the socket, so that the rank never waits for a worker while it unpacks.
+        # Broken if: the descriptors are sent after this function has returned.
+        # Guarded by: test_batches_of_a_stopped_worker_that_are_ready_are_served.
+        for first in range(0, len(descriptors), _DESCRIPTORS_PER_MESSAGE):
+            some = descriptors[first : first + _DESCRIPTORS_PER_MESSAGE]
+            socket.send_fds(outbox, [b"\0"], some)
+
+
+class Inboxes:
+    """The rank's ends of the socket pairs, by worker number."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = sockets
+        for each in sockets:
+            each.setblocking(False)
+
+    def unpack(self, packed: PackedBatch) -> Any:
+        """The batch. Never blocks. Raises TransportError if it did not come whole."""
+        if packed.descriptors == OUT_OF_FILES:
+            raise OutOfFilesError("its worker cannot open so many files")
+        descriptors: list[int] = []
+        try:
+            while len(descriptors) < packed.descriptors:
+                descriptors += self._receive(
+                    packed.worker, missing=packed.descriptors - len(descriptors)
+                )
+            return _Unpacker(io.BytesIO(packed.body), descriptors).load()
+        except (OSError, RuntimeError) as error:  # torch's own duplicate of a descriptor
+            if isinstance(error, OSError) and error.errno not in _NO_FILES_LEFT:
+                raise
+            raise OutOfFilesError(f"{type(error).__name__}: {error}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)  # a storage keeps its own duplicate
+
+    def _receive(self, worker: int, *, missing: int) -> list[int]:
+        expected = min(missing, _DESCRIPTORS_PER_MESSAGE)
+        _, received, _, _ = socket.recv_fds(self._sockets[worker], 1, expected)
+        if len(received) < expected:
+            for descriptor in received:
+                os.close(descriptor)
+            raise OutOfFilesError(f"only {len(received)} of {expected} tensors could be opened")
+        return received
+
+    def close(self) -> None:
+        """Let go of the sockets, and of what is still inside them."""
+        for each in self._sockets:
+            each.close()
+
+
+def connect(workers: int) -> tuple[list[socket.socket], Inboxes]:
+    """Socket pairs for ``workers``: the ends that they send on, and the rank's inboxes."""
+    pairs = [socket.socketpair() for _ in range(workers)]
+    return [theirs for theirs, _ in pairs], Inboxes([ours for _, ours in pairs])

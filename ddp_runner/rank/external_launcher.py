@@ -1,0 +1,377 @@
+"""A rank under somebody else's launcher: torchrun, srun, a Kubernetes PyTorchJob.
+
+The same trainer, with in-process repairs only. What needs a new process ends with an exit code that
+makes the launcher restart, and the restarted ranks resume from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from ddp_runner.collective.device import visible_gpu
+from ddp_runner.collective.group import holds_communicators
+from ddp_runner.collective.tcp_store import StoreLink
+from ddp_runner.config.relations import check_relations
+from ddp_runner.core.board import Cell
+from ddp_runner.core.divergence import inexact_by
+from ddp_runner.core.exits import (
+    EXIT_CODE_OF_STATUS,
+    STATUS_OF_REASON,
+    ExitCode,
+    RunStatus,
+    StopReason,
+)
+from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    Formed,
+    Lived,
+    MendedInPlace,
+    Message,
+    Metrics,
+    Proved,
+    Ready,
+    Saved,
+)
+from ddp_runner.core.plain_rank import PlainRank
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.format import printable
+from ddp_runner.observe.journal import MetricsFile
+from ddp_runner.observe.logger import install_root_handler
+from ddp_runner.observe.summary import ExactProof, RunSummary, read_summary, write_summary
+from ddp_runner.rank.restart_log import Told, read_told, told_path
+from ddp_runner.rank.restarts import (
+    SPENT,
+    faults_between,
+    mended_record,
+    restarts_of,
+    seconds_since,
+    time_shares,
+)
+from ddp_runner.rank.signals import take_signals
+from ddp_runner.system import parent_death
+from ddp_runner.system.run_directories import RunDirectories
+from ddp_runner.training.runtime import (
+    STORE_TIMEOUT_S,
+    Generation,
+    LocalRuntime,
+    Place,
+    without_secrets_in,
+)
+from ddp_runner.training.train_report import TrainReport
+from ddp_runner.training.trainer import DDPTrainer
+
+_STOP_SIGNALS = {
+    signal.SIGTERM: StopReason.PREEMPTED,
+    signal.SIGUSR1: StopReason.PREEMPTED,
+    signal.SIGHUP: StopReason.PREEMPTED,
+    signal.SIGINT: StopReason.INTERRUPTED,
+}
+_SAVE_SIGNAL = signal.SIGUSR2
+
+
+_LIVED_EVERY_S = 5.0  # a rank that is killed takes at most so much of the account of its time along
+_PREDECESSOR_ENDS_S = 5.0  # the ranks that this one replaces, with their loader workers
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this very job
+
+
+class OutsideRuntime(LocalRuntime):
+    """One generation per restart of the launcher; signals ask for a stop or a save after the step."""
+
+    def __init__(self, *, place: Place, settings: Settings) -> None:
+        log_dir = Path(settings.run.log_dir)
+        super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
+        # The others wait there while rank 0 makes its last save, at last elsewhere.
+        self.store_timeout_s = STORE_TIMEOUT_S + settings.recovery.checkpoint_timeout_s
+        restarts = sum(int(os.environ.get(name, "0")) for name in _RESTART_COUNTS)
+        # The launcher keeps its store over restarts: the keys of each must differ.
+        self.generation = 1 + restarts
+        self._told = Told(
+            log_dir, rank=place.rank, is_restart=restarts > 0, warn=self.logger.warning
+        )
+        self.place = replace(place, learnt=self._told.learnt)
+        # Told once the ranks have agreed: rank 0 says which run it is.
+        self.run_id = self._told.run_id or self.run_id
+        self._began_ns, self._formed_ns, self._lived_at_ns = time.monotonic_ns(), 0, 0
+        self._clock = _boot()
+        self._notes = check_relations(settings)  # nobody else shows them here
+        self._stop: StopReason | None = None
+        self._save_is_asked = False
+        self.directories: RunDirectories | None = None  # where this rank has taken hold of them
+        self._store: TCPStore | None = None
+        is_first = place.rank == 0
+        self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
+        numbers = [*_STOP_SIGNALS, _SAVE_SIGNAL]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+            numbers.remove(signal.SIGHUP)
+        take_signals(numbers, self._on_signal)
+        self._told.keep(self.lived(step=-1))
+
+    def next_generation(self, ready: Ready) -> Generation:
+        """The one generation of this restart; rank 0 prints what there is to say before."""
+        ready = replace(ready, notes=(*self._notes, *ready.notes))
+        if self.place.rank == 0:
+            print(f"computing in {ready.precision}", *ready.notes, sep="\n", flush=True)
+        return super().next_generation(ready)
+
+    def store_link(self) -> StoreLink:
+        """The launcher's store; without one (srun), rank 0 hosts it on the port that is named."""
+        link = super().store_link()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.place.rank == 0:
+            self._store = TCPStore(
+                link.host,
+                link.port,
+                world_size=None,
+                is_master=True,
+                timeout=timedelta(seconds=STORE_TIMEOUT_S),
+                wait_for_workers=False,
+            )
+        return link
+
+    def tell(self, message: Message) -> None:
+        """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
+        message = without_secrets_in(message, self.logger.hidden)
+        self._look_after_folders(message)
+        self._keep_time(message)
+        self._told.keep(message)
+        if isinstance(message, Adjusted) and self.place.rank == 0 and message.remedy:
+            print(message.remedy, flush=True)
+        if isinstance(message, Metrics) and self._metrics is not None:
+            self._metrics.write(message.step, message.rank, message.values)
+            shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))
+            sys.stdout.write(f"step {message.step}  {'  '.join(shown)}\n")
+            sys.stdout.flush()
+
+    def _look_after_folders(self, message: Message) -> None:
+        """Have those that somebody removed made again; rank 0 holds their locks."""
+        if self.directories is not None and isinstance(message, (Metrics, Saved)):
+            for change in self.directories.look():
+                self.logger.warning(change.text)
+                if change.is_new and change.option == "--checkpoint-dir":
+                    self._save_is_asked = True
+
+    def _keep_time(self, message: Message) -> None:
+        """Write down where the time went, at what a later restart may go on from, and now and then."""
+        match message:
+            case Formed(committed_step=step):
+                self._formed_ns = time.monotonic_ns()
+                self._told.keep(self.lived(step=step))
+            case _ if self.place.rank:
+                pass  # the run's time is that of its rank 0
+            case Saved(step=step):
+                self._told.keep(self.lived(step=step))
+            case Faulted():
+                self._told.keep(self.lived())
+            case Metrics() if time.monotonic_ns() - self._lived_at_ns > _LIVED_EVERY_S * 1e9:
+                self._told.keep(self.lived())
+            case _:
+                pass
+
+    def lived(self, *, step: int | None = None) -> Lived:
+        """How far this process has come, and where its time went; ``step``: of that, if not the newest."""
+        self._lived_at_ns = time.monotonic_ns()
+        reading = self.slot.read()
+        return Lived(
+            rank=self.place.rank,
+            generation=self.generation,
+            run_id=self.run_id,
+            clock=self._clock,
+            began_ns=self._began_ns,
+            at_ns=self._lived_at_ns,
+            step=reading.committed_step if step is None else step,
+            formed_ns=self._formed_ns,
+            first_step_ns=self.slot.get(Cell.FIRST_STEP_NS),
+            spent_ns={name: getattr(reading, f"{name}_ns") for name in SPENT},
+        )
+
+    def resume_word(self, asked: str) -> str:
+        """What this process resumes: the user's choice, until this launch has saved something."""
+        return "auto" if self._told.has_saved else asked
+
+    def stop_asked(self) -> StopReason | None:
+        """What a signal asked for."""
+        return self._stop
+
+    def save_asked(self) -> bool:
+        """Whether a signal has asked for a checkpoint since the last call."""
+        if not self._save_is_asked:
+            return False
+        self._save_is_asked = False
+        return True
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == _SAVE_SIGNAL:
+            self._save_is_asked = True
+        else:
+            self._stop = self._stop or _STOP_SIGNALS[number]
+
+
+def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int) -> int:
+    """Run the rank that this process was started as; returns its exit code. ``cores``: of the machine."""
+    place = _place(rank, device)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
+        parent_death.die_with_parent(os.getppid())
+    directories = RunDirectories(settings.run)
+    if place.rank == 0:  # who saves; held to the end of the process
+        directories.claim(patience_s=_PREDECESSOR_ENDS_S)
+    _share_cores(settings, place, cores=cores)
+    runtime = OutsideRuntime(place=place, settings=settings)
+    if place.rank == 0:
+        runtime.directories = directories
+    install_root_handler(runtime.logger)
+    resume = runtime.resume_word(settings.run.resume)
+    settings = replace(settings, run=replace(settings.run, resume=resume))
+    try:
+        report = DDPTrainer(config=settings, runtime=runtime).train()
+    except BadInputError:
+        raise
+    except FaultError as error:
+        cause = printable(error.fault.without(runtime.logger.hidden).cause)
+        sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {cause}\n")
+        is_bad_input = error.fault.kind is FaultKind.BAD_INPUT  # found with the other ranks
+        code = int(ExitCode.BAD_USAGE if is_bad_input else ExitCode.FAILED)
+        if holds_communicators():
+            _end_at_once(code)
+        return code
+    status = STATUS_OF_REASON[report.reason]
+    if place.rank == 0:
+        _write_summary(settings, runtime, report, status=status)
+    return int(EXIT_CODE_OF_STATUS[status])
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End without what Python and torch do at the end, which would abort this rank's communicators.
+
+    What they leave the other ranks would take for whole: those are ended by the launcher.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - as a rank of ours does: user code may rely on them
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed it
+            stream.flush()
+    os._exit(code)
+
+
+def _share_cores(settings: Settings, place: Place, *, cores: int) -> None:
+    """Threads as the user set them, else as the launcher did, else this rank's share of the cores.
+
+    Sums over other shares differ in their last bit, so a run must not depend on who starts it.
+    """
+    threads = settings.run.threads_per_rank
+    if not threads and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, cores // place.local_world_size)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _place(rank: PlainRank, device: DevicePlan) -> Place:
+    is_cpu = device.visible_index is None
+    return Place(
+        rank=rank.rank,
+        local_rank=rank.local_rank,
+        world_size=rank.world_size,
+        local_world_size=rank.local_world_size,
+        device="cpu" if is_cpu else visible_gpu(rank.local_rank, torch.cuda.device_count()),
+        loads=rank.rank == 0,
+    )
+
+
+def _write_summary(
+    settings: Settings, runtime: OutsideRuntime, report: TrainReport, *, status: RunStatus
+) -> None:
+    """Of all restarts of this job, which are one run."""
+    # Every rank has told all it had to tell before the ranks compared their weights.
+    log_dir = Path(settings.run.log_dir)
+    if _has_summed_up(log_dir, runtime.run_id, report):
+        line = f"already complete: {report.steps:,} steps, nothing to train; the result is kept\n"
+        sys.stdout.write(line)
+        return
+    told = {
+        rank: list(read_told(told_path(log_dir, rank))) for rank in range(runtime.place.world_size)
+    }
+    messages = [message for own in told.values() for message in own]
+    # Rank 0's own file may be on a disk that is full.
+    restarts = restarts_of([*told[0], runtime.lived()])
+    faults = faults_between(restarts, told)
+    mended = [mended_record(one, restarts) for one in messages if isinstance(one, MendedInPlace)]
+    reasons = tuple(dict.fromkeys(filter(None, map(_inexact_reason, messages))))
+    summary = RunSummary(
+        run_id=runtime.run_id,
+        status=status,
+        exit_code=int(EXIT_CODE_OF_STATUS[status]),
+        steps=report.steps,
+        epochs=report.epochs,
+        samples=report.samples,
+        world_size=runtime.place.world_size,
+        final_loss=report.loss if math.isfinite(report.loss) else None,
+        weights_sha256=report.weights_sha256,
+        exact=not reasons,
+        inexact_reasons=reasons,
+        exact_proof=ExactProof.of(_proved(messages)),
+        wall_s=round(seconds_since(restarts, time.monotonic_ns()), 3),
+        time_s=time_shares(restarts, faults),
+        faults=tuple(sorted([*faults, *mended], key=lambda record: record.detected_s)),
+        checkpoint=report.checkpoint or None,
+        checkpoint_step=report.steps if report.checkpoint else None,
+        peak_rss_bytes=report.peaks.get("peak_rss_bytes"),
+        peak_device_bytes=report.peaks.get("peak_device_bytes") or None,
+        figures=dict(report.figures),
+    )
+    write_summary(log_dir / "summary.json", summary)
+
+
+def _has_summed_up(log_dir: Path, run_id: str, report: TrainReport) -> bool:
+    """Whether this very result is that of an earlier job, which trained it: its account stands."""
+    try:
+        old = read_summary(log_dir / "summary.json")
+    except (OSError, ValueError):
+        return False
+    is_it = (old.run_id, old.steps, old.weights_sha256) == (
+        run_id,
+        report.steps,
+        report.weights_sha256,
+    )
+    return is_it and old.status is RunStatus.COMPLETED
+
+
+def _proved(messages: Iterable[Message]) -> dict[str, set[int]]:
+    """The steps that were computed twice with the same bits, by what was done with them."""
+    proved: dict[str, set[int]] = {}
+    for one in messages:
+        if isinstance(one, Proved):
+            proved.setdefault(one.what, set()).add(one.step)
+    return proved
+
+
+def _inexact_reason(message: Message) -> str:
+    """Why the run is not exact because of what was told; empty where it still is."""
+    match message:
+        case Adjusted(inexact_reason=reason) | MendedInPlace(inexact_reason=reason):
+            return reason
+        case Faulted(fault=fault) if fault.kind is FaultKind.REPLICA_DIVERGED:
+            return inexact_by(fault)
+        case _:
+            return ""
+
+
+def _boot() -> str:
+    """What this machine's monotonic clock counts from."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,73 @@
+"""What a rank under an outside launcher has told, in a file of its own: it outlives restarts.
+
+A supervisor remembers which run this is, why it is not exact, what was learnt of its memory, whether it
+has saved anything and where its time went. Without one the ranks of the next restart read it here.
+Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    Finished,
+    Lived,
+    MendedInPlace,
+    Message,
+    Proved,
+    Saved,
+    WireError,
+    decode,
+    encode,
+)
+from ddp_runner.observe.files import LineFile
+from ddp_runner.system.run_files import read_lines
+
+KEPT = (Adjusted, Faulted, Finished, Lived, MendedInPlace, Proved, Saved)
+
+
+class Told:
+    """Appends the messages of this rank.
+
+    ``learnt`` is the newest tuning that an earlier process told, ``run_id`` the run that it was of.
+    Another launch, which is no restart, begins a new file: it may be of another job, and what a
+    checkpoint was made with stands in the checkpoint.
+    """
+
+    def __init__(
+        self, log_dir: Path, *, rank: int, is_restart: bool, warn: Callable[[str], None]
+    ) -> None:
+        path = told_path(log_dir, rank)
+        earlier = list(read_told(path)) if is_restart else []
+        tunings = [one for one in earlier if isinstance(one, Adjusted) and one.tuning]
+        self.learnt = tunings[-1] if tunings else None
+        self.has_saved = any(isinstance(one, Saved) for one in earlier)
+        self.run_id = next(
+            (x.run_id for x in earlier[::-1] if isinstance(x, Lived) and x.run_id), ""
+        )
+        if not is_restart:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        self._file = LineFile(path, warn=warn)
+
+    def keep(self, message: Message) -> None:
+        """Write down what counts after a restart."""
+        if isinstance(message, KEPT):
+            self._file.append(encode(message) + b"\n")
+
+
+def told_path(log_dir: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return log_dir / f"told_rank_{rank}.jsonl"
+
+
+def read_told(path: Path) -> Iterator[Message]:
+    """What a rank has told, oldest first; a torn line is passed over."""
+    with contextlib.suppress(OSError):
+        for line in read_lines(path):
+            with contextlib.suppress(WireError):
+                yield decode(line.rstrip(b"\n"))

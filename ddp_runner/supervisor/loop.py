@@ -1,0 +1,303 @@
+"""The supervisor's loop: signals, sockets and ticks in, one :class:`Supervisor` at work, an exit code out."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.stopping import StopSignal
+from ddp_runner.observe.format import printable
+from ddp_runner.observe.summary import RunSummary
+from ddp_runner.observe.view import RunView
+from ddp_runner.supervisor.processes.children import end_descendants, reap_children
+from ddp_runner.supervisor.processes.folders import FolderKeeper
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.resources import remove_temporary_files
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.reporting.run_view import measure_memory, run_view
+from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.run_directories import RunDirectories
+
+TICK_S = 0.1
+STATUS_INTERVAL_S = 0.5
+_STOP_SIGNALS = {
+    signal.SIGINT: StopReason.INTERRUPTED,
+    signal.SIGTERM: StopReason.PREEMPTED,
+    signal.SIGUSR1: StopReason.PREEMPTED,
+    signal.SIGHUP: StopReason.PREEMPTED,
+}
+_INSISTENT = {signal.SIGINT: StopSignal.INTERRUPT, signal.SIGTERM: StopSignal.TERMINATE}
+_SAVE_SIGNAL = signal.SIGUSR2
+_QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
+
+
+class SignalBox:
+    """Signals as a readable socket, so that the loop wakes for them and nothing is interrupted."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._before: dict[int, object] = {}
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._reader.fileno()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Catch our signals for the length of the block. An ignored SIGHUP (nohup) stays ignored.
+
+        Afterwards those that stop a run do nothing: it has ended, and one that is repeated would end
+        this process before it has given its exit code.
+        """
+        wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        number: int
+        for number in (*_STOP_SIGNALS, _SAVE_SIGNAL, signal.SIGQUIT, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, _only_wake)
+        try:
+            yield
+        finally:
+            for number, handler in self._before.items():
+                has_ended = number in _STOP_SIGNALS
+                signal.signal(number, signal.SIG_IGN if has_ended else handler)  # type: ignore[arg-type] # what signal() returned
+            signal.set_wakeup_fd(wakeup_before)
+            self._reader.close()
+            self._writer.close()
+
+    def take(self) -> list[int]:
+        """The signals since the last call, oldest first."""
+        numbers: list[int] = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                numbers += self._reader.recv(4096)
+        return numbers
+
+
+def _only_wake(number: int, frame: FrameType | None) -> None:
+    """The wakeup descriptor has told the loop."""
+    del number, frame
+
+
+def supervise(plan: LaunchPlan) -> int:
+    """Run ``plan`` to its end and return the exit code.
+
+    Must be called from the main thread. Raises BadInputError before any process was started; after
+    that, every ending is an exit code.
+    """
+    directories = RunDirectories(plan.settings.run)
+    directories.refuse_if_held()
+    parent_death.adopt_orphans()
+    parent_death.set_process_name("ddp:supervisor")
+    signals = SignalBox()
+    with signals.installed(), selectors.DefaultSelector() as selector:
+        world = World(plan, selector)
+        records = Records(plan.settings, ranks=plan.world_size, seal=world.log_seal)
+        supervisor = Supervisor(plan, world, records, directories)
+        loop = _Loop(supervisor, signals=signals, selector=selector)
+        try:
+            return loop.run()
+        finally:
+            end_descendants(timeout_s=10.0)
+            world.close()
+            directories.release()
+
+
+class _Loop:
+    """Feeds events to a :class:`Supervisor` until it has an ending."""
+
+    def __init__(
+        self, supervisor: Supervisor, *, signals: SignalBox, selector: selectors.BaseSelector
+    ) -> None:
+        self._supervisor = supervisor
+        self._plan = supervisor.plan
+        self._world = supervisor.world
+        self._records = supervisor.records
+        self._signals = signals
+        self._selector = selector
+        self._folders = FolderKeeper(
+            supervisor.directories,
+            world=supervisor.world,
+            records=supervisor.records,
+            ask_save=supervisor.ask_save,
+        )
+        self._shown_at_s = 0.0
+        self._status_at_s = 0.0
+        self._memory_at_s = 0.0
+        selector.register(signals, selectors.EVENT_READ, None)
+
+    def run(self) -> int:
+        """Loop to the ending, then show and return it."""
+        self._world.start_zygote()
+        self._start_guardian()
+        while self._supervisor.ending is None:
+            try:
+                self._turn()
+            except Exception:  # noqa: BLE001, PERF203 - the supervisor's boundary: still ends everything
+                self._supervisor.fail(traceback.format_exc())
+        return self._finish()
+
+    def _start_guardian(self) -> None:
+        """While torch is imported. A run can do without it: only a SIGKILL of this process needs one."""
+        try:
+            self._world.guardian.start()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._records.say(
+                f"no guardian could be started ({reason}): should this process be killed, what the "
+                "task has started itself stays",
+                level="WARNING",
+            )
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                self._take_signals()
+            else:
+                self._receive(*key.data)
+        for ended in reap_children():
+            self._supervisor.on_ended(ended)
+        self._supervisor.advance()
+        self._show()
+
+    def _take_signals(self) -> None:
+        for number in self._signals.take():
+            reason = _STOP_SIGNALS.get(signal.Signals(number))
+            if reason is not None:
+                by = _INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
+                self._supervisor.ask_stop(reason, by=by)
+            elif number == signal.SIGQUIT and self._supervisor.ending is None:
+                line = f"{_QUIT}: ended at once"
+                self._supervisor.run_end.at_once(Ending.of(RunStatus.FAILED, line))
+            elif number == _SAVE_SIGNAL:
+                self._supervisor.ask_save()
+
+    def _receive(self, channel: Channel, who: object) -> None:
+        handle = who if isinstance(who, RankHandle) else None
+        if handle is not None and handle.channel is not channel:
+            return  # a process that was replaced in this very round
+        if channel.fileno() < 0:
+            return  # closed in this very round
+        try:
+            message, _ = channel.receive()
+        except ChannelClosedError:
+            self._world.forget_channel(channel)
+            return
+        self._supervisor.on_message(message, handle)
+
+    def _show(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._memory_at_s >= 1.0:
+            self._memory_at_s = now_s
+            measure_memory(self._world.ranks)
+        ledger = self._supervisor.ledger
+        if ledger.first_step_s is None:
+            first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)
+            ledger.first_step_s = first_ns / 1e9 if first_ns else None
+        if now_s - self._shown_at_s < TICK_S:
+            return
+        self._shown_at_s = now_s
+        self._supervisor.start.look(now_s)
+        view = self._view()
+        self._records.show(view)
+        if now_s - self._status_at_s >= STATUS_INTERVAL_S:
+            self._status_at_s = now_s
+            self._look_after_folders()
+            self._records.status(view)
+
+    def _look_after_folders(self) -> None:
+        if self._records.may_write:
+            self._folders.look()
+
+    def _view(self) -> RunView:
+        supervisor = self._supervisor
+        return run_view(
+            self._plan,
+            self._world.ranks,
+            doing=supervisor.start.doing(time.monotonic()),
+            facts=supervisor.facts,
+            state=supervisor.machine.state,
+            began_s=supervisor.ledger.began_s,
+            faults_total=supervisor.ledger.faults_total,
+            restarts=supervisor.ledger.restarts,
+        )
+
+    def _finish(self) -> int:
+        """End every process first: whatever is written after that is the last word."""
+        supervisor, records = self._supervisor, self._records
+        ending = supervisor.ending
+        assert ending is not None
+        left = end_descendants(timeout_s=10.0)
+        if left:
+            records.say(f"processes {left} would not end", level="ERROR")
+        if records.may_write:
+            self._look_after_folders()
+            supervisor.drills.clear()
+            for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
+                records.say(f"removed {path}, which a save that was cut off had left")
+            supervisor.chronicle.saved_untold()
+            supervisor.chronicle.know_newest()
+        supervisor.start.look(time.monotonic())
+        records.show_rest()
+        self._say_ending()
+        summary = self._summary()
+        records.event("run_ends", status=ending.status.value, exit_code=int(ending.exit_code))
+        records.finish(self._view(), summary)
+        if ending.error_line:
+            sys.stdout.flush()
+            sys.stderr.write(f"ddp_runner: error: {printable(ending.error_line)}\n")
+        return int(ending.exit_code)
+
+    def _say_ending(self) -> None:
+        ending, records = self._supervisor.ending, self._records
+        assert ending is not None
+        if ending.detail:
+            records.say(ending.detail, level="ERROR")
+        if not ending.error_line and self._supervisor.machine.state is RunState.FAILED:
+            level = "INFO" if ending.exit_code >= ExitCode.PREEMPTED else "ERROR"
+            records.say(ending.reason, level=level)
+            if closing := self._supervisor.run_end.closing_words():
+                records.say(closing)
+        finished = self._world.present[0].finished
+        sample = finished.report.get("sample") if finished is not None else None
+        if sample:
+            records.say(f"a sample of what it learned:\n{sample}")
+
+    def _summary(self) -> RunSummary | None:
+        supervisor = self._supervisor
+        ending = supervisor.ending
+        assert ending is not None
+        if supervisor.facts.kept is not None:
+            return supervisor.facts.kept
+        first = self._world.present[0]
+        finished = [h.finished for h in self._world.present if h.finished is not None]
+        complete = len(finished) == len(self._world.present)
+        return supervisor.ledger.summary(
+            status=ending.status,
+            exit_code=ending.exit_code,
+            world_size=self._plan.world_size,
+            reading=first.slot.read(),
+            steps_per_epoch=supervisor.facts.steps_per_epoch,
+            finished=finished if complete else [],
+            facts=supervisor.facts,
+            own_step_s={handle.rank: handle.own_step_s for handle in self._world.ranks},
+            now_s=time.monotonic(),
+        )

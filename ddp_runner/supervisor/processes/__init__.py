@@ -1,0 +1,1 @@
+"""NODE: the processes of this machine: forked, killed, reaped, read. Decides nothing."""

@@ -1,0 +1,193 @@
+"""The supervisor's child processes: starts the zygote, has it fork, reaps and kills. Decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ddp_runner import start
+from ddp_runner.core.messages import Fork
+from ddp_runner.system.control_channel import Channel
+from ddp_runner.system.proc_state import stat_fields
+from ddp_runner.system.run_files import reading
+
+OUTPUT_SHOWN_BYTES = 8_000
+WORDS_BYTES = 64_000  # that a process may take to say why it dies: the stacks of all its threads
+_EXITING = 0x4  # PF_EXITING of Linux, in a process's flags
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a place for our own files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A reaped child: ``exit_code`` or ``signal_number``, the other is None."""
+
+    pid: int
+    exit_code: int | None
+    signal_number: int | None
+    at_ns: int
+
+
+def make_output_file(name: str) -> int:
+    """An unnamed file in memory for a process's output; it vanishes with its last descriptor."""
+    return os.memfd_create(name)
+
+
+def read_output(descriptor: int, limit_bytes: int = OUTPUT_SHOWN_BYTES) -> str:
+    """The end of what was written to an output file."""
+    size = os.fstat(descriptor).st_size
+    start = max(0, size - limit_bytes)
+    return os.pread(descriptor, limit_bytes, start).decode(errors="replace").strip()
+
+
+def file_size(path: Path) -> int:
+    """How long the file is; 0 where there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def read_end(path: Path, *, begin: int) -> str:
+    """The end of what stands in a log from ``begin`` on; empty where it cannot be read."""
+    try:
+        with reading(path) as file:
+            file.seek(max(begin, file_size(path) - WORDS_BYTES))
+            return file.read(WORDS_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+class Zygote:
+    """The process that forks the others. A new object for each one started."""
+
+    def __init__(self, *, task: str, environment: Mapping[str, str]) -> None:
+        self.channel, theirs = Channel.pair()
+        self.output = make_output_file("zygote")
+        self.ready = False
+        # The channel is handed over by number; a session of its own keeps a terminal's Ctrl-C and
+        # hang-up with the supervisor, who decides what they mean.
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [
+                sys.executable,
+                start.__file__,
+                "ddp_runner.rank.zygote",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                task,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=self.output,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+            env=dict(environment),
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
+        """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
+        self.channel.send(request, descriptors=descriptors)
+
+    def mark_reaped(self, exit_code: int) -> None:
+        """Tell the Popen object, which must not wait for a pid that we reaped."""
+        self._process.returncode = exit_code
+
+    def close(self) -> None:
+        """Close channel and output."""
+        self.channel.close()
+        os.close(self.output)
+
+
+def reap_children() -> Iterator[Ended]:
+    """Every child that has ended since the last call, orphans that we adopted included."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _remove_segments(pid)
+        code = os.waitstatus_to_exitcode(status)
+        yield Ended(
+            pid=pid,
+            exit_code=code if code >= 0 else None,
+            signal_number=-code if code < 0 else None,
+            at_ns=time.monotonic_ns(),
+        )
+
+
+def is_killed(pid: int | None) -> bool:
+    """Whether a child that is not reaped has got SIGKILL; also while the kernel still frees its memory."""
+    fields = stat_fields(pid)
+    if not fields:
+        return False
+    is_ending = fields[0] == "Z" or int(fields[6]) & _EXITING
+    return bool(is_ending) and int(fields[-1]) & 0x7F == signal.SIGKILL
+
+
+def _remove_segments(pid: int) -> None:
+    """Remove the shared memory that a process was making when it died.
+
+    torch names a segment by its process and unlinks it at once; a loader worker that is killed in
+    between, as it is when its rank dies, leaves the name for good.
+    """
+    for segment in _SHARED_MEMORY.glob(f"torch_{pid}_*"):
+        with contextlib.suppress(OSError):  # of a same-numbered process of somebody else
+            segment.unlink()
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signal a child that has not been reaped: its pid cannot be anybody else's.
+
+    Raises ValueError for a number that would mean a group of processes.
+    """
+    if pid <= 0:
+        raise ValueError(f"pid={pid} is no process")
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Signal a child's main thread, which acts on it before its next instruction (tgkill(2)).
+
+    A signal to the whole process is taken by any of its threads. When a stopped process is woken its
+    main thread may be past the place where it stood before another thread has taken the signal.
+    Raises ValueError for a number that would mean a group of processes.
+    """
+    tgkill = getattr(_LIBC, "tgkill", None)  # glibc 2.30
+    if pid <= 0 or tgkill is None:
+        kill(pid, number)
+    elif tgkill(pid, pid, number) and ctypes.get_errno() != errno.ESRCH:
+        raise OSError(ctypes.get_errno(), f"no signal {number} to the main thread of {pid}")
+
+
+def end_descendants(*, timeout_s: float) -> list[int]:
+    """SIGKILL whatever still descends from this process and reap it; returns pids that stayed."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        for _ in reap_children():
+            pass
+        left = [child.pid for child in psutil.Process().children(recursive=True)]
+        if not left or time.monotonic() >= deadline_s:
+            return left
+        for pid in left:
+            kill(pid)
+        time.sleep(0.005)

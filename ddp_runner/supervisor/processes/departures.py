@@ -1,0 +1,59 @@
+"""Whose process has ended, as values. Decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteEnded:
+    """The zygote is gone; ``output`` is what it said last."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreEnded:
+    """The store host is gone; ``output`` is what it said last."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnded:
+    """A rank's process is gone."""
+
+    ended: Ended
+    handle: RankHandle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareEnded:
+    """The process that waited to become a rank is gone; nobody misses it."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyEnded:
+    """The zygote that stood by is gone."""
+
+    ended: Ended
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillEnded:
+    """The process of a drill is gone; ``output`` is what it said last, if it has no log."""
+
+    ended: Ended
+    output: str
+
+
+Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded | DrillEnded

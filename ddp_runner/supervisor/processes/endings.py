@@ -1,0 +1,67 @@
+"""How a rank's process ended, from its exit status, the board and what it wrote last. Decides nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddp_runner.core.classify import RankExit, signal_name
+from ddp_runner.core.crash_output import SELF_MADE_SIGNALS, read_last_words, read_stack, user_frame
+from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+
+
+def place_in(text: str) -> str:
+    """Where the user's code was, by a traceback or stack."""
+    return user_frame(text, own=_PACKAGE)
+
+
+def exit_of(
+    handle: RankHandle, ended: Ended, *, killed_for_memory: bool, was_asked: bool, keeps_all: bool
+) -> RankExit:
+    """Everything that is known of the end of a rank's process.
+
+    ``was_asked``: it was made to say where it hangs; ``keeps_all``: what it said is in no file.
+    """
+    reading, crash, words = handle.slot.read(), None, ""
+    if ended.signal_number is not None and (was_asked or is_self_made(ended.signal_number)):
+        said = handle.said_last()
+        crash = read_last_words(said, signal_name=signal_name(ended.signal_number))
+        words = read_stack(handle.said_when_asked()) if crash is None and was_asked else ""
+    return RankExit(
+        rank=handle.rank,
+        step=reading.step,
+        phase=reading.phase.label,
+        at_ns=ended.at_ns,
+        exit_code=ended.exit_code,
+        signal_number=ended.signal_number,
+        killed_for_memory=killed_for_memory,
+        last_words=handle.last_words() if keeps_all else words,
+        crash=crash,
+        place="" if crash is None else place_in(crash.text),
+    )
+
+
+def store_died(ended: Ended, *, output: str, step: int) -> Fault:
+    """The end of the store host, as a fault of nobody; ``output`` is what it said last."""
+    how = (
+        f"exit code {ended.exit_code}"
+        if ended.signal_number is None
+        else signal_name(ended.signal_number)
+    )
+    return Fault(
+        kind=FaultKind.STORE_DIED,
+        rank=-1,
+        step=step,
+        cause=f"the store process died ({how})",
+        at_ns=ended.at_ns,
+        detail=output,
+        origin=Origin.OUTSIDE,  # no code of the user's runs there
+    )
+
+
+def is_self_made(signal_number: int) -> bool:
+    """Whether a process brings this signal upon itself, as by reading what is not there."""
+    return signal_name(signal_number) in SELF_MADE_SIGNALS

@@ -1,0 +1,87 @@
+"""The environment of the zygote and so of every rank: what must stand before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.start import PACKAGE_PARENT
+
+# Ranks that must survive a failed collective: the watchdog would kill them.
+_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_INCLUDE_STACK_TRACE": "0",
+    # Its monitor ends a process whose watchdog is stuck, which an abort may do to it for minutes; and
+    # the key by which a dump is asked for stays in the store, where a later replacement finds it.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # A group that is formed again may not get its multicast memory (and sums by it vary).
+    "NCCL_NVLS_ENABLE": "0",
+}
+# The ranks of one machine meet on loopback, whatever its other networks do.
+_ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo"}
+# Else torch.cuda.is_available() starts the driver, and no fork of that process can use CUDA.
+_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# cuBLAS repeats its results only with a fixed workspace, chosen before CUDA starts.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# By size and topology NCCL chooses how it sums, and so in which order.
+_NCCL_IN_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+# CUDA counts the fastest GPU first unless told otherwise; --gpus and nvidia-smi count by bus.
+_BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+# A model whose parts come from a set of names has them in one order in every process, a replacement's too.
+_SETS_IN_ORDER = {"PYTHONHASHSEED": "0"}
+# torch's advice at every start; the settings that it is about are this runner's choice.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+_DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
+
+
+def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, str]:
+    """``own`` with what this run needs. A variable that the user has set is left alone."""
+    threads = str(plan.threads_per_rank)
+    settings = plan.settings.run
+    added = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        # numpy would start its threads at import, and a zygote must have none.
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **_SETS_IN_ORDER,
+        **_BUS_ORDER,
+        **_of_gpus(is_deterministic=settings.deterministic),
+        **(_DETERMINISTIC if settings.deterministic else {}),
+        **(_DEBUG if settings.debug else _QUIET),
+    }
+    environment = {**added, **own}
+    environment["PYTHONPATH"] = _with_package(own.get("PYTHONPATH", ""))
+    return environment
+
+
+def probe_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """``own`` with what ranks need that only try their collectives, before any run (rank.probe)."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    return {**threads, **_BUS_ORDER, **_of_gpus(is_deterministic=False), **_QUIET, **own}
+
+
+def _of_gpus(*, is_deterministic: bool) -> dict[str, str]:
+    """What NCCL and CUDA are to find where nobody has set it."""
+    return {**_NCCL, **_ONE_MACHINE, **_FORKS, **(_NCCL_IN_ORDER if is_deterministic else {})}
+
+
+def kept_against_advice(own: Mapping[str, str], *, is_deterministic: bool) -> tuple[str, ...]:
+    """For people: which variables of a user's make repairs on GPUs impossible, slow or inexact."""
+    wanted = _of_gpus(is_deterministic=is_deterministic)
+    return tuple(
+        f"{name}={own[name]} of your environment is kept; {value} is what repairs on GPUs need"
+        for name, value in wanted.items()
+        if own.get(name, value) != value
+    )
+
+
+def _with_package(path: str) -> str:
+    """The search path with this package's folder, wherever the user's working directory is."""
+    parts = [part for part in path.split(":") if part]
+    if PACKAGE_PARENT not in parts:
+        parts.append(PACKAGE_PARENT)
+    return ":".join(parts)

@@ -1,0 +1,130 @@
+"""The processes beside the ranks that the zygote forks, as the supervisor holds them. Decides nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ddp_runner.core.messages import DRILL_RANK, SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
+from ddp_runner.core.spare import SparePlan
+from ddp_runner.supervisor.processes.children import make_output_file, read_output
+from ddp_runner.system import proc_state
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+
+
+class Helper:
+    """Owned by World. ``pid`` is None while the zygote has not answered; ``is_ready`` once it said so.
+
+    ``since_s``: when it was asked for, and once its pid is known, since then.
+    """
+
+    name: str
+    rank: int  # what the zygote knows it by
+
+    def __init__(self, *, token: int, now_s: float) -> None:
+        self.channel, self._theirs = Channel.pair()
+        self._output = make_output_file(self.name)
+        self.token = token
+        self.since_s = now_s
+        self.pid: int | None = None
+        self.is_ready = False
+
+    def request(self, spec: dict[str, object] | None = None) -> Fork:
+        """What the zygote is asked for."""
+        return Fork(token=self.token, rank=self.rank, local_rank=self.rank, spec=spec or {})
+
+    def descriptors(self, *between: int) -> list[int]:
+        """The child's ends, for the fork request; the caller closes the first."""
+        return [self._theirs.detach(), *between, self._output]
+
+    @property
+    def output(self) -> int:
+        """The file in memory that it writes to."""
+        return self._output
+
+    def last_words(self) -> str:
+        """What it has written."""
+        return read_output(self._output)
+
+    def close(self) -> None:
+        """Close channel and output; a process that is still behind them ends of it."""
+        self.channel.close()
+        os.close(self._output)
+
+
+class StoreHost(Helper):
+    """Serves the store through which ranks find each other."""
+
+    name, rank = "store", STORE_RANK
+
+
+class Spare(Helper):
+    """Waits to become a rank; no rank, until it is made one."""
+
+    name, rank = "spare", SPARE_RANK
+
+    def __init__(self, plan: SparePlan, *, token: int, now_s: float) -> None:
+        super().__init__(token=token, now_s=now_s)
+        self.channel.set_blocking(blocking=False)
+        self.plan = plan
+        self.device_bytes = 0  # that it holds, by its own word
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it waits, and is not stopped."""
+        return self.is_ready and self.pid is not None and not proc_state.is_stopped(self.pid)
+
+    def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
+        """Have it become a rank.
+
+        False where that needs an ordinary fork: it is not warm, or gone, or serves another GPU.
+        """
+        if not self.is_warm or not self.plan.serves(str(request.spec["device"])):
+            return False
+        try:
+            self.channel.send(request, descriptors=descriptors)
+        except (ChannelClosedError, BlockingIOError):
+            return False
+        return True
+
+
+class Standby(Helper):
+    """A fork of the zygote that forks nobody until it takes the zygote's place."""
+
+    name, rank = "standby", STANDBY_RANK
+
+    def take_over(self) -> PromotedZygote | None:
+        """The zygote that it is from now on; None where its fork has not been answered, or it is stopped."""
+        if self.pid is None or proc_state.is_stopped(self.pid):
+            return None
+        return PromotedZygote(self, self.pid)
+
+
+class Drill(Helper):
+    """Computes what a replacement would, beside the run; never becomes a rank."""
+
+    name, rank = "drill", DRILL_RANK
+
+
+class PromotedZygote:
+    """A zygote that stood by: with the interface of one that was started, and ready at once."""
+
+    ready = True
+
+    def __init__(self, standby: Standby, pid: int) -> None:
+        self.pid = pid
+        self.channel = standby.channel
+        self.output = standby.output
+        self._standby = standby
+
+    def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
+        """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
+        self.channel.send(request, descriptors=descriptors)
+
+    def mark_reaped(self, exit_code: int) -> None:
+        """Nobody else waits for it."""
+        del exit_code
+
+    def close(self) -> None:
+        """Close channel and output."""
+        self._standby.close()

@@ -1,0 +1,65 @@
+"""What a supervised run takes hold of on this machine: the store's port and the board."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+from pathlib import Path
+
+from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.system.run_files import left_over
+
+
+def remove_temporary_files(directory: Path) -> list[Path]:
+    """Remove what writers of this machine that have ended left half written; what was removed."""
+    removed = []
+    dead, _ = left_over(directory)
+    for path in dead:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            removed.append(path)
+    return removed
+
+
+def bind_store_port(port: int) -> socket.socket:
+    """A listening loopback socket for the store, held by the supervisor for the whole run.
+
+    Raises BadInputError where the port is taken or none is left.
+    """
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # Without it, the connections of a run that has just ended would block the same --port.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        expected = (
+            f"is not free ({error.strerror}); 0 takes any free one"
+            if port
+            else f"no port is free on loopback ({error.strerror}); end other programs"
+        )
+        raise BadInputError("ddp.port", port, expected) from error
+    return listening
+
+
+class BoardMemory:
+    """The progress board in unnamed shared memory: no file, gone with the last process."""
+
+    def __init__(self, slots: int) -> None:
+        self.descriptor = os.memfd_create("progress_board")
+        os.ftruncate(self.descriptor, slots * SLOT_BYTES)
+        self._memory = mmap.mmap(self.descriptor, 0)
+        self._view = memoryview(self._memory)
+        self.board = Board(self._view, slots)
+
+    def close(self) -> None:
+        """Unmap and close."""
+        self.board.close()
+        self._view.release()
+        with contextlib.suppress(BufferError):  # a slot is still held: the process ends anyway
+            self._memory.close()
+        os.close(self.descriptor)

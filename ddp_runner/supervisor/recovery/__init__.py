@@ -1,0 +1,1 @@
+"""REPAIRS: from the first sign of a fault to ranks that train again. Rules are in core."""

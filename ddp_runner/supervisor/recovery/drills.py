@@ -1,0 +1,173 @@
+"""Runs fire drills beside the run, and tells what came of them. When, ``core/drill.py`` decides."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from ddp_runner.core.drill import (
+    DRILLED,
+    FOLDER,
+    SHARE,
+    STATE,
+    DrillFacts,
+    failed_reason,
+    folder_name,
+    may_begin,
+    must_end,
+    passed_line,
+    skipped_line,
+)
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.messages import Drilled, DrillPart, Proved
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.reporting.event_log import Chronicle
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.system.proc_state import StoppedWatch
+
+
+class DrillKeeper:
+    """Driven by :class:`Supervisor`: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
+
+    def __init__(
+        self, plan: LaunchPlan, *, world: World, records: Records, chronicle: Chronicle
+    ) -> None:
+        self._plan = plan
+        self._folder = Path(plan.settings.run.checkpoint_dir)
+        self._world = world
+        self._records = records
+        self._chronicle = chronicle
+        self._stopped = StoppedWatch()
+        self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
+        self._waiting: tuple[int, int] | None = (
+            None  # step and rank of the drill that has all it needs
+        )
+        self._running: tuple[int, int] | None = None
+        self._is_given_up = False  # while its fork was still owed, perhaps
+        self._began_s = 0.0
+        self._said_short = False
+
+    def part(self, message: DrillPart) -> None:
+        """A rank has written its part, or could not."""
+        parts = self._parts.setdefault(message.step, {})
+        if message.problem:
+            self._parts.pop(message.step)
+            self._remove(message.step)
+            self._skipped(message.rank, message.step, message.problem)
+            return
+        parts[message.part] = message.rank
+        if parts.keys() >= {STATE, SHARE}:
+            self._parts.pop(message.step)
+            if self._waiting is not None:  # the newer one tells more
+                self._remove(self._waiting[0])
+            self._waiting = message.step, parts[SHARE]
+
+    def look(self, now_s: float, *, in_peace: bool) -> None:
+        """Begin the drill that waits, or end the one that runs, as the facts have it."""
+        drill = self._world.drill
+        if drill is None:  # where its zygote never had it
+            self._cut_short("its process could not be forked")
+        limit_s = self._plan.settings.recovery.startup_timeout_s
+        facts = DrillFacts(
+            in_peace=in_peace,
+            can_fork=self._world.can_fork,
+            waits=self._waiting is not None,
+            is_running=drill is not None,
+            is_wanted=not self._is_given_up,
+            is_stopped=drill is not None
+            and self._stopped.stopped_s(drill.pid, now_s) > self._plan.settings.recovery.hang_min_s,
+            since_s=now_s - self._began_s,
+            limit_s=limit_s,
+        )
+        if why := must_end(facts):
+            self._world.kill_drill()
+            self._is_given_up = True
+            if in_peace and self._running is not None:
+                self._tell_skipped(why)
+            self._cut_short(why)
+        if not in_peace:
+            self.drop()
+        elif may_begin(facts) and self._waiting is not None:
+            self._running, self._waiting = self._waiting, None
+            self._began_s, self._is_given_up = now_s, False
+            step, rank = self._running
+            self._world.start_drill(rank, step=step, folder=str(self._folder / folder_name(step)))
+
+    def drilled(self, message: Drilled, now_s: float) -> None:
+        """The process has come to an end, which it may have done before it was to be ended."""
+        if self._running != (message.step, message.rank):
+            return
+        rank, step, seconds = message.rank, message.step, now_s - self._began_s
+        if message.problem:
+            self._tell_skipped(message.problem)
+            return
+        self._running = None
+        self._remove(step)
+        self._records.event(
+            "drill", rank=rank, step=step, seconds=round(seconds, 3), differs=message.differs
+        )
+        if not message.differs:
+            self._records.say(passed_line(rank=rank, step=step, seconds=seconds))
+            self._chronicle.proved(Proved(rank=rank, step=step, what=DRILLED))
+            return
+        on_cpu = self._plan.devices[rank].device == "cpu"
+        reason = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
+        is_first = not any("would not compute the same" in each for each in self._chronicle.reasons)
+        self._records.say(f"drill: {reason}", level="WARNING" if is_first else "INFO")
+        if is_first:
+            self._chronicle.not_exact(reason)
+
+    def ended(self, ended: Ended, output: str) -> None:
+        """Its process was reaped. One that has told before has nothing to add."""
+        if self._running is not None:
+            signal = ended.signal_number
+            how = f"exit {ended.exit_code}" if signal is None else f"signal {signal}"
+            said = f": {output.splitlines()[-1]}" if output else ""
+            self._tell_skipped(f"its process ended ({how}){said}")
+
+    def drop(self) -> None:
+        """Forget those that are to come: the ranks do their steps again, or end."""
+        for step in [*self._parts, *([self._waiting[0]] if self._waiting else [])]:
+            self._remove(step)
+        self._parts.clear()
+        self._waiting = None
+
+    def clear(self) -> None:
+        """Nothing is written any more, or not yet: remove what is left."""
+        path = self._folder / FOLDER
+        if path.is_symlink() or not path.is_dir():
+            return
+        shutil.rmtree(path, ignore_errors=True)
+
+    def _tell_skipped(self, why: str) -> None:
+        assert self._running is not None
+        step, rank = self._running
+        self._running = None
+        self._remove(step)
+        self._skipped(rank, step, why)
+
+    def _skipped(self, rank: int, step: int, why: str) -> None:
+        self._records.event("drill_skipped", rank=rank, step=step, text=why)
+        if "memory is short" in why:
+            if self._said_short:
+                return
+            self._said_short = True
+        self._records.say(skipped_line(rank=rank, step=step, problem=why))
+
+    def _cut_short(self, why: str) -> None:
+        """Not worth a line."""
+        if self._running is None:
+            return
+        step, rank = self._running
+        self._running = None
+        self._remove(step)
+        self._records.event("drill_skipped", rank=rank, step=step, text=why)
+
+    def _remove(self, step: int) -> None:
+        folder = self._folder / folder_name(step)
+        if not folder.parent.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # of another drill, or gone
+                folder.parent.rmdir()

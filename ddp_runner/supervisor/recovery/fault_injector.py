@@ -1,0 +1,108 @@
+"""Keeps the books of ``--inject``: what is still to come, and when a random plan strikes next."""
+
+from __future__ import annotations
+
+import signal
+
+from ddp_runner.core.injection import (
+    EVERY_RANK,
+    Injection,
+    InjectKind,
+    RandomPlan,
+    Strike,
+    draw_strike,
+    parse_injection,
+)
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.messages import Inject, Injected
+from ddp_runner.supervisor.processes.children import kill
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.reporting.outputs import Records
+
+_SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
+_ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
+
+
+class Striker:
+    """Owned by the supervisor's loop. Injections at a step happen in the rank; it says so first."""
+
+    def __init__(self, plan: LaunchPlan, world: World, records: Records) -> None:
+        self._world = world
+        self._records = records
+        specs = [
+            parse_injection(text, world_size=plan.world_size) for text in plan.settings.run.inject
+        ]
+        self._left = {
+            (number, rank): spec.times
+            for number, spec in enumerate(specs)
+            if isinstance(spec, Injection)
+            for rank in range(plan.world_size)
+            if spec.rank in (rank, EVERY_RANK)
+        }
+        self._random = [spec for spec in specs if isinstance(spec, RandomPlan)]
+        self._drawn = [0] * len(self._random)
+        self._due_s: list[float | None] = [None] * len(self._random)
+        self._ending: int | None = None  # the process that a strike ends
+
+    def left_for(self, rank: int) -> dict[str, int]:
+        """Number -> times, of what is still to happen to ``rank``."""
+        return {
+            str(number): times
+            for (number, its_rank), times in self._left.items()
+            if times and its_rank == rank
+        }
+
+    def happened(self, message: Injected) -> None:
+        """An injection happens now: it must not happen again to the process that comes after."""
+        place = (message.number, message.rank)
+        self._left[place] = max(0, self._left[place] - 1)
+        self._records.event(
+            "injected",
+            kind=message.kind,
+            rank=message.rank,
+            number=message.number,
+            step=message.step,
+            phase=message.phase,
+        )
+
+    def strike_if_due(self, now_s: float) -> None:
+        """Let random plans strike. Called only while the run is in peace.
+
+        A process may take a while to die, and what strikes it meanwhile would be lost.
+        """
+        if self._ending is not None:
+            if any(handle.pid == self._ending for handle in self._world.ranks):
+                return
+            self._ending = None
+        for index, plan in enumerate(self._random):
+            strike = draw_strike(plan, self._drawn[index], world_size=len(self._world.ranks))
+            due_s = self._due_s[index]
+            if due_s is None:
+                self._due_s[index] = now_s + strike.wait_s
+            elif now_s >= due_s and not (plan.times and self._drawn[index] >= plan.times):
+                self._drawn[index] += 1
+                self._due_s[index] = None
+                self._strike(strike, self._drawn[index])
+
+    def _strike(self, strike: Strike, drawn: int) -> None:
+        if strike.kind is InjectKind.BAD_SAMPLE:
+            return  # in the data from the start: its turn comes at a step, not at a moment
+        handle = self._world.ranks[strike.rank]
+        if handle.state is not RankState.TRAINING or handle.pid is None:
+            return
+        reading = handle.slot.read()
+        self._records.event(
+            "injected",
+            kind=strike.kind.value,
+            rank=strike.rank,
+            step=reading.step,
+            phase=reading.phase.label,
+        )
+        if strike.kind in _ENDS_PROCESS:
+            self._ending = handle.pid
+        number = _SIGNALS.get(strike.kind)
+        if number is not None:
+            kill(handle.pid, number)
+        else:
+            self._world.send(handle, Inject(kind=strike.kind.value, number=drawn))

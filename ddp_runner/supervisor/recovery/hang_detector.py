@@ -1,0 +1,164 @@
+"""Finds ranks that hang wherever they stand in their lives, and says so as faults. Ends nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.hang_detection import HangVerdict
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.stack_dump import wake
+from ddp_runner.supervisor.recovery.progress_watch import Watcher
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.system import proc_state
+from ddp_runner.system.proc_state import StoppedWatch
+
+# Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
+STOPPED_AT_ONCE_S = 0.15
+# Where the system's word is all that can be had: the board tells of training ranks only.
+_NOT_TRAINING = (RankState.STARTING, RankState.READY, RankState.FORMING)
+
+
+class HangFinder:
+    """Driven by ``Repair``, once a tick while no incident is open."""
+
+    def __init__(
+        self, settings: RecoverySettings, facts: RunFacts, *, world: World, records: Records
+    ) -> None:
+        self.watcher = Watcher(settings)
+        self._settings = settings
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._stopped = StoppedWatch()
+
+    def find(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
+        """Ranks that hang, or the collective that does; ``leave_out`` are being replaced anyway."""
+        if any(map(self._is_getting_on, self._world.present)):
+            self._facts.formed_at_s = now_s  # loader and phases have deadlines of their own
+        for handle in self._world.present:
+            if handle.rank in leave_out:
+                continue
+            started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
+            formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
+            if handle.state is RankState.STARTING and now_s > started_by_s:
+                return [hung(handle, "still starting")]
+            if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
+                if not self._holds_the_only_state(handle, leave_out):
+                    return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
+                self._say_woken(handle)
+            if handle.state is RankState.FORMING and now_s > formed_by_s:
+                # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
+                self._world.kill_store()
+                cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
+                return [self._stuck(cause, Phase.FORMING)]
+        verdict = self.watcher.look(self._world.present)
+        return [] if verdict is None else self._faults_of(verdict)
+
+    def find_stopped(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
+        """Ranks that the system holds stopped while an incident is open; the last state is woken.
+
+        One that is asked to leave its generation is waited for by all: it is found at once.
+        """
+        stopped = [
+            handle
+            for handle in self._world.present
+            if handle.rank not in leave_out and self._stands_too_long(handle, now_s)
+        ]
+        if not stopped:
+            return []
+        holders = self.holders_of_state(leave_out=leave_out)
+        if all(handle in stopped for handle in holders):
+            spared = max(
+                (handle for handle in holders),
+                key=lambda handle: (not handle.slot.get(Cell.DIRTY), handle.committed_step),
+                default=None,
+            )
+            stopped = [handle for handle in stopped if handle is not spared]
+            if spared is not None:
+                self._say_woken(spared)
+        return [hung(handle, "stopped by a signal") for handle in stopped]
+
+    def holders_of_state(self, *, leave_out: Collection[int]) -> list[RankHandle]:
+        """The living ranks whose processes have a state, as far as is known."""
+        return [
+            handle
+            for handle in self._world.present
+            if handle.rank not in leave_out and handle.is_alive and handle.has_state
+        ]
+
+    def _stands_too_long(self, handle: RankHandle, now_s: float) -> bool:
+        limit_s = self._settings.hang_min_s
+        if handle.state in (RankState.ABORTING, RankState.LEAVING):
+            limit_s = min(limit_s, STOPPED_AT_ONCE_S)
+        return self._stopped.stopped_s(handle.pid, now_s) > limit_s
+
+    def _say_woken(self, handle: RankHandle) -> None:
+        self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+        wake(self._world.ranks)
+
+    def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
+        """Whether the system has held the process stopped for too long."""
+        return self._stopped.stopped_s(handle.pid, now_s) > self._settings.hang_min_s
+
+    def _is_getting_on(self, handle: RankHandle) -> bool:
+        return handle.state is RankState.FORMING and self.watcher.is_getting_on(
+            handle, generation=self._facts.generation
+        )
+
+    def _holds_the_only_state(self, handle: RankHandle, leave_out: Collection[int]) -> bool:
+        return handle.standing.committed_step > EMPTY_STEP and not any(
+            other.is_alive and other.standing.committed_step > EMPTY_STEP
+            for other in self._world.present
+            if other is not handle and other.rank not in leave_out
+        )
+
+    def _faults_of(self, verdict: HangVerdict) -> list[Fault]:
+        if verdict.ranks:
+            what = f"no sign of life for {verdict.waited_s:.1f} s"
+            if verdict.by_device:
+                what = (
+                    f"its device has not come to the sum over ranks; all have waited for"
+                    f" {verdict.waited_s:.1f} s"
+                )
+            return [hung(self._world.ranks[rank], what) for rank in verdict.ranks]
+        waited = f"{verdict.waited_s:.1f} s"
+        # The board shows all in the reduction; the system knows who cannot come to it.
+        held = [one for one in self._world.present if proc_state.is_stopped(one.pid)]
+        if 0 < len(held) < len(self._world.present):
+            return [hung(one, f"stopped by a signal; all have waited for {waited}") for one in held]
+        return [self._stuck(f"every rank has waited in a collective for {waited}", Phase.REDUCE)]
+
+    def _stuck(self, cause: str, phase: Phase) -> Fault:
+        return Fault(
+            kind=FaultKind.COLLECTIVE_STUCK,
+            rank=-1,
+            step=self._facts.committed_step,
+            phase=phase.label,
+            cause=cause,
+            at_ns=time.monotonic_ns(),
+        )
+
+
+def hung(handle: RankHandle, what: str) -> Fault:
+    """That a rank hangs, as it stands on the board."""
+    reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
+    if sample and reading.phase in (Phase.DATA, Phase.EVALUATE):
+        what += f", loading {'validation ' if sample < 0 else ''}sample {abs(sample) - 1}"
+    return Fault(
+        kind=FaultKind.RANK_HUNG,
+        rank=handle.rank,
+        step=reading.step,
+        phase=reading.phase.label,
+        cause=f"rank {handle.rank} hung: {what}",
+        at_ns=time.monotonic_ns(),
+        origin=Origin.OUTSIDE if proc_state.is_stopped(handle.pid) else Origin.OWN,
+    )

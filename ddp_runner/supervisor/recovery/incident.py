@@ -1,0 +1,114 @@
+"""One thing that goes wrong, while it is being gathered: its faults, and what is heard of them later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.crash_output import read_stack
+from ddp_runner.core.divergence import disagreement, where_each_was
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.supervisor.processes.endings import place_in
+
+STACKS_TIME_S = 1.0  # for a rank that hangs to write its stacks, before it is killed
+# Whoever follows such a rank starts like any other: it asks for no less, and nobody judges its state.
+_REPLACED_ALIKE = frozenset({FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_HUNG})
+STACKS_QUIET_S = 0.15  # without another byte: it has written them
+
+
+@dataclass(slots=True)
+class Condemned:
+    """A rank that hangs: killed once it has written its stacks, or does not within its time."""
+
+    asked_s: float
+    asked_bytes: int  # that it had written by then
+    _seen_bytes: int = -1
+    _seen_s: float = 0.0
+
+    def is_due(self, written_bytes: int, now_s: float, *, said_since: Callable[[int], str]) -> bool:
+        """Whether it has written all, or has had its time; ``written_bytes`` by now.
+
+        ``said_since`` gives what it wrote once it had written so many bytes. A pause of the machine
+        is no end: the main thread, which is written last, is what tells where it hangs.
+        """
+        if written_bytes != self._seen_bytes:
+            self._seen_bytes, self._seen_s = written_bytes, now_s
+        is_quiet = written_bytes > self.asked_bytes and now_s >= self._seen_s + STACKS_QUIET_S
+        has_told = is_quiet and bool(read_stack(said_since(self.asked_bytes)))
+        return has_told or now_s >= self.asked_s + STACKS_TIME_S
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenIncident:
+    """Faults that belong together, until every rank has answered or ended."""
+
+    faults: list[Fault]
+    began_s: float
+    event_id: int
+    condemned: dict[int, Condemned] = field(default_factory=dict)  # hung ranks
+    # Of each rank with a fault, when that was told: one that is woken goes on, and gives more.
+    last_sign_s: dict[int, float] = field(default_factory=dict)
+    # Each rank that was asked: the step it has committed, and the collectives it has begun since.
+    collectives: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ended: dict[int, Fault] = field(default_factory=dict)  # how ranks ended, with their last words
+    # Ranks whose replacement was asked for before the last answer came, and has no fault of its own.
+    forked_ahead: set[int] = field(default_factory=set)
+    _tried_ahead: set[int] = field(default_factory=set)
+
+    def may_fork_ahead(self, rank: int) -> bool:
+        """Whether nothing that is still to be heard can change how this rank, which is dead, is replaced.
+
+        Once an incident: more of them would count nowhere.
+        """
+        kinds = {fault.kind for fault in self.faults if fault.rank == rank} - VICTIM_KINDS
+        return bool(kinds) and kinds <= _REPLACED_ALIKE and rank not in self._tried_ahead
+
+    def fork_ahead(self, ranks: Iterable[int]) -> None:
+        """These are being replaced: what is condemned is their predecessor, which has ended."""
+        for rank in ranks:
+            self.condemned.pop(rank, None)
+            self.forked_ahead.add(rank)
+            self._tried_ahead.add(rank)
+
+    def told_faults(self) -> list[Fault]:
+        """The faults, with what is known only now: what each rank was doing."""
+        return [self._told(fault) for fault in self.faults]
+
+    def _told(self, fault: Fault) -> Fault:
+        if fault.kind is FaultKind.RANK_HUNG and fault.rank in self.ended:
+            stack = self.ended[fault.rank].detail
+            cause = _with(fault.cause, place_in(stack)) + self._begun_while_hung(fault.rank)
+            return replace(fault, cause=cause, detail=stack)
+        if fault.kind is not FaultKind.COLLECTIVE_STUCK:
+            return fault
+        if fault.is_disagreement:
+            return replace(fault, cause=_with(fault.cause, where_each_was(self._places())))
+        apart = disagreement(self._begun())
+        if not apart or any(one.kind is FaultKind.RANK_HUNG for one in self.faults):
+            return fault
+        cause = f"{fault.cause}; they are not in the same one: begun in this step has {apart}"
+        return replace(fault, cause=cause, is_disagreement=True)
+
+    def _begun_while_hung(self, rank: int) -> str:
+        """What tells a rank that waits in a collective of its own from one that is stuck elsewhere."""
+        begun = self._begun()
+        apart = disagreement(begun) if begun.get(rank, 0) > 0 else ""
+        return f"; collectives begun in this step: {apart}" if apart else ""
+
+    def _begun(self) -> dict[int, int]:
+        """Collectives of each rank in its step; nobody's where they are not in the same one."""
+        is_same = len({step for step, count in self.collectives.values() if count >= 0}) == 1
+        return {rank: count for rank, (_, count) in self.collectives.items()} if is_same else {}
+
+    def _places(self) -> dict[int, str]:
+        """Where each rank was when the collective broke, as far as that is known."""
+        victims = {fault.rank: fault for fault in self.faults if fault.kind in VICTIM_KINDS}
+        return {
+            rank: place_in(fault.detail) or f"in {fault.phase}"
+            for rank, fault in (victims | self.ended).items()
+        }
+
+
+def _with(cause: str, note: str) -> str:
+    return f"{cause} ({note})" if note else cause

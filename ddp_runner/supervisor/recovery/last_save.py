@@ -1,0 +1,170 @@
+"""The save before an end: has the newest rank that is left write its state, alone. Decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core.board import Cell
+from ddp_runner.core.election import Standing
+from ddp_runner.core.faults import Fault
+from ddp_runner.core.last_save import (
+    AskToSave,
+    Leaving,
+    NothingToSave,
+    SaveOutcome,
+    next_saver,
+    why_not_saved,
+)
+from ddp_runner.core.lifecycle import IN_GENERATION, RankState
+from ddp_runner.core.messages import NotSaved, SaveAlone, Saved
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.stack_dump import wake
+from ddp_runner.supervisor.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.system.proc_state import StoppedWatch
+
+
+class LastSave:
+    """Driven by :class:`Supervisor` from when a run is to end until ``outcome`` is known."""
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        facts: RunFacts,
+        *,
+        world: World,
+        records: Records,
+        published: Published,
+        cutting: Cutting,
+    ) -> None:
+        self._cutting = cutting
+        self._settings = settings
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._published = published
+        self._began_s = 0.0
+        self._by_s = 0.0
+        self._asked: AskToSave | None = None
+        self._refused: set[int] = set()  # ranks that cannot save theirs
+        self._cause = ""  # why the newest try came to nothing
+        self._stopped = StoppedWatch()
+        self.outcome: SaveOutcome | None = None
+
+    def begin(self, causes: Sequence[Fault], now_s: float) -> None:
+        """Have every rank leave its generation; those that wait outside are the ones to choose from."""
+        if self.outcome is not None:  # the rank that had to save has done so elsewhere
+            return
+        self._began_s = now_s
+        patience_s = LEAVE_TIMEOUT_S + self._settings.checkpoint_timeout_s
+        self._by_s = now_s + patience_s
+        self._world.abort(self._facts.generation)
+        wake(self._world.present)
+        if cause := why_not_saved(causes):
+            self._conclude(SaveOutcome(step=self._facts.committed_step, cause=cause))
+
+    def saved(self, message: Saved) -> None:
+        """A rank has written a checkpoint: the one that was asked, or one that it had begun before."""
+        asked = self._asked
+        if message.is_rescued or (asked is not None and message.step >= asked.step):
+            self._conclude(
+                SaveOutcome(step=message.step, path=message.path, is_rescued=message.is_rescued)
+            )
+
+    def not_saved(self, message: NotSaved) -> None:
+        """The rank that was asked cannot; where that is its own fault, another one may."""
+        self._cause = message.cause
+        self._refused.add(message.rank)
+        if message.is_its_own:
+            self._asked = None
+        else:
+            self._conclude(SaveOutcome(step=message.step, cause=message.cause))
+
+    def ended(self, handle: RankHandle) -> None:
+        """A rank's process is gone; if it was to save, the next one is asked."""
+        if self._asked is not None and self._asked.rank == handle.rank:
+            self._cause = f"rank {handle.rank} ended before it had saved"
+            self._asked = None
+
+    def look(self, now_s: float) -> None:
+        """Ask, wait, or conclude."""
+        if self.outcome is not None:
+            return
+        if now_s > self._by_s:
+            late = self._cause or f"not within {self._settings.checkpoint_timeout_s:g} s"
+            self._conclude(SaveOutcome(step=self._facts.committed_step, cause=late))
+            return
+        self._wake_stopped(now_s)
+        if any(handle.state is RankState.LEAVING for handle in self._world.present):
+            for handle in self._cutting.unanswered(now_s):  # which hold those that could save
+                self._world.kill_rank(handle)
+        if self._asked is not None:
+            return
+        newest = self._published.newest()
+        move = next_saver(
+            [handle.standing for handle in self._world.present if self._is_parked(handle)],
+            [self._leaving(handle) for handle in self._world.present if self._is_in(handle)],
+            saved_step=-1 if newest is None else newest[0],
+            may_wait=now_s <= min(self._cutting.leave_by_s(self._began_s), self._by_s),
+        )
+        match move:
+            case AskToSave():
+                self._ask(move, now_s)
+            case NothingToSave():
+                self._conclude(SaveOutcome(step=self._facts.committed_step, cause=self._cause))
+            case _:
+                pass
+
+    def _wake_stopped(self, now_s: float) -> None:
+        """A rank that is stopped while all wait for its save would cost the whole of their time."""
+        limit_s = self._settings.hang_min_s
+        for handle in self._world.present:
+            if self._stopped.stopped_s(handle.pid, now_s) > limit_s:
+                self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+                wake([handle])
+
+    def _is_parked(self, handle: RankHandle) -> bool:
+        is_usable = handle.killed_at_s is None and handle.rank not in self._refused
+        return handle.state is RankState.READY and is_usable
+
+    @staticmethod
+    def _is_in(handle: RankHandle) -> bool:
+        return handle.state in IN_GENERATION and handle.killed_at_s is None
+
+    @staticmethod
+    def _leaving(handle: RankHandle) -> Leaving:
+        slot = handle.slot
+        standing = Standing(rank=handle.rank, committed_step=slot.get(Cell.COMMITTED_STEP))
+        saves = slot.read().phase is Phase.CHECKPOINT
+        return Leaving(standing=standing, saves=saves)
+
+    def _ask(self, move: AskToSave, now_s: float) -> None:
+        # INVARIANT one-writer: while a rank saves alone no other one publishes or deletes a file. A save
+        # that another has begun beside training would set the newer checkpoint aside as a later course.
+        # Broken if: a rank is asked before the others are fenced out of the disk.
+        # Guarded by: test_only_the_rank_that_saves_before_the_end_may_write.
+        for handle in self._world.ranks:
+            handle.slot.set(Cell.CONDEMNED, int(handle.rank != move.rank))
+        self._asked = move
+        self._by_s = now_s + self._settings.checkpoint_timeout_s
+        self._records.event("last_save_asked", rank=move.rank, step=move.step)
+        self._records.say(f"rank {move.rank} saves step {move.step} before the run ends")
+        self._world.send(self._world.ranks[move.rank], SaveAlone())
+
+    def _conclude(self, outcome: SaveOutcome) -> None:
+        if self.outcome is not None:
+            return
+        self.outcome = outcome
+        self._records.event(
+            "last_save",
+            step=outcome.step,
+            path=outcome.path,
+            failed=outcome.cause,
+            seconds=round(time.monotonic() - self._began_s, 3),
+        )

@@ -1,0 +1,182 @@
+"""Looks at the board and at /proc, keeps the run's pace, and asks core who is hung."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.hang_detection import (
+    STOPS_UNSEEN_S,
+    FirstSteps,
+    HangVerdict,
+    LongPhases,
+    Pace,
+    RankLook,
+    SharedPauses,
+    find_hung,
+    late_ranks,
+    phase_deadline_s,
+)
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.core.straggler import StragglerWatch
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.system import proc_state
+from ddp_runner.system.proc_state import StoppedWatch
+
+PACE_STEPS = 50
+STRAGGLER_STEPS = 20  # a window
+PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
+LOOKS_APART_S = 0.3  # three ticks: no pause, however short the deadline
+WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
+
+
+class Watcher:
+    """Owned by the supervisor's loop; one look a tick."""
+
+    def __init__(self, settings: RecoverySettings) -> None:
+        self._settings = settings
+        self._step_s: deque[float] = deque(maxlen=PACE_STEPS)
+        self._seen_step = -1
+        self._best_step = -1
+        self._verdicts_in_a_row = 0
+        self._looked_at_ns = self._awake_since_ns = time.monotonic_ns()
+        self._pauses = SharedPauses()
+        self._long_phases = LongPhases()
+        self._first_steps = FirstSteps()
+        self._anew_since_ns: dict[int, int] = {}  # ranks that were the last of a shared pause
+        self._finished = 0  # ranks
+        self._own: dict[int, tuple[int, int]] = {}
+        self._straggler_watch = StragglerWatch()
+        self._stopped = StoppedWatch()
+
+    def look(self, handles: list[RankHandle]) -> HangVerdict | None:
+        """The verdict on a world whose ranks train, or have finished, or None."""
+        self._notice_pauses()
+        self._keep_pace(handles)
+        training = [handle for handle in handles if handle.finished is None]
+        self._notice_finished(len(handles) - len(training))
+        if any(handle.state is not RankState.TRAINING for handle in training):
+            self._pauses.observe(())
+            self._long_phases.forget_open()
+            return None
+        looks = [self._look_at(handle) for handle in training]
+        for handle, look in zip(training, looks, strict=True):
+            self._first_steps.observe(look, process=handle.pid or 0)
+            self._long_phases.observe(
+                look,
+                process=handle.pid or 0,
+                since_ns=handle.slot.get(Cell.PHASE_SINCE_NS),
+                step=handle.slot.get(Cell.STEP),
+            )
+        late = late_ranks(looks, self._pace(), self._settings)
+        self._long_phases.excuse(late)
+        left = self._pauses.observe(late)
+        if left is not None:
+            self._anew_since_ns[left] = time.monotonic_ns()
+            looks = [self._look_at(handle) for handle in training]
+        verdict = find_hung(looks, self._pace(), self._settings)
+        if verdict is not None:
+            self._verdicts_in_a_row += 1
+            for handle in training:
+                if handle.rank in verdict.ranks:
+                    self._long_phases.doubt(handle.slot.get(Cell.STEP))
+        return verdict
+
+    def stragglers(self, handles: list[RankHandle]) -> dict[int, float]:
+        """Ranks found persistently slow just now: rank -> factor over the others."""
+        looks = {
+            handle.rank: (handle.slot.get(Cell.OWN_NS), handle.slot.get(Cell.OWN_STEPS))
+            for handle in handles
+        }
+        before = self._own
+        if before.keys() != looks.keys():
+            self._own = looks
+            return {}
+        steps = {rank: looks[rank][1] - before[rank][1] for rank in looks}
+        if min(steps.values()) < STRAGGLER_STEPS:
+            return {}
+        self._own = looks
+        return self._straggler_watch.observe(
+            {rank: (looks[rank][0] - before[rank][0]) / 1e9 / steps[rank] for rank in looks}
+        )
+
+    def is_overdue(self, handle: RankHandle) -> bool:
+        """Whether a rank that was told to leave its generation has had its phase's time."""
+        look = self._look_at(handle)
+        if look.phase in (Phase.REDUCE, Phase.FORMING) or look.stopped:
+            return True
+        return look.age_s > phase_deadline_s(look, self._pace(), self._settings)
+
+    def is_getting_on(self, handle: RankHandle, *, generation: int) -> bool:
+        """Whether a rank that forms ``generation`` is at work: on a first batch, a save, a transfer."""
+        look = self._look_at(handle)
+        if look.stopped or handle.slot.get(Cell.GENERATION) != generation:
+            return False
+        if look.phase is Phase.FORMING:
+            return look.age_s < WORK_SIGN_S
+        deadline_s = phase_deadline_s(look, self._pace(), self._settings)
+        return look.phase is not Phase.REDUCE and look.age_s < deadline_s
+
+    def _look_at(self, handle: RankHandle) -> RankLook:
+        reading = handle.slot.read()
+        anew_since_ns = self._anew_since_ns.get(handle.rank, 0)
+        since_ns = max(reading.phase_since_ns, self._awake_since_ns, anew_since_ns)
+        age_s = (time.monotonic_ns() - since_ns) / 1e9
+        is_stopped = age_s > STOPS_UNSEEN_S and proc_state.is_stopped(handle.pid)
+        return RankLook(
+            rank=handle.rank,
+            phase=reading.phase,
+            age_s=age_s,
+            steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
+            stopped=is_stopped,
+            device_sums=handle.slot.get(Cell.DEVICE_SUMS),
+            stopped_s=self._stopped.stopped_s(handle.pid if is_stopped else None, time.monotonic()),
+        )
+
+    def _notice_pauses(self) -> None:
+        """Hold nothing against the ranks that happened while this process did not run itself.
+
+        The whole job, container or machine may have been paused; nobody was hung then.
+        """
+        now_ns = time.monotonic_ns()
+        pause_s = max(LOOKS_APART_S, min(PAUSE_S, self._settings.hang_min_s / 2))
+        if now_ns - self._looked_at_ns > pause_s * 1e9:
+            self._awake_since_ns = now_ns
+        self._looked_at_ns = now_ns
+
+    def _notice_finished(self, finished: int) -> None:
+        """Whoever waited for a rank that has finished waits no longer: what all waited for has come.
+
+        Perhaps for its last save, for longer than a step may take; it only has to wake up.
+        """
+        if finished != self._finished:
+            self._awake_since_ns = time.monotonic_ns()
+        self._finished = finished
+
+    def _pace(self) -> Pace:
+        return Pace(
+            slowest_step_s=max(self._step_s, default=0.0),
+            verdicts_in_a_row=self._verdicts_in_a_row,
+            longest_phase_s=self._long_phases.longest_s(self._seen_step),
+            first_s=self._first_steps.longest_s,
+        )
+
+    def _keep_pace(self, handles: list[RankHandle]) -> None:
+        step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in handles)
+        self._seen_step = min(self._seen_step, step)  # back to a checkpoint
+        if step > self._best_step:  # what is redone is no progress: it may hang again where it did
+            if self._best_step >= 0:
+                self._verdicts_in_a_row = 0
+            self._best_step = step
+        if step > self._seen_step:
+            self._seen_step = step
+            self._step_s.append(_compute_ns([handle.slot for handle in handles]) / 1e9)
+
+
+def _compute_ns(slots: list[Slot]) -> int:
+    """How long the newest step took without anybody's data: a wait for those is no pace to expect."""
+    busy_ns = max(slot.get(Cell.BUSY_NS) for slot in slots)
+    return busy_ns + min(slot.get(Cell.REDUCE_NS) for slot in slots)

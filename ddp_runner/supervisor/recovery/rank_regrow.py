@@ -1,0 +1,144 @@
+"""Slots that were given up: tried again beside the running world, and taken back between two steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ddp_runner.core.faults import Fault
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.recovery import regrow_delay_s
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
+from ddp_runner.supervisor.recovery.fault_injector import Striker
+from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+
+_LEAVING = (RankState.ABORTING, RankState.LEAVING)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """What is known of a slot that was given up at least once."""
+
+    step: int  # that the run had committed when it was given up, or its process was ready
+    failed_returns: int = 0
+    came_back_at_s: float = 0.0
+
+
+class ReturningRanks:
+    """Driven by ``Repair``. What goes wrong with a slot until it is taken back is no incident."""
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        facts: RunFacts,
+        *,
+        world: World,
+        records: Records,
+        striker: Striker,
+        hangs: HangFinder,
+        cutting: Cutting,
+    ) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._striker = striker
+        self._hangs = hangs
+        self._cutting = cutting
+        self._slots: dict[int, _Slot] = {}
+        self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
+        self._regroup_since_s = 0.0
+
+    def give_up(self, handle: RankHandle, now_s: float) -> None:
+        """Go on without this rank, until it is tried again."""
+        step = self._facts.committed_step
+        slot = self._slots.setdefault(handle.rank, _Slot(step=step))
+        if slot.came_back_at_s:
+            soon = now_s < slot.came_back_at_s + self._settings.restart_window_s
+            slot.failed_returns = slot.failed_returns + 1 if soon else 0
+        slot.step = step
+        handle.given_up_at_s, handle.is_returning = now_s, False
+        if handle.is_alive:
+            self._world.kill_rank(handle)
+        present = len(self._world.present)
+        self._facts.inexact_reasons.append(
+            f"{present} of {len(self._world.ranks)} ranks from step {step}"
+        )
+
+    def try_again(self, now_s: float) -> None:
+        """Fork given-up ranks again after their time; called only while the run is in peace."""
+        if not self._settings.regrow_after or not self._world.can_fork:
+            return
+        for handle in self._world.ranks:
+            since_s = handle.given_up_at_s
+            if since_s is None:
+                continue
+            if handle.is_alive:
+                is_late = now_s > handle.spawned_at_s + self._settings.startup_timeout_s
+                starts = handle.state is RankState.STARTING
+                if (starts and is_late) or self._hangs.is_stopped(handle, now_s):
+                    self._world.kill_rank(handle)
+                continue
+            slot = self._slots[handle.rank]
+            is_early = now_s < since_s + regrow_delay_s(slot.failed_returns, self._settings)
+            # It may take the whole world with it each time: a step is committed in between.
+            if is_early or self._facts.committed_step <= slot.step:
+                continue
+            handle.is_returning = True
+            self._records.say(f"trying rank {handle.rank} again")
+            self._world.spawn_rank(
+                handle,
+                loads=False,
+                resume="auto",
+                injections_left=self._striker.left_for(handle.rank),
+            )
+
+    def got_ready(self, handle: RankHandle) -> None:
+        """It could join: at the next step that the others commit, so that none is cut short."""
+        self._slots[handle.rank].step = self._facts.committed_step
+
+    def ended(self, handle: RankHandle) -> None:
+        """It was not worth it yet: wait again, for longer."""
+        self._slots[handle.rank].failed_returns += 1
+        handle.given_up_at_s, handle.is_returning = time.monotonic(), False
+        self._records.say(f"rank {handle.rank} is still not usable", level="WARNING")
+
+    def take_back(self, now_s: float) -> None:
+        """Have the others leave their generation for ranks that are ready, and form with them."""
+        back = [
+            handle
+            for handle in self._world.ranks
+            if handle.is_returning
+            and handle.state is RankState.READY
+            and self._slots[handle.rank].step != self._facts.committed_step
+        ]
+        if not back or self.is_regrouping:
+            return
+        for handle in back:
+            handle.given_up_at_s, handle.is_returning = None, False
+            self._slots[handle.rank].came_back_at_s = now_s
+            self._records.say(
+                f"rank {handle.rank} is back: {len(self._world.present)} ranks from here on"
+            )
+        self.is_regrouping = True
+        self._regroup_since_s = now_s
+        self._world.abort(self._facts.generation)
+
+    def who_stays_too_long(self, now_s: float) -> list[Fault]:
+        """Ranks that ought to have left their generation for a rank that came back."""
+        if not self.is_regrouping:
+            return []
+        if deaf := self._cutting.unanswered(now_s):
+            return [hung(one, UNANSWERED) for one in deaf]
+        if now_s <= self._cutting.leave_by_s(self._regroup_since_s):
+            return []
+        return [
+            hung(handle, f"did not make room within {now_s - self._regroup_since_s:.1f} s")
+            for handle in self._world.present
+            if handle.state in _LEAVING and self._hangs.watcher.is_overdue(handle)
+        ]

@@ -1,0 +1,455 @@
+"""From the first sign of a fault to forked replacements.
+
+Gathers what belongs together, asks core for a plan, and carries it out as ranks answer and die.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core.board import Cell
+from ddp_runner.core.classify import VICTIM_KINDS, attribute
+from ddp_runner.core.divergence import inexact_by
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.lifecycle import IN_GENERATION, RankState
+from ddp_runner.core.messages import Adjusted, CollectivesBegun
+from ddp_runner.core.recovery import (
+    GiveUp,
+    Incident,
+    ReplaceRanks,
+    WorldFacts,
+    is_short_for_steps,
+    plan_recovery,
+)
+from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.processes.children import is_killed
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import REAP_TIMEOUT_S, RankHandle, who_is_left
+from ddp_runner.supervisor.processes.stack_dump import force_stacks, wake
+from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
+from ddp_runner.supervisor.recovery.fault_injector import Striker
+from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
+from ddp_runner.supervisor.recovery.incident import Condemned, OpenIncident
+from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
+from ddp_runner.supervisor.reporting.accounting import Ledger
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.plan_words import (
+    blamed_in_words,
+    outcome_in_words,
+    reads_checkpoint,
+    repair_in_words,
+)
+from ddp_runner.supervisor.reporting.run_facts import RunFacts, fault_fields
+
+# For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
+ANSWERS_TIME_S = 0.2
+
+
+class Repair:
+    """Driven by :class:`Supervisor`: facts by ``report``, time by ``look``, ``settle``, ``respawn``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        facts: RunFacts,
+        *,
+        world: World,
+        records: Records,
+        ledger: Ledger,
+        striker: Striker,
+        published: Published,
+        cutting: Cutting,
+    ) -> None:
+        self._settings = settings.recovery
+        self._resume = settings.run.resume
+        self._published = published
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._ledger = ledger
+        self._striker = striker
+        self._cutting = cutting
+        self._hangs = HangFinder(settings.recovery, facts, world=world, records=records)
+        self._incident: OpenIncident | None = None
+        # At launch every rank is missing, and the first one reads what is resumed.
+        self._doomed = {handle.rank for handle in world.ranks}
+        self._loader: int | None = 0
+        self._remedies: list[str] = []
+        self._once_more = False  # one of them is to change nothing
+        self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
+        self.returning = ReturningRanks(
+            settings.recovery,
+            facts,
+            world=world,
+            records=records,
+            striker=striker,
+            hangs=self._hangs,
+            cutting=cutting,
+        )
+        self._respawn_at_s = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an incident is being gathered or a rank still to be replaced: nothing may form."""
+        return self._incident is not None or bool(self._doomed)
+
+    def expects_end_of(self, handle: RankHandle) -> bool:
+        """Whether the rank was killed on purpose, so that its end is no news."""
+        return handle.rank in self._doomed or handle.given_up_at_s is not None
+
+    def owe(self, handle: RankHandle) -> None:
+        """Fork this rank again, if it is wanted: its zygote died, or its spare, before it had begun."""
+        if handle.given_up_at_s is None or handle.is_returning:
+            self._doomed.add(handle.rank)
+
+    def report(self, fault: Fault) -> bool:
+        """Add a fault to the open incident, or open one and abort the generation; True if opened."""
+        event_id = self._records.event(
+            "fault",
+            cause=self._incident.event_id if self._incident else None,
+            **fault_fields(fault, generation=self._facts.generation),
+        )
+        if fault.kind is FaultKind.OUT_OF_MEMORY:
+            self._facts.short_of_memory.add(fault.rank)
+        opened = self._incident is None
+        if self._incident is None:
+            self._incident = OpenIncident(faults=[], began_s=time.monotonic(), event_id=event_id)
+            self._world.abort(self._facts.generation)
+        self._incident.faults.append(fault)
+        self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
+        self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
+        return opened
+
+    def note_remedy(self, message: Adjusted) -> None:
+        """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
+        if message.in_peace:
+            if message.once_more:
+                self._ledger.once_more(message.rank)
+            return
+        self._once_more |= message.once_more
+        if message.remedy and message.remedy not in self._remedies:
+            self._remedies.append(message.remedy)
+
+    def note_collectives(self, answer: CollectivesBegun) -> None:
+        """How far a rank of the broken generation has come; it says so before it leaves it."""
+        if self._incident is not None:
+            self._incident.collectives[answer.rank] = (answer.step, answer.count)
+
+    def was_asked(self, handle: RankHandle) -> bool:
+        """Whether the rank was made to write where it hangs."""
+        return self._incident is not None and handle.rank in self._incident.condemned
+
+    def larger_ones_killed(self, handle: RankHandle) -> int:
+        """How many larger ranks were killed as well, by nobody here: the kernel begins with the largest."""
+        return sum(
+            rank.rss_bytes > handle.rss_bytes
+            and is_killed(rank.pid)
+            and not self.expects_end_of(rank)
+            for rank in self._world.present
+        )
+
+    def note_end(self, handle: RankHandle, fault: Fault) -> None:
+        """How a rank of the broken generation ended, and what it was doing by its own last words."""
+        if self._incident is not None:
+            # What was forked ahead may end too; why the first one did is what counts.
+            self._incident.ended.setdefault(handle.rank, fault)
+
+    def drop(self) -> None:
+        """Forget the open incident: every rank has finished in spite of it."""
+        self._close_incident()
+
+    def _close_incident(self) -> None:
+        self._incident = None
+        for handle in self._world.ranks:
+            handle.asked_bytes = None
+
+    def name_stragglers(self) -> None:
+        """Name ranks that are persistently slow, once each; nothing is done to them."""
+        if self._incident is not None:
+            return
+        for rank, factor in self._hangs.watcher.stragglers(self._world.present).items():
+            self._facts.stragglers[rank] = round(factor, 2)
+            self._records.event("straggler", rank=rank, factor=round(factor, 2))
+            self._records.say(
+                f"rank {rank} takes {factor:.1f} times as long as the others for its own work",
+                level="WARNING",
+            )
+
+    def look(self, now_s: float) -> list[Fault]:
+        """Ranks that hang, as faults to report; everybody is asked where it is."""
+        if self._incident is not None:
+            return []
+        found = (
+            self._who_does_not_end(now_s)
+            or self._hangs.find(now_s, leave_out=self._doomed)
+            or self.returning.who_stays_too_long(now_s)
+        )
+        if found:
+            self._world.ask_stacks()
+        return found
+
+    def _who_does_not_end(self, now_s: float) -> list[Fault]:
+        """Ranks that a plan has killed, and whose successors wait for that."""
+        return [
+            hung(self._world.ranks[rank], f"not ended {REAP_TIMEOUT_S:g} s after SIGKILL")
+            for rank in sorted(self._doomed)
+            if self._world.ranks[rank].does_not_end(now_s)
+        ]
+
+    def condemn(self, faults: list[Fault]) -> None:
+        """Have those that hang dump their stacks, and then killed. Their incident is open."""
+        if self._incident is None:
+            return
+        condemned = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG}
+        new = condemned - set(self._incident.condemned)
+        for rank in new:
+            asked_bytes = self._world.ranks[rank].mark_asked()
+            self._incident.condemned[rank] = Condemned(time.monotonic(), asked_bytes)
+        force_stacks(self._world.ranks, new)
+        wake(self._world.ranks)
+
+    def settle(self, now_s: float) -> GiveUp | None:
+        """Close the incident once nobody is still inside it; a plan to give up is the caller's."""
+        incident = self._incident
+        if incident is None:
+            return None
+        self._condemn_stopped(incident, now_s)
+        self._condemn_unanswering(incident, now_s)
+        for rank, condemned in incident.condemned.items():
+            handle = self._world.ranks[rank]
+            if condemned.is_due(handle.written_bytes, now_s, said_since=handle.said_since):
+                self._world.kill_rank(handle)
+        waiting = [
+            handle
+            for handle in self._world.present
+            if self._is_awaited(handle, incident) and not handle.does_not_end(now_s)
+        ]
+        if not waiting:
+            self._close_incident()
+            return self._decide(incident, now_s)
+        self._fork_ahead(incident, now_s)
+        if now_s > self._cutting.leave_by_s(incident.began_s):
+            waited_s = now_s - incident.began_s
+            late = [
+                hung(handle, f"did not leave its generation within {waited_s:.1f} s")
+                for handle in waiting
+                if handle.rank not in incident.condemned and self._hangs.watcher.is_overdue(handle)
+            ]
+            for fault in late:
+                self.report(fault)
+            if late:
+                self.condemn(late)
+        return None
+
+    def _condemn_stopped(self, incident: OpenIncident, now_s: float) -> None:
+        """Nobody waits for a rank that the system holds stopped, whatever else goes on."""
+        stopped = self._hangs.find_stopped(now_s, leave_out={*incident.condemned, *self._doomed})
+        for fault in stopped:
+            self.report(fault)
+        if stopped:
+            self.condemn(stopped)
+
+    def _condemn_unanswering(self, incident: OpenIncident, now_s: float) -> None:
+        """Nobody's communicators may be aborted while one of the ranks might still commit."""
+        late = [
+            hung(handle, UNANSWERED)
+            for handle in self._cutting.unanswered(now_s)
+            if handle.rank not in {*incident.condemned, *self._doomed}
+        ]
+        for fault in late:
+            self.report(fault)
+        if late:
+            self.condemn(late)
+
+    def _fork_ahead(self, incident: OpenIncident, now_s: float) -> None:
+        """Have those who are certainly needed start while the last answers are still awaited."""
+        if now_s < incident.began_s + ANSWERS_TIME_S:
+            return
+        # INVARIANT reaped-first: a number is given out again only when its process has been reaped.
+        # Broken if: a rank is forked ahead while its predecessor still ends.
+        # Guarded by: test_a_replacement_is_forked_while_the_last_answer_is_awaited.
+        dead = [
+            handle
+            for handle in self._world.present
+            if handle.state is RankState.DEAD
+            and handle.finished is None
+            and handle.rank not in self._doomed
+            and incident.may_fork_ahead(handle.rank)
+        ]
+        if not dead or not self._hangs.holders_of_state(leave_out=incident.condemned):
+            return
+        ranks = tuple(handle.rank for handle in dead)
+        plan = plan_recovery(
+            self._as_incident(incident, now_s),
+            world=WorldFacts(lost=ranks, filled=True, present=len(self._world.present)),
+            history=self._ledger.history,
+            settings=self._settings,
+        )
+        if not isinstance(plan, ReplaceRanks) or plan.ranks != ranks or plan.delay_s:
+            return
+        self._records.event("forked_ahead", cause=incident.event_id, ranks=list(ranks))
+        if self._loader not in self._doomed:
+            self._loader = None  # of the plan before
+        incident.fork_ahead(ranks)
+        self._doom(dead)
+
+    @staticmethod
+    def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
+        """Whether the incident cannot be judged before this rank has answered or ended."""
+        if handle.state in IN_GENERATION:
+            return True
+        if handle.rank in incident.condemned:
+            return handle.is_alive
+        guilty = any(
+            fault.rank == handle.rank and fault.kind not in VICTIM_KINDS
+            for fault in incident.faults
+        )
+        starts = handle.state is RankState.STARTING and handle.rank not in incident.forked_ahead
+        return guilty and starts
+
+    def _as_incident(self, opened: OpenIncident, now_s: float) -> Incident:
+        step = self._facts.committed_step
+        return Incident(
+            attribution=attribute(opened.told_faults()),
+            at_s=now_s,
+            committed_step=step,
+            ever_formed=self._facts.ever_formed,
+            generation=self._facts.generation,
+            done_between=max(h.slot.done_between(step) for h in self._world.present),
+            once_more=self._once_more,
+        )
+
+    def _decide(self, opened: OpenIncident, now_s: float) -> GiveUp | None:
+        ranks = self._world.present
+        incident = self._as_incident(opened, now_s)
+        self._once_more = False
+        without_state = {*self._doomed, *opened.forked_ahead}
+        plan = plan_recovery(
+            incident,
+            world=who_is_left(ranks, incident, doomed=without_state, now_s=now_s),
+            history=self._ledger.history,
+            settings=self._settings,
+        )
+        if isinstance(plan, ReplaceRanks):
+            incident = replace(incident, kept=plan.kept, dropped=plan.dropped)
+        last_commit_ns = max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in ranks)
+        self._ledger.incident(
+            incident,
+            began_s=opened.began_s,
+            since_s=last_commit_ns / 1e9 if last_commit_ns else opened.began_s,
+            detect_s=max(0.0, opened.began_s - opened.last_sign_s[incident.culprit.rank]),
+            generation=self._facts.generation,
+            event_id=opened.event_id,
+            outcome=outcome_in_words(plan, incident.culprit),
+            all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
+        )
+        self._records.event(
+            "plan",
+            cause=opened.event_id,
+            plan=type(plan).__name__,
+            culprit=incident.culprit.rank,
+            kind=incident.culprit.kind.value,
+            replaced=list(plan.ranks) if isinstance(plan, ReplaceRanks) else [],
+            dropped=list(plan.dropped) if isinstance(plan, ReplaceRanks) else [],
+            kept=incident.kept,
+            all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
+            victims=[fault.rank for fault in incident.attribution.victims],
+        )
+        if isinstance(plan, GiveUp):
+            return plan
+        self._short_of_memory |= {
+            fault.rank: fault.phase
+            for fault in incident.attribution.causes
+            if is_short_for_steps(fault) and fault.rank in plan.ranks
+        }
+        self._replace(plan, incident, now_s, forked_ahead=opened.forked_ahead)
+        return None
+
+    def _last_sign_s(self, culprit: Fault) -> float:
+        """When the culprit last changed its phase, as far as its slot still tells."""
+        if culprit.rank < 0:
+            return culprit.at_ns / 1e9
+        return self._world.ranks[culprit.rank].slot.get(Cell.PHASE_SINCE_NS) / 1e9
+
+    def _replace(
+        self, plan: ReplaceRanks, incident: Incident, now_s: float, *, forked_ahead: Collection[int]
+    ) -> None:
+        """Kill what is left of the lost ranks; :meth:`respawn` forks them once they are reaped."""
+        culprit = incident.culprit
+        self._ledger.restarts += 1
+        if culprit.kind is FaultKind.REPLICA_DIVERGED:
+            self._facts.inexact_reasons.append(inexact_by(culprit))
+        wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
+        words = ", ".join([*self._remedies, *repair_in_words(plan)]) or "forming the world again"
+        self._remedies.clear()
+        blamed = blamed_in_words(incident, ranks=len(self._world.present))
+        self._records.say(f"{blamed}; {words}{wait}", level="WARNING")
+        self._respawn_at_s = now_s + plan.delay_s
+        self._loader = plan.loader
+        for rank in plan.dropped:
+            self._doomed.discard(rank)
+            self.returning.give_up(self._world.ranks[rank], now_s)
+        # Who was forked ahead has no state, which the one that is to load needs.
+        there = {rank for rank in forked_ahead if self._world.ranks[rank].is_alive} - {plan.loader}
+        self._doom([self._world.ranks[rank] for rank in plan.ranks if rank not in there])
+
+    def respawn(self, now_s: float) -> None:
+        """Fork what is missing as soon as its predecessors are reaped; the spare needs no zygote."""
+        if self._world.can_fork:
+            if self._world.store is None:
+                self._world.start_store()
+            self._doom_who_finished()
+        doomed = [self._world.ranks[rank] for rank in sorted(self._doomed)]
+        if now_s < self._respawn_at_s or any(handle.is_alive for handle in doomed):
+            return
+        for handle in doomed:
+            if not (self._world.can_fork or self._world.has_spare_for(handle)):
+                return  # the next zygote forks it
+            self._spawn(handle)
+
+    def _spawn(self, handle: RankHandle) -> None:
+        began = self._world.spawn_rank(
+            handle,
+            loads=handle.rank == self._loader,
+            resume=self._resume_word(),
+            injections_left=self._striker.left_for(handle.rank),
+            short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
+        )
+        if began:
+            self._doomed.discard(handle.rank)
+            self._short_of_memory.pop(handle.rank, None)
+        if handle.was_spare:
+            self._records.event("spare_taken", rank=handle.rank, pid=handle.pid)
+
+    def _doom_who_finished(self) -> None:
+        """A rank may finish in the very moment in which the others leave for one that is back.
+
+        They wait for it to form with them; its successor does, and finishes again.
+        """
+        present = self._world.present
+        gone = [handle for handle in present if handle.finished is not None]
+        left = [handle for handle in present if handle.finished is None]
+        if not (self.returning.is_regrouping and gone) or self.is_open:
+            return
+        if all(handle.state is RankState.READY for handle in left):
+            filled = any(handle.is_filled for handle in left)
+            self._loader = None if filled else gone[0].rank
+            self._doom(gone)
+
+    def _doom(self, handles: list[RankHandle]) -> None:
+        """Kill what is left of these ranks and have them forked again."""
+        for handle in handles:
+            self._doomed.add(handle.rank)
+            if handle.is_alive:
+                self._world.kill_rank(handle)
+
+    def _resume_word(self) -> str:
+        """What a loading rank resumes: the user's choice, until this launch has saved something."""
+        # "none" has set the old files aside once; nothing of them may be set aside, or read, again.
+        aside = self._resume == "none" and self._facts.ever_formed
+        # Ranks tell of a save at their next step; they may have died before that.
+        saved = self._facts.saved_any or self._published.is_any_new
+        return "auto" if saved or aside else self._resume

@@ -1,0 +1,169 @@
+"""Keeps one warm process at hand in times of peace, and takes back what was no use as a rank."""
+
+from __future__ import annotations
+
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.messages import Forked, SpareReady
+from ddp_runner.core.spare import (
+    SpareFacts,
+    SpareKind,
+    SparePlan,
+    lost_after,
+    must_end,
+    must_give_back,
+    spare_plan,
+    wants_spare,
+)
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.helper_process import Spare
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.recovery.repair import Repair
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.system import proc_state
+from ddp_runner.system.proc_state import StoppedWatch
+
+WARM_TIMEOUT_S = 20.0  # from the fork of a spare to its being ready; it takes a tenth of a second
+# Of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
+CUDA_WARM_TIMEOUT_S = 60.0
+
+
+class SpareKeeper:
+    """Driven by :class:`Supervisor`: ``look`` at each turn, ``lost`` when one has ended unused."""
+
+    def __init__(
+        self, plan: LaunchPlan, facts: RunFacts, *, world: World, records: Records, repair: Repair
+    ) -> None:
+        self._settings = plan.settings.recovery
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._repair = repair
+        self._stopped = StoppedWatch()
+        self._generation = 0
+        self._formed_at_step = 0
+        self._lost_in_a_row = 0
+        self._lost_at_s = 0.0
+        self._asked_at_s = 0.0
+        self._newest: Spare | None = None  # also once it is gone
+        self._dismissed: Spare | None = None  # ended for what it held: it was no use, and no loss
+        self._refused: set[str] = set()  # GPUs on which no spare is to hold anything
+        self._told: set[str] = set()  # GPUs of which people know that a spare holds memory there
+
+    def look(self, now_s: float, *, in_peace: bool) -> None:
+        """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
+        self._give_back(now_s)
+        self._note_short_of_memory()
+        plan = spare_plan(
+            self._settings.warm_spare,
+            processes=[(one.device.device, one.spawned_at_s) for one in self._world.present],
+            refused=self._refused,
+        )
+        if plan is None:
+            return
+        if self._facts.generation != self._generation:
+            self._generation = self._facts.generation
+            self._formed_at_step = self._facts.committed_step
+        starting = {
+            handle.device.device
+            for handle in self._world.ranks
+            if handle.state is RankState.STARTING and not handle.was_spare
+        }
+        spare = self._world.spare
+        if spare is not None and must_end(
+            spare.plan, plan, in_peace=in_peace, starting=starting, refused=self._refused
+        ):
+            self._dismissed = spare
+            self._world.kill_spare()
+        elif spare is not None and (
+            self._stopped.stopped_s(spare.pid, now_s) > self._settings.hang_min_s
+            or (not spare.is_ready and now_s > spare.since_s + _warm_timeout_s(spare.plan))
+        ):
+            self._world.kill_spare()
+        facts = SpareFacts(
+            in_peace=in_peace,
+            stepped=self._facts.committed_step > self._formed_at_step,
+            exists=spare is not None,
+            starts_there=plan.device in starting,
+            lost_in_a_row=self._lost_in_a_row,
+            since_lost_s=now_s - self._lost_at_s,
+        )
+        if self._world.can_fork and wants_spare(facts):
+            self._asked_at_s = now_s
+            self._world.start_spare(plan)
+            self._newest = self._world.spare
+
+    def _note_short_of_memory(self) -> None:
+        for rank in sorted(self._facts.short_of_memory):
+            self._refuse(self._world.ranks[rank].device.device, f"rank {rank} ran out of memory")
+
+    def _refuse(self, device: str, why: str) -> None:
+        """Hold nothing on this GPU any more, where that was asked for."""
+        is_asked = self._settings.warm_spare == SpareKind.DEVICE.value and device != "cpu"
+        if is_asked and device not in self._refused:
+            self._refused.add(device)
+            self._records.say(f"the spare holds nothing on {device} from now on: {why}")
+
+    def _give_back(self, now_s: float) -> None:
+        """A spare may be stopped, or killed, in the very moment in which it is made a rank."""
+        for handle in self._world.present:
+            if handle.state is not RankState.STARTING or not handle.was_spare:
+                continue
+            if must_give_back(
+                has_begun=handle.has_begun,
+                is_stopped=proc_state.is_stopped(handle.pid),
+                since_s=now_s - handle.spawned_at_s,
+            ):
+                self._repair.owe(handle)
+                self._world.kill_rank(handle)
+
+    def is_ready(self, message: SpareReady) -> None:
+        """It waits to be made a rank."""
+        spare = self._world.spare
+        if spare is None:
+            return
+        spare.is_ready = True
+        device = spare.plan.device
+        if device and device not in self._told:
+            self._told.add(device)
+            about = f"{message.device_bytes / 1e9:.1f} GB" if message.device_bytes else "memory"
+            self._records.say(f"a spare for {device} waits, and holds {about} of it")
+        spare.device_bytes = message.device_bytes
+        if spare.pid is not None:
+            self._tell_ready(spare)
+
+    def _tell_ready(self, spare: Spare) -> None:
+        self._records.event(
+            "spare_ready",
+            pid=spare.pid,
+            kind=spare.plan.kind.value,
+            device=spare.plan.device,
+            device_bytes=spare.device_bytes,
+        )
+
+    def was_forked(self, forked: Forked) -> None:
+        """The zygote has answered; it may be held up until the spare is ready, and that is told now."""
+        spare = self._world.spare
+        if spare is not None and spare.token == forked.token and spare.is_ready:
+            self._tell_ready(spare)
+
+    def lost(self, now_s: float, ended: Ended | None = None, *, output: str = "") -> None:
+        """It ended before it was needed, or (None) was not forked; no fault of the run."""
+        newest, device = self._newest, "" if self._newest is None else self._newest.plan.device
+        if newest is None or newest is not self._dismissed:
+            lived_s = now_s - self._asked_at_s
+            self._lost_in_a_row = lost_after(self._lost_in_a_row, lived_s=lived_s)
+            self._lost_at_s = now_s
+        if newest is not None and device and not newest.is_ready and ended and ended.exit_code:
+            self._refuse(device, "it could not start there")
+        self._records.event(
+            "spare_ended",
+            exit_code=ended.exit_code if ended is not None else None,
+            signal=ended.signal_number if ended is not None else None,
+            said=output.splitlines()[-1] if output else "",
+        )
+
+
+def _warm_timeout_s(plan: SparePlan) -> float:
+    return WARM_TIMEOUT_S if plan.kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S

@@ -1,0 +1,168 @@
+"""Keeps zygote and store at hand: ends one that is stopped or never does its work, starts another.
+
+Once a zygote was lost, the next one is kept ready: a fork of it, which need not import anything. While
+there is no zygote nobody who dies is replaced, and whoever kills one may kill others.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from ddp_runner.core.messages import Forked
+from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.recovery.repair import Repair
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.system.proc_state import StoppedWatch
+
+ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be replaced in it
+ZYGOTES_AT_START_MAX = 3
+STACKS_TIME_S = 0.5  # for a zygote to say where its import hangs, before it is killed
+FORK_TIMEOUT_S = 20.0  # for the zygote to answer; it takes milliseconds
+STORE_TIMEOUT_S = 10.0  # for a store host to be ready, once its process is known
+STANDBY_WAIT_S = 1.0  # after one that stood by was lost
+STANDBY_REFUSED_WAIT_S = 60.0  # after there was no room for one
+_BLINK_S = 1.0  # between two looks, which are a tick apart: this process did not run
+# What ends a process that did nothing wrong.
+_SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoZygote:
+    """There will be none; ``detail`` is what the last one said."""
+
+    reason: str
+    detail: str
+
+
+class ZygoteKeeper:
+    """Driven by :class:`Supervisor`: ``look`` at each tick, ``ended`` when one was reaped."""
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        facts: RunFacts,
+        *,
+        world: World,
+        records: Records,
+        repair: Repair,
+    ) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._repair = repair
+        self._stopped = StoppedWatch()
+        self._lost = 0
+        self._lost_at_s: list[float] = []  # within the restart window
+        self._asked_at_s: float | None = None  # where it hangs
+        self._hangs = ""  # in what, in words
+        self._looked_at_s = self._awake_since_s = 0.0
+        self._no_standby_before_s = 0.0
+
+    def look(self, now_s: float) -> None:
+        """Kill a zygote or a store that is stopped, or does not do its work; its end follows."""
+        if now_s - self._looked_at_s > _BLINK_S:
+            self._awake_since_s = now_s  # what nobody could do meanwhile is held against nobody
+        self._looked_at_s = now_s
+        self._look_at_zygote(now_s)
+        self._look_at_store(now_s)
+        self._look_at_standby(now_s)
+
+    def _look_at_standby(self, now_s: float) -> None:
+        standby = self._world.standby
+        if standby is not None:
+            if self._stopped.stopped_s(standby.pid, now_s) > self._settings.hang_min_s:
+                self._world.kill_standby()
+        elif (
+            self._lost
+            and self._settings.warm_spare
+            and self._world.can_fork
+            and self._world.fork_owed_since_s is None
+            and now_s >= self._no_standby_before_s
+        ):
+            self._world.start_standby()
+
+    def is_standby(self, forked: Forked) -> bool:
+        """Whether the zygote answers for who is to stand by."""
+        standby = self._world.standby
+        return standby is not None and standby.token == forked.token
+
+    def standby_refused(self, now_s: float) -> None:
+        """There was no room for another process; the run can do without."""
+        self._no_standby_before_s = now_s + STANDBY_REFUSED_WAIT_S
+
+    def standby_ended(self, ended: Ended) -> None:
+        """Nobody misses it; another one follows."""
+        self._records.event("standby_ended", exit_code=ended.exit_code, signal=ended.signal_number)
+        self._no_standby_before_s = ended.at_ns / 1e9 + STANDBY_WAIT_S
+
+    def _look_at_zygote(self, now_s: float) -> None:
+        pid = self._world.zygote_pid
+        if self._stopped.stopped_s(pid, now_s) > self._settings.hang_min_s:
+            self._world.kill_zygote()
+        elif self._asked_at_s is not None:
+            if now_s > self._asked_at_s + STACKS_TIME_S:
+                self._world.kill_zygote()
+        elif (
+            pid is not None
+            and not self._world.can_fork
+            and now_s > self._world.zygote_since_s + self._settings.startup_timeout_s
+        ):
+            limit_s = self._settings.startup_timeout_s
+            self._ask_where_it_hangs(now_s, f"was not ready within {limit_s:g} s")
+        elif self._has_had(FORK_TIMEOUT_S, self._world.fork_owed_since_s, now_s):
+            self._ask_where_it_hangs(now_s, f"did not fork within {FORK_TIMEOUT_S:g} s")
+
+    def _ask_where_it_hangs(self, now_s: float, hangs: str) -> None:
+        self._asked_at_s, self._hangs = now_s, hangs
+        self._world.ask_zygote_for_stacks()
+
+    def _look_at_store(self, now_s: float) -> None:
+        store = self._world.store
+        pid = None if store is None else store.pid
+        stands_s = self._stopped.stopped_s(pid, now_s)
+        if store is None or pid is None:
+            return
+        late = not store.is_ready and self._has_had(STORE_TIMEOUT_S, store.since_s, now_s)
+        if late or stands_s > self._settings.hang_min_s:
+            self._world.kill_store()
+
+    def _has_had(self, limit_s: float, since_s: float | None, now_s: float) -> bool:
+        """Whether what has been waited for since then had so much time in which this process ran."""
+        return since_s is not None and now_s > max(since_s, self._awake_since_s) + limit_s
+
+    def ended(self, ended: Ended, output: str) -> NoZygote | None:
+        """Start another one, or say why there will be none."""
+        self._records.event("zygote_ended", exit_code=ended.exit_code, signal=ended.signal_number)
+        hung, self._asked_at_s, self._hangs = self._hangs, None, ""
+        self._lost += 1
+        if not self._may_start_another(ended, hung=bool(hung)):
+            last = output.splitlines()[-1] if output else "it said nothing"
+            reason = hung or f"died: {last}"
+            return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
+        # Forks that it still owed will never be answered.
+        self._world.forget_owed()
+        for handle in self._world.ranks:
+            if handle.is_alive and handle.pid is None:
+                self._world.forget_start(handle)
+                self._repair.owe(handle)
+        if self._world.promote_standby():
+            self._records.event("zygote_replaced", pid=self._world.zygote_pid)
+            self._records.say("the zygote died; the one that stood by forks now", level="WARNING")
+        else:
+            self._records.say("the zygote died; another one is being started", level="WARNING")
+            self._world.start_zygote()
+        return None
+
+    def _may_start_another(self, ended: Ended, *, hung: bool) -> bool:
+        """An import that fails by itself would fail again; one that was killed deserves another."""
+        now_s, window_s = ended.at_ns / 1e9, self._settings.restart_window_s
+        self._lost_at_s = [at_s for at_s in self._lost_at_s if at_s >= now_s - window_s] + [now_s]
+        if self._facts.generation:  # the import has worked: whoever kills it may be done at last
+            return len(self._lost_at_s) <= max(ZYGOTES_LOST_MAX, self._settings.max_restarts)
+        killed = ended.signal_number in _SENT_BY_OTHERS and not hung
+        return self._lost < ZYGOTES_AT_START_MAX and killed

@@ -1,0 +1,1 @@
+"""RECORDS: what happened, for files and screens. Changes nothing of the run."""

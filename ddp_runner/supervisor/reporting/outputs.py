@@ -1,0 +1,194 @@
+"""Every file and screen that shows a run. Before the run may touch the disk, lines are held back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_runner import config
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.console import ConsoleLine, LogTail
+from ddp_runner.observe.display import make_display
+from ddp_runner.observe.files import LineFile, Warn
+from ddp_runner.observe.journal import Journal, MetricsFile
+from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.observe.status import StatusFile
+from ddp_runner.observe.summary import RunSummary, write_summary
+from ddp_runner.observe.view import RunView, status_record
+from ddp_runner.supervisor.processes.resources import remove_temporary_files
+from ddp_runner.system.run_files import is_regular, replace_file
+
+
+class _Files:
+    """What exists once the directories are claimed."""
+
+    def __init__(
+        self, settings: Settings, *, ranks: int, warn: Warn, seal: str, shown_bytes: int
+    ) -> None:
+        directory = Path(settings.run.log_dir)
+        self.logger = _logger(directory / "supervisor.log", debug=settings.run.debug, warn=warn)
+        self.journal = Journal(directory / "events.jsonl", warn=warn)
+        self.metrics = MetricsFile(directory / "metrics.jsonl", warn=warn)
+        self.status = StatusFile(directory / "status.json", warn=warn)
+        self.tail = LogTail(
+            directory,
+            ranks=ranks,
+            debug=settings.run.debug,
+            seal=seal,
+            shown_bytes=shown_bytes,
+        )
+        self.summary_path = directory / "summary.json"
+
+
+def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
+    """The supervisor's own log. No log is worth a run: without the file its lines are on the console."""
+    try:
+        return DDPLogger(rank=None, path=path, debug=debug)
+    except OSError as error:
+        warn(f"{path} cannot be written ({error.strerror}); training goes on without it")
+        logger = DDPLogger(rank=None)
+        logger.close()
+        return logger
+
+
+class Records:
+    """Owned by the supervisor's loop. ``seal``: of the records that ranks write."""
+
+    def __init__(self, settings: Settings, *, ranks: int, seal: str = "") -> None:
+        self._seal = seal
+        self._settings = settings
+        self._ranks = ranks
+        self._files: _Files | None = None
+        self._keeps_result = False
+        self._held: list[tuple[str, str]] = []
+        self._early_events: list[tuple[str, dict[str, Any]]] = []
+        self._display = make_display(settings.log.display, stream=sys.stdout)
+        self._display.start()
+
+    @property
+    def may_write(self) -> bool:
+        """Whether files are open."""
+        return self._files is not None
+
+    def keep_result(self) -> None:
+        """From now on leave the files as they are that say what the run was, and how it ended."""
+        self._keeps_result = True
+
+    def open(self, *, shown_bytes: int = 0) -> None:
+        """Open the files; the directories exist and are ours. Writes config.yaml.
+
+        ``shown_bytes`` of what rank 0 will write to its log first have been shown already.
+        """
+        self._files = _Files(
+            self._settings,
+            ranks=self._ranks,
+            warn=self.warn_console,
+            seal=self._seal,
+            shown_bytes=shown_bytes,
+        )
+        for level, text in self._held:
+            self._log(level, text)
+        self._held.clear()
+        for event, fields in self._early_events:
+            self._files.journal.write(event, **fields)
+        self._early_events.clear()
+        directory = Path(self._settings.run.log_dir)
+        remove_temporary_files(directory)
+        if not self._keeps_result:
+            self.write_config()
+        for rank in range(self._ranks):
+            path = directory / f"rank_{rank}.log"
+            if os.path.lexists(path) and not is_regular(path):
+                self.warn_console(f"{path} is no regular file: what rank {rank} says is not kept")
+
+    def write_config(self) -> None:
+        """Write config.yaml."""
+        path = Path(self._settings.run.log_dir) / "config.yaml"
+        with contextlib.suppress(OSError):  # worth having, never worth a run
+            replace_file(path, config.to_yaml(self._settings).encode())
+
+    def event(self, event: str, *, cause: int | None = None, **fields: Any) -> int:
+        """Journal an event; its id, or -1 while it is held back."""
+        if self._files is None:
+            self._early_events.append((event, fields))
+            return -1
+        return self._files.journal.write(event, cause=None if cause == -1 else cause, **fields)
+
+    def say(self, text: str, *, level: str = "INFO") -> None:
+        """A line of the supervisor's own, on the console and in its log."""
+        self._display.line(text, level=level)
+        self._log(level, text)
+
+    def show_line(self, line: ConsoleLine) -> None:
+        """A line on the console only: it stands, or will stand, in its rank's log."""
+        self._display.line(line.text, level=line.level)
+
+    def keep_words(self, rank: int, text: str) -> None:
+        """Put what a rank said before it had a log file into that file, now that it has ended."""
+        if self._files is not None and text:
+            file = LineFile(Path(self._settings.run.log_dir) / f"rank_{rank}.log")
+            file.append(text.encode() + b"\n")
+            file.close()
+
+    def note(self, text: str) -> None:
+        """A line for supervisor.log only."""
+        self._log("INFO", text)
+
+    def warn_console(self, text: str) -> None:
+        """A warning about the very files that would hold it."""
+        self._display.line(text, level="WARNING")
+
+    def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
+        """One logged step."""
+        if self._files is not None:
+            self._files.metrics.write(step, rank, values)
+
+    def show(self, view: RunView) -> None:
+        """Bring the display and the console lines up to date."""
+        if self._files is not None:
+            for line in self._files.tail.poll():
+                self._display.line(line.text, level=line.level)
+        self._display.update(view)
+
+    def status(self, view: RunView) -> None:
+        """Replace status.json."""
+        if self._files is not None and not self._keeps_result:
+            self._files.status.write(status_record(view))
+
+    def show_rest(self) -> None:
+        """What the ranks, which have all ended, wrote last: before the last word, not after it."""
+        if self._files is not None:
+            for line in self._files.tail.drain():
+                self._display.line(line.text, level=line.level)
+
+    def finish(self, view: RunView, summary: RunSummary | None) -> None:
+        """The last look, the summary on disk and on the screen, and everything closed."""
+        self.show_rest()
+        files = self._files
+        if files is not None:
+            self.status(view)
+            if summary is not None and not self._keeps_result:
+                try:
+                    write_summary(files.summary_path, summary)
+                except OSError as error:
+                    self.warn_console(f"{files.summary_path} could not be written: {error}")
+            files.tail.close()
+            files.journal.close()
+            files.metrics.close()
+            files.logger.close()
+        self._display.update(view)
+        self._display.finish(summary if files is not None else None)
+
+    def _log(self, level: str, text: str) -> None:
+        if self._files is None:
+            self._held.append((level, text))
+            return
+        write = {
+            "WARNING": self._files.logger.warning,
+            "ERROR": self._files.logger.error,
+        }.get(level, self._files.logger.info)
+        write(text)

@@ -1,0 +1,48 @@
+"""A plan of repair in words, for the lines of the log and the summary. Decides nothing."""
+
+from __future__ import annotations
+
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks
+from ddp_runner.observe.format import rank_list
+from ddp_runner.supervisor.reporting.run_facts import told
+
+
+def blamed_in_words(incident: Incident, *, ranks: int) -> str:
+    """The culprit, and whether it is one of many: that one rank is named must not look like an error."""
+    raised = [c for c in incident.attribution.causes if c.kind is FaultKind.RANK_RAISED]
+    all_did = len(raised) == ranks > 1
+    return (
+        f"all {ranks} ranks raised, first {told(raised[0])}" if all_did else told(incident.culprit)
+    )
+
+
+def repair_in_words(plan: ReplaceRanks) -> list[str]:
+    """What is done, part by part."""
+    words = []
+    if plan.ranks:
+        source = "" if plan.loader is None else " from the newest checkpoint"
+        words.append(f"replacing {rank_list(plan.ranks)}{source}")
+    if plan.kept is not None:
+        words.append(f"rank {plan.kept} stays, with the newest state")
+    if plan.dropped:
+        words.append(f"going on without {rank_list(plan.dropped)}")
+    return words
+
+
+def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
+    """Whether no rank with a state is left."""
+    return isinstance(plan, ReplaceRanks) and plan.loader is not None
+
+
+def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
+    """What was done, once it is; empty where nothing is."""
+    if isinstance(plan, GiveUp):
+        return ""
+    if plan.dropped:
+        return f"going on without {rank_list(plan.dropped)}"
+    if plan.ranks == (culprit.rank,):
+        return "respawned"
+    if plan.ranks and plan.kept is not None:
+        return f"{rank_list(plan.ranks)} respawned, rank {plan.kept} stayed with the newest state"
+    return f"{rank_list(plan.ranks)} respawned" if plan.ranks else "formed again"

@@ -1,0 +1,106 @@
+"""What the supervisor knows of the run as a whole. One writer: :class:`Supervisor`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
+from ddp_runner.core.faults import Fault
+from ddp_runner.observe.summary import RunSummary
+from ddp_runner.system.run_files import from_json, read_small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the run ends. ``error_line`` goes to stderr; ``detail`` may hold a traceback.
+
+    ``is_late_stop``: the ranks were to stop and save, and have not; one that saves alone makes up for it.
+    """
+
+    status: RunStatus
+    exit_code: ExitCode
+    reason: str
+    error_line: str = ""
+    detail: str = ""
+    is_late_stop: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        status: RunStatus,
+        reason: str,
+        *,
+        exit_code: ExitCode | None = None,
+        error_line: str = "",
+        detail: str = "",
+        is_late_stop: bool = False,
+    ) -> Ending:
+        """With the exit code that belongs to ``status``, or ``exit_code``."""
+        return cls(
+            status=status,
+            exit_code=EXIT_CODE_OF_STATUS[status] if exit_code is None else exit_code,
+            reason=reason,
+            error_line=error_line,
+            detail=detail,
+            is_late_stop=is_late_stop,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFacts:
+    """``committed_step`` is the highest of the ranks now.
+
+    It goes back with them to a checkpoint, so that steps that are lost are counted once. A dead
+    rank counts with what it had until its successor has a state.
+    """
+
+    run_id: str = ""
+    generation: int = 0
+    committed_step: int = 0
+    steps_per_epoch: int = 0  # 0: no rank has told yet; it outlives the rank that told
+    ever_formed: bool = False
+    saved_any: bool = False  # by this launch
+    formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
+    kept: RunSummary | None = None  # of the run, which was complete before this launch
+    inexact_reasons: list[str] = field(default_factory=list)
+    stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+    short_of_memory: set[int] = field(default_factory=set)  # ranks that ever ran out of it
+    # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
+    proved: dict[str, set[int]] = field(default_factory=dict)
+
+    def take_up(self, run_id: str, log_dir: str) -> None:
+        """Go on with a run; why it is not exact any more stands in its newest status.json."""
+        self.run_id = run_id
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+            status = from_json(read_small(Path(log_dir, "status.json")))
+            if status.get("run_id") == run_id:
+                kept = [str(reason) for reason in status["inexact_reasons"]]
+                # Ranks may have told some already; those of before come first.
+                self.inexact_reasons[:] = dict.fromkeys([*kept, *self.inexact_reasons])
+
+
+def fault_fields(fault: Fault, *, generation: int) -> dict[str, Any]:
+    """A fault as its event has it; the traceback of a lost peer explains nothing and is left out."""
+    return {
+        "kind": fault.kind.value,
+        "rank": fault.rank,
+        "step": fault.step,
+        "phase": fault.phase,
+        "text": fault.cause,
+        "origin": fault.origin.value,
+        "generation": generation,
+        "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
+    }
+
+
+def told(fault: Fault) -> str:
+    """The fault for people: who, what, when."""
+    who = fault.cause
+    if fault.rank >= 0 and not who.startswith((f"rank {fault.rank} ", f"rank {fault.rank}'")):
+        who = f"rank {fault.rank}: {who}"
+    where = f" in {fault.phase}" if fault.phase else ""
+    return f"{who} at step {fault.step}{where}"

@@ -1,0 +1,120 @@
+"""Puts together what status.json and the display show. Reads the board; changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+
+import psutil
+
+from ddp_runner.core.board import Cell, SlotReading
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import RankState, RunState
+from ddp_runner.core.phases import Stage
+from ddp_runner.observe.view import RankView, RunView
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+
+
+def measure_memory(handles: list[RankHandle]) -> None:
+    """Refresh each rank's resident memory; a few microseconds each. One that ends has what it had."""
+    for handle in handles:
+        if handle.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                size = psutil.Process(handle.pid).memory_info().rss
+                handle.rss_bytes = size or handle.rss_bytes
+
+
+def run_view(
+    plan: LaunchPlan,
+    handles: list[RankHandle],
+    *,
+    facts: RunFacts,
+    state: RunState,
+    doing: tuple[str, float],
+    began_s: float,
+    faults_total: int,
+    restarts: int,
+) -> RunView:
+    """One look at everything."""
+    readings = [handle.slot.read() for handle in handles]
+    now_ns = time.monotonic_ns()
+    first = next(handle for handle in handles if handle.given_up_at_s is None)
+    step = max(reading.committed_step for reading in readings)
+    total = max(reading.total_steps for reading in readings)
+    step_s = max((reading.step_ns for reading in readings), default=0) / 1e9
+    rates = [handle.metrics.get("samples_per_s") for handle in handles]
+    known = [rate for rate in rates if rate is not None]
+    rate = known[0] if known else None
+    remaining = max(0, total - step)
+    batch = plan.settings.data.batch_size * plan.world_size
+    eta_s = remaining * batch / rate if rate else (remaining * step_s if step_s else None)
+    per_epoch = facts.steps_per_epoch
+    logged = first.metrics.get("step")
+    return RunView(
+        run_id=facts.run_id,
+        pid=os.getpid(),
+        state=state.value,
+        generation=facts.generation,
+        world_size=sum(handle.given_up_at_s is None for handle in handles),
+        step=step,
+        max_steps=total,
+        epoch=readings[first.rank].epoch,
+        epochs=-(-total // per_epoch) if per_epoch else plan.settings.run.epochs,
+        loss=_known_loss(readings[first.rank]),
+        samples_per_s=rate,
+        eta_s=eta_s,
+        elapsed_s=now_ns / 1e9 - began_s,
+        faults_total=faults_total,
+        restarts=restarts,
+        doing=doing[0],
+        doing_s=round(doing[1], 3),
+        ranks=tuple(
+            _rank_view(handle, reading, now_ns)
+            for handle, reading in zip(handles, readings, strict=True)
+        ),
+        title=plan.settings.run.task,
+        log_dir=plan.settings.run.log_dir,
+        logged_step=None if logged is None else int(logged),
+        learning_rate=first.metrics.get("learning_rate"),
+        grad_norm=first.metrics.get("grad_norm"),
+        inexact_reasons=tuple(facts.inexact_reasons),
+    )
+
+
+def _state(handle: RankHandle) -> str:
+    """Where the rank stands; dead is only who has begun and has not finished."""
+    if handle.state is not RankState.DEAD:
+        return str(handle.state.value)
+    if handle.finished is not None:
+        return RankState.FINISHED.value
+    return RankState.DEAD.value if handle.spawned_at_s else "waiting"
+
+
+def _rank_view(handle: RankHandle, reading: SlotReading, now_ns: int) -> RankView:
+    share = handle.metrics.get("samples_per_s")
+    return RankView(
+        rank=handle.rank,
+        pid=handle.pid or 0,
+        state=_state(handle),
+        step=reading.committed_step,
+        phase=reading.phase.label,
+        building=Stage(handle.slot.get(Cell.STAGE)).label,
+        phase_age_s=round(max(0, now_ns - reading.phase_since_ns) / 1e9, 3)
+        if reading.phase_since_ns
+        else 0.0,
+        rss_bytes=handle.rss_bytes,
+        device=handle.device.device,
+        loader_pids=handle.loader_pids,
+        loss=_known_loss(reading),
+        samples_per_s=share,
+        data_wait_share=handle.metrics.get("data_wait_share"),
+    )
+
+
+def _known_loss(reading: SlotReading) -> float | None:
+    if reading.last_commit_ns == 0 or not math.isfinite(reading.loss):
+        return None
+    return reading.loss

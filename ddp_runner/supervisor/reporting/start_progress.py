@@ -1,0 +1,172 @@
+"""Shows a start while it lasts: how long each part of it took, and at once what the task prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.messages import Built
+from ddp_runner.core.phases import Stage
+from ddp_runner.observe.console import LogTail
+from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+
+IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"
+_CHECKPOINT_SHOWN_FROM_S = 0.1  # to look for one, and find none, is not worth a line
+
+
+@dataclass(slots=True, kw_only=True)
+class _Follow:
+    """The output of one process, followed from its beginning; ``who`` it is among all there were."""
+
+    who: tuple[str, int]
+    tail: LogTail
+
+
+class Start:
+    """Owned by the supervisor's loop; over when the first step is. Later starts are repairs."""
+
+    def __init__(self, facts: RunFacts, *, world: World, records: Records, debug: bool) -> None:
+        self._facts = facts
+        self._world = world
+        self._records = records
+        self._debug = debug
+        self._built_s: dict[Stage, dict[int, float]] = {}
+        self._told: set[Stage] = set()
+        self._formed_s: float | None = None
+        self._is_over = False
+        self._doing = ""
+        self._doing_since_s = 0.0
+        self._zygote: _Follow | None = None
+        self._rank: _Follow | None = None
+        self._shown: set[str] = set()
+
+    def imported(self, seconds: float) -> None:
+        """The zygote has torch and the task."""
+        if not self._is_over and not self._facts.ever_formed:
+            self._say(IMPORTING, seconds)
+
+    def built(self, message: Built) -> None:
+        """A rank has come so far; a line when all have, with the seconds of the slowest."""
+        stage = Stage(message.stage)
+        if self._facts.ever_formed or stage in self._told:
+            return
+        took_s = self._built_s.setdefault(stage, {})
+        took_s[message.rank] = message.seconds
+        if stage is Stage.CHECKPOINT:
+            if message.seconds >= _CHECKPOINT_SHOWN_FROM_S:
+                self._told.add(stage)
+                self._say(stage.label, message.seconds)
+        elif all(handle.rank in took_s for handle in self._world.present):
+            self._told.add(stage)
+            self._say(stage.label, max(took_s.values()))
+
+    def formed(self, now_s: float) -> None:
+        """Every rank is in its first generation."""
+        if self._formed_s is None:
+            self._formed_s = now_s
+            self._say(FORMING, now_s - self._facts.formed_at_s)
+
+    def look(self, now_s: float) -> None:
+        """Show what is new; called at each tick."""
+        if self._is_over:
+            return
+        self.show_output()
+        if self._records.may_write and self._rank is not None:
+            self._stop_following()
+        doing = self._what()
+        if doing != self._doing:
+            self._doing, self._doing_since_s = doing, now_s
+        if self._formed_s is not None and not doing:
+            self._is_over = True
+            if committed_ns := self._committed_ns():
+                self._say(FIRST_STEP, max(0.0, committed_ns / 1e9 - self._formed_s))
+
+    def doing(self, now_s: float) -> tuple[str, float]:
+        """What the start is at, and for how long; empty when it is over."""
+        return (self._doing, now_s - self._doing_since_s) if self._doing else ("", 0.0)
+
+    def shown_bytes(self) -> int:
+        """How much of rank 0's output has been shown before its log file is followed."""
+        self.show_output()
+        return 0 if self._rank is None else self._rank.tail.taken_bytes(0)
+
+    def without_shown(self, text: str) -> str:
+        """What of a process's last output is still to be shown; a dump stays in one piece."""
+        lines = text.splitlines()
+        while lines and (lines[0] in self._shown or not lines[0].strip()):
+            del lines[0]
+        return "\n".join(lines)
+
+    def _what(self) -> str:
+        world = self._world
+        ranks = world.present
+        if self._formed_s is not None:
+            is_made = self._committed_ns() or self._facts.generation > 1
+            return "" if is_made else FIRST_STEP
+        if any(handle.state is RankState.FORMING for handle in ranks):
+            return FORMING
+        return _slowest(ranks) or IMPORTING
+
+    def _committed_ns(self) -> int:
+        return max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in self._world.present)
+
+    def _say(self, what: str, seconds: float) -> None:
+        self.show_output()  # what was printed meanwhile goes first
+        self._records.say(f"{what:<18}{seconds:>7.1f} s")
+
+    def show_output(self) -> None:
+        """Show what the zygote and rank 0 have printed, as long as there is no log file."""
+        if self._records.may_write:
+            return
+        world, first = self._world, self._world.present[0]
+        zygote = ("zygote", world.zygote_pid or 0), world.zygote_output
+        rank = ("rank", first.token), first.output
+        self._zygote = self._followed(self._zygote, *zygote)
+        self._rank = self._followed(self._rank, *rank)
+
+    def _followed(
+        self, follow: _Follow | None, who: tuple[str, int], output: int | None
+    ) -> _Follow | None:
+        """Show what is new of a process's output; one that has ended gives way to the next."""
+        if follow is not None:
+            self._show(follow)
+        if follow is not None and (follow.who == who or output is None):
+            return follow
+        if follow is not None:
+            follow.tail.close()
+        if output is None:
+            return None
+        tail = LogTail([output], ranks=1, debug=self._debug, seal=self._world.log_seal)
+        new = _Follow(who=who, tail=tail)
+        self._show(new)
+        return new
+
+    def _show(self, follow: _Follow) -> None:
+        for line in follow.tail.poll():
+            self._shown.update(line.text.splitlines())
+            if follow.who[0] == "zygote":
+                self._records.say(line.text)  # it has no log of its own
+            else:
+                self._records.show_line(line)
+
+    def _stop_following(self) -> None:
+        for follow in (self._zygote, self._rank):
+            if follow is not None:
+                follow.tail.close()
+        self._zygote = self._rank = None
+
+
+def _slowest(ranks: Sequence[RankHandle]) -> str:
+    """What those ranks do that have come least far; empty where one has not begun."""
+    waits = {RankState.STARTING, RankState.DEAD}
+    behind = [handle for handle in ranks if handle.state in waits]
+    if any(handle.state is RankState.DEAD or not handle.has_begun for handle in behind):
+        return ""
+    stages = [Stage(handle.slot.get(Cell.STAGE)) for handle in behind]
+    busy = [stage for stage in stages if stage is not Stage.NONE]
+    return min(busy).label if busy else FORMING

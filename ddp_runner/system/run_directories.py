@@ -1,0 +1,253 @@
+"""Takes hold of a run's directories: makes them, locks them, and points ``logs/latest`` to the logs.
+
+Whoever starts a run calls it: its supervisor once every rank is ready, and nothing on disk is
+touched before; rank 0 under an outside launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_runner.config.naming import LATEST, LOGS, has_folders_of_its_name, is_name
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import RunSettings
+from ddp_runner.system.run_files import (
+    RefusedFileError,
+    is_named,
+    open_lock,
+    open_new,
+    open_to_change,
+    read_small,
+    temporary_path,
+)
+
+LOCK_NAME = ".lock"
+LOG_LOCK_NAME = ".logs.lock"  # of its own: one directory may be for both
+_LOOK_AGAIN_S = 0.1
+_POINTER_BYTES_MAX = 256
+
+
+def point_latest(logs: Path) -> None:
+    """Have ``latest`` beside the folder ``logs`` lead to it, at once and for all. Raises OSError.
+
+    A link, or on a file system that has none a file with the folder's name.
+    """
+    latest = logs.with_name(LATEST)
+    temporary = temporary_path(latest)
+    try:
+        try:
+            temporary.symlink_to(logs.name, target_is_directory=True)
+        except OSError:
+            with os.fdopen(open_new(temporary), "w", encoding="utf-8") as pointer:
+                pointer.write(f"{logs.name}\n")
+        temporary.replace(latest)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def latest_logs(root: Path = Path(LOGS)) -> Path | None:
+    """The log folder of the newest run below ``root``; None where nothing points to one."""
+    latest = root / LATEST
+    try:
+        if latest.is_symlink():
+            name = str(latest.readlink())
+        else:
+            name = read_small(latest, bytes_max=_POINTER_BYTES_MAX).decode().strip()
+    except (OSError, ValueError):
+        return None
+    return root / name if is_name(name) and (root / name).is_dir() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderChange:
+    """What became of a folder of a live run. ``is_new``: it was removed, and is there again, empty."""
+
+    option: str
+    folder: Path
+    text: str
+    is_new: bool = False
+
+
+class DirectoryLock:
+    """An exclusive flock(2) on a directory. The kernel drops it with the process."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        option: str = "--checkpoint-dir",
+        name: str = LOCK_NAME,
+        way_on: str = "take another directory",
+    ) -> None:
+        self._path = directory / name
+        self._option = option
+        self._way_on = way_on
+        self._descriptor = -1
+        self._folder: os.stat_result | None = None  # that was locked
+        self._trouble = ""
+
+    def refuse_if_held(self) -> None:
+        """Raise BadInputError if another live run holds the directory. Creates nothing."""
+        try:
+            descriptor = open_to_change(self._path)
+        except OSError:
+            return
+        try:
+            self._lock(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def acquire(self, *, patience_s: float = 0.0) -> None:
+        """Take the lock. Raises BadInputError if another live run still holds it after that time.
+
+        OSError: it cannot be taken or, on a full disk, is held without a name.
+        """
+        try:
+            descriptor = open_lock(self._path)
+        except RefusedFileError as error:
+            what = f"cannot be locked: {self._path.name} in it {error.strerror}"
+            raise BadInputError(self._option, self._path.parent, what) from error
+        give_up_s = time.monotonic() + patience_s
+        try:
+            while True:
+                try:
+                    self._lock(descriptor)
+                    break
+                except BadInputError:
+                    if time.monotonic() >= give_up_s:
+                        raise
+                    time.sleep(_LOOK_AGAIN_S)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self._folder = self._path.parent.stat()
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    @property
+    def is_of_another_folder(self) -> bool:
+        """Whether the lock that is held is not, any more, the one that others would find."""
+        return self._descriptor >= 0 and not is_named(self._descriptor, self._path)
+
+    def renew(self) -> FolderChange | None:
+        """Make the folder again if it is gone, and lock the one that is there. What there is to say.
+
+        Where that fails the old lock is kept, and the next call tries again; it is said once.
+        """
+        # INVARIANT lock-of-now: the lock is of the folder that is there now.
+        # Broken if: a folder that was removed or moved away is written to again without its lock.
+        # Guarded by: test_folders_that_are_removed_are_made_again_and_locked.
+        folder, old = self._path.parent, self._descriptor
+        is_new = not self._is_the_folder(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.acquire()
+        except (OSError, BadInputError) as error:
+            return self._said_once(f"{folder} was removed, and cannot be locked again: {error}")
+        os.close(old)
+        self._trouble = ""
+        text = f"{folder} was removed or moved away: it is made again"
+        if not is_new:
+            text = f"the lock of {folder} was removed: it is locked again"
+        return FolderChange(option=self._option, folder=folder, text=text, is_new=is_new)
+
+    def _is_the_folder(self, folder: Path) -> bool:
+        try:
+            return self._folder is not None and os.path.samestat(folder.stat(), self._folder)
+        except OSError:
+            return False
+
+    def _said_once(self, text: str) -> FolderChange | None:
+        if text == self._trouble:
+            return None
+        self._trouble = text
+        return FolderChange(option=self._option, folder=self._path.parent, text=text)
+
+    def release(self) -> None:
+        """Let go; the file stays, since removing it would race with the next run."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise BadInputError(
+                self._option,
+                self._path.parent,
+                f"another run (pid {holder}) is using it; wait for it, or {self._way_on}",
+            ) from None
+
+
+class RunDirectories:
+    """The log and checkpoint directories of one run; one live run has each of them."""
+
+    def __init__(self, run: RunSettings) -> None:
+        self._run = run
+        self._is_named = has_folders_of_its_name(run)
+        way_on = "take another --name" if self._is_named else "take another directory"
+        self._checkpoints = DirectoryLock(Path(run.checkpoint_dir), way_on=way_on)
+        self._logs = DirectoryLock(
+            Path(run.log_dir), option="--log-dir", name=LOG_LOCK_NAME, way_on=way_on
+        )
+
+    def refuse_if_held(self) -> None:
+        """Raise BadInputError if another live run holds one of them. Creates nothing."""
+        self._checkpoints.refuse_if_held()
+        self._logs.refuse_if_held()
+
+    def claim(self, *, patience_s: float = 0.0) -> None:
+        """Make and lock them. Raises BadInputError.
+
+        ``patience_s``: how long who holds a lock may still have to end.
+        """
+        for option, name in (
+            ("--log-dir", self._run.log_dir),
+            ("--checkpoint-dir", self._run.checkpoint_dir),
+        ):
+            try:
+                Path(name).mkdir(parents=True, exist_ok=True)
+            except OSError as error:  # noqa: PERF203 - two names
+                raise BadInputError(option, name, f"cannot be made: {error.strerror}") from error
+        try:
+            self._checkpoints.acquire(patience_s=patience_s)
+        except OSError as error:
+            raise BadInputError(
+                "--checkpoint-dir", self._run.checkpoint_dir, f"cannot be locked: {error.strerror}"
+            ) from error
+        try:
+            self._logs.acquire(patience_s=patience_s)
+        except BadInputError:
+            self._checkpoints.release()
+            raise
+        except OSError:
+            pass  # worth no run: such a disk takes no lines either
+        self._point()
+
+    def look(self) -> list[FolderChange]:
+        """Make and lock again what was removed since; what there is to say of it. Raises nothing."""
+        locks = (self._checkpoints, self._logs)
+        lost = [lock for lock in locks if lock.is_of_another_folder]
+        changes = [change for lock in lost if (change := lock.renew()) is not None]
+        if self._logs in lost:
+            self._point()
+        return changes
+
+    def _point(self) -> None:
+        if Path(self._run.log_dir).parent == Path(LOGS):
+            with contextlib.suppress(OSError):  # a convenience: no run ends for want of it
+                point_latest(Path(self._run.log_dir))
+
+    def release(self) -> None:
+        """Let go of both."""
+        self._checkpoints.release()
+        self._logs.release()

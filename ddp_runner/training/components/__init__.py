@@ -1,0 +1,1 @@
+"""PARTS: what a training consists of beside the model, each for itself. None trains."""

@@ -1,0 +1,98 @@
+"""What a replacement would compute: built, loaded and fed as one, without the run. Changes nothing of it.
+
+``drilling.py`` has written, in a rank, what is read here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.collective.apart import stand_apart
+from ddp_runner.core.board import SLOT_BYTES, Board
+from ddp_runner.core.drill import SHARE_FILE
+from ddp_runner.core.messages import Message
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.system.run_files import read_small
+from ddp_runner.training.exactness.own_share import OwnShare, first_difference
+from ddp_runner.training.fork_safety import rehearse_threads
+from ddp_runner.training.loaders import make_loader
+from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.step import StepRules, own_share
+from ddp_runner.training.workload import backend_of, build_workload, load_start
+
+
+class _Aside(LocalRuntime):
+    """Surroundings that nobody hears or sees: a board and a disk of its own."""
+
+    def __init__(self, place: Place, logger: DDPLogger) -> None:  # none of the files of a run's
+        self.place = place
+        self.run_id = ""
+        self._memory = bytearray(SLOT_BYTES)
+        self.slot = Board(memoryview(self._memory), 1).slot(0)
+        self.disk = RealDisk()
+        self.logger = logger
+        self._line = None
+        self._formed = False
+
+    def tell(self, message: Message) -> None:
+        """To nobody."""
+
+
+def compare(settings: Settings, place: Place, *, folder: Path, logger: DDPLogger) -> str:
+    """Compute the share of ``place`` once more, from the state in ``folder``, and compare it.
+
+    Returns where it parts first from what the rank has noted, in words; empty where it does not. Raises
+    whatever building, loading or computing raises: then nothing is known.
+    """
+    noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
+    rank, world_size = int(noted["rank"]), int(noted["world_size"])
+    rehearse_threads()
+    # As a resume does, but for the loader, whose workers a drill can do without.
+    settings = replace(
+        settings,
+        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder)),
+        data=replace(settings.data, num_workers=0),
+    )
+    workload, state = build_workload(settings, place)
+    loaded = load_start(settings, workload, state, CheckpointStore(folder, keep_last=1))
+    if loaded is None:
+        raise FileNotFoundError(f"there is no state in {folder}")
+    # Its samples are those of before: what was found bad in that very step is known by now.
+    state.quarantine.merge(noted["quarantine"])
+    step = state.committed_step
+    group = stand_apart(
+        rank=rank, world_size=world_size, backend=backend_of(settings, workload.device)
+    )
+    runtime = _Aside(place, logger)
+    loader = make_loader(settings, workload, state, runtime, on_wait=lambda: None)
+    with contextlib.closing(loader):
+        loader.assign(
+            rank=rank, world_size=world_size, micro_batch_size=state.tuning.micro_batch_size
+        )
+        loader.use_order(state.order_version)
+        share = own_share(
+            state,
+            workload.task.loss,
+            loader.take(step),
+            rules=StepRules(
+                seed=settings.run.seed,
+                rank=rank,
+                global_batch=workload.global_batch,
+                total_steps=workload.length.total_steps,
+                optim=settings.optim,
+                device=workload.device,
+            ),
+            slot=runtime.slot,
+            step=step,
+        )
+    if group.asked:
+        raise RuntimeError(f"the task asks the other ranks for something ({group.asked})")
+    names = [name for name, _ in state.named_parameters()]
+    return first_difference(OwnShare.from_record(noted["share"]), share, names=names)

@@ -1,0 +1,238 @@
+"""What the first step of a launch shows of a task: what a step changes, and whether it can be repeated.
+
+The step is computed once more before it is made, by each rank alone; what that has changed is put back,
+and followed from then on (``side_state``, ``buffers``). Nothing here changes what is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+
+from ddp_runner.checkpoint.naming import bare_name
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.messages import Adjusted, Proved
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.observe.format import byte_size, rank_list
+from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.training.exactness.own_share import OwnShare, first_difference
+from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.step import Stepper, StepRules, own_share
+
+SIDE_COMPARED_STEPS = 2  # after which what ranks hold beside the model is compared, of each launch
+NAMES_SHOWN = 3
+_NOT_DONE = "-"
+
+
+class FirstStep:
+    """Of one generation on one rank. Every rank calls its methods at the same places."""
+
+    def __init__(self, parts: RankParts, group: Group) -> None:
+        self._parts = parts
+        self._state = parts.state
+        self._group = group
+        self._runtime = parts.runtime
+        self._rehearsed: OwnShare | None = None
+        self._repeated: OwnShare | None = None
+        self._changed: list[str] = []
+        self._is_first = False  # generation of a launch, as all ranks know it
+
+    def rehearse(self, rules: StepRules, *, take: Callable[[int], list[MicroBatch]]) -> None:
+        """Compute the next step's share once, see what that changes, and put it back.
+
+        Before DDP wraps the model, where some rank has not done so yet in this launch. Raises what the
+        task raises, and BadInputError for a model that DDP would not keep the same on all ranks.
+        """
+        told = self._exchange("rehearsed", json.dumps(self._state.is_rehearsed))
+        if all(map(json.loads, told)):
+            return
+        written = self._rehearse_alone(rules, take=take)
+        every = [json.loads(one) for one in self._exchange("written", json.dumps(written))]
+        known = [one for one in every if one is not None]
+        names = dict.fromkeys(name for one in known for name in one)
+        parted = [name for name in names if len({one.get(name) for one in known}) > 1]
+        # Later on no run is ended for what may be a repair's doing: the replicas are compared.
+        if parted and self._group.membership.generation == 1:
+            self._refuse(
+                f"{parted[0]} is written by forward or loss, with other values on each rank, which DDP"
+                " does not make one: write the same on all of them"
+            )
+
+    def _rehearse_alone(
+        self, rules: StepRules, *, take: Callable[[int], list[MicroBatch]]
+    ) -> dict[str, str] | None:
+        """The same without the other ranks; a hash of each parameter that was written, by name.
+
+        None where that was not done.
+        """
+        state = self._state
+        state.is_rehearsed = self._is_first = True
+        settings, device = self._parts.settings.run, self._parts.workload.device
+        varies = why_a_device_varies(device, is_deterministic=settings.deterministic)
+        if varies and self._group.rank == 0:
+            tell_inexact(self._parts, varies)
+        needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
+        room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
+        if needed_bytes > room_bytes / self._runtime.place.local_world_size:
+            self._runtime.logger.info(
+                "the first step is not computed twice to see whether it can be repeated: that takes"
+                f" {byte_size(needed_bytes)} more memory"
+            )
+            return None
+        known, came = _known_in(state), []
+        held_side, held = state.side.hold(), state.buffers.hold_all()
+        try:
+            self._rehearsed = own_share(
+                state,
+                self._runtime.training_loss(self._parts.workload.task.loss),
+                take(state.committed_step),
+                rules=rules,
+                slot=self._runtime.slot,
+                step=state.committed_step,
+            )
+        except BaseException:
+            state.is_rehearsed = False
+            raise
+        finally:
+            came = [name for name in state.weights() if name not in known]
+            hashes = {name: tensor_hash(one) for name, one in state.named_parameters()}
+            changed = [f"model.{name}" for name in state.buffers.follow_changed_since(held)]
+            state.buffers.drop()
+            state.buffers.keep()
+            self._changed = changed + state.side.follow_changed_since(held_side)
+            state.train_unfrozen()
+        if came:
+            self._refuse(
+                f"{came[0]} came into the model with its first forward, when optimizer, DDP and checkpoints"
+                " know what there is: make it in build_model()"
+            )
+        return {name: one for name, one in hashes.items() if f"model.{name}" in changed}
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BadInputError("--task", self._parts.settings.run.task, what)
+
+    @contextlib.contextmanager
+    def watched(self, stepper: Stepper) -> Iterator[None]:
+        """Around a step: note what the one that was rehearsed comes to now."""
+        if self._rehearsed is None:
+            yield
+            return
+        with stepper.noted() as notes:
+            yield
+            if self._repeated is None:
+                self._repeated = notes.share()
+
+    def compare(self, step: int) -> None:
+        """After a step: tell whether the first one was repeated, and what ranks have differently."""
+        if self._is_first:
+            self._compare_shares(step)
+            self._is_first, self._rehearsed = False, None
+        if step <= self._state.begun_step + SIDE_COMPARED_STEPS:
+            self._compare_side(step)
+
+    def _compare_shares(self, step: int) -> None:
+        where = _NOT_DONE
+        if self._rehearsed is not None and self._repeated is not None:
+            names = [name for name, _ in self._state.named_parameters()]
+            where = first_difference(self._rehearsed, self._repeated, names=names)
+        told = self._exchange(f"repeated/{step}", where)
+        differing = {rank: what for rank, what in enumerate(told) if what not in ("", _NOT_DONE)}
+        if not differing and _NOT_DONE not in told:
+            if self._group.rank == 0:
+                rank = self._runtime.place.rank
+                self._runtime.tell(Proved(rank=rank, step=step - 1, what="repeated"))
+            return
+        if not differing:
+            return
+        ranks = sorted(differing)
+        what = differing[ranks[0]]
+        seen = (
+            f"; a step also changes {named(self._changed)}, which is put back"
+            if self._changed
+            else ""
+        )
+        if self._group.rank == 0:
+            tell_inexact(
+                self._parts,
+                f"the first step cannot be repeated: computed twice from the same state, {what} differs"
+                f" on {rank_list(ranks)} (a kernel that is not deterministic, or a state that cannot be"
+                f" seen: in a global, a closure, a file){seen}",
+            )
+
+    def _compare_side(self, step: int) -> None:
+        """What two ranks have differently beside the model, which a replaced one will not have."""
+        side = self._state.side
+        told = self._exchange(f"side/{step}", json.dumps(side.digests()))
+        all_digests = [json.loads(text) for text in told]
+        names = {name for digests in all_digests for name in digests}
+        differing = {n for n in names if len({digests.get(n) for digests in all_digests}) > 1}
+        if differing - side.differing and self._group.rank == 0:
+            self._runtime.logger.info(
+                f"each rank has its own {named(sorted(differing))}, which steps change: one that is"
+                " replaced goes on with another rank's",
+                step=step,
+            )
+        side.differing |= differing
+
+    def _exchange(self, name: str, value: str) -> list[str]:
+        with waiting_for_peers(self._runtime.slot):
+            return self._group.exchange(name, value)
+
+
+def _known_in(state: TrainState) -> set[str]:
+    """What the model's state dict has, and may have: a buffer that is None, until forward makes it one."""
+    found = set(state.weights())
+    for path, module in state.model.named_modules():
+        prefix = f"{path}." if path else ""
+        found |= {bare_name(state.model, prefix + key) for key in module._buffers}  # noqa: SLF001
+    return found
+
+
+def why_a_device_varies(device: torch.device, *, is_deterministic: bool) -> str:
+    """Why steps computed twice on ``device`` may differ in their last bits; "" where they do not."""
+    if device.type == "cpu" or is_deterministic:
+        return ""
+    return (
+        "kernels of a GPU add in another order each time (attention, scatters, NCCL's choice of an"
+        " algorithm); run.deterministic=true has them repeat"
+    )
+
+
+def tell_lost(parts: RankParts) -> None:
+    """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
+    lost, side = parts.state.take_lost(), parts.state.side
+    if lost:
+        tell_inexact(parts, f"{named(lost)}, which steps change, could not be kept over a repair")
+    if side.took_over:
+        whose = "which each rank has its own of, is another rank's since a repair"
+        tell_inexact(parts, f"{named(side.took_over)}, {whose}")
+    side.took_over = []
+
+
+def tell_inexact(parts: RankParts, reason: str) -> None:
+    """Why the run is not exact from here on."""
+    step = parts.state.committed_step
+    parts.runtime.logger.warning(reason, step=step)
+    parts.runtime.tell(
+        Adjusted(
+            rank=parts.runtime.place.rank,
+            step=step,
+            remedy="",
+            inexact_reason=reason,
+            in_peace=True,
+        )
+    )
+
+
+def named(names: list[str]) -> str:
+    """A few of them."""
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more

@@ -1,0 +1,108 @@
+"""What one rank's share of a step came to, as hashes: its samples, its losses, its own gradients.
+
+Of the same state and the same samples, whoever computes a share must come to the same. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.training.components.tensor_hash import combined, tensor_hash
+from ddp_runner.training.state import TrainState
+
+_OF_ZEROS = "0" * 16  # as a bucket has it where there was no gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnShare:
+    """``samples`` and ``losses``: a hash each micro-batch; ``gradients``: by bare parameter name.
+
+    A parameter without a gradient, or with nothing but zeros, is not among them.
+    """
+
+    samples: tuple[str, ...]
+    losses: tuple[str, ...]
+    gradients: Mapping[str, str]
+
+    def to_record(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> OwnShare:
+        """The inverse. Raises KeyError or TypeError where it is none."""
+        return cls(
+            samples=tuple(record["samples"]),
+            losses=tuple(record["losses"]),
+            gradients=dict(record["gradients"]),
+        )
+
+
+@dataclass(slots=True)
+class ShareNotes:
+    """Written while a share is computed: what is known of it so far."""
+
+    samples: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+    gradients: dict[str, str] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, state: TrainState) -> ShareNotes:
+        """For a share of a step of ``state``."""
+        return cls(_names={id(parameter): name for name, parameter in state.named_parameters()})
+
+    def batch(self, batch: Any) -> None:
+        """What a micro-batch holds, before the loss sees it; it may change it."""
+        self.samples.append(batch_hash(batch))
+
+    def loss(self, loss: Tensor) -> None:
+        """The weighted loss of a micro-batch."""
+        self.losses.append(tensor_hash(loss))
+
+    def gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """The rank's own gradient of the whole step, not summed over ranks."""
+        found = tensor_hash(gradient.resolve_conj().resolve_neg())
+        name = self._names.get(id(parameter))
+        if name is not None and found != _OF_ZEROS:
+            self.gradients[name] = found
+
+    def share(self) -> OwnShare:
+        """All of it."""
+        return OwnShare(
+            samples=tuple(self.samples), losses=tuple(self.losses), gradients=dict(self.gradients)
+        )
+
+
+def first_difference(one: OwnShare, other: OwnShare, *, names: Sequence[str]) -> str:
+    """Where two computations of one share part first, in words; empty where they do not.
+
+    ``names``: of the parameters, in their order. The samples come before the gradients, and the
+    gradients before the loss, which says less.
+    """
+    if one.samples != other.samples:
+        return "the samples"
+    for name in names:
+        if one.gradients.get(name) != other.gradients.get(name):
+            return name
+    return "" if one.losses == other.losses else "the loss"
+
+
+def batch_hash(batch: Any) -> str:
+    """16 hex digits over the tensors in ``batch``, in their order; of other things, nothing."""
+    found: list[str] = []
+    pending = [batch]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            found.append(tensor_hash(value.resolve_conj().resolve_neg()))
+        elif isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (list, tuple)):
+            pending += value
+    return combined(found)

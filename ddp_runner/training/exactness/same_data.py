@@ -1,0 +1,447 @@
+"""Whether every rank, and every launch, trains on the same data: looked at, compared, never guessed.
+
+A rank looks once at the length, at the first, middle and last sample and at the order. What cannot be
+looked at (a sample that raises, hangs or is of a type of its own) is not compared: that is no fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ddp_runner import config
+from ddp_runner.checkpoint.store import Loaded
+from ddp_runner.collective.group import Group
+from ddp_runner.config.identity import TASK_FILE
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.messages import Adjusted
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader_faults import LoaderKills
+from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.data.workers.count import cores_here, worker_count
+from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
+from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
+from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
+from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import Workload
+
+# From when the samples begin to be loaded. A repair is not to be held up.
+PATIENCE_S = 5.0
+PATIENCE_OF_REPAIR_S = 1.0
+OWN_RANDOMNESS = (
+    "another one when it is loaded again: its dataset has a random generator of its own, or reads the"
+    " time; use the global generators, which are seeded for each sample"
+)
+OWN_MEMORY = (
+    "another one when other samples were loaded before it: its dataset remembers what it has loaded, and"
+    " a replacement begins without that"
+)
+_COUNT, _ORDER = "samples", "order"
+_SETTING = "data.compare_samples"
+
+Record = Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataLook:
+    """What a rank has seen of its data; ``record``: what can be compared, as plain values by name.
+
+    ``unlike_itself``: a sample that was another one when it was loaded again. ``unseen``: why
+    samples are not compared, by name.
+    """
+
+    record: Record
+    unlike_itself: str = ""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+
+
+class SameData:
+    """One rank's look at its data; to be closed.
+
+    With loader workers the samples are loaded by a worker: what a dataset opens when it is first
+    asked must not be open in the rank when that forks its workers. At the start of a run one is forked
+    for it, beside whatever the rank does; a replacement, for whom others wait, has the first workers of
+    its loader do it. Without workers they are loaded here, at once.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        workload: Workload,
+        runtime: Runtime,
+        *,
+        on_wait: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._workload = workload
+        self._runtime = runtime
+        self._on_wait = on_wait
+        self._pool: WorkerPool | None = None
+        self._look: DataLook | None = None
+        self._hashes: dict[int, str] = {}
+        self._unseen: dict[int, str] = {}
+        self._unlike: int | None = None
+        self._unlike_itself = ""  # of any rank
+        self._has_told = False
+        self.record: Record = {}  # what the ranks have agreed on
+        is_off = settings.data.compare_samples == "off"
+        self._known = {} if is_off else _known_of(workload)
+        if is_off or isinstance(workload.order, StreamOrder):
+            self._look = DataLook(record=self._known)  # StreamWatch compares a stream's items
+            return
+        self._is_repair = runtime.slot.get(Cell.GENERATION) > 0
+        self._samples = tuple(dict.fromkeys(_looked_at(workload.order.dataset_size)))
+        # The first one once more; a replacement need not know that of its dataset where others do.
+        again = () if self._is_repair and not runtime.place.loads else self._samples[:1]
+        self._left = [*self._samples, *again]  # to be loaded, in this order
+        place = runtime.place
+        self._has_workers = (
+            worker_count(
+                settings.data.num_workers,
+                local_world_size=place.local_world_size,
+                cores=cores_here(),
+            )
+            > 0
+        )
+        if not self._has_workers or not self._is_repair or place.loads:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._began_s = time.monotonic()
+        dataset, seed = self._workload.datasets.train, self._settings.run.seed
+        source = SampleSource(dataset, seed=seed, collate=list)
+        if self._has_workers:
+            self._start_worker(source)
+        else:
+            self._load_here(source)
+
+    def _start_worker(self, source: SampleSource) -> None:
+        # INVARIANT handles-in-workers: with loader workers no sample is loaded in the rank itself.
+        # Broken if: the samples to compare are loaded here; workers would share what that has opened.
+        # Guarded by: test_what_a_dataset_opens_is_opened_in_workers_only.
+        keys = [_key(index) for index in self._left]
+        pool = PoolSettings(
+            rank=self._runtime.place.rank,
+            workers=1,
+            prefetch_factor=len(keys),
+            pin_memory=False,
+        )
+        try:
+            self._pool = WorkerPool(source, iter(keys), settings=pool)
+        except PoolError as error:
+            self._not_seen(str(error))
+
+    def _load_here(self, source: SampleSource) -> None:
+        slot = self._runtime.slot
+        if slot.get(Cell.SAMPLE):  # the process before this one ended as it loaded that sample
+            self._not_seen("a process ended as it loaded one")
+            return
+        patience_s = PATIENCE_OF_REPAIR_S if self._is_repair else PATIENCE_S
+        for index in list(self._left):
+            if time.monotonic() > self._began_s + patience_s:
+                self._not_seen(f"not loaded within {patience_s:g} s")
+                return
+            slot.set(Cell.SAMPLE, index + 1)
+            found = source.load_here(_key(index))
+            slot.set(Cell.SAMPLE, 0)
+            self._seen(index, found)
+
+    def look(self) -> DataLook:
+        """What this rank has seen. Waits for it, seconds at most; a process looks once.
+
+        Raises what ``on_wait`` raises.
+        """
+        if self._look is None:
+            if self._left and self._pool is None:
+                self._begin()
+            try:
+                self._collect()
+            finally:
+                self.close()
+            self._look = self._concluded()
+        return self._look
+
+    def _collect(self) -> None:
+        pool = self._pool
+        if pool is None:
+            return
+        by_s = self._began_s + PATIENCE_S
+        try:
+            while self._left:
+                left_s = max(0.0, by_s - time.monotonic())
+                key, found = pool.next(timeout_s=left_s, on_wait=self._on_wait)
+                self._seen(key.indices[0], found)
+        except BatchLateError:
+            self._not_seen(f"not loaded within {PATIENCE_S:g} s")
+        except PoolError as error:
+            if error.worker >= 0:
+                # Claimed, so that nobody takes it for the end of a rank.
+                LoaderKills(KernelKills()).has_killed(pool, error.worker)
+            self._not_seen(str(error))
+
+    def _seen(self, index: int, found: list[str] | SampleFailed) -> None:
+        self._left.remove(index)
+        if isinstance(found, SampleFailed):
+            self._unseen[index] = found.error
+        elif not found[0]:
+            self._unseen[index] = "it holds a type whose content is not known"
+        elif index not in self._hashes:
+            self._hashes[index] = found[0]
+        elif self._hashes[index] != found[0]:
+            self._unlike = index
+
+    def _not_seen(self, why: str) -> None:
+        self._unseen |= {index: why for index in self._left if index not in self._hashes}
+        self._left.clear()
+
+    def _concluded(self) -> DataLook:
+        unseen = {_named(index): why for index, why in self._unseen.items()}
+        if self._unlike is not None:
+            return DataLook(record=self._known, unlike_itself=_named(self._unlike), unseen=unseen)
+        hashes = {_named(index): one for index, one in sorted(self._hashes.items())}
+        return DataLook(record={**self._known, **hashes}, unseen=unseen)
+
+    def close(self) -> None:
+        """End the worker that loads. May be called again."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.end(grace_s=0.0)
+
+    def compare(self, group: Group, loader: SafeDataLoader | StreamLoader) -> None:
+        """Hold what every rank of ``group`` has seen against each other; all must call it.
+
+        Whoever has not looked yet is given what the others have seen, and holds its own against that
+        when ``loader`` gives it its first batch. Raises BadInputError where it differs, if that is not
+        only to be told.
+        """
+        is_first = group.membership.generation == 1
+        answers = self._exchange(group, looks=is_first)
+        if not any(has_looked for _, _, _, has_looked in answers):
+            answers = self._exchange(group, looks=True)
+        self._unlike_itself = next((name for _, _, name, _ in answers if name), "")
+        records: dict[int, Record] = {
+            rank: _without_samples(record) if self._unlike_itself else record
+            for rank, record, _, _ in answers
+        }
+        self.record, odd = agreed(records)
+        if group.rank == 0 and not self._has_told:
+            self._tell_of(is_first=is_first)
+        self._has_told = True
+        if odd:
+            self._differs(odd, is_first=is_first, tells=group.rank == 0)
+        if self._look is None and isinstance(loader, SafeDataLoader):
+            samples = [index for index in self._samples if _named(index) in self.record]
+            if samples:
+                loader.look_at(samples, self._seen_by_loader)
+            else:
+                self._look = DataLook(record=self._known, unlike_itself=self._unlike_itself)
+
+    def _exchange(self, group: Group, *, looks: bool) -> list[tuple[int, Record, str, bool]]:
+        look = self.look() if looks or self._pool is not None else self._look
+        record = self._known if look is None else look.record
+        unlike = "" if look is None else look.unlike_itself
+        mine = json.dumps([self._runtime.place.rank, record, unlike, look is not None])
+        return [tuple(json.loads(answer)) for answer in group.exchange("data", mine)]
+
+    def _seen_by_loader(self, found: Mapping[int, list[str] | SampleFailed]) -> None:
+        """What the workers of a replacement have seen before its first batch."""
+        if not self._left:
+            return  # a look of the ranks together came before it
+        for index, one in found.items():
+            if index in self._left:
+                self._seen(index, one)
+        self._left.clear()
+        self._look = replace(self._concluded(), unlike_itself=self._unlike_itself)
+        if not differences(self.record, self._look.record):
+            return
+        by_loader, self._look = self._look.record, self._seen_in_one_worker()
+        if lines := differences(self.record, self._look.record):
+            self._differs({self._runtime.place.rank: lines}, is_first=False, tells=True)
+            return
+        odd = [name for name, one in by_loader.items() if self.record.get(name, one) != one]
+        self._runtime.logger.warning(f"{odd[0]} is {OWN_MEMORY}")
+        self._tell_inexact(f"{odd[0]} is {OWN_MEMORY}")
+
+    def _seen_in_one_worker(self) -> DataLook:
+        """The samples once more, in the order in which they were loaded at the start of the run."""
+        self._hashes, self._unseen, self._unlike = {}, {}, None
+        self._left = list(self._samples)
+        self._begin()
+        try:
+            self._collect()
+        finally:
+            self.close()
+        return replace(self._concluded(), unlike_itself=self._unlike_itself)
+
+    def _differs(self, odd: Mapping[int, Sequence[str]], *, is_first: bool, tells: bool) -> None:
+        line = _line_of(odd)
+        if self._settings.data.compare_samples == "stop":
+            raise BadInputError("--task", self._settings.run.task, _refusal(line, is_first))
+        if tells:
+            self._runtime.logger.warning(line)
+            self._tell_inexact(line)
+
+    def _tell_of(self, *, is_first: bool) -> None:
+        unlike = self._unlike_itself
+        if unlike:
+            self._tell_inexact(f"{unlike} is {OWN_RANDOMNESS}")
+        if not is_first or self._look is None:
+            return  # the rank 0 before has said it
+        if unlike:
+            self._runtime.logger.warning(f"{unlike} is {OWN_RANDOMNESS}")
+        for name, why in self._look.unseen.items():
+            self._runtime.logger.info(f"{name} is not compared between ranks and launches: {why}")
+
+    def _tell_inexact(self, reason: str) -> None:
+        self._runtime.tell(
+            Adjusted(
+                rank=self._runtime.place.rank,
+                step=max(0, self._runtime.slot.get(Cell.COMMITTED_STEP)),
+                remedy="",
+                inexact_reason=reason,
+                in_peace=True,
+            )
+        )
+
+    def compare_with(self, loaded: Loaded, workload: Workload, state: TrainState) -> None:
+        """Hold what this rank has seen against what the run of a checkpoint was trained on.
+
+        Raises BadInputError where it differs, if that is not only to be told: then ``state`` keeps it as
+        a change. A file of before this was written has nothing to compare.
+        """
+        before = loaded.manifest.data
+        if not before or not 0 < state.committed_step < workload.length.total_steps:
+            return
+        word, step = self._settings.data.compare_samples, state.committed_step
+        if word == "off":
+            line = f"the data is not compared with that of before step {step} ({_SETTING}=off)"
+            state.changes = (*state.changes, line)
+            return
+        look = self.look()
+        record = _without_samples(before) if look.unlike_itself else before
+        found = differences(record, look.record)
+        if not found:
+            return
+        what = _listed(found)
+        if word == "tell":
+            state.changes = (*state.changes, f"other data from step {step} on: {what}")
+            return
+        raise BadInputError(
+            "--resume",
+            self._settings.run.resume,
+            f"{loaded.path} was trained on other data: {what}; likely cause: "
+            f"{_cause_since(loaded, workload)}; {config.ways_on_with_data(self._settings)}",
+        )
+
+
+def agreed(records: Mapping[int, Record]) -> tuple[Record, dict[int, list[str]]]:
+    """What most ranks have, and of every other rank how its data differs from that.
+
+    ``records`` are by rank; of what is equally frequent the lowest rank's counts.
+    """
+    names = dict.fromkeys(name for record in records.values() for name in record)
+    common: dict[str, JsonValue] = {}
+    for name in names:
+        values = [record[name] for record in records.values() if name in record]
+        common[name] = Counter(map(json.dumps, values)).most_common(1)[0][0]
+        common[name] = json.loads(str(common[name]))
+    found = {rank: differences(common, record) for rank, record in records.items()}
+    odd = {rank: lines for rank, lines in found.items() if lines}
+    if odd:
+        common = {name: value for name, value in common.items() if not name.startswith("sample ")}
+    return common, odd
+
+
+def differences(one: Record, other: Record) -> list[str]:
+    """How ``other`` differs from ``one``, in words; what only one of them has is not compared."""
+    if {_COUNT} <= one.keys() & other.keys() and one[_COUNT] != other[_COUNT]:
+        return [f"{other[_COUNT]} samples instead of {one[_COUNT]}"]
+    found = []
+    orders = [str(record.get(_ORDER, "")).partition(":") for record in (one, other)]
+    if orders[0][0] == orders[1][0] and orders[0] != orders[1]:  # of one version
+        found.append("another order of the samples")
+    names = [name for name in one if name.startswith("sample ") and name in other]
+    changed = [name for name in names if one[name] != other[name]]
+    if len(changed) == 1:
+        found.append(f"{changed[0]} is another one")
+    elif changed:
+        indices = [name.removeprefix("sample ") for name in changed]
+        found.append(f"samples {', '.join(indices[:-1])} and {indices[-1]} are other ones")
+    return found
+
+
+def _known_of(workload: Workload) -> dict[str, JsonValue]:
+    """What is known of the data without loading a sample."""
+    order = workload.order
+    known: dict[str, JsonValue] = {}
+    if hasattr(workload.datasets.train, "__len__"):
+        known[_COUNT] = order.dataset_size
+    if not isinstance(order, StreamOrder):
+        taken = b"".join(order.indices(step).tobytes() for step in (0, order.steps_per_epoch))
+        known[_ORDER] = f"{order.version}:{hashlib.sha256(taken).hexdigest()[:16]}"
+    return known
+
+
+def _looked_at(count: int) -> tuple[int, int, int]:
+    return 0, count // 2, count - 1
+
+
+def _key(index: int) -> BatchKey:
+    return BatchKey(epoch=0, indices=(index,), hashed=True)
+
+
+def _named(index: int) -> str:
+    return f"sample {index}"
+
+
+def _without_samples(record: Record) -> Record:
+    return {name: value for name, value in record.items() if not name.startswith("sample ")}
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return ", and ".join(lines)
+
+
+def _line_of(odd: Mapping[int, Sequence[str]]) -> str:
+    """Who has what; ranks that differ in the same way together."""
+    ways: dict[str, list[int]] = {}
+    for rank, lines in odd.items():
+        ways.setdefault(_listed(lines), []).append(rank)
+    return "; ".join(
+        f"{_ranks(ranks)} other data than the other ranks: {what}" for what, ranks in ways.items()
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} have"
+
+
+def _refusal(line: str, is_first: bool) -> str:
+    changed = "" if is_first else "a file that has changed since the run began, "
+    return (
+        f"{line}; likely cause: {changed}an order that differs between processes (of os.listdir or"
+        " glob without sorted(), or of a set), random numbers from os.urandom, secrets or the time,"
+        f" or other files on another machine ({_SETTING}=tell goes on all the same)"
+    )
+
+
+def _cause_since(loaded: Loaded, workload: Workload) -> str:
+    """Why the data may be another since the checkpoint was written, the likeliest first."""
+    old, new = loaded.manifest.recipe, workload.recipe
+    causes = ["a file that has changed"]
+    if old.get(TASK_FILE) and old[TASK_FILE] != new.get(TASK_FILE):
+        causes.insert(0, "the task's file, which has changed")
+    if old.get("torch", new["torch"]) != new["torch"]:
+        causes.append(f"torch {new['torch']} instead of {old['torch']}")
+    causes.append("an order or random numbers that differ between launches")
+    return ", ".join(causes[:-1]) + " or " + causes[-1]

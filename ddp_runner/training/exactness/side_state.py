@@ -1,0 +1,435 @@
+"""What forward and loss change beside the optimizer: found by looking, then kept, put back, sent, saved.
+
+That is what hangs on the modules of the model, on the task and on what the task holds: tensors that
+are no parameters and no saved buffers, numbers, lists, random generators, extra state. The model's own
+state dict is not touched: see ``buffers`` for what of it a step changes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ddp_runner.checkpoint.naming import bare_name
+from ddp_runner.training.exactness.values import (
+    ENTRIES_MAX,
+    Kept,
+    NotPlainError,
+    TensorCopy,
+    from_wire,
+    kept_of,
+)
+
+LOOK_SHARE = 0.002  # of a step's time, for looking at what has not changed so far
+LOOKS_AT_FIRST = 3  # after every step, whatever a look takes
+OWNERS_MAX = 5_000
+DEPTH_MAX = 6  # of objects in objects
+_EXTRA = "extra state"
+_OF_MODULES = frozenset(vars(nn.Module())) | {
+    "_flat_weights",
+    "_flat_weights_names",
+    "_all_weights",
+}
+_NOT_WALKED = frozenset(sys.stdlib_module_names) | {
+    "torch",
+    "numpy",
+    "ddp_runner",
+    "rich",
+    "pydantic",
+}
+_NO_STEPS = -1
+
+
+class _Owner:
+    """An object whose attributes are looked at."""
+
+    def __init__(self, path: str, of: Any, *, is_models: bool) -> None:
+        self.path = path
+        self.of = of
+        self.is_models = is_models  # its parameters and saved buffers are the model's own state
+        self.has_extra = isinstance(of, nn.Module) and (
+            type(of).get_extra_state is not nn.Module.get_extra_state
+        )
+        self._recomputed = _recomputed_names(of)
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """Attribute -> value, as they are now."""
+        for key, value in vars(self.of).items():
+            if not (isinstance(self.of, nn.Module) and key in _OF_MODULES) and (
+                key not in self._recomputed
+            ):
+                yield key, value
+        if isinstance(self.of, nn.Module):
+            unsaved = self.of._non_persistent_buffers_set  # noqa: SLF001 - there is no other way
+            for key, buffer in self.of._buffers.items():  # noqa: SLF001
+                if key in unsaved or not self.is_models:
+                    yield key, buffer
+            if not self.is_models:
+                yield from self.of._parameters.items()  # noqa: SLF001
+        if self.has_extra:
+            yield _EXTRA, self.of.get_extra_state()
+
+    def read(self, key: str) -> Any:
+        if key == _EXTRA and self.has_extra:
+            return self.of.get_extra_state()
+        return getattr(self.of, key, None)
+
+    def write(self, key: str, value: Any) -> None:
+        if key == _EXTRA and self.has_extra:
+            self.of.set_extra_state(value)
+        elif getattr(self.of, key, None) is not value or key not in vars(self.of):
+            setattr(self.of, key, value)
+
+    def remove(self, key: str) -> None:
+        if key in vars(self.of):
+            delattr(self.of, key)
+
+
+class SideState:
+    """Of one rank. Names are paths: ``task.queue``, ``model.layer2.counter``.
+
+    What could not be put back or taken over is told by :meth:`take_lost`. ``apart``: objects that are
+    somebody else's, as the datasets. The order of calls: :meth:`keep` at each commit, :meth:`drop` when
+    the step after it is given up.
+    """
+
+    def __init__(self, model: nn.Module, task: Any = None, *, apart: Iterable[Any] = ()) -> None:
+        self._model = model
+        self._task = task
+        self._apart = frozenset(id(one) for one in apart if one is not None)
+        self._own: frozenset[int] = frozenset()  # ids of what is the model's own state
+        self._followed: dict[str, Kept] = {}
+        self._blind: set[str] = set()  # written without torch's counting it
+        self._picture: dict[str, Kept] = {}  # of what is not followed
+        self._pictured_step = _NO_STEPS
+        self._looks = 0
+        self._look_s = 0.0
+        self._credit_s = 0.0
+        self._stepped_s = 0.0
+        self.differing: set[str] = set()  # names of what two ranks have differently
+        self.took_over: list[str] = []  # of those, what is another rank's now
+        self._lost: list[str] = []
+        self._step = 0
+        self._owners = self._walk()
+        self._take_picture()
+
+    def hold(self) -> dict[str, Kept]:
+        """A copy of everything, in host memory where it lies on a device."""
+        self._owners = self._walk()
+        self._take_picture()
+        on_host = any(one.device.type != "cpu" for one in self._model.parameters())
+        return self._all(with_contents=True, on_host=on_host)
+
+    def hold_bytes(self) -> int:
+        """About what :meth:`hold` takes."""
+        found = 0
+        for owner in self._owners.values():
+            for _, value in owner.entries():
+                if isinstance(value, Tensor) and id(value) not in self._own:
+                    found += value.nbytes
+        return found
+
+    def follow_changed_since(self, held: Mapping[str, Kept]) -> list[str]:
+        """Put back all that is not as it was held, and follow it from now on; its names."""
+        now = self._all(with_contents=False)
+        changed = []
+        for name in [*held, *(name for name in now if name not in held)]:
+            owner, key = self._place(name)
+            if owner is None or (name in held and held[name].is_in(owner.read(key))):
+                continue
+            changed.append(name)
+            seen = self._picture.get(name)  # made when all was held
+            if seen is not None and seen.is_in(owner.read(key)):
+                self._blind.add(name)  # its content has changed, torch's count has not
+            self._give_back(name, held.get(name))
+            self._follow(name, held.get(name))
+        self._owners = self._walk()
+        self._keep_followed()
+        self._take_picture()
+        return changed
+
+    def keep(self, step: int = 0) -> None:
+        """A step is committed: remember what is followed as it is now; look at the rest, now and then."""
+        now_s = time.perf_counter()
+        passed_s, self._stepped_s = now_s - self._stepped_s, now_s
+        self._credit_s = min(self._credit_s + LOOK_SHARE * passed_s, 2 * self._look_s)
+        self._step = step
+        if self._looks < LOOKS_AT_FIRST or self._credit_s >= self._look_s:
+            self.look()
+            self._look_s = time.perf_counter() - now_s
+            self._credit_s -= self._look_s
+        self._keep_followed()
+
+    def _keep_followed(self) -> None:
+        for name, kept in self._followed.items():
+            owner, key = self._place(name)
+            if owner is None or not _has(owner, key):
+                self._followed[name] = _ABSENT
+                continue
+            value = owner.read(key)
+            if isinstance(kept, TensorCopy) and name not in self._blind and kept.seen.is_in(value):
+                continue
+            self._followed[name] = self._kept(value, before=kept)
+
+    def drop(self) -> None:
+        """A step is given up: put everything back as it was when :meth:`keep` was called last."""
+        # INVARIANT put-back-whole: a step that is given up leaves nothing of what it has changed, or
+        # it is told. Broken if: something changes that is neither put back nor in take_lost().
+        # Guarded by: test_a_step_that_is_given_up_twice_and_done_is_as_one_that_is_done.
+        self._owners = self._walk()
+        for name in [name for name, _ in self._changed()]:
+            kept = self._picture.get(name)
+            # A picture of a step before this one is no way back.
+            is_fresh = self._pictured_step == self._step
+            if not (is_fresh and self._give_back(name, kept)):
+                self._lost.append(name)
+            self._follow(name, None)
+            self._followed[name] = self._now(name)
+        for name, kept in self._followed.items():
+            if not self._give_back(name, kept):
+                self._lost.append(name)
+        self._take_picture()
+
+    def take_lost(self) -> list[str]:
+        """What could not be put back, or taken over, since this was asked last."""
+        found, self._lost = self._lost, []
+        return sorted(set(found))
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Keep these from now on, as they are."""
+        for name in names:
+            self._follow(name, None)
+        self._keep_followed()
+
+    def followed_names(self) -> list[str]:
+        """What steps were seen to change."""
+        return list(self._followed)
+
+    def tensors(self) -> list[Tensor]:
+        """The live tensors that are followed, for whoever must not read them beside a step."""
+        found = []
+        for name in self._followed:
+            owner, key = self._place(name)
+            value = None if owner is None else owner.read(key)
+            if isinstance(value, Tensor):
+                found.append(value.detach())
+        return found
+
+    def to_record(self) -> dict[str, Any]:
+        """What is followed, plain, for a file and the wire; empty where nothing is."""
+        values: dict[str, Any] = {}
+        for name in self._followed:
+            owner, key = self._place(name)
+            if owner is None or not _has(owner, key):
+                values[name] = None
+                continue
+            try:
+                values[name] = [self._kept(owner.read(key)).plain()]
+            except NotPlainError as error:
+                values[name] = str(error)
+        if not values:
+            return {}
+        return {"values": values, "blind": sorted(self._blind), "differing": sorted(self.differing)}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Take over a record of another process, or of before."""
+        self._owners = self._walk()
+        self._blind |= set(record.get("blind", ()))
+        self.differing |= set(record.get("differing", ()))
+        values = record.get("values", {})
+        self._lost += [name for name in self._followed if name not in values]
+        for name, packed in values.items():
+            self._follow(name, None)
+            kept = None if packed is None else Kept(None)
+            if isinstance(packed, (list, tuple)):
+                kept = from_wire(packed[0])
+            if isinstance(packed, str) or not self._give_back(name, kept):
+                self._lost.append(name)
+        self.took_over = [name for name in values if name in self.differing]
+        self._owners = self._walk()
+        self._looks = 0
+        self._keep_followed()
+        self._take_picture()
+
+    def digests(self) -> dict[str, str]:
+        """Name -> a text that two ranks have alike where they hold the same."""
+        found = {}
+        for name in sorted(self._followed):
+            owner, key = self._place(name)
+            if owner is None:
+                continue
+            try:
+                found[name] = repr(self._kept(owner.read(key)).digest())
+            except NotPlainError:
+                continue
+        return found
+
+    def look(self) -> None:
+        """Follow what has changed since the last look, and remember the rest as it is now."""
+        self._looks += 1
+        self._owners = self._walk()
+        if self._picture:
+            for name, _ in self._changed():
+                self._follow(name, None)
+        self._take_picture()
+
+    def _changed(self) -> list[tuple[str, Any]]:
+        """What is not followed and is not as the picture has it."""
+        found = []
+        gone = set(self._picture)
+        for owner in self._owners.values():
+            for key, value in owner.entries():
+                name = f"{owner.path}.{key}"
+                if name in self._followed:
+                    continue
+                gone.discard(name)
+                kept = self._picture.get(name)
+                if kept is None or not kept.is_in(value):
+                    found.append((name, value))
+        return found + [(name, None) for name in gone if name not in self._followed]
+
+    def _take_picture(self) -> None:
+        kept = self._picture
+        picture = {}
+        for owner in self._owners.values():
+            for key, value in owner.entries():
+                name = f"{owner.path}.{key}"
+                if name in self._followed:
+                    continue
+                known = kept.get(name)
+                if known is None or not known.is_in(value):
+                    known = self._kept(value, with_contents=False)
+                picture[name] = known
+        self._picture = picture
+        self._pictured_step = self._step
+
+    def _follow(self, name: str, kept: Kept | None) -> None:
+        self._followed.setdefault(name, kept or _ABSENT)
+        self._picture.pop(name, None)
+
+    def _give_back(self, name: str, kept: Kept | None) -> bool:
+        """Whether ``name`` is now what was kept."""
+        owner, key = self._place(name)
+        if owner is None:
+            return kept is None or kept is _ABSENT
+        if kept is None or kept is _ABSENT:
+            owner.remove(key)  # it was not there
+            return True
+        try:
+            owner.write(key, kept.given_back(owner.read(key)))
+        except NotPlainError:
+            return False
+        return True
+
+    def _now(self, name: str) -> Kept:
+        owner, key = self._place(name)
+        if owner is None or not _has(owner, key):
+            return _ABSENT
+        return self._kept(owner.read(key))
+
+    def _place(self, name: str) -> tuple[_Owner | None, str]:
+        path, _, key = name.rpartition(".")
+        return self._owners.get(path), key
+
+    def _kept(self, value: Any, **options: Any) -> Kept:
+        return kept_of(value, skipped=self._is_skipped, **options)
+
+    def _is_skipped(self, value: Any) -> bool:
+        """What is looked at elsewhere: the model's own tensors, and what is an owner itself."""
+        if id(value) in self._own or id(value) in self._apart:
+            return True
+        return isinstance(value, (nn.Module, Dataset))
+
+    def _all(self, **options: Any) -> dict[str, Kept]:
+        return {
+            f"{owner.path}.{key}": self._kept(value, **options)
+            for owner in self._owners.values()
+            for key, value in owner.entries()
+        }
+
+    def _walk(self) -> dict[str, _Owner]:
+        """Every object that is looked at, by its path."""
+        own: set[int] = {id(one) for one in self._model.parameters()}
+        owners: dict[str, _Owner] = {}
+        seen: set[int] = set()
+        for path, module in self._model.named_modules():
+            unsaved = module._non_persistent_buffers_set  # noqa: SLF001
+            saved = {k: b for k, b in module._buffers.items() if k not in unsaved}  # noqa: SLF001
+            own.update(id(buffer) for buffer in saved.values() if buffer is not None)
+            bare = bare_name(self._model, path)
+            name = f"model.{bare}" if bare else "model"
+            owners.setdefault(name, _Owner(name, module, is_models=True))
+            seen.add(id(module))
+        roots = [("task", self._task, 0)] if self._task is not None else []
+        pending = roots + [(o.path, o.of, 0) for o in owners.values()]
+        while pending and len(owners) < OWNERS_MAX:
+            path, at, depth = pending.pop()
+            if path not in owners:
+                if id(at) in seen or id(at) in self._apart:
+                    continue
+                seen.add(id(at))
+                owners[path] = _Owner(path, at, is_models=False)
+            if depth >= DEPTH_MAX:
+                continue
+            pending += [
+                (inner_path, inner, depth + 1) for inner_path, inner in _objects_in(at, path)
+            ]
+        self._own = frozenset(own)
+        return owners
+
+
+_ABSENT = Kept(object())
+
+
+def _has(owner: _Owner, key: str) -> bool:
+    if key == _EXTRA and owner.has_extra:
+        return True
+    return key in vars(owner.of) or (isinstance(owner.of, nn.Module) and hasattr(owner.of, key))
+
+
+def _objects_in(at: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The objects in attributes of ``at``, also in its lists and dicts, whose attributes may change."""
+    if isinstance(at, nn.Module):
+        for key, module in at._modules.items():  # noqa: SLF001
+            if module is not None:
+                yield f"{path}.{key}", module
+    for key, value in vars(at).items():
+        if isinstance(at, nn.Module) and key in _OF_MODULES:
+            continue
+        if type(value) in (list, tuple, dict) and len(value) <= ENTRIES_MAX:
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            for place, one in inner:
+                if _is_walked(one):
+                    yield f"{path}.{key}[{place!r}]", one
+        elif _is_walked(value):
+            yield f"{path}.{key}", value
+
+
+def _is_walked(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    kind = type(value)
+    if not hasattr(value, "__dict__") or isinstance(value, (type, Dataset)):
+        return False
+    if isinstance(value, (dict, list, tuple, set, str, int, float)):
+        return False
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+        return False  # data
+    if callable(getattr(value, "load_state_dict", None)):
+        return False  # it tells its state itself
+    root = (kind.__module__ or "").partition(".")[0]
+    return root not in _NOT_WALKED or root == "__main__"
+
+
+def _recomputed_names(of: Any) -> frozenset[str]:
+    """What hooks compute before each forward, from parameters: spectral and weight norm of old."""
+    if not isinstance(of, nn.Module):
+        return frozenset()
+    hooks = of._forward_pre_hooks.values()  # noqa: SLF001
+    names = [getattr(hook, "name", None) for hook in hooks]
+    return frozenset(name for name in names if isinstance(name, str))

@@ -1,0 +1,234 @@
+"""Ties a rank's loader to its surroundings: what it repairs is told, and waiting is seen as life."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ddp_runner.collective.group import Group
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.hang_detection import longest_phase_s
+from ddp_runner.core.injection import OPTION as INJECT_OPTION
+from ddp_runner.core.injection import bad_sample_places
+from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
+from ddp_runner.core.messages import Adjusted, LoaderWorkers, MendedInPlace
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.injected_samples import with_bad_samples
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingMended
+from ddp_runner.data.order import WholeOrder
+from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
+from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FILE_OF_VALIDATION
+from ddp_runner.data.stream import StreamLoader, StreamOrder
+from ddp_runner.data.workers.count import cores_here, worker_count
+from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import Workload
+
+
+def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[], None]:
+    """What a loader calls while it waits. ``is_leaving``: whether the rank is to leave its generation."""
+
+    def on_wait() -> None:
+        # The loader keeps deadlines of its own; beaten from the main thread, so not while it is stuck.
+        runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
+        if is_leaving():
+            raise FaultError(_left_waiting(runtime))
+
+    return on_wait
+
+
+def make_loader(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    runtime: Runtime,
+    *,
+    on_wait: Callable[[], None],
+) -> SafeDataLoader | StreamLoader:
+    """The loader of this rank's training data."""
+    data, place = settings.data, runtime.place
+    order = workload.order
+    bad = bad_sample_places(
+        settings.run.inject,
+        world_size=place.world_size,
+        total_steps=workload.length.total_steps,
+    )
+    if isinstance(order, StreamOrder):
+        assert state.stream is not None, "made for the same order"
+        if bad:
+            expected = "bad_sample needs a dataset whose samples have indices"
+            raise BadInputError(INJECT_OPTION, settings.run.inject[0], expected)
+        return StreamLoader(
+            workload.datasets.train,
+            order=order,
+            position=state.stream,
+            rank=place.rank,
+            world_size=place.world_size,
+            micro_batch_size=data.micro_batch_size or data.batch_size,
+            on_wait=on_wait,
+            log=runtime.logger.info,
+            collate_fn=workload.datasets.collate,
+            on_other=partial(_tell_inexact, runtime),
+        )
+    left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
+    runtime.slot.set(Cell.SAMPLE, 0)
+    dataset = with_bad_samples(
+        workload.datasets.train,
+        bad,
+        order=lambda: replace(order, version=state.order_version),
+        world_size=place.world_size,
+    )
+    return SafeDataLoader(
+        dataset,
+        order=replace(order, version=state.order_version),
+        rank=place.rank,
+        world_size=place.world_size,
+        total_steps=workload.length.total_steps,
+        micro_batch_size=data.micro_batch_size or data.batch_size,
+        seed=settings.run.seed,
+        num_workers=data.num_workers,
+        local_world_size=place.local_world_size,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=data.pin_memory and workload.device.type == "cuda",
+        timeout_s=data.loader_timeout_s,
+        start_step=max(0, state.committed_step),
+        on_workers=lambda pids: runtime.tell(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
+        on_mended=lambda mended: _tell(mended, runtime),
+        on_wait=on_wait,
+        log=runtime.logger.info,
+        quarantine=state.quarantine,
+        collate_fn=workload.datasets.collate,
+        kills=KernelKills(),
+        on_sample=_stamping(runtime, sign=1),
+        suspect=left - 1 if left > 0 else None,
+    )
+
+
+def _tell_inexact(runtime: Runtime, reason: str) -> None:
+    rank, step = runtime.place.rank, runtime.slot.get(Cell.STEP)
+    runtime.logger.warning(reason, step=step)
+    runtime.tell(Adjusted(rank=rank, step=step, remedy="", inexact_reason=reason))
+
+
+def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
+    """Has the board say which sample is loaded in the rank itself, for whoever finds it stuck."""
+
+    def on_sample(index: int | None) -> None:
+        runtime.slot.set(Cell.SAMPLE, 0 if index is None else sign * (index + 1))
+
+    return on_sample
+
+
+def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
+    """The loader of one evaluation, for this rank's part of it; to be closed."""
+    settings, workload, runtime = parts.settings, parts.workload, parts.runtime
+    batch_size = parts.state.tuning.evaluation_batch_size
+    rank, step = runtime.place.rank, parts.state.committed_step
+    # The same samples however few fit at once, so that the figures can be compared.
+    asked = settings.log.evaluate_batches * settings.data.batch_size * runtime.place.world_size
+    order = WholeOrder(
+        seed=settings.run.seed,
+        dataset_size=min(asked, workload.validation_samples) or workload.validation_samples,
+        global_batch_size=batch_size * group.world_size,
+    )
+    batches = order.steps_per_epoch
+    local_world_size = runtime.place.local_world_size
+    workers = worker_count(
+        settings.data.num_workers, local_world_size=local_world_size, cores=cores_here()
+    )
+
+    def on_mended(mended: LoadingMended) -> None:
+        # What is trained does not depend on it; the figure does, and the line says so.
+        _tell(replace(mended, fault=replace(mended.fault, step=step), inexact_reason=""), runtime)
+
+    return SafeDataLoader(
+        workload.datasets.validation,
+        order=order,
+        rank=group.rank,
+        world_size=group.world_size,
+        total_steps=batches,
+        micro_batch_size=batch_size,
+        seed=settings.run.seed,
+        num_workers=min(workers, batches),
+        local_world_size=local_world_size,
+        prefetch_factor=settings.data.prefetch_factor,
+        timeout_s=settings.data.loader_timeout_s,
+        on_workers=lambda pids: runtime.tell(
+            LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
+        ),
+        on_mended=on_mended,
+        on_wait=parts.on_wait,
+        log=runtime.logger.info,
+        quarantine=parts.state.validation_quarantine,
+        collate_fn=workload.datasets.collate,
+        kills=KernelKills(),
+        phase=Phase.EVALUATE,
+        on_sample=_stamping(runtime, sign=-1),
+    )
+
+
+def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
+    """Long enough for a peer whose loader times out, is mended and finds a sample that hangs.
+
+    Only what waits for ever inside a collective has to wait so long: a rank that hangs elsewhere
+    is found on the board. ``is_watched``: there is a supervisor to find it. Then no wait for a peer
+    ends sooner than the time that the supervisor grants that peer, who may be compiling alone.
+    """
+    waits = VAIN_WAITS_MAX + 1 if settings.data.num_workers else 0
+    patience_s = waits * settings.data.loader_timeout_s
+    granted_s = longest_phase_s(settings.recovery) if is_watched else 0.0
+    return max(settings.ddp.collective_timeout_s, patience_s, granted_s)
+
+
+def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
+    """Share the bad samples of the run with its other ranks; what is known from before is told once."""
+    quarantine, runtime = parts.state.quarantine, parts.runtime
+    folder = Path(parts.settings.run.log_dir)
+    quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id)
+    if parts.state.validation_quarantine is not None:
+        validation_file = folder / QUARANTINE_FILE_OF_VALIDATION
+        parts.state.validation_quarantine.attach(validation_file, run_id=runtime.run_id)
+    if len(quarantine) and is_first:
+        runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
+        runtime.tell(
+            Adjusted(
+                rank=runtime.place.rank,
+                step=parts.state.committed_step,
+                remedy="",
+                inexact_reason=SAMPLES_REPLACED,
+            )
+        )
+
+
+def _left_waiting(runtime: Runtime) -> Fault:
+    return Fault(
+        kind=FaultKind.COLLECTIVE_FAILED,
+        rank=runtime.place.rank,
+        step=runtime.slot.get(Cell.STEP),
+        phase=Phase.DATA.label,
+        cause="told to leave while it waited for data",
+        at_ns=time.monotonic_ns(),
+    )
+
+
+def _tell(mended: LoadingMended, runtime: Runtime) -> None:
+    fault, remedy, rank = mended.fault, mended.remedy, runtime.place.rank
+    runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
+    runtime.tell(
+        MendedInPlace(
+            rank=rank,
+            fault=fault,
+            remedy=remedy,
+            seconds=mended.seconds,
+            inexact_reason=mended.inexact_reason,
+            kernel_kills=mended.kernel_kills,
+        )
+    )

@@ -1,0 +1,42 @@
+"""What one rank trains with, from its start to its end, whatever the generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.collective.device_progress import DeviceProgress
+from ddp_runner.core.settings import Settings
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.stream import StreamLoader
+from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.exactness.drill_notes import Drills
+from ddp_runner.training.exactness.same_data import SameData
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.saving import Saving
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankParts:
+    """What one rank trains with, from its start to its end, whatever the generation.
+
+    ``on_wait``: what a loader calls while it waits.
+    """
+
+    settings: Settings
+    workload: Workload
+    state: TrainState
+    loader: SafeDataLoader | StreamLoader
+    memory: MemoryManager
+    store: CheckpointStore
+    runtime: Runtime
+    progress: Progress
+    saving: Saving
+    drills: Drills
+    on_wait: Callable[[], None]
+    same_data: SameData
+    device: DeviceProgress
