@@ -20,7 +20,7 @@ _RESUME = {
     OnResume.TOLD: "reported",
     OnResume.CANNOT_MATTER: "-",
 }
-_MADE = "<!-- Made by docs/generate.py from the code's tables; changes here are lost. -->"
+_MADE = "<!-- Made by docs/generate.py from the code's tables; changes here are lost. -->\n"
 _WHAT_INJECTIONS_ARE = {
     "of a rank": "kill stop exit raise hang spin gil slow oom",
     "of its step": "unused nan spike diverge",

@@ -2,7 +2,7 @@
 
 A block of code is run as it stands: commands by a shell, Python by this interpreter. A comment in
 front of it, which readers do not see, says otherwise: ``<!-- saved as my_task.py -->`` or
-``<!-- not run: why -->``. A block of neither kind is what a command has printed.
+``<!-- not run: why -->``. A block of neither kind, or of ``text``, is what a command has printed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Block:
 
     @property
     def is_code(self):
-        return self.language == "python" or bool(_COMMAND.search(self.text))
+        is_command = self.language != "text" and bool(_COMMAND.search(self.text))
+        return self.language == "python" or is_command
 
 
 def blocks_of(path):
