@@ -184,7 +184,7 @@ EVENTS = st.one_of(
 def test_whatever_happens_the_invariants_hold(events):
     """The newest survivor's step is kept, nobody lost is forgotten, and every row of plans ends.
 
-    That generations grow and are joined once is the supervisor's doing, and shown on it: test_flow.
+    That generations grow and are joined once is the supervisor's doing, and shown on it: tests/supervisor.
     """
     model = Model()
     since_progress = 0

@@ -13,9 +13,8 @@ import torch
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.data.workers.system_limits import raise_open_file_limit
 from ddp_runner.data.workers.worker import let_go_of_devices
+from tests.data.failing import indices_of, make
 from tests.processes import run_ranks
-
-from .test_loader_faults import indices_of, make
 
 
 def _raise_the_limit(me):
@@ -89,7 +88,7 @@ def test_more_workers_than_there_are_files_for_are_fewer_and_said():
 
 SMALL_SHARED_MEMORY = """
 import os
-import tests.data.test_loader_faults as t
+import tests.data.failing as t
 class Large(t.Plain):
     def __getitem__(self, index):
         return t.torch.full((500_000,), index)

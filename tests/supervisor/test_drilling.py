@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.messages import Drilled, DrillPart
+from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import DRILL, SPARE
-from tests.supervisor.test_flow import assert_done, lost, plans
 
 
 def give(run, step, rank=1, parts=("state", "share")):

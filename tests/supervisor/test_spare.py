@@ -6,8 +6,8 @@ import pytest
 
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.spare import BEGIN_TIMEOUT_S, LOST_MAX
+from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import FORK_S, SPARE, TICK_S, WARM_S
-from tests.supervisor.test_flow import assert_done, lost, plans
 
 
 def with_spare(simulate, **changes):
