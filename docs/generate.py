@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, Option
@@ -15,6 +17,18 @@ from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
 
 DOCS = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariant:
+    """A rule of the code. ``file``: inside the package."""
+
+    name: str
+    rule: str
+    file: str
+    tests: tuple[str, ...]
+
+
 _RESUME = {
     OnResume.REFUSED: "refused",
     OnResume.TOLD: "reported",
@@ -131,6 +145,53 @@ def command_line_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def invariants_page() -> str:
+    """Every INVARIANT block of the code: its rule, where it stands, and the test that guards it."""
+    lines = [
+        "# Invariants",
+        _MADE,
+        "The rules that must hold whatever fails, and when. Each stands as an `INVARIANT` block beside the code that must obey",
+        "it, with what would break it; the test fails without that code.",
+        "",
+        "| invariant | rule, file, guarding test |",
+        "|---|---|",
+    ]
+    for block in invariants():
+        tests = ", ".join(f"`{test}`" for test in block.tests)
+        lines.append(f"| `{block.name}` | {_cell(block.rule)}<br>`{block.file}`, {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+def invariants() -> list[Invariant]:
+    """Those of the package, by file. Raises ValueError for one without a rule or a test."""
+    found = []
+    for path in sorted((DOCS.parent / "ddp_runner").rglob("*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if not re.match(r"\s*(# )?INVARIANT [\w-]+:", line):
+                continue
+            text = _comment(lines[number:])
+            name, _, rest = text.removeprefix("INVARIANT ").partition(":")
+            rule, _, rest = rest.partition("Broken if:")
+            tests = tuple(re.findall(r"test_\w+", rest.partition("Guarded by:")[2]))
+            file = str(path.relative_to(DOCS.parent / "ddp_runner"))
+            if not rule.strip() or not tests:
+                raise ValueError(f"{file}: INVARIANT {name} has no rule, or no test")
+            rule = rule.strip()
+            found.append(
+                Invariant(name=name, rule=rule[0].upper() + rule[1:], file=file, tests=tests)
+            )
+    return found
+
+
+def _comment(lines: list[str]) -> str:
+    """The comment, or the paragraph of a docstring, that begins with the first line."""
+    mark = "#" if lines[0].lstrip().startswith("#") else ""
+    stripped = (line.strip() for line in lines)
+    block = takewhile(lambda line: line and line.startswith(mark), stripped)
+    return " ".join(line.removeprefix("#").strip() for line in block)
+
+
 def _flags(option: Option) -> str:
     value = f" {option.metavar}" if option.metavar else ""
     return ", ".join(f"`{name}{value}`" for name in (option.short, option.long) if name)
@@ -140,7 +201,11 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<r>", "&lt;r&gt;").replace("**", "\\*\\*")
 
 
-PAGES = {"settings.md": settings_page, "command-line.md": command_line_page}
+PAGES = {
+    "settings.md": settings_page,
+    "command-line.md": command_line_page,
+    "invariants.md": invariants_page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

@@ -22,16 +22,12 @@ _UNSHIPPED = re.compile(r"\b(DESIGN|STYLE|SCENARIOS|HOUSE|FACTS|BRIEF)(\.md|\b s
 # Files that a run or a reader makes, and what the text says is not there.
 _MADE_BY_READERS = {"my.py", "product.py", "my_task.py", "task.py", "random.py", "requirements.txt"}
 _OF_TORCH = {"SyncBatchNorm"}
-WORDS_MAX = {"README.md": 900}
+WORDS_MAX = {"README.md": 900, "ARCHITECTURE.md": 1500}
 
 
 def documents():
     return [
-        *sorted(
-            path
-            for path in ROOT.glob("*.md")
-            if path.name not in ("ARCHITECTURE.md", "CHANGELOG.md")
-        ),
+        *sorted(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
         *sorted(path for path in (ROOT / "docs").rglob("*.md")),
     ]
 
@@ -120,10 +116,11 @@ def test_each_error_in_troubleshooting_is_printed_by_the_code():
     assert [error for error in errors if not any(error in text for text in known)] == []
 
 
-def test_reference_pages_are_those_of_the_tables():
-    """Settings, options and faults in the documentation are those of the code."""
+def test_reference_pages_are_those_of_the_tables(monkeypatch):
+    """Settings, options, faults and invariants in the documentation are those of the code."""
     place = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(place)
+    monkeypatch.setitem(sys.modules, "generate", generate)
     place.loader.exec_module(generate)
     for name, page in generate.PAGES.items():
         written = (ROOT / "docs" / name).read_text(encoding="utf-8")
