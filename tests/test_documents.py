@@ -135,7 +135,7 @@ def test_site_is_built_without_a_warning(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
