@@ -97,6 +97,7 @@ def run_block(block, folder):
 
 
 @pytest.mark.whole_run
+@pytest.mark.timeout(600)  # some fifteen launches
 def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_path):
     """Nobody who types what is written is refused for what was written before it."""
     folder = tmp_path / "checkout"
