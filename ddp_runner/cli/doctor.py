@@ -31,8 +31,8 @@ from ddp_runner.cli.probing import check_collectives, probe
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
 from ddp_runner.config import resolve
 from ddp_runner.config.compose import raise_problems
-from ddp_runner.config.naming import CHECKPOINTS, LOGS
 from ddp_runner.config.relations import device_problems, unwritable_reason
+from ddp_runner.config.run_names import CHECKPOINTS, LOGS
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
 from ddp_runner.memory.limits import container_limit

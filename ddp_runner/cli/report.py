@@ -13,7 +13,7 @@ from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.observe.format import byte_size, count, duration, percent
-from ddp_runner.observe.report import fault_sentence
+from ddp_runner.observe.progress_report import fault_sentence
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import from_json, read_lines, read_small

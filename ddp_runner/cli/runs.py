@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from ddp_runner.config.naming import CHECKPOINTS, LOGS, is_name
+from ddp_runner.config.run_names import CHECKPOINTS, LOGS, is_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.run_directories import latest_logs
 from ddp_runner.system.run_files import read_small

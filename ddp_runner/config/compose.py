@@ -18,8 +18,8 @@ from ddp_runner.config.fields import (
     find_key,
     known_fields,
 )
-from ddp_runner.config.naming import name_the_run
 from ddp_runner.config.presets import PRESETS
+from ddp_runner.config.run_names import name_the_run
 from ddp_runner.config.sources import (
     Assignment,
     Origin,

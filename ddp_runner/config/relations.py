@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
-from ddp_runner.config.naming import CHECKPOINTS, LOGS
+from ddp_runner.config.run_names import CHECKPOINTS, LOGS
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import names_a_gpu_twice
 

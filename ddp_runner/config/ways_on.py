@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config.identity import GLOBAL_BATCH, is_sealed
-from ddp_runner.config.naming import CHECKPOINTS, LOGS, has_folders_of_its_name
+from ddp_runner.config.run_names import CHECKPOINTS, LOGS, has_folders_of_its_name
 from ddp_runner.core.secrets import is_secret
 
 if TYPE_CHECKING:

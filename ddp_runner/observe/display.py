@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Literal, Protocol, TextIO
 
-from ddp_runner.observe.format import printable
-from ddp_runner.observe.report import progress_line, summary_block
-from ddp_runner.observe.terminal import ConsoleWriter
+from ddp_runner.observe.progress_report import progress_line, summary_block
+from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "live", "plain", "none"]
 PLAIN_INTERVAL_S = 2.0
-HELD_LINES_MAX = 1000
 _FINISH_TIMEOUT_S = 2.0
 _STILL_AT_S = (2.0, 10.0, 30.0)  # how long a part of the start has lasted when that is said
 _STILL_EVERY_S = 60.0  # and from then on
@@ -73,32 +70,6 @@ def _suits_live(stream: TextIO) -> bool:
         return os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:
         return True  # a terminal that controls nobody: no one else draws on it
-
-
-class HeldLines:
-    """Lines that wait for the terminal; bounded, and the oldest make room with a count."""
-
-    def __init__(self) -> None:
-        self._lines: deque[tuple[str, str]] = deque(maxlen=HELD_LINES_MAX)
-        self._dropped = 0
-
-    def add(self, text: str, level: str) -> None:
-        """Hold the lines of ``text``, as a terminal may show them."""
-        for line in printable(text).split("\n"):
-            self._dropped += len(self._lines) == HELD_LINES_MAX
-            self._lines.append((line, level))
-
-    def take(self) -> list[tuple[str, str]]:
-        """All held lines as (text, level), and none are held any more."""
-        lines = list(self._lines)
-        if self._dropped:
-            lines.insert(0, (f"{self._dropped:,} lines not shown: see the log files", "WARNING"))
-        self._lines.clear()
-        self._dropped = 0
-        return lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
 
 
 class NoDisplay:
@@ -194,8 +165,3 @@ class PlainDisplay:
         if len(self._held) and not self._out.busy:
             lines = [marked(text, level) for text, level in self._held.take()]
             self._out.write("".join(f"{line}\n" for line in lines))
-
-
-def marked(text: str, level: str) -> str:
-    """``text`` with its level in front where that matters."""
-    return f"{level}: {text}" if level in ("WARNING", "ERROR") and text[:2] != "  " else text

@@ -14,11 +14,10 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.style import Style
 
-from ddp_runner.observe.display import HeldLines, marked
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.frame import ASCII, UNICODE, Glyphs, Line, Role, Span, frame
-from ddp_runner.observe.report import summary_block
-from ddp_runner.observe.terminal import ConsoleWriter
+from ddp_runner.observe.progress_report import summary_block
+from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

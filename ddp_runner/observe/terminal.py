@@ -11,9 +11,13 @@ import io
 import os
 import select
 import threading
+from collections import deque
 from typing import TextIO
 
+from ddp_runner.observe.format import printable
+
 BACKLOG_BYTES_MAX = 1024 * 1024
+HELD_LINES_MAX = 1000
 
 
 class ConsoleWriter:
@@ -148,3 +152,34 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (OSError, ValueError, AttributeError):
         return None
+
+
+class HeldLines:
+    """Lines that wait for the terminal; bounded, and the oldest make room with a count."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[str, str]] = deque(maxlen=HELD_LINES_MAX)
+        self._dropped = 0
+
+    def add(self, text: str, level: str) -> None:
+        """Hold the lines of ``text``, as a terminal may show them."""
+        for line in printable(text).split("\n"):
+            self._dropped += len(self._lines) == HELD_LINES_MAX
+            self._lines.append((line, level))
+
+    def take(self) -> list[tuple[str, str]]:
+        """All held lines as (text, level), and none are held any more."""
+        lines = list(self._lines)
+        if self._dropped:
+            lines.insert(0, (f"{self._dropped:,} lines not shown: see the log files", "WARNING"))
+        self._lines.clear()
+        self._dropped = 0
+        return lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
+def marked(text: str, level: str) -> str:
+    """``text`` with its level in front where that matters."""
+    return f"{level}: {text}" if level in ("WARNING", "ERROR") and text[:2] != "  " else text

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.naming import bare_name, bare_state, load_bare_state, read_as
+from ddp_runner.checkpoint.entry_names import bare_name, bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version

@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset
 from ddp_runner import config
 from ddp_runner.checkpoint.catalog import WORDS
 from ddp_runner.checkpoint.codec import stored_bytes
+from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.manifest import checkpoint_name
-from ddp_runner.checkpoint.naming import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
 from ddp_runner.collective.device import await_free
 from ddp_runner.core.classify import lacks_memory

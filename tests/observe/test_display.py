@@ -14,9 +14,9 @@ import threading
 
 import pytest
 
-from ddp_runner.observe.display import HELD_LINES_MAX, NoDisplay, PlainDisplay, make_display
+from ddp_runner.observe.display import NoDisplay, PlainDisplay, make_display
 from ddp_runner.observe.live import LiveDisplay
-from ddp_runner.observe.terminal import ConsoleWriter
+from ddp_runner.observe.terminal import HELD_LINES_MAX, ConsoleWriter
 from tests.observe.views import rank_view, run_summary, run_view
 
 

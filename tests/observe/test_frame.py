@@ -6,7 +6,12 @@ import pytest
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.frame import ASCII, Role, frame
-from ddp_runner.observe.report import FAULTS_SHOWN_MAX, fault_sentence, progress_line, summary_block
+from ddp_runner.observe.progress_report import (
+    FAULTS_SHOWN_MAX,
+    fault_sentence,
+    progress_line,
+    summary_block,
+)
 from tests.observe.views import rank_view, run_summary, run_view
 
 

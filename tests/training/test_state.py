@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from ddp_runner.checkpoint.naming import live_name
+from ddp_runner.checkpoint.entry_names import live_name
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.order import ORDER_VERSION

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
 from ddp_runner.supervisor.processes.rank_process import RankHandle
 
 
@@ -57,3 +58,10 @@ class DrillEnded:
 
 
 Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded | DrillEnded
+HelperEnded = StoreEnded | SpareEnded | StandbyEnded | DrillEnded
+HELPER_ENDED: dict[type[Helper], type[HelperEnded]] = {
+    StoreHost: StoreEnded,
+    Spare: SpareEnded,
+    Standby: StandbyEnded,
+    Drill: DrillEnded,
+}

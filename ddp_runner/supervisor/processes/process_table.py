@@ -29,12 +29,9 @@ from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, Zygote, kill, read_output
 from ddp_runner.supervisor.processes.departures import (
+    HELPER_ENDED,
     Departure,
-    DrillEnded,
     RankEnded,
-    SpareEnded,
-    StandbyEnded,
-    StoreEnded,
     ZygoteEnded,
 )
 from ddp_runner.supervisor.processes.environment import zygote_environment
@@ -53,12 +50,6 @@ from ddp_runner.supervisor.processes.stack_dump import STACKS_SIGNAL
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 SECRET_BYTES = 32
-_ENDED: dict[type[Helper], type[StoreEnded | SpareEnded | StandbyEnded | DrillEnded]] = {
-    StoreHost: StoreEnded,
-    Spare: SpareEnded,
-    Standby: StandbyEnded,
-    Drill: DrillEnded,
-}
 
 
 class World:
@@ -324,7 +315,7 @@ class World:
         for helper in self._helpers:
             if helper.pid == ended.pid:
                 output = helper.last_words()
-                kind = _ENDED[type(helper)]
+                kind = HELPER_ENDED[type(helper)]
                 if helper is self.drill:
                     self.guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.naming import bare_name, read_as
+from ddp_runner.checkpoint.entry_names import bare_name, read_as
 from ddp_runner.training.components.tensor_hash import tensor_hash
 
 HELD_SHARE_MAX = 2  # of the trained parameters' bytes; AdamW keeps as much of them

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_runner.checkpoint.naming import bare_name, read_as
+from ddp_runner.checkpoint.entry_names import bare_name, read_as
 from ddp_runner.training.components.buffers import persistent_buffers
 
 if TYPE_CHECKING:

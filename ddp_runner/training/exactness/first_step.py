@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from ddp_runner.checkpoint.naming import bare_name
+from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.faults import BadInputError

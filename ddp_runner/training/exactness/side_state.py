@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddp_runner.checkpoint.naming import bare_name
+from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.training.exactness.values import (
     ENTRIES_MAX,
     Kept,

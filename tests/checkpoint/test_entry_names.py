@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_runner.checkpoint.naming import (
+from ddp_runner.checkpoint.entry_names import (
     bare_name,
     bare_state,
     live_name,
