@@ -1,6 +1,6 @@
 """How long to wait between saves: from what a save costs and how often a fault has needed one.
 
-``SavePace`` is fed with times and figures; it reads no clock.
+``CheckpointInterval`` is fed with times and figures; it reads no clock.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SaveCost:
         )
 
 
-class SavePace:
+class CheckpointInterval:
     """When the next save is due, where the interval is chosen and not given."""
 
     def __init__(self, *, now_s: float) -> None:

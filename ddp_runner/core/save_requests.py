@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Wishes:
+class SaveRequests:
     """Counts what a person asks for; a wish stays until a file, or the disk's refusal, has answered it.
 
     Whoever is asked votes until a step that counts has told all ranks; from there on it is rank 0's

@@ -36,7 +36,7 @@ def run_length(*, steps_per_epoch: int, epochs: int, max_steps: int) -> RunLengt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Duties:
+class DueActions:
     """What every rank does at a boundary, in this order."""
 
     compare: bool
@@ -45,14 +45,14 @@ class Duties:
     save: bool
 
 
-def duties_after(
+def due_after(
     committed_step: int,
     length: RunLength,
     *,
     log: LogSettings,
     checkpoint: CheckpointSettings,
     replica_check_steps: int = 0,
-) -> Duties:
+) -> DueActions:
     """What is due once ``committed_step`` steps are committed.
 
     With ``save_every_steps=auto`` the rank that saves asks for it, by time: see ``core.pacing``.
@@ -60,7 +60,7 @@ def duties_after(
     The last step's evaluation and save belong to the end of the run, not here.
     """
     if committed_step <= 0:
-        return Duties(compare=False, log=False, evaluate=False, save=False)
+        return DueActions(compare=False, log=False, evaluate=False, save=False)
     at_end = committed_step >= length.total_steps
     epoch, rest = divmod(committed_step, length.steps_per_epoch)
     epoch_ended = rest == 0
@@ -71,7 +71,7 @@ def duties_after(
     save = (epoch_ended and _divides(checkpoint.save_interval, epoch)) or (
         by_steps != "auto" and _divides(by_steps, committed_step)
     )
-    return Duties(
+    return DueActions(
         compare=_divides(replica_check_steps, committed_step) or (save and replica_check_steps > 0),
         log=at_end or committed_step == 1 or _divides(log.log_interval, committed_step),
         evaluate=evaluate and not at_end,

@@ -25,7 +25,7 @@ from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.run_files import open_to_append
 from ddp_runner.training.exactness.drill import compare
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 
 LOG_NAME = "drill.log"
 PROBLEM_CHARACTERS_MAX = 300
@@ -43,7 +43,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     channel = Channel.from_descriptor(control)
     settings = config.from_record(spec["settings"])
     _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
-    place = Place(
+    place = RankInfo(
         rank=int(spec["rank"]),
         local_rank=int(spec["rank"]),
         world_size=int(spec["world_size"]),

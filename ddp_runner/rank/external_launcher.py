@@ -71,7 +71,7 @@ from ddp_runner.training.runtime import (
     STORE_TIMEOUT_S,
     Generation,
     LocalRuntime,
-    Place,
+    RankInfo,
     without_secrets_in,
 )
 from ddp_runner.training.train_report import TrainReport
@@ -94,7 +94,7 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of th
 class OutsideRuntime(LocalRuntime):
     """One generation per restart of the launcher; signals ask for a stop or a save after the step."""
 
-    def __init__(self, *, place: Place, settings: Settings) -> None:
+    def __init__(self, *, place: RankInfo, settings: Settings) -> None:
         log_dir = Path(settings.run.log_dir)
         super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save, at last elsewhere.
@@ -267,7 +267,7 @@ def _end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _share_cores(settings: Settings, place: Place, *, cores: int) -> None:
+def _share_cores(settings: Settings, place: RankInfo, *, cores: int) -> None:
     """Threads as the user set them, else as the launcher did, else this rank's share of the cores.
 
     Sums over other shares differ in their last bit, so a run must not depend on who starts it.
@@ -279,9 +279,9 @@ def _share_cores(settings: Settings, place: Place, *, cores: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _place(rank: PlainRank, device: DevicePlan) -> Place:
+def _place(rank: PlainRank, device: DevicePlan) -> RankInfo:
     is_cpu = device.visible_index is None
-    return Place(
+    return RankInfo(
         rank=rank.rank,
         local_rank=rank.local_rank,
         world_size=rank.world_size,

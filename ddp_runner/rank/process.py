@@ -29,7 +29,7 @@ from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.loaders import collective_timeout_s
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.trainer import DDPTrainer
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
@@ -49,7 +49,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     seal = str(spec["log_seal"])
     logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=seal)
     install_root_handler(logger)
-    place = Place(
+    place = RankInfo(
         rank=request.rank,
         local_rank=request.local_rank,
         world_size=int(spec["world_size"]),
@@ -128,7 +128,7 @@ def prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
         torch.autograd.set_detect_anomaly(True)
 
 
-def _map_slot(descriptor: int, place: Place) -> Slot:
+def _map_slot(descriptor: int, place: RankInfo) -> Slot:
     memory = mmap.mmap(descriptor, 0)
     os.close(descriptor)
     return Board(memoryview(memory), place.world_size).slot(place.rank)

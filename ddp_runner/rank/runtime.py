@@ -53,7 +53,7 @@ from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.run_files import open_to_append, open_to_append_anywhere
-from ddp_runner.training.runtime import Generation, Place, without_secrets_in
+from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in
 
 
 class StartupOutput:
@@ -118,7 +118,7 @@ class SupervisedRuntime:
         self,
         channel: Channel,
         *,
-        place: Place,
+        place: RankInfo,
         slot: Slot,
         logger: DDPLogger,
         output: StartupOutput,

@@ -33,7 +33,7 @@ from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries, used_bytes
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.training.components.loss_monitor import LossMonitor
-from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
@@ -178,7 +178,7 @@ def _toy(settings: Settings, device: torch.device, *, use_amp: bool = False) -> 
         precision=Precision(use_amp=use_amp, device=device),
         ema=None,
         monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
-        explosions=Explosions.watched_as(settings),
+        loss_spikes=LossSpikes.watched_as(settings),
         tuning=Tuning(
             micro_batch_size=_SAMPLES,
             evaluation_batch_size=_SAMPLES,

@@ -24,7 +24,7 @@ _LINE_BYTES = 1 << 20  # more than the longest line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crew:
+class GenerationMembers:
     """Who trains a generation: ``slots`` by rank, from ``first_step`` committed steps on."""
 
     generation: int
@@ -63,7 +63,7 @@ def audit_line(
 
 def complete_audits(
     settings: Settings,
-    crew: Crew | None,
+    members: GenerationMembers | None,
     *,
     step: int,
     order: SampleOrder,
@@ -71,22 +71,22 @@ def complete_audits(
     loss: float,
     warn: Warn,
 ) -> None:
-    """Write the lines of ``step``, the newest committed one, that members of ``crew`` still owe.
+    """Write the lines of ``step``, the newest committed one, that ``members`` still owe.
 
-    ``crew``: of the newest generation that this process trained in. Called by one rank, while no
+    ``members``: of the newest generation that this process trained in. Called by one rank, while no
     other one trains.
     """
-    if not settings.run.audit or crew is None or step <= crew.first_step:
+    if not settings.run.audit or members is None or step <= members.first_step:
         return
     quarantine.refresh()
     epoch, _ = order.position(step - 1)
-    for rank, slot in enumerate(crew.slots):
+    for rank, slot in enumerate(members.slots):
         path = audit_path(settings, slot)
         if _last_step(path) >= step:
             continue
-        mine = order.share_of(step - 1, rank=rank, world_size=len(crew.slots))
+        mine = order.share_of(step - 1, rank=rank, world_size=len(members.slots))
         line = audit_line(
-            generation=crew.generation,
+            generation=members.generation,
             step=step,
             epoch=epoch,
             indices=[quarantine.stand_in(int(index)) for index in mine],

@@ -46,7 +46,7 @@ class _Origin:
     suspect: str
 
 
-class Guard:
+class NumericsGuard:
     """One generation's guard on this rank. Every rank calls its methods at the same steps."""
 
     def __init__(self, parts: RankParts, group: Group) -> None:
@@ -119,7 +119,7 @@ class Guard:
             norms = [json.loads(answer) for answer in told]
             found = None not in norms
             if found:
-                limit = self._state.explosions.limits().grad_norm
+                limit = self._state.loss_spikes.limits().grad_norm
                 ranks = broken_gradients(norms, limit=limit)
         if not found:
             words = ""
@@ -263,7 +263,7 @@ class Guard:
             self._settle_without_majority(step)
             return comparison
         # What was evaluated at this boundary was not of one model: it is done again.
-        self._state.attended_step = min(self._state.attended_step, step - 1)
+        self._state.boundary_done_step = min(self._state.boundary_done_step, step - 1)
         if rank not in comparison.odd:
             self._saving.prove()  # what is saved is the majority's
             # INVARIANT odd-ones-first: whoever is told of first makes all leave, and a rank that was held

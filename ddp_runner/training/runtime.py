@@ -42,7 +42,7 @@ STORE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
 
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
@@ -73,7 +73,7 @@ class Generation:
 class Runtime(Protocol):
     """A trainer's surroundings. All calls come from the trainer's own thread."""
 
-    place: Place
+    place: RankInfo
     run_id: str
     slot: Slot
     disk: Disk
@@ -123,7 +123,7 @@ class LocalRuntime:
     store_timeout_s = STORE_TIMEOUT_S
 
     def __init__(
-        self, *, place: Place, log_dir: Path, debug: bool, line: ProgressLine | None = None
+        self, *, place: RankInfo, log_dir: Path, debug: bool, line: ProgressLine | None = None
     ) -> None:
         """``line``: where a person sees how far it is; None for nowhere."""
         self._line = line
@@ -209,7 +209,7 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
 def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
     """The surroundings of a trainer that a script or a notebook has made."""
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    place = Place(
+    place = RankInfo(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,

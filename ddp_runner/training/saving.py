@@ -21,10 +21,10 @@ from ddp_runner.checkpoint.snapshot import size_in_memory, storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
-from ddp_runner.core.checkpoint_interval import SavePace
+from ddp_runner.core.checkpoint_interval import CheckpointInterval
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.save_requests import Wishes
+from ddp_runner.core.save_requests import SaveRequests
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import last_save_due, saves_to_skip
 from ddp_runner.memory.manager import MemoryManager
@@ -74,9 +74,9 @@ class Saving:
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
-        self.wishes = Wishes()
+        self.save_requests = SaveRequests()
         self._said_waiting = False
-        self._pace = SavePace(now_s=time.monotonic())
+        self._pace = CheckpointInterval(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the pace
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
         self._reserves = pins_copies(workload.device)
@@ -89,7 +89,7 @@ class Saving:
         """
         # One that was dropped has put this one off, and has ended by now.
         self._collect(timeout_s=0.0 if self._put_off else PATIENCE_S)
-        if self._skips and not self.wishes.is_open:
+        if self._skips and not self.save_requests.is_open:
             self._skips -= 1
             self._put_off = ""  # it is the one left out
             return
@@ -135,7 +135,7 @@ class Saving:
         The rank that wrote it has died, or a repair came before it. One that failed is followed by
         the next that comes due after the pause: a repair does not shorten that.
         """
-        if self._failures and not self.wishes.is_open:
+        if self._failures and not self.save_requests.is_open:
             return False
         if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
             self._take_over_pace()
@@ -156,13 +156,13 @@ class Saving:
         self._collect(timeout_s=0.0)
         if self._put_off:
             return not self._saver.is_busy
-        if self.wishes.is_new or (self.wishes.is_open and not self._saver.is_busy):
+        if self.save_requests.is_new or (self.save_requests.is_open and not self._saver.is_busy):
             return True
         return self._saves_by_time and self._is_time()
 
     def covered_step(self) -> int:
         """Up to which step what was wanted is written, on its way, or refused by the disk."""
-        if self._failures and not self.wishes.is_open:
+        if self._failures and not self.save_requests.is_open:
             return self._state.committed_step
         newest = max((entry.step for entry in self._store.catalog.entries()), default=0)
         return max(newest, self._begun_step) if self._saver.is_busy else newest
@@ -275,7 +275,7 @@ class Saving:
     def _begin(self, reason: str) -> None:
         self._begun_step, self._compare_s = self._state.committed_step, None
         self._put_off = ""
-        self.wishes.begun()
+        self.save_requests.begun()
         self._pace.began(now_s=time.monotonic())
         began_ns = self._enter()
         try:
@@ -399,8 +399,8 @@ class Saving:
             return  # no disk refused it but the fence, and this process is about to be killed
         self._failures += 1
         self._skips = saves_to_skip(self._failures)
-        self.wishes.answered()
-        if not self.wishes.is_open:
+        self.save_requests.answered()
+        if not self.save_requests.is_open:
             self._put_off = ""  # it belongs to the pause
         pause = f", without the next {self._skips} checkpoints" if self._skips else ""
         self._disk_faults.warn(fault, f"training goes on{pause}")
@@ -415,7 +415,7 @@ class Saving:
     ) -> None:
         """``blocked_s``: what training waited beside the comparison, if not for the whole write."""
         self._failures = self._skips = 0
-        self.wishes.answered()
+        self.save_requests.answered()
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
         waited_s = blocked_s + compare_s
         self._pace.measured(blocked_s=blocked_s, write_s=saved.blocked_s)

@@ -16,7 +16,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Adjusted, Metrics
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import Duties, duties_after
+from ddp_runner.core.step_schedule import DueActions, due_after
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
@@ -26,7 +26,7 @@ from ddp_runner.training.components.tuning import AdaptRules, adapt
 from ddp_runner.training.evaluation import evaluate
 from ddp_runner.training.exactness.first_step import FirstStep
 from ddp_runner.training.exactness.stream_check import StreamWatch
-from ddp_runner.training.guard import Guard
+from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import make_validation_loader
 from ddp_runner.training.rank_context import RankParts
@@ -53,7 +53,7 @@ class Session:
         self._saving = parts.saving
         self._drills = parts.drills
         self._group = group
-        self._guard = Guard(parts, group)
+        self._guard = NumericsGuard(parts, group)
         self._adapt_rules = AdaptRules.of(settings)
         state.buffers.form_anew()
         self._first = FirstStep(parts, group)
@@ -171,15 +171,15 @@ class Session:
             self._account(began_ns, result, waited_ns=waited_ns, aside_ns=aside_ns)
             if result.save:
                 is_first = self._group.rank == 0
-                self._saving.wishes.heard(result.step, is_mine=votes.save, fulfils=is_first)
+                self._saving.save_requests.heard(result.step, is_mine=votes.save, fulfils=is_first)
             stop = self._after(result, micro_batches)
         return stop or StopReason.COMPLETED
 
     def _wants_save(self) -> bool:
         """Whether this rank votes for a save: again and again, until all have heard of it."""
         if self._runtime.save_asked():
-            self._saving.wishes.ask()
-        return self._saving.asks() if self._group.rank == 0 else self._saving.wishes.is_open
+            self._saving.save_requests.ask()
+        return self._saving.asks() if self._group.rank == 0 else self._saving.save_requests.is_open
 
     def _aside_ns(self) -> int:
         """What of steps was given to saves and comparisons, so far."""
@@ -232,7 +232,7 @@ class Session:
         self._count_done()
         if reason is StopReason.COMPLETED:
             self._evaluate()
-            self._state.attended_step = self._state.committed_step
+            self._state.boundary_done_step = self._state.committed_step
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self._group.rank == 0:
@@ -339,8 +339,8 @@ class Session:
             return False
         return wanted
 
-    def _due(self, step: int) -> Duties:
-        return duties_after(
+    def _due(self, step: int) -> DueActions:
+        return due_after(
             step,
             self._workload.length,
             log=self._settings.log,
@@ -351,10 +351,10 @@ class Session:
     def _attend_to_unattended(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        saves, wanted_step = self._group.rank == 0, self._saving.wishes.wanted_step
+        saves, wanted_step = self._group.rank == 0, self._saving.save_requests.wanted_step
         makes_up = saves and self._saving.has_to_make_up()
         covered_step = self._saving.covered_step() if saves else 0
-        mine = json.dumps([self._state.attended_step, makes_up, wanted_step, covered_step])
+        mine = json.dumps([self._state.boundary_done_step, makes_up, wanted_step, covered_step])
         with waiting_for_peers(self._runtime.slot):
             answers = [json.loads(answer) for answer in self._group.exchange("attended", mine)]
         if self._at_end():
@@ -377,7 +377,7 @@ class Session:
             stop = self._evaluate()
             if stop is not None:
                 return stop
-        self._state.attended_step = self._state.committed_step
+        self._state.boundary_done_step = self._state.committed_step
         if save_now and self._group.rank == 0:
             self._saving.due(INTERVAL)
         if save_now or compare_now:

@@ -17,7 +17,7 @@ from ddp_runner.data.stream import StreamPosition
 from ddp_runner.training.components.buffers import Buffers
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.components.loss_monitor import LossMonitor
-from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import take_in
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
@@ -41,7 +41,7 @@ class TrainState:
         precision: Precision,
         ema: Ema | None,
         monitor: LossMonitor,
-        explosions: Explosions,
+        loss_spikes: LossSpikes,
         tuning: Tuning,
         quarantine: Quarantine,
         validation_quarantine: Quarantine | None = None,
@@ -53,7 +53,7 @@ class TrainState:
         self.precision = precision
         self.ema = ema
         self.monitor = monitor
-        self.explosions = explosions
+        self.loss_spikes = loss_spikes
         self.tuning = tuning
         self.quarantine = quarantine
         self.validation_quarantine = validation_quarantine  # None: there is no validation
@@ -67,7 +67,9 @@ class TrainState:
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.samples = 0
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
-        self.attended_step = 0  # up to where evaluations and saves that were due have been made
+        self.boundary_done_step = (
+            0  # up to where evaluations and saves that were due have been made
+        )
         self.changes: tuple[str, ...] = ()  # of how its steps were computed, over all launches
         self.before_change: Callable[[], None] = _nobody_reads
         self.buffers = Buffers(model)
@@ -94,7 +96,7 @@ class TrainState:
             "optimizer_names": self._optimizer_names(),
             "scaler": self.precision.state_dict(),
             "monitor": self.monitor.state_dict(),
-            "explosions": self.explosions.state_dict(),
+            "explosions": self.loss_spikes.state_dict(),
             "tuning": self.tuning.to_record(),
             "quarantine": self.quarantine.to_record(),
             "order": self.order_version,
@@ -102,7 +104,7 @@ class TrainState:
                 "committed_step": self.committed_step,
                 "begun_step": self.begun_step,
                 "samples": self.samples,
-                "attended_step": self.attended_step,
+                "attended_step": self.boundary_done_step,
                 "all_used_steps": self.all_used_steps,
             },
         }
@@ -171,7 +173,7 @@ class TrainState:
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])
         if "explosions" in state:
-            self.explosions.load_state_dict(state["explosions"])
+            self.loss_spikes.load_state_dict(state["explosions"])
         if self.ema is not None and "ema" in state:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
@@ -183,7 +185,7 @@ class TrainState:
         self.begun_step = int(state["counters"].get("begun_step", self.begun_step))
         self.samples = int(state["counters"]["samples"])
         self.changes = tuple(state.get("changes", ()))
-        self.attended_step = int(state["counters"]["attended_step"])
+        self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
         self.buffers.keep()

@@ -125,7 +125,7 @@ class Stepper:
         Just before the commit ``may_commit`` is asked, on every rank: None where it says no. Nothing that survives has been changed when it raises before the commit; a rank that fails
         inside the commit stands as dirty on the board.
         """
-        limits = self._state.explosions.limits()
+        limits = self._state.loss_spikes.limits()
         self._accumulate(micro_batches, votes, limits, step=self._state.committed_step)
         # INVARIANT check-before-step: no optimizer runs before every rank's gradients are known to
         # be reduced. Broken if: commit() moves above check_reduced().
@@ -171,7 +171,7 @@ class Stepper:
         explosion = limits.exceeded_by(loss=loss, grad_norm=norm)
         applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
         if applied:
-            self._state.explosions.observe(
+            self._state.loss_spikes.observe(
                 step=self._state.committed_step, loss=loss, grad_norm=norm
             )
         self._state.all_used_steps = self._state.all_used_steps + 1 if all_used else 0

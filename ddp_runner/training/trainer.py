@@ -44,7 +44,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.agreeing import agree_on_tuning, recalled
-from ddp_runner.training.audit import Crew, complete_audits
+from ddp_runner.training.audit import GenerationMembers, complete_audits
 from ddp_runner.training.changes import tell_changes
 from ddp_runner.training.components.tuning import Tuning, free_memory, mend
 from ddp_runner.training.exactness.drill_notes import Drills
@@ -64,7 +64,7 @@ from ddp_runner.training.loaders import (
 )
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.runtime import Generation, Place, Runtime, local_runtime
+from ddp_runner.training.runtime import Generation, RankInfo, Runtime, local_runtime
 from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.stages import StageClock
@@ -111,7 +111,9 @@ class DDPTrainer:
         self._began = False
         self._short_of_memory_in = self._place.short_of_memory_in
         self._tuning_mended: Tuning | None = None  # until the ranks have agreed on it
-        self._crew: Crew | None = None  # of the newest generation that this process trained in
+        self._members: GenerationMembers | None = (
+            None  # of the newest generation that this process trained in
+        )
         self._switch = AbortSwitch()  # of the generation that this rank is in
 
     def train(self) -> TrainReport:
@@ -369,7 +371,7 @@ class DDPTrainer:
             # Before anybody gets the newest step.
             complete_audits(
                 self.settings,
-                self._crew,
+                self._members,
                 step=state.committed_step,
                 order=replace(parts.workload.order, version=state.order_version),
                 quarantine=parts.state.quarantine,
@@ -404,7 +406,7 @@ class DDPTrainer:
         slot.set(Cell.COMMITTED_STEP, state.committed_step)
         slot.set(Cell.SAMPLES, state.samples)
         slot.set(Cell.DIRTY, 0)
-        self._crew = Crew(
+        self._members = GenerationMembers(
             generation=group.membership.generation,
             slots=tuple(place for _, place in answers),
             first_step=state.committed_step,
@@ -450,7 +452,7 @@ class DDPTrainer:
         return replace(report, model=give_average(parts.state.model, parts.state.ema))
 
 
-def _ready(parts: RankParts, place: Place, run_id: str) -> Ready:
+def _ready(parts: RankParts, place: RankInfo, run_id: str) -> Ready:
     workload = parts.workload
     return Ready(
         rank=place.rank,

@@ -36,14 +36,14 @@ from ddp_runner.data.workers.count import AUTO
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.components.loss_monitor import LossMonitor
-from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fitting import check_values, check_weights, misfit
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets, Task
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
@@ -74,7 +74,7 @@ class Workload:
 
 
 def build_workload(
-    settings: Settings, place: Place, *, entering: Callable[[Stage], None] = lambda _: None
+    settings: Settings, place: RankInfo, *, entering: Callable[[Stage], None] = lambda _: None
 ) -> tuple[Workload, TrainState]:
     """The workload, and a state that is still empty. Raises BadInputError for what a user can mend.
 
@@ -134,7 +134,7 @@ def build_workload(
     return workload, state
 
 
-def _recipe(settings: Settings, place: Place, task: Task, *, total_steps: int) -> dict[str, Any]:
+def _recipe(settings: Settings, place: RankInfo, task: Task, *, total_steps: int) -> dict[str, Any]:
     device = torch.device(place.device)
     is_own = settings.run.task not in BUILT_IN_TASKS
     found = config.Surroundings(
@@ -258,7 +258,7 @@ def _empty_state(
             target_loss=settings.run.target_loss,
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
-        explosions=Explosions.watched_as(settings),
+        loss_spikes=LossSpikes.watched_as(settings),
         quarantine=_empty_quarantine(settings, order.dataset_size),
         validation_quarantine=(
             _empty_quarantine(settings, validation_samples) if validation_samples else None

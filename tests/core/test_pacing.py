@@ -14,7 +14,7 @@ from ddp_runner.core.checkpoint_interval import (
     INTERVAL_MIN_S,
     PRIOR_FAULT_S,
     STEPS_MIN,
-    SavePace,
+    CheckpointInterval,
     mean_time_between_faults_s,
     save_interval_s,
 )
@@ -80,13 +80,13 @@ def due_times(pace, *, until_s, step_s=1.0, begins=True):
 
 def test_before_a_save_is_measured_one_comes_each_minute():
     """The first is soon, so that its cost is known."""
-    pace = SavePace(now_s=0.0)
+    pace = CheckpointInterval(now_s=0.0)
     assert due_times(pace, until_s=200.0) == [FIRST_INTERVAL_S, 2 * FIRST_INTERVAL_S, 180.0]
 
 
 def test_the_measured_cost_sets_the_pace():
     """Cheap saves come often, dear ones seldom; the newest cost counts half."""
-    cheap, dear = SavePace(now_s=0.0), SavePace(now_s=0.0)
+    cheap, dear = CheckpointInterval(now_s=0.0), CheckpointInterval(now_s=0.0)
     cheap.measured(blocked_s=0.01, write_s=0.1)
     dear.measured(blocked_s=4.0, write_s=8.0)
     cheap_s = cheap.interval_s(now_s=0.0, step_s=1.0)
@@ -98,7 +98,7 @@ def test_the_measured_cost_sets_the_pace():
 
 def test_another_save_starts_the_interval_anew():
     """A save at an epoch's end makes the next one by time wait."""
-    pace = SavePace(now_s=0.0)
+    pace = CheckpointInterval(now_s=0.0)
     pace.began(now_s=59.0)
     assert not pace.is_due(now_s=100.0, step_s=1.0)
     assert pace.is_due(now_s=119.0, step_s=1.0)
@@ -106,10 +106,10 @@ def test_another_save_starts_the_interval_anew():
 
 def test_faults_are_remembered_over_processes():
     """A process that was lost between its saves needed a checkpoint; one that was stopped did not."""
-    pace = SavePace(now_s=0.0)
+    pace = CheckpointInterval(now_s=0.0)
     record = pace.to_record(now_s=2 * HOUR)
     assert record == {"faults": 0, "observed_s": 2 * HOUR}
-    lost, stopped = SavePace(now_s=50.0), SavePace(now_s=50.0)
+    lost, stopped = CheckpointInterval(now_s=50.0), CheckpointInterval(now_s=50.0)
     lost.go_on_from(record, after_fault=True)
     stopped.go_on_from(record, after_fault=False)
     assert lost.to_record(now_s=50.0 + HOUR) == {"faults": 1, "observed_s": 3 * HOUR}
@@ -121,7 +121,7 @@ def test_faults_are_remembered_over_processes():
 
 def test_the_choice_is_told_once_until_it_doubles_or_halves():
     """With its reasons, in one line."""
-    pace = SavePace(now_s=0.0)
+    pace = CheckpointInterval(now_s=0.0)
     assert pace.news(now_s=1.0, step_s=0.1) == ""
     pace.measured(blocked_s=0.5, write_s=2.0)
     told = pace.news(now_s=1.0, step_s=0.1)
@@ -140,7 +140,7 @@ def steps(pace, count, step_s, *, beside_save):
 
 def test_slower_steps_beside_the_write_count_as_its_cost():
     """Ten steps of 0.13 s where 0.1 s is usual: 0.3 s, beside the 0.2 s that training waited."""
-    pace, blind = SavePace(now_s=0.0), SavePace(now_s=0.0)
+    pace, blind = CheckpointInterval(now_s=0.0), CheckpointInterval(now_s=0.0)
     steps(pace, 20, 0.1, beside_save=False)
     pace.began(now_s=2.0)
     steps(pace, 10, 0.13, beside_save=True)
@@ -160,7 +160,7 @@ def test_slower_steps_beside_the_write_count_as_its_cost():
 )  # fmt: skip
 def test_steps_that_are_not_slower_cost_nothing(peace_steps, beside_s, write_s, slowed):
     """Control; and noise cannot make a write cost more than its own time."""
-    pace = SavePace(now_s=0.0)
+    pace = CheckpointInterval(now_s=0.0)
     steps(pace, peace_steps, 0.1, beside_save=False)
     steps(pace, 5, beside_s, beside_save=True)
     pace.measured(blocked_s=0.2, write_s=write_s)
@@ -169,7 +169,7 @@ def test_steps_that_are_not_slower_cost_nothing(peace_steps, beside_s, write_s, 
 
 def test_comparing_the_replicas_is_part_of_the_cost():
     """Every rank waits for it."""
-    pace, dear = SavePace(now_s=0.0), SavePace(now_s=0.0)
+    pace, dear = CheckpointInterval(now_s=0.0), CheckpointInterval(now_s=0.0)
     dear.compared(0.6)
     for each in (pace, dear):
         each.measured(blocked_s=0.2, write_s=1.0)
@@ -179,7 +179,7 @@ def test_comparing_the_replicas_is_part_of_the_cost():
 
 def test_what_a_save_costs_is_known_to_the_next_process():
     """It begins at the learnt pace, and its own figures count half each."""
-    pace, later = SavePace(now_s=0.0), SavePace(now_s=70.0)
+    pace, later = CheckpointInterval(now_s=0.0), CheckpointInterval(now_s=70.0)
     pace.measured(blocked_s=0.5, write_s=2.0)
     later.go_on_from(pace.to_record(now_s=10.0), after_fault=False)
     assert later.interval_s(now_s=70.0, step_s=0.1) == pytest.approx(120.0, rel=0.01)

@@ -16,7 +16,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
-from ddp_runner.core.step_schedule import RunLength, duties_after, last_save_due, run_length
+from ddp_runner.core.step_schedule import RunLength, due_after, last_save_due, run_length
 
 FAULT = Fault(kind=FaultKind.RANK_RAISED, rank=1, step=3, cause="ValueError: ü", detail="trace")
 SAMPLES = [
@@ -178,7 +178,7 @@ def test_duties_follow_epochs_and_steps():
     assert (length.total_steps, length.epochs) == (12, 3)
     log = LogSettings(log_interval=3, evaluate_interval=1)
     checkpoint = CheckpointSettings(save_interval=2, save_every_steps=5)
-    due = {step: duties_after(step, length, log=log, checkpoint=checkpoint) for step in range(13)}
+    due = {step: due_after(step, length, log=log, checkpoint=checkpoint) for step in range(13)}
     assert [step for step, duty in due.items() if duty.evaluate] == [4, 8]
     assert [step for step, duty in due.items() if duty.save] == [5, 8, 10]
     assert [step for step, duty in due.items() if duty.log] == [1, 3, 6, 9, 12]
@@ -191,7 +191,7 @@ def test_replicas_are_compared_at_their_interval_and_before_each_save():
     checkpoint = CheckpointSettings(save_interval=0, save_every_steps=5)
     for interval, expected in ((3, [3, 5, 6, 9, 10, 12]), (0, [])):
         due = {
-            step: duties_after(
+            step: due_after(
                 step, length, log=LogSettings(), checkpoint=checkpoint, replica_check_steps=interval
             )
             for step in range(13)

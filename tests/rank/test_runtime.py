@@ -29,7 +29,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 from tests.processes import poll, ranks, run_ranks
 
 READY = Ready(
@@ -123,7 +123,7 @@ def test_a_log_file_that_was_removed_is_made_again(tmp_path):
 def make_runtime(descriptor, path):
     return SupervisedRuntime(
         Channel.from_descriptor(descriptor),
-        place=Place(
+        place=RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         ),
         slot=Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0),

@@ -12,7 +12,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Proved, Saved
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import Told, read_told, told_path
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.train_report import TrainReport
 
 HALVED = Adjusted(
@@ -53,7 +53,9 @@ def runtime(tmp_path, monkeypatch):
     """Rank 0 of two after a restart; rank 1 has its file."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(outside.signal, "signal", lambda *_: None)
-    place = Place(rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True)
+    place = RankInfo(
+        rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True
+    )
     settings = from_flat({"task": "synthetic", "log_dir": str(tmp_path), "device": "cpu"})
     return outside.OutsideRuntime(place=place, settings=settings), settings
 

@@ -12,7 +12,7 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.components.loss_monitor import LossMonitor
-from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
@@ -62,7 +62,7 @@ def build_state(*, optim=None, ema=True, model=None):
         precision=Precision(use_amp=False, device=CPU),
         ema=Ema(model, 0.9) if ema else None,
         monitor=LossMonitor(target_loss=None, window=3, max_errors_per_epoch=3),
-        explosions=Explosions(window=5, loss_factor=10.0, grad_factor=100.0, warmup_steps=1),
+        loss_spikes=LossSpikes(window=5, loss_factor=10.0, grad_factor=100.0, warmup_steps=1),
         tuning=Tuning(micro_batch_size=8, evaluation_batch_size=8, find_unused_parameters=True),
         quarantine=Quarantine(seed=0, dataset_size=64, bad_max=0),
     )

@@ -9,10 +9,16 @@ import pytest
 from ddp_runner.config import from_flat
 from ddp_runner.data.order import SampleOrder, share
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.training.audit import Crew, audit_line, audit_path, complete_audits, open_audit
+from ddp_runner.training.audit import (
+    GenerationMembers,
+    audit_line,
+    audit_path,
+    complete_audits,
+    open_audit,
+)
 
 ORDER = SampleOrder(seed=3, dataset_size=24, global_batch_size=6)
-CREW = Crew(generation=4, slots=(0, 2), first_step=5)
+CREW = GenerationMembers(generation=4, slots=(0, 2), first_step=5)
 
 
 @pytest.fixture
@@ -32,10 +38,10 @@ def records(settings, slot):
     return [json.loads(line) for line in audit_path(settings, slot).read_text().splitlines()]
 
 
-def complete(settings, *, step, crew=CREW, quarantine=None):
+def complete(settings, *, step, members=CREW, quarantine=None):
     complete_audits(
         settings,
-        crew,
+        members,
         step=step,
         order=ORDER,
         quarantine=a_quarantine() if quarantine is None else quarantine,
@@ -79,12 +85,14 @@ def test_a_rank_that_died_before_its_first_line_gets_its_file(settings):
 
 
 @pytest.mark.parametrize(
-    ("crew", "step"), [(None, 7), (CREW, 5), (CREW, 0)], ids=["new process", "no step yet", "empty"]
+    ("members", "step"),
+    [(None, 7), (CREW, 5), (CREW, 0)],
+    ids=["new process", "no step yet", "empty"],
 )
-def test_nothing_is_written_for_steps_of_other_generations(settings, crew, step):
+def test_nothing_is_written_for_steps_of_other_generations(settings, members, step):
     """Control: who joined since was no part of the step."""
     write(settings, 0, 4)
-    complete(settings, step=step, crew=crew)
+    complete(settings, step=step, members=members)
     assert [record["step"] for record in records(settings, 0)] == [4]
     assert not audit_path(settings, 2).exists()
 

@@ -16,7 +16,7 @@ from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.training.exactness.first_step import why_a_device_varies
 from ddp_runner.training.fitting import not_finite
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.workload import build_workload, is_complete, load_start
 from tests.checkpoint.states import facts_of
 
@@ -25,7 +25,9 @@ WORKLOAD = STREAMING.with_name("workload.py")
 
 
 def build(name="StreamTask", file=STREAMING, **settings):
-    place = Place(rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True)
+    place = RankInfo(
+        rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True
+    )
     flat = {"task": f"{file}:{name}", "batch_size": 4, "max_steps": 30, "num_workers": 0}
     return build_workload(from_flat({**flat, **settings}), place)
 

@@ -11,7 +11,7 @@ import torch
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.training.changes import CHANGES_KEPT
-from ddp_runner.training.runtime import Place
+from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.workload import build_workload, load_start, restore_newest
 from tests.checkpoint.states import facts_of
 
@@ -34,7 +34,7 @@ def _generators_kept():
 
 
 def build(*, world_size=2, **changed):
-    place = Place(
+    place = RankInfo(
         rank=0,
         local_rank=0,
         world_size=world_size,

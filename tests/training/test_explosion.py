@@ -9,12 +9,12 @@ import random
 import pytest
 
 from ddp_runner.core.loss_spikes import broken_gradients, explosion_limit
-from ddp_runner.training.components.loss_spikes import Explosions
+from ddp_runner.training.components.loss_spikes import LossSpikes
 
 
 def watch(**changes):
     given = {"window": 20, "loss_factor": 10.0, "grad_factor": 100.0, "warmup_steps": 10}
-    return Explosions(**{**given, **changes})
+    return LossSpikes(**{**given, **changes})
 
 
 def observe_all(explosions, losses, *, start=0):

@@ -20,10 +20,10 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.save_requests import Wishes
+from ddp_runner.core.save_requests import SaveRequests
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.components.loss_monitor import Verdict
-from ddp_runner.training.guard import Guard
+from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.runtime import LocalRuntime
 from ddp_runner.training.step import StepResult
 from ddp_runner.training.task import Datasets
@@ -341,13 +341,13 @@ def test_a_checkpoint_asked_for_is_made_after_a_roll_back_as_well(
 
 
 def _remember_in_a_world(me, port, config, wanted_step):
-    real = Wishes.__init__
+    real = SaveRequests.__init__
 
     def remembers(self):
         real(self)
         self.wanted_step = wanted_step * me.rank
 
-    Wishes.__init__ = remembers
+    SaveRequests.__init__ = remembers
     return _train_in_a_world(me, port, config).steps
 
 
@@ -397,7 +397,7 @@ def _trace(me, port, norms, waits):
     with join(me, port) as group:
         if waits and me.rank == 0:
             watcher.start()
-        guard = Guard(parts, group)
+        guard = NumericsGuard(parts, group)
         assert not guard.skipped(_broken_step(), Verdict.CONTINUE, [], recompute=recompute)
         if waits and me.rank == 0:
             watcher.join()
@@ -446,7 +446,7 @@ def _late_hash(me, port, every, odd):
     if me.rank in odd:
         with torch.no_grad():
             state.model[3].bias[0] += 1.0
-    state.committed_step = state.attended_step = 7
+    state.committed_step = state.boundary_done_step = 7
 
     def watch():
         awaited = Phase.COMPARE if me.rank == 1 else Phase.REDUCE
@@ -454,7 +454,7 @@ def _late_hash(me, port, every, odd):
         me.say("waits")
 
     with join(me, port) as group:
-        guard = Guard(parts, group)
+        guard = NumericsGuard(parts, group)
         assert guard.may_commit(), "nothing is compared at most steps"
         guard.begin_comparison()
         slot.stamp(Phase.BACKWARD, 1)
@@ -470,7 +470,7 @@ def _late_hash(me, port, every, odd):
         assert guard.may_commit(), "one verdict a comparison"
         group.exchange("end", "")  # nobody leaves while another one is still joining
     compared_s = slot.get(Cell.COMPARISON_NS) / 1e9
-    return outcome, saving.said, saving.waited_s, compared_s, state.attended_step
+    return outcome, saving.said, saving.waited_s, compared_s, state.boundary_done_step
 
 
 def _verdicts(world_size, every=500, odd=()):
@@ -495,9 +495,9 @@ def _written_while_hashed(me, port, odd):
     if me.rank in odd:
         with torch.no_grad():
             state.model[3].weight[0] += 1.0
-    state.committed_step = state.attended_step = 7
+    state.committed_step = state.boundary_done_step = 7
     with join(me, port) as group:
-        guard = Guard(parts, group)
+        guard = NumericsGuard(parts, group)
         guard.begin_comparison()
         if not is_late:
             guard._hashing._ended.wait()
@@ -575,10 +575,10 @@ def _held_up(me, port):
     if me.rank == 1:
         with torch.no_grad():
             state.model[3].bias[0] += 1.0
-    state.committed_step = state.attended_step = 7
+    state.committed_step = state.boundary_done_step = 7
     with join(me, port) as group:
         group._store = _Reading(group._store, before)
-        guard = Guard(parts, group)
+        guard = NumericsGuard(parts, group)
         guard.begin_comparison()
         with pytest.raises(FaultError) as told:
             guard.may_commit()

@@ -21,7 +21,7 @@ from ddp_runner.core.messages import NotSaved, Saved
 from ddp_runner.core.step_schedule import RunLength, saves_to_skip
 from ddp_runner.training import saving as training_saving
 from ddp_runner.training.progress import Progress
-from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.step import Votes
 from ddp_runner.training.workload import Workload
@@ -48,7 +48,7 @@ class RecordingRuntime(LocalRuntime):
     """Keeps the messages."""
 
     def __init__(self, folder):
-        place = Place(
+        place = RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         )
         super().__init__(place=place, log_dir=folder / "logs", debug=False)
@@ -352,7 +352,7 @@ def _repairs_in_a_pause(me, folder, every, asked):
         else:
             runtime.slot.set(Cell.GENERATION, step + 1)
             if asked and step == 13:
-                saving.wishes.ask()
+                saving.save_requests.ask()
             if saving.has_to_make_up():
                 due(saving)
             boundary(saving)
@@ -417,7 +417,7 @@ def _put_off_behind_one_that_fails(me, folder, asked):
         state.committed_step = step
         due(saving)
     if asked:
-        saving.wishes.ask()
+        saving.save_requests.ask()
     gate.open()
     poll(lambda: saving.asks() or "training goes on" in runtime.log(), what="the end of the first")
     for step in (3, 4, 5):

@@ -19,7 +19,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core import checkpoint_interval as pacing
 from ddp_runner.core.board import Cell
-from ddp_runner.core.checkpoint_interval import SavePace
+from ddp_runner.core.checkpoint_interval import CheckpointInterval
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import (
@@ -33,7 +33,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.training import saving as training_saving
-from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.task import Datasets
 from tests.processes import run_ranks
 from tests.temporaries import of_a_dead_writer
@@ -103,7 +103,7 @@ class RecordingRuntime(LocalRuntime):
 
     def __init__(self, config, *, stop_in_evaluation=-1, save_at=()):
         made = from_flat(config)
-        place = Place(
+        place = RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         )
         super().__init__(place=place, log_dir=Path(made.run.log_dir), debug=False)
@@ -248,7 +248,7 @@ def test_a_checkpoint_asked_for_in_a_step_that_leads_to_a_roll_back_is_made(tmp_
 def _paced_steps(me, config):
     del me
     seen, went_on = [], threading.Event()
-    real, real_save = SavePace.stepped, CheckpointStore.save
+    real, real_save = CheckpointInterval.stepped, CheckpointStore.save
 
     def stepped(self, step_s, *, beside_save):
         seen.append((step_s, beside_save))
@@ -260,7 +260,7 @@ def _paced_steps(me, config):
         assert went_on.wait(30.0), "training waited for the write"
         return real_save(self, state, step=step, **rest)
 
-    SavePace.stepped, CheckpointStore.save = stepped, save
+    CheckpointInterval.stepped, CheckpointStore.save = stepped, save
     DDPTrainer(config=config, runtime=RecordingRuntime(config)).train()
     return seen
 

@@ -59,7 +59,7 @@ def test_a_restored_state_goes_on_as_the_captured_one(ema):
     source, other = build_state(ema=ema), build_state(ema=ema)
     advance(source, 4)
     advance(other, 1)
-    source.attended_step = 3
+    source.boundary_done_step = 3
     other.restore(copy.deepcopy(source.capture()))
     assert bits_of(other) == bits_of(source)
     for state in (source, other):

@@ -21,7 +21,7 @@ from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.memory.readings import SystemReader
 from ddp_runner.training import saving as training_saving
-from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.task import Datasets
 from tests.processes import hosted_store, ranks, run_ranks
 
@@ -193,7 +193,7 @@ def test_the_dirty_mark_of_a_predecessor_is_wiped_off(tmp_path):
 
 
 def make_runtime(config, rank, world_size, kind=LocalRuntime):
-    place = Place(
+    place = RankInfo(
         rank=rank,
         local_rank=rank,
         world_size=world_size,

@@ -32,7 +32,7 @@ class Limits:
         return ""
 
 
-class Explosions:
+class LossSpikes:
     """All ranks that observe the same values set the same limits; part of the saved state.
 
     There are none before ``window`` steps were applied, the warm-up of the learning rate not
@@ -52,7 +52,7 @@ class Explosions:
         self._first = Limits(loss=-math.inf, grad_norm=-math.inf)
 
     @classmethod
-    def watched_as(cls, settings: Settings) -> Explosions:
+    def watched_as(cls, settings: Settings) -> LossSpikes:
         """As the settings have it."""
         recovery = settings.recovery
         return cls(

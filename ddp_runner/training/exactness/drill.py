@@ -23,7 +23,7 @@ from ddp_runner.system.run_files import read_small
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.fork_safety import rehearse_threads
 from ddp_runner.training.loaders import make_loader
-from ddp_runner.training.runtime import LocalRuntime, Place
+from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.step import StepRules, own_share
 from ddp_runner.training.workload import backend_of, build_workload, load_start
 
@@ -31,7 +31,7 @@ from ddp_runner.training.workload import backend_of, build_workload, load_start
 class _Aside(LocalRuntime):
     """Surroundings that nobody hears or sees: a board and a disk of its own."""
 
-    def __init__(self, place: Place, logger: DDPLogger) -> None:  # none of the files of a run's
+    def __init__(self, place: RankInfo, logger: DDPLogger) -> None:  # none of the files of a run's
         self.place = place
         self.run_id = ""
         self._memory = bytearray(SLOT_BYTES)
@@ -45,7 +45,7 @@ class _Aside(LocalRuntime):
         """To nobody."""
 
 
-def compare(settings: Settings, place: Place, *, folder: Path, logger: DDPLogger) -> str:
+def compare(settings: Settings, place: RankInfo, *, folder: Path, logger: DDPLogger) -> str:
     """Compute the share of ``place`` once more, from the state in ``folder``, and compare it.
 
     Returns where it parts first from what the rank has noted, in words; empty where it does not. Raises
