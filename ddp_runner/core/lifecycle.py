@@ -2,6 +2,14 @@
 
 ``advance`` is the only way from one state to the next; a pair that is not in the table raises with
 the recent history, and an event that is ignored on purpose has a row that leads back to its state.
+
+A rank has two tables, because two things change that do not depend on each other: what its process
+does (:class:`RankState`, moved by what the process says and how it ends), and whether the world counts
+on it (:class:`Membership`, moved by what the supervisor decides). A dropped rank may still have a
+process that ends, or one that starts beside the world; a rank that hangs may still answer an abort. One
+table for both would have a state for each pair. What is true of a process from some moment until it
+ends, and stands in nobody's way (it was a spare, it has a log file), is a fact and no state: it is
+noted on the handle (``supervisor/processes/rank_process.py``), and a new process begins without.
 """
 
 from __future__ import annotations
@@ -35,7 +43,10 @@ class RunEvent(Enum):
 
 
 class RankState(Enum):
-    """``ranks[].state`` in status.json."""
+    """What a rank's process does; ``ranks[].state`` in status.json, but for KILLING and ENDED.
+
+    They are shown there as ``aborting`` and ``finished``.
+    """
 
     STARTING = "starting"
     READY = "ready"
@@ -43,10 +54,13 @@ class RankState(Enum):
     TRAINING = "training"
     ABORTING = "aborting"
     LEAVING = "leaving"  # has heard of the abort, and commits nothing more
-    FINISHED = "finished"
-    DEAD = "dead"
+    KILLING = "killing"  # SIGKILL was sent, and it has not been reaped: what it still says is old
+    FINISHED = "finished"  # has reported its end, and ends by itself
+    ENDED = "ended"  # had finished, and was reaped
+    DEAD = "dead"  # there is none: it was reaped before it had finished, or never asked for
 
 
+NO_PROCESS_LEFT = (RankState.ENDED, RankState.DEAD)
 IN_GENERATION = (
     RankState.FORMING,
     RankState.TRAINING,
@@ -65,7 +79,33 @@ class RankEvent(Enum):
     ABORT_SENT = "abort_sent"
     ABORT_HEARD = "abort_heard"
     GOT_FINISHED = "got_finished"
+    KILL_SENT = "kill_sent"
     EXITED = "exited"
+
+
+class Membership(Enum):
+    """Whether the world counts on a rank. Shown nowhere outside."""
+
+    MEMBER = "member"
+    HUNG = "hung"  # is killed once it has written where it hangs; how it ends belongs to the fault
+    REPLACING = "replacing"  # is forked once its process, if there is one, was killed and reaped
+    DROPPED = "dropped"  # the others go on without it
+    REJOINING = "rejoining"  # was dropped, and a new process of it starts beside the world
+
+
+IN_WORLD = (Membership.MEMBER, Membership.HUNG, Membership.REPLACING)
+
+
+class MembershipEvent(Enum):
+    """What the supervisor may decide about one rank, or find."""
+
+    FOUND_HUNG = "found_hung"
+    TO_REPLACE = "to_replace"
+    REPLACED = "replaced"
+    DROPPED = "dropped"
+    TRIED_AGAIN = "tried_again"
+    RETURN_FAILED = "return_failed"
+    TAKEN_BACK = "taken_back"
 
 
 RUN_TABLE: dict[tuple[RunState, RunEvent], RunState] = {
@@ -114,20 +154,24 @@ RANK_TABLE: dict[tuple[RankState, RankEvent], RankState] = {
     (RankState.STARTING, RankEvent.GOT_READY): RankState.READY,
     # Ignored: nothing to abort in a rank that has not joined; it will answer Ready all the same.
     (RankState.STARTING, RankEvent.ABORT_SENT): RankState.STARTING,
+    (RankState.STARTING, RankEvent.KILL_SENT): RankState.KILLING,
     (RankState.STARTING, RankEvent.EXITED): RankState.DEAD,
     (RankState.READY, RankEvent.FORM_SENT): RankState.FORMING,
     (RankState.READY, RankEvent.ABORT_SENT): RankState.READY,
     # Ignored: it had left the generation by itself when it heard.
     (RankState.READY, RankEvent.ABORT_HEARD): RankState.READY,
+    (RankState.READY, RankEvent.KILL_SENT): RankState.KILLING,
     (RankState.READY, RankEvent.EXITED): RankState.DEAD,
     (RankState.READY, RankEvent.GOT_FINISHED): RankState.FINISHED,
     (RankState.FORMING, RankEvent.GOT_FORMED): RankState.TRAINING,
     (RankState.FORMING, RankEvent.GOT_READY): RankState.READY,
     (RankState.FORMING, RankEvent.ABORT_SENT): RankState.ABORTING,
+    (RankState.FORMING, RankEvent.KILL_SENT): RankState.KILLING,
     (RankState.FORMING, RankEvent.EXITED): RankState.DEAD,
     (RankState.TRAINING, RankEvent.ABORT_SENT): RankState.ABORTING,
     (RankState.TRAINING, RankEvent.GOT_READY): RankState.READY,
     (RankState.TRAINING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.TRAINING, RankEvent.KILL_SENT): RankState.KILLING,
     (RankState.TRAINING, RankEvent.EXITED): RankState.DEAD,
     (RankState.ABORTING, RankEvent.GOT_READY): RankState.READY,
     # Ignored: the rank had formed just before it heard the abort; Ready follows.
@@ -136,6 +180,7 @@ RANK_TABLE: dict[tuple[RankState, RankEvent], RankState] = {
     (RankState.ABORTING, RankEvent.ABORT_SENT): RankState.ABORTING,
     (RankState.ABORTING, RankEvent.GOT_FINISHED): RankState.FINISHED,
     (RankState.ABORTING, RankEvent.ABORT_HEARD): RankState.LEAVING,
+    (RankState.ABORTING, RankEvent.KILL_SENT): RankState.KILLING,
     (RankState.ABORTING, RankEvent.EXITED): RankState.DEAD,
     (RankState.LEAVING, RankEvent.GOT_READY): RankState.READY,
     # Ignored, as in ABORTING; and one abort is heard once.
@@ -143,14 +188,55 @@ RANK_TABLE: dict[tuple[RankState, RankEvent], RankState] = {
     (RankState.LEAVING, RankEvent.ABORT_SENT): RankState.LEAVING,
     (RankState.LEAVING, RankEvent.ABORT_HEARD): RankState.LEAVING,
     (RankState.LEAVING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.LEAVING, RankEvent.KILL_SENT): RankState.KILLING,
     (RankState.LEAVING, RankEvent.EXITED): RankState.DEAD,
     # Ignored: a rank that has finished has left every collective.
     (RankState.FINISHED, RankEvent.ABORT_SENT): RankState.FINISHED,
     (RankState.FINISHED, RankEvent.ABORT_HEARD): RankState.FINISHED,
-    (RankState.FINISHED, RankEvent.EXITED): RankState.DEAD,
+    # Ignored: it had done all that it had to.
+    (RankState.FINISHED, RankEvent.KILL_SENT): RankState.FINISHED,
+    (RankState.FINISHED, RankEvent.EXITED): RankState.ENDED,
+    # Ignored: it had sent this before it was killed.
+    (RankState.KILLING, RankEvent.GOT_READY): RankState.KILLING,
+    (RankState.KILLING, RankEvent.GOT_FORMED): RankState.KILLING,
+    (RankState.KILLING, RankEvent.ABORT_HEARD): RankState.KILLING,
+    (RankState.KILLING, RankEvent.ABORT_SENT): RankState.KILLING,
+    # Ignored: killed again, perhaps because its pid has become known only now.
+    (RankState.KILLING, RankEvent.KILL_SENT): RankState.KILLING,
+    # It was killed too late: nothing of it is missing.
+    (RankState.KILLING, RankEvent.GOT_FINISHED): RankState.FINISHED,
+    (RankState.KILLING, RankEvent.EXITED): RankState.DEAD,
     (RankState.DEAD, RankEvent.SPAWNED): RankState.STARTING,
-    # Ignored: a corpse hears nothing and dies once.
+    # Ignored: who is not there hears nothing and dies once.
     (RankState.DEAD, RankEvent.ABORT_SENT): RankState.DEAD,
+    (RankState.DEAD, RankEvent.KILL_SENT): RankState.DEAD,
+    # The others form once more with a rank that is back, and need a successor of it.
+    (RankState.ENDED, RankEvent.SPAWNED): RankState.STARTING,
+    # Ignored, as in DEAD.
+    (RankState.ENDED, RankEvent.ABORT_SENT): RankState.ENDED,
+    (RankState.ENDED, RankEvent.KILL_SENT): RankState.ENDED,
+}
+
+MEMBERSHIP_TABLE: dict[tuple[Membership, MembershipEvent], Membership] = {
+    (Membership.MEMBER, MembershipEvent.FOUND_HUNG): Membership.HUNG,
+    (Membership.MEMBER, MembershipEvent.TO_REPLACE): Membership.REPLACING,
+    (Membership.MEMBER, MembershipEvent.DROPPED): Membership.DROPPED,
+    (Membership.HUNG, MembershipEvent.TO_REPLACE): Membership.REPLACING,
+    (Membership.HUNG, MembershipEvent.DROPPED): Membership.DROPPED,
+    # Ignored: it was killed and does not end; the plan about that follows.
+    (Membership.REPLACING, MembershipEvent.FOUND_HUNG): Membership.REPLACING,
+    # Ignored: another plan wants the same, before the first was carried out.
+    (Membership.REPLACING, MembershipEvent.TO_REPLACE): Membership.REPLACING,
+    (Membership.REPLACING, MembershipEvent.REPLACED): Membership.MEMBER,
+    (Membership.REPLACING, MembershipEvent.DROPPED): Membership.DROPPED,
+    # Ignored: its process was lost with a zygote, and nobody waits for it.
+    (Membership.DROPPED, MembershipEvent.TO_REPLACE): Membership.DROPPED,
+    (Membership.DROPPED, MembershipEvent.TRIED_AGAIN): Membership.REJOINING,
+    # Ignored: its fork was lost with a zygote, and is asked for again; it is not back by that.
+    (Membership.REJOINING, MembershipEvent.TO_REPLACE): Membership.REJOINING,
+    (Membership.REJOINING, MembershipEvent.REPLACED): Membership.REJOINING,
+    (Membership.REJOINING, MembershipEvent.RETURN_FAILED): Membership.DROPPED,
+    (Membership.REJOINING, MembershipEvent.TAKEN_BACK): Membership.MEMBER,
 }
 
 S = TypeVar("S", bound=Enum)

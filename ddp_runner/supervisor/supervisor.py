@@ -17,7 +17,16 @@ from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import RUN_TABLE, Machine, RankEvent, RankState, RunEvent, RunState
+from ddp_runner.core.lifecycle import (
+    IN_WORLD,
+    RUN_TABLE,
+    Machine,
+    Membership,
+    RankEvent,
+    RankState,
+    RunEvent,
+    RunState,
+)
 from ddp_runner.core.messages import (
     NO_PROCESS,
     AbortHeard,
@@ -193,7 +202,7 @@ class Supervisor:
                 handle.device_free_bytes = handle.device_free_bytes or message.device_free_bytes
                 self.facts.steps_per_epoch = message.steps_per_epoch
                 handle.machine.advance(RankEvent.GOT_READY)
-                if handle.is_returning:
+                if handle.membership is Membership.REJOINING:
                     self._repair.returning.got_ready(handle)
             case AbortHeard(generation=generation):
                 if generation == self.facts.generation:
@@ -203,7 +212,7 @@ class Supervisor:
                 handle.has_formed = True
                 self._save_request.accept_from(message.committed_step)
                 self._on_formed(message)
-            case Faulted() if handle.given_up_at_s is not None:
+            case Faulted() if handle.membership not in IN_WORLD:
                 self.records.event(
                     "fault_of_given_up_rank", rank=handle.rank, text=message.fault.cause
                 )
@@ -277,7 +286,7 @@ class Supervisor:
     @property
     def _is_ending(self) -> bool:
         """Whether ranks finish, or are asked to: nobody is taken back into such a world."""
-        return self._stop is not None or any(handle.finished for handle in self.world.present)
+        return self._stop is not None or any(handle.has_finished for handle in self.world.present)
 
     @property
     def _is_in_peace(self) -> bool:
@@ -287,11 +296,11 @@ class Supervisor:
     def _on_rank_ended(self, handle: RankHandle, ended: Ended) -> None:
         if self.run_end.is_known:
             self.run_end.last_save.ended(handle)
-        elif handle.is_returning:
+        elif handle.membership is Membership.REJOINING:
             self._repair.returning.ended(handle)
         elif handle.was_spare and not handle.has_begun:
-            self._repair.owe(handle)  # it was ended as a spare
-        elif not self._repair.expects_end_of(handle) and handle.finished is None:
+            self._repair.schedule_respawn(handle)  # it was ended as a spare
+        elif not self._repair.expects_end_of(handle) and not handle.has_finished:
             end = exit_of(
                 handle,
                 ended,
@@ -459,7 +468,7 @@ class Supervisor:
 
     def _end_if_finished(self, now_s: float) -> None:
         ranks = self.world.present
-        if self.ending is not None or not all(handle.finished for handle in ranks):
+        if self.ending is not None or not all(handle.has_finished for handle in ranks):
             return
         if self._finished_at_s is None:
             self._finished_at_s = now_s

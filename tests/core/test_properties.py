@@ -11,7 +11,16 @@ from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
+from ddp_runner.core.lifecycle import (
+    IN_WORLD,
+    MEMBERSHIP_TABLE,
+    RANK_TABLE,
+    Machine,
+    Membership,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+)
 from ddp_runner.core.recovery import (
     GiveUp,
     Incident,
@@ -28,11 +37,15 @@ WORLD = 4
 
 @dataclass
 class Rank:
-    """A rank as the model sees it: its own table, and what it has committed."""
+    """A rank as the model sees it: its own tables, and what it has committed."""
 
     machine: Machine = field(default_factory=lambda: Machine(RANK_TABLE, RankState.DEAD))
+    member: Machine = field(default_factory=lambda: Machine(MEMBERSHIP_TABLE, Membership.REPLACING))
     committed: int = EMPTY_STEP
-    given_up: bool = False
+
+    @property
+    def is_dropped(self):
+        return self.member.state not in IN_WORLD
 
 
 class Model:
@@ -51,10 +64,11 @@ class Model:
         self.form()
 
     def present(self):
-        return [(number, rank) for number, rank in enumerate(self.ranks) if not rank.given_up]
+        return [(number, rank) for number, rank in enumerate(self.ranks) if not rank.is_dropped]
 
     def spawn(self, rank, *, loads):
         rank.machine.advance(RankEvent.SPAWNED)
+        rank.member.advance(MembershipEvent.REPLACED)
         rank.machine.advance(RankEvent.GOT_READY)
         rank.committed = self.checkpoint if loads else EMPTY_STEP
 
@@ -83,15 +97,16 @@ class Model:
 
     def regrow(self):
         """Every rank that was given up comes back, whether or not a step was committed meanwhile."""
-        if not any(rank.given_up for rank in self.ranks):
+        if not any(rank.is_dropped for rank in self.ranks):
             return
         for _, rank in self.present():
             rank.machine.advance(RankEvent.ABORT_SENT)
             rank.machine.advance(RankEvent.GOT_READY)
         for rank in self.ranks:
-            if rank.given_up:
-                rank.given_up = False
+            if rank.is_dropped:
+                rank.member.advance(MembershipEvent.TRIED_AGAIN)
                 self.spawn(rank, loads=False)
+                rank.member.advance(MembershipEvent.TAKEN_BACK)
         self.form()
 
     def strike(self, victims, kind):
@@ -160,11 +175,13 @@ class Model:
         assert handled == expected - {standing.rank for standing in kept}, "nobody is forgotten"
         assert (plan.loader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"
         for number in handled - set(lost):
+            self.ranks[number].machine.advance(RankEvent.KILL_SENT)
             self.ranks[number].machine.advance(RankEvent.EXITED)
         for number in plan.dropped:
-            self.ranks[number].given_up = True
+            self.ranks[number].member.advance(MembershipEvent.DROPPED)
         assert len(self.present()) >= (SETTINGS.min_ranks if plan.dropped else 1)
         for number in plan.ranks:
+            self.ranks[number].member.advance(MembershipEvent.TO_REPLACE)
             self.spawn(self.ranks[number], loads=number == plan.loader)
         self.form()
         kept = best if best > EMPTY_STEP else self.checkpoint

@@ -369,7 +369,7 @@ class Simulation:
 
     def where(self):
         """For an assertion that fails."""
-        ranks = [(h.rank, h.state.name, h.pid, h.given_up_at_s) for h in self.world.ranks]
+        ranks = [(h.rank, h.state.name, h.pid, h.membership.name) for h in self.world.ranks]
         alive = [p for p in self.processes.values() if not p.dead]
         facts = self.supervisor.facts
         return f"{facts}\n{ranks}\nalive {alive}\n{self.records.written[-12:]}"

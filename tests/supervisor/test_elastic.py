@@ -8,7 +8,7 @@ import pytest
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.supervisor.recovery import repair
 from tests.supervisor.judging import assert_done, lost, plans
 
@@ -46,7 +46,9 @@ def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
     )
     run.to_step(12)
     run.kill(1)
-    run.run_until(lambda: run.world.ranks[1].is_returning and run.rank(1) is not None)
+    run.run_until(
+        lambda: run.world.ranks[1].membership is Membership.REJOINING and run.rank(1) is not None
+    )
     getattr(run, harm)(1)
     run.run_until(lambda: len(run.world.present) == 3)
     assert_done(run)
@@ -84,7 +86,7 @@ def test_a_rank_comes_back_between_two_steps(simulate):
     run.to_step(5)
     run.step_s = 5.0
     run.kill(1)
-    run.run_until(lambda: run.world.ranks[1].is_returning)
+    run.run_until(lambda: run.world.ranks[1].membership is Membership.REJOINING)
     run.run_until(lambda: run.world.ranks[1].state is RankState.READY)
     ready_step = run.best
     run.pass_time(1.0)
@@ -179,7 +181,7 @@ def test_a_rank_that_comes_back_while_the_others_finish_is_not_taken_back(simula
     """Who has finished would never form with it: the run ends without it."""
     run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, steps=300, seed=seed)
     back = hold_a_returning_rank(run)
-    run.run_until(lambda: sum(h.finished is not None for h in run.world.present) == 1)
+    run.run_until(lambda: sum(h.has_finished for h in run.world.present) == 1)
     run.send(back, run._ready(back))
     run.loop._turn()
     assert_done(run)

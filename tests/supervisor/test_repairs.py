@@ -218,7 +218,7 @@ def test_a_rank_that_is_killed_but_not_reaped_has_no_state_to_give(simulate):
     run.random.uniform = lambda low, high: next(reaped_after, low) if high == EXIT_S else low
     run.fail(1)
     run.run_until(lambda: run.events("plan"))
-    assert run.world.ranks[1].state is RankState.READY
+    assert run.world.ranks[1].state is RankState.KILLING
     run.kill(0)
     assert_done(run)
     assert plans(run) == [(1, "rank_raised", (1,)), (0, "rank_killed", (0, 1))]

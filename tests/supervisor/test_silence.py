@@ -57,8 +57,8 @@ def test_a_pause_of_all_ranks_is_no_hang(simulate, pause_s):
 def test_a_rank_that_never_finishes_is_found(simulate):
     """Control: however many others have."""
     run = simulate(hang_min_s=1.0, steps=20)
-    run.run_until(lambda: any(handle.finished for handle in run.world.present))
-    (late, *_) = [handle.rank for handle in run.world.present if handle.finished is None]
+    run.run_until(lambda: any(handle.has_finished for handle in run.world.present))
+    (late, *_) = [handle.rank for handle in run.world.present if not handle.has_finished]
     run.sleep(late)
     assert_done(run)
     assert [plan[:2] for plan in plans(run)] == [(late, "rank_hung")]

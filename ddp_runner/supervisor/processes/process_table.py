@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_runner import config
 from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import RankEvent, RankState
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState
 from ddp_runner.core.messages import (
     NO_PROCESS,
     Abort,
@@ -125,8 +125,8 @@ class World:
 
     @property
     def present(self) -> list[RankHandle]:
-        """The ranks that are not given up, in order; the first one of them is rank 0."""
-        return [handle for handle in self.ranks if handle.given_up_at_s is None]
+        """The ranks that are not dropped, in order; the first one of them is rank 0."""
+        return [handle for handle in self.ranks if handle.membership in IN_WORLD]
 
     def start_zygote(self) -> None:
         """Start a zygote; ``ZygoteReady`` follows."""
@@ -246,7 +246,9 @@ class World:
     def _spare_becomes(self, handle: RankHandle, request: Fork, descriptors: list[int]) -> bool:
         spare = self.spare
         # One that is tried again may take its time.
-        if spare is None or handle.is_returning or not spare.becomes(request, descriptors):
+        if spare is None or handle.membership is Membership.REJOINING:
+            return False
+        if not spare.becomes(request, descriptors):
             return False
         assert spare.pid is not None
         handle.pid, handle.was_spare = spare.pid, True
@@ -385,6 +387,7 @@ class World:
 
     def kill_rank(self, handle: RankHandle) -> None:
         """SIGKILL a rank; its departure follows. One whose pid is not known yet is cut off."""
+        handle.machine.advance(RankEvent.KILL_SENT)
         if handle.pid is not None:
             kill(handle.pid)
             if handle.killed_at_s is None:

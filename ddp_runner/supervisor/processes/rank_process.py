@@ -1,4 +1,4 @@
-"""One rank as the supervisor sees it: its process, channel, state and newest reports."""
+"""One rank as the supervisor sees it: its process, channel, states and newest reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.election import EMPTY_STEP, Standing
 from ddp_runner.core.faults import PARKED_BY_RANK
 from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.core.lifecycle import RANK_TABLE, Machine, RankEvent, RankState
+from ddp_runner.core.lifecycle import (
+    MEMBERSHIP_TABLE,
+    NO_PROCESS_LEFT,
+    RANK_TABLE,
+    Machine,
+    Membership,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+)
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.recovery import Incident, WorldFacts
 from ddp_runner.supervisor.processes.children import (
@@ -27,45 +36,102 @@ REAP_TIMEOUT_S = 60.0
 
 
 class RankHandle:
-    """Owned by the supervisor's loop. ``pid`` is None while the zygote has not answered."""
+    """Owned by the supervisor's loop, for the whole run; the processes of the rank come and go.
+
+    Where it stands is in the two tables of ``core/lifecycle.py``. All else is a fact, and is asked for
+    its value, never for where the rank stands.
+    """
 
     def __init__(self, rank: int, *, device: DevicePlan, slot: Slot, log_dir: Path) -> None:
+        # Of the rank, as long as the run lasts.
+
+        # Its number at launch, and its index in World.ranks. While ranks are dropped the numbers that a
+        # generation is formed with are others.
         self.rank = rank
+        # What it computes on: the same for each of its processes.
         self.device = device
+        # Its cells on the board. Written by its process, but for CONDEMNED; they outlive the process.
         self.slot = slot
+        # What its process does. Moved where a message arrives, a process ends, or one is acted upon.
         self.machine: Machine[RankState, RankEvent] = Machine(RANK_TABLE, RankState.DEAD)
+        # Whether the world counts on it. Moved by the repair alone. At launch all are missing.
+        self.member: Machine[Membership, MembershipEvent] = Machine(
+            MEMBERSHIP_TABLE, Membership.REPLACING
+        )
+        # When it was dropped, or its newest return failed. Means nothing while it is in the world.
+        self.dropped_at_s = 0.0
+        # Free on its device when the first process of the rank came, by its first Ready; 0 before that.
+        self.device_free_bytes = 0
+
+        # Of its process: each begins anew with the next one, in open_lines().
+
+        # None while the zygote has not answered, and once it was reaped: a pid that is not None may be
+        # signalled. A rank may have sent Ready before that.
         self.pid: int | None = None
+        # What the zygote's answer is known by. No two forks of a run have the same.
         self.token = -1
+        # Our end of its control channel; there from open_lines() to close_lines(), unless the process
+        # was to be killed before its pid was known.
         self.channel: Channel | None = None
-        self.ready: Ready | None = None
-        self.finished: Finished | None = None
-        self.loads = False
-        self.has_formed = False  # this process has been in a generation that trained
-        self.was_spare = False  # the process waited for this rank's death; it was not forked for it
-        self.given_up_at_s: float | None = None  # None: part of the world
-        self.is_returning = False  # given up, and being tried again
-        self.has_log = False  # it has joined a generation, and writes to a file from then on
-        self.steps_before = 0  # done in this slot by the processes before this one
+        # When the process was asked for; what the board has from before is its predecessor's.
         self.spawned_at_s = 0.0
-        self.killed_at_s: float | None = None  # when SIGKILL was sent, for the first time
+        # Whether it is to read the checkpoint, because no other rank has a state to give it.
+        self.loads = False
+        # Steps that were done in this slot by the processes before this one.
+        self.steps_before = 0
+        # Its newest Ready: the step it holds. None: it has not built what it trains.
+        self.ready: Ready | None = None
+        # Its report at the end; there exactly while the state is FINISHED or ENDED.
+        self.finished: Finished | None = None
+        # Whether the process waited as a spare before it became this rank, and was not forked for it.
+        self.was_spare = False
+        # Whether it was asked to join a generation: it writes to its log file from then on.
+        self.has_log = False
+        # Whether it has been in a generation that trained: it holds a state.
+        self.has_formed = False
+        # When it was first sent SIGKILL; None before, and in KILLING until its pid is known.
+        self.killed_at_s: float | None = None
+        # How much it had written when it was first asked where it hangs; None: not in this incident.
+        self.asked_bytes: int | None = None
+        # Its loader workers, by its newest report.
         self.loader_pids: tuple[int, ...] = ()
+        # Its newest Metrics, by name.
         self.metrics: dict[str, float] = {}
+        # Resident memory, measured once a second. The kernel kills the largest first.
         self.rss_bytes = 0
-        self.device_free_bytes = 0  # when the first process of this rank came
-        self.asked_bytes: int | None = None  # that it had written when asked where it hangs
+        # A file in memory that it writes to before it has a log; -1 where there is no process.
         self._output = -1
+        # Of all processes of the rank; it may have been removed by somebody.
         self._log_path = log_dir / f"rank_{rank}.log"
-        self._log_begin = 0  # where the lines of this process begin, behind those before it
+        # Where the lines of this process begin in it, behind those of the processes before.
+        self._log_begin = 0
 
     @property
     def state(self) -> RankState:
-        """Where the rank stands."""
+        """What its process does."""
         return self.machine.state
+
+    @property
+    def membership(self) -> Membership:
+        """Whether the world counts on it."""
+        return self.member.state
 
     @property
     def is_alive(self) -> bool:
         """Whether a process was asked for and has not been reaped."""
-        return self.state is not RankState.DEAD
+        return self.state not in NO_PROCESS_LEFT
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether its process has done all that it had to; it may have been reaped since."""
+        return self.state in (RankState.FINISHED, RankState.ENDED)
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether another process is to be forked for it, at once or after this one was reaped."""
+        if self.membership is Membership.REJOINING:
+            return not self.is_alive  # its fork was lost
+        return self.membership is Membership.REPLACING
 
     @property
     def own_step_s(self) -> float | None:
@@ -175,11 +241,15 @@ class RankHandle:
 
 
 def who_is_left(
-    handles: Sequence[RankHandle], incident: Incident, *, doomed: Collection[int], now_s: float
+    handles: Sequence[RankHandle],
+    incident: Incident,
+    *,
+    forked_ahead: Collection[int],
+    now_s: float,
 ) -> WorldFacts:
     """What the ranks of a world have, once ``incident`` has been gathered.
 
-    ``doomed`` ranks may look usable until they are reaped, but nobody gets their state any more.
+    Ranks that are ``forked_ahead`` of it, or are being replaced, have no state that anybody could get.
     """
     unending = {h.rank: h.pid or 0 for h in handles if h.does_not_end(now_s)}
     raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}
@@ -188,7 +258,8 @@ def who_is_left(
     others: list[RankHandle] = []
     for handle in handles:
         is_usable = handle.state in (RankState.READY, RankState.STARTING)
-        if handle.rank in doomed or handle.rank in unending or not is_usable:
+        has_none = handle.membership is Membership.REPLACING or handle.rank in forked_ahead
+        if has_none or handle.rank in unending or not is_usable:
             lost.append(handle.rank)
         elif handle.rank in raised and handle.state is RankState.READY:
             parked.append(handle.standing)

@@ -16,6 +16,7 @@ UNANSWERED = f"did not answer an abort within {ANSWER_TIMEOUT_S:g} s"  # of who 
 LEAVE_TIMEOUT_S = 5.0  # for a survivor to leave its generation, if its phase does not excuse it
 SILENT_LEAVE_TIMEOUT_S = 30.0  # from the second act: for a device to let go of its kernels
 _HAS_NOT_HEARD = (RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
+_MAY_COMMIT = (*_HAS_NOT_HEARD, RankState.KILLING)  # until it has been reaped, nobody knows
 
 
 class Cutting:
@@ -35,7 +36,7 @@ class Cutting:
         generation, _ = self._world.aborted
         if generation <= self._cut or not self._takes_two_acts:
             return
-        if any(h.state in _HAS_NOT_HEARD and not h.does_not_end(now_s) for h in self._world.ranks):
+        if any(h.state in _MAY_COMMIT and not h.does_not_end(now_s) for h in self._world.ranks):
             return
         self._cut, self._cut_at_s = generation, now_s
         self._records.event("cut", generation=generation)

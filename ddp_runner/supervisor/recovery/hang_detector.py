@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.hang_detection import HangVerdict
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.process_table import World
@@ -40,19 +39,19 @@ class HangFinder:
         self._records = records
         self._stopped = StoppedWatch()
 
-    def find(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
-        """Ranks that hang, or the collective that does; ``leave_out`` are being replaced anyway."""
+    def find(self, now_s: float) -> list[Fault]:
+        """Ranks that hang, or the collective that does; who is being replaced is left out."""
         if any(map(self._is_getting_on, self._world.present)):
             self._facts.formed_at_s = now_s  # loader and phases have deadlines of their own
         for handle in self._world.present:
-            if handle.rank in leave_out:
+            if handle.membership is Membership.REPLACING:
                 continue
             started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
             formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
             if handle.state is RankState.STARTING and now_s > started_by_s:
                 return [hung(handle, "still starting")]
             if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
-                if not self._holds_the_only_state(handle, leave_out):
+                if not self._holds_the_only_state(handle):
                     return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
                 self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
@@ -63,7 +62,7 @@ class HangFinder:
         verdict = self.watcher.look(self._world.present)
         return [] if verdict is None else self._faults_of(verdict)
 
-    def find_stopped(self, now_s: float, *, leave_out: Collection[int]) -> list[Fault]:
+    def find_stopped(self, now_s: float) -> list[Fault]:
         """Ranks that the system holds stopped while an incident is open; the last state is woken.
 
         One that is asked to leave its generation is waited for by all: it is found at once.
@@ -71,11 +70,11 @@ class HangFinder:
         stopped = [
             handle
             for handle in self._world.present
-            if handle.rank not in leave_out and self._stands_too_long(handle, now_s)
+            if handle.membership is Membership.MEMBER and self._stands_too_long(handle, now_s)
         ]
         if not stopped:
             return []
-        holders = self.holders_of_state(leave_out=leave_out)
+        holders = self.holders_of_state()
         if all(handle in stopped for handle in holders):
             spared = max(
                 (handle for handle in holders),
@@ -87,12 +86,12 @@ class HangFinder:
                 self._say_woken(spared)
         return [hung(handle, "stopped by a signal") for handle in stopped]
 
-    def holders_of_state(self, *, leave_out: Collection[int]) -> list[RankHandle]:
-        """The living ranks whose processes have a state, as far as is known."""
+    def holders_of_state(self) -> list[RankHandle]:
+        """The living ranks whose processes have a state, as far as is known, and are to live on."""
         return [
             handle
             for handle in self._world.present
-            if handle.rank not in leave_out and handle.is_alive and handle.has_state
+            if handle.membership is Membership.MEMBER and handle.is_alive and handle.has_state
         ]
 
     def _stands_too_long(self, handle: RankHandle, now_s: float) -> bool:
@@ -114,11 +113,11 @@ class HangFinder:
             handle, generation=self._facts.generation
         )
 
-    def _holds_the_only_state(self, handle: RankHandle, leave_out: Collection[int]) -> bool:
+    def _holds_the_only_state(self, handle: RankHandle) -> bool:
         return handle.standing.committed_step > EMPTY_STEP and not any(
             other.is_alive and other.standing.committed_step > EMPTY_STEP
             for other in self._world.present
-            if other is not handle and other.rank not in leave_out
+            if other is not handle and other.membership is not Membership.REPLACING
         )
 
     def _faults_of(self, verdict: HangVerdict) -> list[Fault]:

@@ -18,8 +18,8 @@ STACKS_QUIET_S = 0.15  # without another byte: it has written them
 
 
 @dataclass(slots=True)
-class Condemned:
-    """A rank that hangs: killed once it has written its stacks, or does not within its time."""
+class PendingKill:
+    """Of a rank that hangs: it is killed once it has written its stacks, or does not within its time."""
 
     asked_s: float
     asked_bytes: int  # that it had written by then
@@ -46,7 +46,8 @@ class OpenIncident:
     faults: list[Fault]
     began_s: float
     event_id: int
-    condemned: dict[int, Condemned] = field(default_factory=dict)  # hung ranks
+    # Of each rank that is in the state HUNG, how far it has come with its stacks.
+    pending_kills: dict[int, PendingKill] = field(default_factory=dict)
     # Of each rank with a fault, when that was told: one that is woken goes on, and gives more.
     last_sign_s: dict[int, float] = field(default_factory=dict)
     # Each rank that was asked: the step it has committed, and the collectives it has begun since.
@@ -65,9 +66,8 @@ class OpenIncident:
         return bool(kinds) and kinds <= _REPLACED_ALIKE and rank not in self._tried_ahead
 
     def fork_ahead(self, ranks: Iterable[int]) -> None:
-        """These are being replaced: what is condemned is their predecessor, which has ended."""
+        """These are being replaced before the incident is closed."""
         for rank in ranks:
-            self.condemned.pop(rank, None)
             self.forked_ahead.add(rank)
             self._tried_ahead.add(rank)
 

@@ -130,12 +130,11 @@ class LastSave:
                 wake([handle])
 
     def _is_parked(self, handle: RankHandle) -> bool:
-        is_usable = handle.killed_at_s is None and handle.rank not in self._refused
-        return handle.state is RankState.READY and is_usable
+        return handle.state is RankState.READY and handle.rank not in self._refused
 
     @staticmethod
     def _is_in(handle: RankHandle) -> bool:
-        return handle.state in IN_GENERATION and handle.killed_at_s is None
+        return handle.state in IN_GENERATION
 
     @staticmethod
     def _leaving(handle: RankHandle) -> Leaving:

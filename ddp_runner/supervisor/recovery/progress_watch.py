@@ -56,7 +56,7 @@ class Watcher:
         """The verdict on a world whose ranks train, or have finished, or None."""
         self._notice_pauses()
         self._keep_pace(handles)
-        training = [handle for handle in handles if handle.finished is None]
+        training = [handle for handle in handles if not handle.has_finished]
         self._notice_finished(len(handles) - len(training))
         if any(handle.state is not RankState.TRAINING for handle in training):
             self._pauses.observe(())

@@ -1,4 +1,4 @@
-"""Slots that were given up: tried again beside the running world, and taken back between two steps."""
+"""Ranks that were dropped: tried again beside the running world, and taken back between two steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ddp_runner.core.faults import Fault
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.core.recovery import regrow_delay_s
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.process_table import World
@@ -54,7 +54,7 @@ class ReturningRanks:
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
         self._regroup_since_s = 0.0
 
-    def give_up(self, handle: RankHandle, now_s: float) -> None:
+    def drop(self, handle: RankHandle, now_s: float) -> None:
         """Go on without this rank, until it is tried again."""
         step = self._facts.committed_step
         slot = self._slots.setdefault(handle.rank, _Slot(step=step))
@@ -62,21 +62,20 @@ class ReturningRanks:
             soon = now_s < slot.came_back_at_s + self._settings.restart_window_s
             slot.failed_returns = slot.failed_returns + 1 if soon else 0
         slot.step = step
-        handle.given_up_at_s, handle.is_returning = now_s, False
-        if handle.is_alive:
-            self._world.kill_rank(handle)
+        handle.member.advance(MembershipEvent.DROPPED)
+        handle.dropped_at_s = now_s
+        self._world.kill_rank(handle)
         present = len(self._world.present)
         self._facts.inexact_reasons.append(
             f"{present} of {len(self._world.ranks)} ranks from step {step}"
         )
 
     def try_again(self, now_s: float) -> None:
-        """Fork given-up ranks again after their time; called only while the run is in peace."""
+        """Fork dropped ranks again after their time; called only while the run is in peace."""
         if not self._settings.regrow_after or not self._world.can_fork:
             return
         for handle in self._world.ranks:
-            since_s = handle.given_up_at_s
-            if since_s is None:
+            if handle.membership in IN_WORLD:
                 continue
             if handle.is_alive:
                 is_late = now_s > handle.spawned_at_s + self._settings.startup_timeout_s
@@ -85,11 +84,13 @@ class ReturningRanks:
                     self._world.kill_rank(handle)
                 continue
             slot = self._slots[handle.rank]
-            is_early = now_s < since_s + regrow_delay_s(slot.failed_returns, self._settings)
+            is_early = now_s < handle.dropped_at_s + regrow_delay_s(
+                slot.failed_returns, self._settings
+            )
             # It may take the whole world with it each time: a step is committed in between.
             if is_early or self._facts.committed_step <= slot.step:
                 continue
-            handle.is_returning = True
+            handle.member.advance(MembershipEvent.TRIED_AGAIN)
             self._records.say(f"trying rank {handle.rank} again")
             self._world.spawn_rank(
                 handle,
@@ -105,7 +106,8 @@ class ReturningRanks:
     def ended(self, handle: RankHandle) -> None:
         """It was not worth it yet: wait again, for longer."""
         self._slots[handle.rank].failed_returns += 1
-        handle.given_up_at_s, handle.is_returning = time.monotonic(), False
+        handle.member.advance(MembershipEvent.RETURN_FAILED)
+        handle.dropped_at_s = time.monotonic()
         self._records.say(f"rank {handle.rank} is still not usable", level="WARNING")
 
     def take_back(self, now_s: float) -> None:
@@ -113,14 +115,14 @@ class ReturningRanks:
         back = [
             handle
             for handle in self._world.ranks
-            if handle.is_returning
+            if handle.membership is Membership.REJOINING
             and handle.state is RankState.READY
             and self._slots[handle.rank].step != self._facts.committed_step
         ]
         if not back or self.is_regrouping:
             return
         for handle in back:
-            handle.given_up_at_s, handle.is_returning = None, False
+            handle.member.advance(MembershipEvent.TAKEN_BACK)
             self._slots[handle.rank].came_back_at_s = now_s
             self._records.say(
                 f"rank {handle.rank} is back: {len(self._world.present)} ranks from here on"

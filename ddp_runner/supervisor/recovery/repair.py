@@ -14,7 +14,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.lifecycle import IN_GENERATION, RankState
+from ddp_runner.core.lifecycle import IN_GENERATION, Membership, MembershipEvent, RankState
 from ddp_runner.core.messages import Adjusted, CollectivesBegun
 from ddp_runner.core.recovery import (
     GiveUp,
@@ -32,7 +32,7 @@ from ddp_runner.supervisor.processes.stack_dump import force_stacks, wake
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.fault_injector import Striker
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
-from ddp_runner.supervisor.recovery.incident import Condemned, OpenIncident
+from ddp_runner.supervisor.recovery.incident import OpenIncident, PendingKill
 from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
 from ddp_runner.supervisor.reporting.accounting import Ledger
 from ddp_runner.supervisor.reporting.outputs import Records
@@ -74,9 +74,7 @@ class Repair:
         self._cutting = cutting
         self._hangs = HangFinder(settings.recovery, facts, world=world, records=records)
         self._incident: OpenIncident | None = None
-        # At launch every rank is missing, and the first one reads what is resumed.
-        self._doomed = {handle.rank for handle in world.ranks}
-        self._loader: int | None = 0
+        self._loader: int | None = 0  # at launch the first rank reads what is resumed
         self._remedies: list[str] = []
         self._once_more = False  # one of them is to change nothing
         self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
@@ -94,16 +92,17 @@ class Repair:
     @property
     def is_open(self) -> bool:
         """Whether an incident is being gathered or a rank still to be replaced: nothing may form."""
-        return self._incident is not None or bool(self._doomed)
+        return self._incident is not None or any(h.needs_process for h in self._world.ranks)
 
     def expects_end_of(self, handle: RankHandle) -> bool:
         """Whether the rank was killed on purpose, so that its end is no news."""
-        return handle.rank in self._doomed or handle.given_up_at_s is not None
+        return handle.membership not in (Membership.MEMBER, Membership.HUNG)
 
-    def owe(self, handle: RankHandle) -> None:
-        """Fork this rank again, if it is wanted: its zygote died, or its spare, before it had begun."""
-        if handle.given_up_at_s is None or handle.is_returning:
-            self._doomed.add(handle.rank)
+    def schedule_respawn(self, handle: RankHandle) -> None:
+        """Fork this rank again, if it is wanted, once its process is gone: a plan, or a lost fork, asks for it."""
+        handle.member.advance(MembershipEvent.TO_REPLACE)
+        if self._incident is not None:
+            self._incident.pending_kills.pop(handle.rank, None)  # who comes now does not hang
 
     def report(self, fault: Fault) -> bool:
         """Add a fault to the open incident, or open one and abort the generation; True if opened."""
@@ -140,7 +139,7 @@ class Repair:
 
     def was_asked(self, handle: RankHandle) -> bool:
         """Whether the rank was made to write where it hangs."""
-        return self._incident is not None and handle.rank in self._incident.condemned
+        return handle.membership is Membership.HUNG
 
     def larger_ones_killed(self, handle: RankHandle) -> int:
         """How many larger ranks were killed as well, by nobody here: the kernel begins with the largest."""
@@ -184,7 +183,7 @@ class Repair:
             return []
         found = (
             self._who_does_not_end(now_s)
-            or self._hangs.find(now_s, leave_out=self._doomed)
+            or self._hangs.find(now_s)
             or self.returning.who_stays_too_long(now_s)
         )
         if found:
@@ -194,20 +193,21 @@ class Repair:
     def _who_does_not_end(self, now_s: float) -> list[Fault]:
         """Ranks that a plan has killed, and whose successors wait for that."""
         return [
-            hung(self._world.ranks[rank], f"not ended {REAP_TIMEOUT_S:g} s after SIGKILL")
-            for rank in sorted(self._doomed)
-            if self._world.ranks[rank].does_not_end(now_s)
+            hung(handle, f"not ended {REAP_TIMEOUT_S:g} s after SIGKILL")
+            for handle in self._world.ranks
+            if handle.needs_process and handle.does_not_end(now_s)
         ]
 
     def condemn(self, faults: list[Fault]) -> None:
         """Have those that hang dump their stacks, and then killed. Their incident is open."""
         if self._incident is None:
             return
-        condemned = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG}
-        new = condemned - set(self._incident.condemned)
+        pending = self._incident.pending_kills
+        new = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG} - set(pending)
         for rank in new:
-            asked_bytes = self._world.ranks[rank].mark_asked()
-            self._incident.condemned[rank] = Condemned(time.monotonic(), asked_bytes)
+            handle = self._world.ranks[rank]
+            handle.member.advance(MembershipEvent.FOUND_HUNG)
+            pending[rank] = PendingKill(time.monotonic(), handle.mark_asked())
         force_stacks(self._world.ranks, new)
         wake(self._world.ranks)
 
@@ -216,11 +216,13 @@ class Repair:
         incident = self._incident
         if incident is None:
             return None
-        self._condemn_stopped(incident, now_s)
-        self._condemn_unanswering(incident, now_s)
-        for rank, condemned in incident.condemned.items():
+        self._condemn_stopped(now_s)
+        self._condemn_unanswering(now_s)
+        for rank, pending in incident.pending_kills.items():
             handle = self._world.ranks[rank]
-            if condemned.is_due(handle.written_bytes, now_s, said_since=handle.said_since):
+            if handle.is_alive and pending.is_due(
+                handle.written_bytes, now_s, said_since=handle.said_since
+            ):
                 self._world.kill_rank(handle)
         waiting = [
             handle
@@ -236,7 +238,7 @@ class Repair:
             late = [
                 hung(handle, f"did not leave its generation within {waited_s:.1f} s")
                 for handle in waiting
-                if handle.rank not in incident.condemned and self._hangs.watcher.is_overdue(handle)
+                if handle.membership is Membership.MEMBER and self._hangs.watcher.is_overdue(handle)
             ]
             for fault in late:
                 self.report(fault)
@@ -244,20 +246,20 @@ class Repair:
                 self.condemn(late)
         return None
 
-    def _condemn_stopped(self, incident: OpenIncident, now_s: float) -> None:
+    def _condemn_stopped(self, now_s: float) -> None:
         """Nobody waits for a rank that the system holds stopped, whatever else goes on."""
-        stopped = self._hangs.find_stopped(now_s, leave_out={*incident.condemned, *self._doomed})
+        stopped = self._hangs.find_stopped(now_s)
         for fault in stopped:
             self.report(fault)
         if stopped:
             self.condemn(stopped)
 
-    def _condemn_unanswering(self, incident: OpenIncident, now_s: float) -> None:
+    def _condemn_unanswering(self, now_s: float) -> None:
         """Nobody's communicators may be aborted while one of the ranks might still commit."""
         late = [
             hung(handle, UNANSWERED)
             for handle in self._cutting.unanswered(now_s)
-            if handle.rank not in {*incident.condemned, *self._doomed}
+            if handle.membership is Membership.MEMBER
         ]
         for fault in late:
             self.report(fault)
@@ -275,11 +277,10 @@ class Repair:
             handle
             for handle in self._world.present
             if handle.state is RankState.DEAD
-            and handle.finished is None
-            and handle.rank not in self._doomed
+            and handle.membership is not Membership.REPLACING
             and incident.may_fork_ahead(handle.rank)
         ]
-        if not dead or not self._hangs.holders_of_state(leave_out=incident.condemned):
+        if not dead or not self._hangs.holders_of_state():
             return
         ranks = tuple(handle.rank for handle in dead)
         plan = plan_recovery(
@@ -291,17 +292,17 @@ class Repair:
         if not isinstance(plan, ReplaceRanks) or plan.ranks != ranks or plan.delay_s:
             return
         self._records.event("forked_ahead", cause=incident.event_id, ranks=list(ranks))
-        if self._loader not in self._doomed:
+        if self._loader is not None and not self._world.ranks[self._loader].needs_process:
             self._loader = None  # of the plan before
         incident.fork_ahead(ranks)
-        self._doom(dead)
+        self._kill_and_respawn(dead)
 
     @staticmethod
     def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
         """Whether the incident cannot be judged before this rank has answered or ended."""
         if handle.state in IN_GENERATION:
             return True
-        if handle.rank in incident.condemned:
+        if handle.membership is Membership.HUNG:
             return handle.is_alive
         guilty = any(
             fault.rank == handle.rank and fault.kind not in VICTIM_KINDS
@@ -326,10 +327,9 @@ class Repair:
         ranks = self._world.present
         incident = self._as_incident(opened, now_s)
         self._once_more = False
-        without_state = {*self._doomed, *opened.forked_ahead}
         plan = plan_recovery(
             incident,
-            world=who_is_left(ranks, incident, doomed=without_state, now_s=now_s),
+            world=who_is_left(ranks, incident, forked_ahead=opened.forked_ahead, now_s=now_s),
             history=self._ledger.history,
             settings=self._settings,
         )
@@ -390,22 +390,22 @@ class Repair:
         self._respawn_at_s = now_s + plan.delay_s
         self._loader = plan.loader
         for rank in plan.dropped:
-            self._doomed.discard(rank)
-            self.returning.give_up(self._world.ranks[rank], now_s)
+            self.returning.drop(self._world.ranks[rank], now_s)
         # Who was forked ahead has no state, which the one that is to load needs.
         there = {rank for rank in forked_ahead if self._world.ranks[rank].is_alive} - {plan.loader}
-        self._doom([self._world.ranks[rank] for rank in plan.ranks if rank not in there])
+        lost = [self._world.ranks[rank] for rank in plan.ranks if rank not in there]
+        self._kill_and_respawn(lost)
 
     def respawn(self, now_s: float) -> None:
         """Fork what is missing as soon as its predecessors are reaped; the spare needs no zygote."""
         if self._world.can_fork:
             if self._world.store is None:
                 self._world.start_store()
-            self._doom_who_finished()
-        doomed = [self._world.ranks[rank] for rank in sorted(self._doomed)]
-        if now_s < self._respawn_at_s or any(handle.is_alive for handle in doomed):
+            self._replace_who_finished()
+        missing = [handle for handle in self._world.ranks if handle.needs_process]
+        if now_s < self._respawn_at_s or any(handle.is_alive for handle in missing):
             return
-        for handle in doomed:
+        for handle in missing:
             if not (self._world.can_fork or self._world.has_spare_for(handle)):
                 return  # the next zygote forks it
             self._spawn(handle)
@@ -419,32 +419,31 @@ class Repair:
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
         )
         if began:
-            self._doomed.discard(handle.rank)
+            handle.member.advance(MembershipEvent.REPLACED)
             self._short_of_memory.pop(handle.rank, None)
         if handle.was_spare:
             self._records.event("spare_taken", rank=handle.rank, pid=handle.pid)
 
-    def _doom_who_finished(self) -> None:
+    def _replace_who_finished(self) -> None:
         """A rank may finish in the very moment in which the others leave for one that is back.
 
         They wait for it to form with them; its successor does, and finishes again.
         """
         present = self._world.present
-        gone = [handle for handle in present if handle.finished is not None]
-        left = [handle for handle in present if handle.finished is None]
+        gone = [handle for handle in present if handle.has_finished]
+        left = [handle for handle in present if not handle.has_finished]
         if not (self.returning.is_regrouping and gone) or self.is_open:
             return
         if all(handle.state is RankState.READY for handle in left):
             filled = any(handle.is_filled for handle in left)
             self._loader = None if filled else gone[0].rank
-            self._doom(gone)
+            self._kill_and_respawn(gone)
 
-    def _doom(self, handles: list[RankHandle]) -> None:
+    def _kill_and_respawn(self, handles: list[RankHandle]) -> None:
         """Kill what is left of these ranks and have them forked again."""
         for handle in handles:
-            self._doomed.add(handle.rank)
-            if handle.is_alive:
-                self._world.kill_rank(handle)
+            self.schedule_respawn(handle)
+            self._world.kill_rank(handle)
 
     def _resume_word(self) -> str:
         """What a loading rank resumes: the user's choice, until this launch has saved something."""

@@ -115,7 +115,7 @@ class SpareKeeper:
                 is_stopped=proc_state.is_stopped(handle.pid),
                 since_s=now_s - handle.spawned_at_s,
             ):
-                self._repair.owe(handle)
+                self._repair.schedule_respawn(handle)
                 self._world.kill_rank(handle)
 
     def is_ready(self, message: SpareReady) -> None:

@@ -149,7 +149,7 @@ class ZygoteKeeper:
         for handle in self._world.ranks:
             if handle.is_alive and handle.pid is None:
                 self._world.forget_start(handle)
-                self._repair.owe(handle)
+                self._repair.schedule_respawn(handle)
         if self._world.promote_standby():
             self._records.event("zygote_replaced", pid=self._world.zygote_pid)
             self._records.say("the zygote died; the one that stood by forks now", level="WARNING")

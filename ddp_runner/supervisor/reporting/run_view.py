@@ -11,7 +11,7 @@ import psutil
 
 from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import RankState, RunState
+from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
 from ddp_runner.observe.view import RankView, RunView
 from ddp_runner.supervisor.processes.rank_process import RankHandle
@@ -41,7 +41,7 @@ def run_view(
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
     now_ns = time.monotonic_ns()
-    first = next(handle for handle in handles if handle.given_up_at_s is None)
+    first = next(handle for handle in handles if handle.membership in IN_WORLD)
     step = max(reading.committed_step for reading in readings)
     total = max(reading.total_steps for reading in readings)
     step_s = max((reading.step_ns for reading in readings), default=0) / 1e9
@@ -58,7 +58,7 @@ def run_view(
         pid=os.getpid(),
         state=state.value,
         generation=facts.generation,
-        world_size=sum(handle.given_up_at_s is None for handle in handles),
+        world_size=sum(handle.membership in IN_WORLD for handle in handles),
         step=step,
         max_steps=total,
         epoch=readings[first.rank].epoch,
@@ -84,13 +84,15 @@ def run_view(
     )
 
 
+# What is shown of states that are nobody's business outside.
+_SHOWN_AS = {RankState.KILLING: RankState.ABORTING, RankState.ENDED: RankState.FINISHED}
+
+
 def _state(handle: RankHandle) -> str:
     """Where the rank stands; dead is only who has begun and has not finished."""
-    if handle.state is not RankState.DEAD:
-        return str(handle.state.value)
-    if handle.finished is not None:
-        return RankState.FINISHED.value
-    return RankState.DEAD.value if handle.spawned_at_s else "waiting"
+    if handle.state is RankState.DEAD and not handle.spawned_at_s:
+        return "waiting"
+    return str(_SHOWN_AS.get(handle.state, handle.state).value)
 
 
 def _rank_view(handle: RankHandle, reading: SlotReading, now_ns: int) -> RankView:

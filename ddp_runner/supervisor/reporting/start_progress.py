@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.board import Cell
-from ddp_runner.core.lifecycle import RankState
+from ddp_runner.core.lifecycle import NO_PROCESS_LEFT, RankState
 from ddp_runner.core.messages import Built
 from ddp_runner.core.phases import Stage
 from ddp_runner.observe.console import LogTail
@@ -163,9 +163,9 @@ class Start:
 
 def _slowest(ranks: Sequence[RankHandle]) -> str:
     """What those ranks do that have come least far; empty where one has not begun."""
-    waits = {RankState.STARTING, RankState.DEAD}
+    waits = {RankState.STARTING, RankState.KILLING, *NO_PROCESS_LEFT}
     behind = [handle for handle in ranks if handle.state in waits]
-    if any(handle.state is RankState.DEAD or not handle.has_begun for handle in behind):
+    if any(not (handle.is_alive and handle.has_begun) for handle in behind):
         return ""
     stages = [Stage(handle.slot.get(Cell.STAGE)) for handle in behind]
     busy = [stage for stage in stages if stage is not Stage.NONE]
