@@ -15,6 +15,7 @@ from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, sho
 from ddp_runner.config.fields import known_fields, sections
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
+from ddp_runner.core.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 
 DOCS = Path(__file__).parent
 
@@ -145,6 +146,51 @@ def command_line_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def states_page() -> str:
+    """The tables of ``core/lifecycle.py``: what each state makes of each event, and a diagram of it."""
+    lines = [
+        "# States",
+        _MADE,
+        "Every state of a run and of its ranks changes by a row of a table in `ddp_runner/core/lifecycle.py`, where each row",
+        "that ignores an event says why. An event that has no row in a state is a bug, and raises.",
+        "",
+        "In the tables: the state that follows; *same* where the event is ignored; empty where there is no row. The diagrams, in",
+        "Mermaid, which GitHub draws, show what is not ignored.",
+    ]
+    about = {
+        "The run": "`state` in `status.json`.",
+        "The process of a rank": "`ranks[].state` in `status.json`, where `killing` is shown as `aborting` and `ended` as `finished`.",
+        "The membership of a rank": "Whether the world counts on it; independent of what its process does, and not shown outside.",
+    }
+    tables = (RUN_TABLE, RANK_TABLE, MEMBERSHIP_TABLE)
+    for (title, says), table in zip(about.items(), tables, strict=True):
+        rows = {(one.value, event.value): after.value for (one, event), after in table.items()}
+        lines += ["", f"## {title}", "", says, "", *_matrix(rows), "", *_diagram(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _matrix(rows: dict[tuple[str, str], str]) -> list[str]:
+    """What each state makes of each event, in the order in which the table names them."""
+    states = dict.fromkeys(state for state, _ in rows) | dict.fromkeys(rows.values())
+    events = list(dict.fromkeys(event for _, event in rows))
+    lines = [f"| | {' | '.join(events)} |", "|---" * (len(events) + 1) + "|"]
+    for state in states:
+        cells = (rows.get((state, event), "") for event in events)
+        shown = ("*same*" if after == state else after for after in cells)
+        lines.append(f"| **{state}** | {' | '.join(shown)} |")
+    return lines
+
+
+def _diagram(rows: dict[tuple[str, str], str]) -> list[str]:
+    """A Mermaid state diagram; one arrow for all events that lead from one state to another."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for (state, event), after in rows.items():
+        if after != state:
+            arrows.setdefault((state, after), []).append(event)
+    drawn = (f"    {a} --> {b}: {', '.join(events)}" for (a, b), events in arrows.items())
+    return ["```mermaid", "stateDiagram-v2", *drawn, "```"]
+
+
 def invariants_page() -> str:
     """Every INVARIANT block of the code: its rule, where it stands, and the test that guards it."""
     lines = [
@@ -205,6 +251,7 @@ PAGES = {
     "settings.md": settings_page,
     "command-line.md": command_line_page,
     "invariants.md": invariants_page,
+    "states.md": states_page,
 }
 
 if __name__ == "__main__":
