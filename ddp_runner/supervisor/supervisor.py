@@ -109,6 +109,7 @@ class Supervisor:
         self._repair = Repair(
             plan.settings,
             self.facts,
+            machine=self.machine,
             world=world,
             records=records,
             ledger=self.ledger,
@@ -353,8 +354,8 @@ class Supervisor:
     def _report(self, fault: Fault) -> None:
         if self._repair.returning.is_regrouping and fault.kind in VICTIM_KINDS:
             return  # it was told to leave
-        if not self.run_end.is_known and self._finished_at_s is None and self._repair.report(fault):
-            self.machine.advance(RunEvent.INCIDENT_BEGAN)
+        if not self.run_end.is_known and self._finished_at_s is None:
+            self._repair.report(fault)
 
     def advance(self) -> None:
         """Do whatever the facts allow now. Called after every event and every tick."""
@@ -371,16 +372,10 @@ class Supervisor:
         if self._is_at_its_end(now_s):
             return
         self._zygotes.look(now_s)
-        hung = self._repair.look(now_s)
-        for fault in hung:
-            self._report(fault)
-        if hung:
-            self._repair.condemn(hung)
-        given_up = self._repair.settle(now_s)
+        given_up = self._repair.advance(now_s)
         if given_up is not None:
             self.run_end.give_up(given_up)
             return
-        self._repair.respawn(now_s)
         if self.machine.state is RunState.RUNNING:
             self._striker.strike_if_due(now_s)
             self._repair.returning.try_again(now_s)

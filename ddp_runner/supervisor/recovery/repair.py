@@ -14,7 +14,15 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.lifecycle import IN_GENERATION, Membership, MembershipEvent, RankState
+from ddp_runner.core.lifecycle import (
+    IN_GENERATION,
+    Machine,
+    Membership,
+    MembershipEvent,
+    RankState,
+    RunEvent,
+    RunState,
+)
 from ddp_runner.core.messages import Adjusted, CollectivesBegun
 from ddp_runner.core.recovery import (
     GiveUp,
@@ -49,13 +57,14 @@ ANSWERS_TIME_S = 0.2
 
 
 class Repair:
-    """Driven by :class:`Supervisor`: facts by ``report``, time by ``look``, ``settle``, ``respawn``."""
+    """Driven by :class:`Supervisor`: facts by ``report``, time by ``advance``, once a turn."""
 
     def __init__(
         self,
         settings: Settings,
         facts: RunFacts,
         *,
+        machine: Machine[RunState, RunEvent],
         world: World,
         records: Records,
         ledger: Ledger,
@@ -67,6 +76,7 @@ class Repair:
         self._resume = settings.run.resume
         self._published = published
         self._facts = facts
+        self._machine = machine
         self._world = world
         self._records = records
         self._ledger = ledger
@@ -104,8 +114,8 @@ class Repair:
         if self._incident is not None:
             self._incident.pending_kills.pop(handle.rank, None)  # who comes now does not hang
 
-    def report(self, fault: Fault) -> bool:
-        """Add a fault to the open incident, or open one and abort the generation; True if opened."""
+    def report(self, fault: Fault) -> None:
+        """Add a fault to the open incident, or open one and abort the generation."""
         event_id = self._records.event(
             "fault",
             cause=self._incident.event_id if self._incident else None,
@@ -113,14 +123,13 @@ class Repair:
         )
         if fault.kind is FaultKind.OUT_OF_MEMORY:
             self._facts.short_of_memory.add(fault.rank)
-        opened = self._incident is None
         if self._incident is None:
             self._incident = OpenIncident(faults=[], began_s=time.monotonic(), event_id=event_id)
             self._world.abort(self._facts.generation)
+            self._machine.advance(RunEvent.INCIDENT_BEGAN)
         self._incident.faults.append(fault)
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
-        return opened
 
     def note_remedy(self, message: Adjusted) -> None:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
@@ -177,18 +186,27 @@ class Repair:
                 level="WARNING",
             )
 
-    def look(self, now_s: float) -> list[Fault]:
-        """Ranks that hang, as faults to report; everybody is asked where it is."""
+    def advance(self, now_s: float) -> GiveUp | None:
+        """Find who hangs, judge the incident once nobody is still inside it, fork what is missing.
+
+        Called once a turn, until the run ends. Never waits. Returns a plan to give up, which is the
+        caller's to carry out; after that it is not called again.
+        """
+        if self._incident is None:
+            found = (
+                self._who_does_not_end(now_s)
+                or self._hangs.find(now_s)
+                or self.returning.who_stays_too_long(now_s)
+            )
+            if found:
+                self._world.ask_stacks()
+                self._take_in(found)
         if self._incident is not None:
-            return []
-        found = (
-            self._who_does_not_end(now_s)
-            or self._hangs.find(now_s)
-            or self.returning.who_stays_too_long(now_s)
-        )
-        if found:
-            self._world.ask_stacks()
-        return found
+            given_up = self._gather(self._incident, now_s)
+            if given_up is not None:
+                return given_up
+        self._respawn(now_s)
+        return None
 
     def _who_does_not_end(self, now_s: float) -> list[Fault]:
         """Ranks that a plan has killed, and whose successors wait for that."""
@@ -198,9 +216,11 @@ class Repair:
             if handle.needs_process and handle.does_not_end(now_s)
         ]
 
-    def condemn(self, faults: list[Fault]) -> None:
-        """Have those that hang dump their stacks, and then killed. Their incident is open."""
-        if self._incident is None:
+    def _take_in(self, faults: list[Fault]) -> None:
+        """Add faults that were found here; those that hang dump their stacks, and are then killed."""
+        for fault in faults:
+            self.report(fault)
+        if self._incident is None or not faults:
             return
         pending = self._incident.pending_kills
         new = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG} - set(pending)
@@ -211,13 +231,15 @@ class Repair:
         force_stacks(self._world.ranks, new)
         wake(self._world.ranks)
 
-    def settle(self, now_s: float) -> GiveUp | None:
-        """Close the incident once nobody is still inside it; a plan to give up is the caller's."""
-        incident = self._incident
-        if incident is None:
-            return None
-        self._condemn_stopped(now_s)
-        self._condemn_unanswering(now_s)
+    def _gather(self, incident: OpenIncident, now_s: float) -> GiveUp | None:
+        """Take in what else is found, and close the incident once nobody is still inside it."""
+        # Nobody waits for a rank that the system holds stopped, whatever else goes on.
+        self._take_in(self._hangs.find_stopped(now_s))
+        # Nobody's communicators may be aborted while one of the ranks might still commit.
+        unanswered = self._cutting.unanswered(now_s)
+        self._take_in(
+            [hung(one, UNANSWERED) for one in unanswered if one.membership is Membership.MEMBER]
+        )
         for rank, pending in incident.pending_kills.items():
             handle = self._world.ranks[rank]
             if handle.is_alive and pending.is_due(
@@ -235,36 +257,15 @@ class Repair:
         self._fork_ahead(incident, now_s)
         if now_s > self._cutting.leave_by_s(incident.began_s):
             waited_s = now_s - incident.began_s
-            late = [
-                hung(handle, f"did not leave its generation within {waited_s:.1f} s")
-                for handle in waiting
-                if handle.membership is Membership.MEMBER and self._hangs.watcher.is_overdue(handle)
-            ]
-            for fault in late:
-                self.report(fault)
-            if late:
-                self.condemn(late)
+            self._take_in(
+                [
+                    hung(handle, f"did not leave its generation within {waited_s:.1f} s")
+                    for handle in waiting
+                    if handle.membership is Membership.MEMBER
+                    and self._hangs.watcher.is_overdue(handle)
+                ]
+            )
         return None
-
-    def _condemn_stopped(self, now_s: float) -> None:
-        """Nobody waits for a rank that the system holds stopped, whatever else goes on."""
-        stopped = self._hangs.find_stopped(now_s)
-        for fault in stopped:
-            self.report(fault)
-        if stopped:
-            self.condemn(stopped)
-
-    def _condemn_unanswering(self, now_s: float) -> None:
-        """Nobody's communicators may be aborted while one of the ranks might still commit."""
-        late = [
-            hung(handle, UNANSWERED)
-            for handle in self._cutting.unanswered(now_s)
-            if handle.membership is Membership.MEMBER
-        ]
-        for fault in late:
-            self.report(fault)
-        if late:
-            self.condemn(late)
 
     def _fork_ahead(self, incident: OpenIncident, now_s: float) -> None:
         """Have those who are certainly needed start while the last answers are still awaited."""
@@ -377,7 +378,7 @@ class Repair:
     def _replace(
         self, plan: ReplaceRanks, incident: Incident, now_s: float, *, forked_ahead: Collection[int]
     ) -> None:
-        """Kill what is left of the lost ranks; :meth:`respawn` forks them once they are reaped."""
+        """Kill what is left of the lost ranks; they are forked again once they are reaped."""
         culprit = incident.culprit
         self._ledger.restarts += 1
         if culprit.kind is FaultKind.REPLICA_DIVERGED:
@@ -396,7 +397,7 @@ class Repair:
         lost = [self._world.ranks[rank] for rank in plan.ranks if rank not in there]
         self._kill_and_respawn(lost)
 
-    def respawn(self, now_s: float) -> None:
+    def _respawn(self, now_s: float) -> None:
         """Fork what is missing as soon as its predecessors are reaped; the spare needs no zygote."""
         if self._world.can_fork:
             if self._world.store is None:
