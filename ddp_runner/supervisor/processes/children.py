@@ -73,8 +73,11 @@ class Zygote:
     """The process that forks the others. A new object for each one started."""
 
     def __init__(self, *, task: str, environment: Mapping[str, str]) -> None:
+        # Requests go out by it, answers come in the order of the requests. Open until close().
         self.channel, theirs = Channel.pair()
+        # A file in memory that it, and what it imports, writes to. Open until close().
         self.output = make_output_file("zygote")
+        # Whether it has imported torch and the task, so that it forks at once. Never taken back.
         self.ready = False
         # The channel is handed over by number; a session of its own keeps a terminal's Ctrl-C and
         # hang-up with the supervisor, who decides what they mean.

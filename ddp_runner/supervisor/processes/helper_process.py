@@ -13,20 +13,27 @@ from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 
 class Helper:
-    """Owned by World. ``pid`` is None while the zygote has not answered; ``is_ready`` once it said so.
+    """Owned by World, for one process: a new object for each that is asked for.
 
-    ``since_s``: when it was asked for, and once its pid is known, since then.
+    It is there from the request until the process was reaped, or is known never to come. Then World
+    closes it and forgets it.
     """
 
-    name: str
-    rank: int  # what the zygote knows it by
+    name: str  # in messages, and of its output file
+    rank: int  # what the zygote knows it by: a number that no rank has
 
     def __init__(self, *, token: int, now_s: float) -> None:
+        # The child's end, until it goes with the fork request; and ours, open until close().
         self.channel, self._theirs = Channel.pair()
+        # A file in memory that it writes to, open until close().
         self._output = make_output_file(self.name)
+        # What the zygote's answer is known by. No two forks of a run have the same.
         self.token = token
+        # When it was asked for, and once its pid is known, since then.
         self.since_s = now_s
+        # None while the zygote has not answered. It may say that it is ready before that.
         self.pid: int | None = None
+        # Whether it has said so. Never taken back.
         self.is_ready = False
 
     def request(self, spec: dict[str, object] | None = None) -> Fork:
@@ -66,8 +73,10 @@ class Spare(Helper):
     def __init__(self, plan: SparePlan, *, token: int, now_s: float) -> None:
         super().__init__(token=token, now_s=now_s)
         self.channel.set_blocking(blocking=False)
+        # What it prepares, and for which GPU; another plan is another spare.
         self.plan = plan
-        self.device_bytes = 0  # that it holds, by its own word
+        # Memory of its GPU that it holds, by its own word; 0 before it is ready.
+        self.device_bytes = 0
 
     @property
     def is_warm(self) -> bool:
