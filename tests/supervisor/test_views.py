@@ -219,6 +219,21 @@ def test_memory_is_measured_of_ranks_that_live(handles):
     assert handles[1].rss_bytes == 5
 
 
+def test_states_that_are_nobodys_business_outside_are_shown_by_their_old_words(handles):
+    """Until it is reaped a killed rank is on its way out; one that had finished is not dead."""
+    for handle in handles:
+        theirs, _ = handle.open_lines(token=7, now_s=3.0)
+        os.close(theirs)
+    handles[0].machine.advance(RankEvent.KILL_SENT)
+    for event in (RankEvent.GOT_READY, RankEvent.GOT_FINISHED, RankEvent.EXITED):
+        handles[1].machine.advance(event)
+    assert [rank.state for rank in look(handles).ranks] == ["aborting", "finished"]
+    handles[0].machine.advance(RankEvent.EXITED)
+    assert look(handles).ranks[0].state == "dead"
+    for handle in handles:
+        handle.close_lines()
+
+
 def test_a_rank_without_a_process_is_dead_until_one_is_asked_for(handles):
     """New lines forget what the process before had reported."""
     handle = handles[0]
