@@ -86,6 +86,22 @@ def test_who_does_not_hear_is_killed_before_anybody_is_cut(simulate):
     assert replaced == {1, 3}
 
 
+def test_nobody_is_cut_before_who_was_killed_is_reaped(simulate):
+    """SIGKILL may take its time, and until then nobody knows what it still commits."""
+    run = simulate(silent=True, ranks=4)
+    run.to_step(10)
+    stuck = run.rank(1)
+    stuck.is_deaf = stuck.unending = True
+    run.kill(3)
+    run.run_until(lambda: run.world.ranks[1].state is RankState.KILLING)
+    run.pass_time(5.0)
+    assert not run.events("cut")
+    run._end(stuck, signal_number=9)
+    run.run_until(lambda: run.events("cut"))
+    assert run.world.ranks[1].state is not RankState.KILLING
+    assert_done(run)
+
+
 def test_a_rank_whose_device_does_not_let_go_is_replaced_after_a_time(simulate):
     """The time of the second act begins when it is sent: half a minute, not five seconds."""
     run = simulate(silent=True)
