@@ -98,10 +98,10 @@ def read_repairs(events: Sequence[Event]) -> list[Repaired]:
         match event["event"]:
             case "plan":
                 found.append(_repaired(event, injected, events))
-            case "mended":
+            case "repaired_in_place" | "mended":  # as it was called before
                 fault = next(e for e in events if e["id"] == event["cause"])
                 found.append(_mended(event, fault, injected))
-            case "noted":
+            case "fault_tolerated" | "noted":
                 # One trouble of a disk may cost several saves.
                 fails = event["kind"] == FaultKind.STORAGE_FAILED.value
                 if not (fails and save_fails):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -26,7 +27,7 @@ from ddp_runner.supervisor.processes.folders import FolderKeeper
 from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.processes.rank_process import RankHandle
 from ddp_runner.supervisor.processes.resources import remove_temporary_files
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import measure_memory, run_view
 from ddp_runner.supervisor.supervisor import Supervisor
@@ -110,8 +111,8 @@ def supervise(plan: LaunchPlan) -> int:
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
         world = World(plan, selector)
-        records = Records(plan.settings, ranks=plan.world_size, seal=world.log_seal)
-        supervisor = Supervisor(plan, world, records, directories)
+        outputs = Outputs(plan.settings, ranks=plan.world_size, seal=world.log_seal)
+        supervisor = Supervisor(plan, world, outputs, directories)
         loop = _Loop(supervisor, signals=signals, selector=selector)
         try:
             return loop.run()
@@ -130,13 +131,13 @@ class _Loop:
         self._supervisor = supervisor
         self._plan = supervisor.plan
         self._world = supervisor.world
-        self._records = supervisor.records
+        self._outputs = supervisor.outputs
         self._signals = signals
         self._selector = selector
         self._folders = FolderKeeper(
             supervisor.directories,
             world=supervisor.world,
-            records=supervisor.records,
+            recorder=supervisor.recorder,
             ask_save=supervisor.ask_save,
         )
         self._shown_at_s = 0.0
@@ -161,7 +162,7 @@ class _Loop:
             self._world.guardian.start()
         except OSError as error:
             reason = error.strerror or str(error)
-            self._records.say(
+            self._outputs.say(
                 f"no guardian could be started ({reason}): should this process be killed, what the "
                 "task has started itself stays",
                 level="WARNING",
@@ -208,23 +209,23 @@ class _Loop:
         if now_s - self._memory_at_s >= 1.0:
             self._memory_at_s = now_s
             measure_memory(self._world.ranks)
-        ledger = self._supervisor.ledger
-        if ledger.first_step_s is None:
+        accounting = self._supervisor.recorder.accounting
+        if accounting.first_step_s is None:
             first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)
-            ledger.first_step_s = first_ns / 1e9 if first_ns else None
+            accounting.first_step_s = first_ns / 1e9 if first_ns else None
         if now_s - self._shown_at_s < TICK_S:
             return
         self._shown_at_s = now_s
         self._supervisor.start.look(now_s)
         view = self._view()
-        self._records.show(view)
+        self._outputs.show(view)
         if now_s - self._status_at_s >= STATUS_INTERVAL_S:
             self._status_at_s = now_s
             self._look_after_folders()
-            self._records.status(view)
+            self._outputs.status(view)
 
     def _look_after_folders(self) -> None:
-        if self._records.may_write:
+        if self._outputs.may_write:
             self._folders.look()
 
     def _view(self) -> RunView:
@@ -235,51 +236,53 @@ class _Loop:
             doing=supervisor.start.doing(time.monotonic()),
             facts=supervisor.facts,
             state=supervisor.machine.state,
-            began_s=supervisor.ledger.began_s,
-            faults_total=supervisor.ledger.faults_total,
-            restarts=supervisor.ledger.restarts,
+            began_s=supervisor.recorder.accounting.began_s,
+            faults_total=supervisor.recorder.accounting.faults_total,
+            restarts=supervisor.recorder.accounting.restarts,
         )
 
     def _finish(self) -> int:
         """End every process first: whatever is written after that is the last word."""
-        supervisor, records = self._supervisor, self._records
+        supervisor, outputs = self._supervisor, self._outputs
         ending = supervisor.ending
         assert ending is not None
         left = end_descendants(timeout_s=10.0)
         if left:
-            records.say(f"processes {left} would not end", level="ERROR")
-        if records.may_write:
+            outputs.say(f"processes {left} would not end", level="ERROR")
+        if outputs.may_write:
             self._look_after_folders()
             supervisor.drills.clear()
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
-                records.say(f"removed {path}, which a save that was cut off had left")
-            supervisor.chronicle.saved_untold()
-            supervisor.chronicle.know_newest()
+                outputs.say(f"removed {path}, which a save that was cut off had left")
+            supervisor.recorder.saved_unreported()
+            supervisor.recorder.know_newest()
         supervisor.start.look(time.monotonic())
-        records.show_rest()
+        outputs.show_rest()
         self._say_ending()
         summary = self._summary()
-        records.event("run_ends", status=ending.status.value, exit_code=int(ending.exit_code))
-        records.finish(self._view(), summary)
+        supervisor.recorder.record(
+            events.RunEnds(status=ending.status.value, exit_code=int(ending.exit_code))
+        )
+        outputs.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()
             sys.stderr.write(f"ddp_runner: error: {printable(ending.error_line)}\n")
         return int(ending.exit_code)
 
     def _say_ending(self) -> None:
-        ending, records = self._supervisor.ending, self._records
+        ending, recorder = self._supervisor.ending, self._supervisor.recorder
         assert ending is not None
         if ending.detail:
-            records.say(ending.detail, level="ERROR")
+            recorder.say(ending.detail, level="ERROR")
         if not ending.error_line and self._supervisor.machine.state is RunState.FAILED:
             level = "INFO" if ending.exit_code >= ExitCode.PREEMPTED else "ERROR"
-            records.say(ending.reason, level=level)
+            recorder.say(ending.reason, level=level)
             if closing := self._supervisor.run_end.closing_words():
-                records.say(closing)
+                recorder.say(closing)
         finished = self._world.present[0].finished
         sample = finished.report.get("sample") if finished is not None else None
         if sample:
-            records.say(f"a sample of what it learned:\n{sample}")
+            recorder.say(f"a sample of what it learned:\n{sample}")
 
     def _summary(self) -> RunSummary | None:
         supervisor = self._supervisor
@@ -290,7 +293,7 @@ class _Loop:
         first = self._world.present[0]
         finished = [h.finished for h in self._world.present if h.finished is not None]
         complete = len(finished) == len(self._world.present)
-        return supervisor.ledger.summary(
+        return supervisor.recorder.accounting.summary(
             status=ending.status,
             exit_code=ending.exit_code,
             world_size=self._plan.world_size,

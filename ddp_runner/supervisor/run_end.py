@@ -15,8 +15,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
-from ddp_runner.supervisor.reporting.accounting import Ledger
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, told
 from ddp_runner.supervisor.reporting.start_progress import Start
 
@@ -34,26 +33,24 @@ class RunEnd:
         *,
         machine: Machine[RunState, RunEvent],
         world: World,
-        records: Records,
+        recorder: Recorder,
         published: Published,
-        ledger: Ledger,
         start: Start,
         cutting: Cutting,
     ) -> None:
-        self._ledger = ledger
         self._start = start
         self._log_dir = settings.run.log_dir
         self._resume = settings.run.resume
         self._requires_exact = settings.recovery.require_exact
         self._facts = facts
         self._machine = machine
-        self._records = records
+        self._recorder = recorder
         self._published = published
         self.last_save = LastSave(
             settings.recovery,
             facts,
             world=world,
-            records=records,
+            recorder=recorder,
             published=published,
             cutting=cutting,
         )
@@ -94,13 +91,13 @@ class RunEnd:
         if fault.kind is FaultKind.BAD_INPUT:
             self.bad_input(fault.cause)
             return
-        has_log = self._records.may_write
+        has_log = self._recorder.may_write
         log = f"; see {self._log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
         reason = f"{told(fault)} ({plan.reason}){log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
             reason, detail = fault.cause, ""  # which says it all; our own lines explain nothing
-        causes = self._ledger.faults[-1].incident.attribution.causes
+        causes = self._recorder.accounting.faults[-1].incident.attribution.causes
         self.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
 
     def bad_input(self, line: str) -> None:
@@ -140,7 +137,7 @@ class RunEnd:
 
     def closing_words(self) -> str:
         """Which step is on disk, and how to go on; empty where this run has made no file."""
-        if not self._records.may_write:
+        if not self._recorder.may_write:
             return ""
         return closing_words(
             self.last_save.outcome or SaveOutcome(),

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from ddp_runner.core import events
 from ddp_runner.core.messages import Checkpoint
 from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 
 class SaveRequest:
     """Of the step at which it was asked for, or a later one."""
 
-    def __init__(self, facts: RunFacts, *, world: World, records: Records) -> None:
+    def __init__(self, facts: RunFacts, *, world: World, recorder: Recorder) -> None:
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._from_step: int | None = None  # None: nobody waits
 
     def ask(self) -> None:
         """Have one made after the step in hand."""
         self._from_step = self._facts.committed_step
-        self._records.event("save_asked")
-        self._records.say("a checkpoint was asked for: saving after this step, and going on")
+        self._recorder.record(events.SaveAsked())
         self.pass_on()
 
     def accept_from(self, step: int) -> None:

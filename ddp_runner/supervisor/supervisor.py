@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, classify_exit
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
@@ -75,10 +76,9 @@ from ddp_runner.supervisor.recovery.fault_injector import Striker
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
-from ddp_runner.supervisor.reporting.accounting import Ledger
 from ddp_runner.supervisor.reporting.completed_run import kept_summary
-from ddp_runner.supervisor.reporting.event_log import Chronicle
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.outputs import Outputs
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_end import RunEnd
@@ -92,52 +92,49 @@ class Supervisor:
     """One run, from the first fork to its ending. Driven by ``run``; never waits for anything."""
 
     def __init__(
-        self, plan: LaunchPlan, world: World, records: Records, directories: RunDirectories
+        self, plan: LaunchPlan, world: World, outputs: Outputs, directories: RunDirectories
     ) -> None:
         self.plan = plan
         self.world = world
-        self.records = records
-        self.ledger = Ledger(began_s=time.monotonic())
+        self.outputs = outputs
         self.facts = RunFacts()
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         published = Published(Path(plan.settings.run.checkpoint_dir))
-        self.chronicle = Chronicle(
-            facts=self.facts, ledger=self.ledger, records=records, published=published
-        )
-        self._striker = Striker(plan, world, records)
-        self._cutting = Cutting(world=world, records=records)
+        self.recorder = recorder = Recorder(outputs, facts=self.facts, published=published)
+        self._striker = Striker(plan, world, recorder)
+        self._cutting = Cutting(world=world, recorder=recorder)
         self._repair = Repair(
             plan.settings,
             self.facts,
             machine=self.machine,
             world=world,
-            records=records,
-            ledger=self.ledger,
+            recorder=recorder,
             striker=self._striker,
             published=published,
             cutting=self._cutting,
         )
         self._zygotes = ZygoteKeeper(
-            plan.settings.recovery, self.facts, world=world, records=records, repair=self._repair
+            plan.settings.recovery, self.facts, world=world, recorder=recorder, repair=self._repair
         )
         self._spares = SpareKeeper(
-            plan, self.facts, world=world, records=records, repair=self._repair
+            plan, self.facts, world=world, recorder=recorder, repair=self._repair
         )
-        self.start = Start(self.facts, world=world, records=records, debug=plan.settings.run.debug)
+        self.start = Start(
+            self.facts, world=world, recorder=recorder, debug=plan.settings.run.debug
+        )
         self.run_end = RunEnd(
             plan.settings,
             self.facts,
             machine=self.machine,
             world=world,
-            records=records,
+            recorder=recorder,
             published=published,
-            ledger=self.ledger,
             start=self.start,
             cutting=self._cutting,
         )
         self.directories = directories
-        self.drills = DrillKeeper(plan, world=world, records=records, chronicle=self.chronicle)
-        self._save_request = SaveRequest(self.facts, world=world, records=records)
+        self.drills = DrillKeeper(plan, world=world, recorder=recorder)
+        self._save_request = SaveRequest(self.facts, world=world, recorder=recorder)
         self._kernel_kills = KernelKills()
         self._stop: StopReason | None = None
         self._signals = StopSignals()  # to this process, by a person or a scheduler
@@ -156,12 +153,14 @@ class Supervisor:
         match message:
             case ZygoteReady():
                 self.world.zygote_is_ready()
-                self.records.event(
-                    "zygote_ready", torch=message.torch_version, import_s=message.import_s
-                )
                 self.start.imported(message.import_s)
-                if message.warning:
-                    self.records.say(message.warning, level="WARNING")
+                self.recorder.record(
+                    events.ZygoteReady(
+                        torch=message.torch_version,
+                        import_s=message.import_s,
+                        warning=message.warning,
+                    )
+                )
             case Forked():
                 self._on_forked(message)
             case StoreReady():
@@ -171,7 +170,7 @@ class Supervisor:
             case Drilled():
                 self.drills.drilled(message, time.monotonic())
             case StopAsked():
-                self.records.event("stop_signal_at_rank", rank=message.rank)
+                self.recorder.record(events.StopSignalAtRank(rank=message.rank))
                 self._begin_stop(message.reason)
             case _ if handle is not None:
                 self._on_rank_message(message, handle)
@@ -214,32 +213,31 @@ class Supervisor:
                 self._save_request.accept_from(message.committed_step)
                 self._on_formed(message)
             case Faulted() if handle.membership not in IN_WORLD:
-                self.records.event(
-                    "fault_of_given_up_rank", rank=handle.rank, text=message.fault.cause
+                self.recorder.record(
+                    events.FaultOfGivenUpRank(rank=handle.rank, text=message.fault.cause)
                 )
             case Faulted():
                 self._report(message.fault)
             case Metrics():
-                self.chronicle.metrics(handle, message)
+                handle.metrics = {**handle.metrics, **message.values, "step": message.step}
+                self.recorder.metrics(message.step, message.rank, message.values)
             case Saved():
-                self.chronicle.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
+                self.recorder.saved(message, productive_ns=handle.slot.get(Cell.PRODUCTIVE_NS))
                 self._save_request.saved(message.step)
                 self.run_end.last_save.saved(message)
             case NotSaved():
                 self.run_end.last_save.not_saved(message)
             case Adjusted():
-                self.chronicle.adjusted(message)
+                self.recorder.reported(message)
                 self._repair.note_remedy(message)
             case MendedInPlace():
                 for _ in range(message.kernel_kills):
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
-                self.chronicle.mended(message)
+                self.recorder.reported(message)
                 if message.steps_lost:
                     self._save_request.accept_from(message.fault.step - message.steps_lost)
-            case Noted():
-                self.chronicle.noted(message)
-            case Proved():
-                self.chronicle.proved(message)
+            case Noted() | Proved():
+                self.recorder.reported(message)
             case DrillPart():
                 self.drills.part(message)
             case CollectivesBegun():
@@ -310,13 +308,13 @@ class Supervisor:
                     time.monotonic(), before_it=self._repair.larger_ones_killed(handle)
                 ),
                 was_asked=self._repair.was_asked(handle),
-                keeps_all=not self.records.may_write,
+                keeps_all=not self.recorder.may_write,
             )
             fault = classify_exit(end)
             self._report(fault)
             self._repair.note_end(handle, fault)
         if not handle.has_log:
-            self.records.keep_words(handle.rank, handle.last_words())
+            self.outputs.keep_words(handle.rank, handle.last_words())
         self.world.bury(handle)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
@@ -346,9 +344,7 @@ class Supervisor:
         self._stop = reason
         self._stop_by_s = time.monotonic() + self.plan.settings.recovery.stop_timeout_s
         self.machine.advance(RunEvent.STOP_ASKED)
-        self.records.event("stop_asked", reason=reason.value)
-        keys = "Ctrl-C once more" if reason is StopReason.INTERRUPTED else "Ctrl-C twice"
-        self.records.say(f"{reason.value}: finishing the step and saving; {keys} ends at once")
+        self.recorder.record(events.StopAsked(reason=reason.value))
         self.world.stop(Stop(reason=reason))
 
     def _report(self, fault: Fault) -> None:
@@ -412,12 +408,12 @@ class Supervisor:
         )
         if not ready or self._repair.is_open or not self.world.has_ready_store:
             return
-        if not self.records.may_write and not self._begin():
+        if not self.recorder.may_write and not self._begin():
             return
         self.facts.generation += 1
         self.facts.formed_at_s = now_s
         self._repair.returning.is_regrouping = False
-        self.chronicle.forming(now_s)
+        self.recorder.record(events.Forming(generation=self.facts.generation))
         self.world.form(self.facts.generation, run_id=self.facts.run_id)
         self._save_request.pass_on()
         if self._stop is not None:
@@ -436,26 +432,27 @@ class Supervisor:
         self.drills.clear()  # what a supervisor that was killed has left
         self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
         if self.facts.kept is not None:
-            self.records.keep_result()
-        self.records.open(shown_bytes=self.start.shown_bytes())
+            self.outputs.keep_result()
+        self.outputs.open(shown_bytes=self.start.shown_bytes())
         if self.facts.kept is not None:
-            self.chronicle.already_complete(self.plan, first)
+            self.recorder.already_complete(self.plan, first)
             self.run_end.completed(StopReason.COMPLETED)
             return False
         ready = [handle.ready for handle in self.world.present if handle.ready is not None]
-        self.chronicle.begun(self.plan, ready)
+        self.recorder.begun(self.plan, ready)
         return True
 
     def _on_formed(self, formed: Formed) -> None:
         if formed.generation != self.facts.generation:
             return
-        self.chronicle.rank_formed(formed, pid=self.world.ranks[formed.rank].pid)
+        pid = self.world.ranks[formed.rank].pid
+        self.recorder.record(events.RankFormed.of(formed, pid=pid))
         if any(handle.state is not RankState.TRAINING for handle in self.world.present):
             return
         self.facts.ever_formed = True
         self.start.formed(time.monotonic())
         self.machine.advance(RunEvent.WORLD_FORMED)
-        self.chronicle.world_formed(
+        self.recorder.world_formed(
             time.monotonic(),
             committed_step=formed.committed_step,
             productive_ns=self.world.present[0].slot.read().productive_ns,
@@ -484,7 +481,7 @@ class Supervisor:
     def fail(self, detail: str) -> None:
         """End the run because this supervisor is at fault itself; one that has ended stays so."""
         if self.run_end.is_known:
-            self.records.say(detail.strip(), level="ERROR")
+            self.recorder.say(detail.strip(), level="ERROR")
             if self.run_end.is_open:
                 self.run_end.cut_short()
             return

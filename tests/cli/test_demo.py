@@ -202,10 +202,10 @@ def test_what_needs_no_repair_has_its_row():
     events = [
         event(1, "injected", kind="slow", rank=1, step=3, phase="forward"),
         event(2, "injected", kind="disk_full", rank=0, step=9, phase="checkpoint"),
-        event(3, "noted", step=9, **refused),
-        event(4, "noted", step=19, **refused),
+        event(3, "fault_tolerated", step=9, **refused),
+        event(4, "fault_tolerated", step=19, **refused),
         event(6, "checkpoint_saved"),
-        event(7, "noted", step=29, **refused),
+        event(7, "fault_tolerated", step=29, **refused),
     ]
     slow, full, real = read_repairs(events)
     assert (slow.injected, slow.rank, slow.step) == (InjectKind.SLOW, 1, 3)
@@ -237,7 +237,14 @@ def test_a_fault_that_blames_nobody_is_shown_with_the_rank_that_it_was_done_to()
     events = [
         event(1, "injected", kind="diverge", rank=1),
         event(2, "fault", kind="replica_diverged", rank=-1, step=9, phase="compare"),
-        event(3, "mended", cause=2, seconds=0.5, remedy="rolled back to step 5", steps_lost=4),
+        event(
+            3,
+            "repaired_in_place",
+            cause=2,
+            seconds=0.5,
+            remedy="rolled back to step 5",
+            steps_lost=4,
+        ),
     ]
     (repair,) = read_repairs(events)
     assert (repair.injected, repair.rank, repair.steps_lost) == (InjectKind.DIVERGE, 1, 4)

@@ -114,7 +114,7 @@ def _notes(run):
     return [
         str(event.get("text"))[:100]
         for event in run.events()
-        if event["event"] in ("noted", "mended", "mended_in_place")
+        if event["event"] in ("fault_tolerated", "repaired_in_place")
     ][:12]
 
 

@@ -96,7 +96,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
     run = finish(tmp_path, *injected(*specs))
     assert run.console.count("training goes on") >= 1
     assert "step_00000010.pt" in run.console
-    noted = run.events("noted")[0]
+    noted = run.events("fault_tolerated")[0]
     assert (noted["kind"], noted["rank"], noted["step"]) == ("storage_failed", 0, 10)
     assert 10 not in saved(run)
     assert saved(run)[-1] == STEPS
@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_
     assert "step_00000020.pt is unusable: its SHA-256" in run.console
     assert (run.checkpoints / "step_00000020.pt.bad.reason").exists()
     assert "pointer" not in run.console, "that they name it needs no line of its own"
-    (noted,) = run.events("noted")
+    (noted,) = run.events("fault_tolerated")
     assert (noted["kind"], "_00000020.pt " in noted["text"]) == ("checkpoint_bad", True)
     assert run.digest == peace(1).digest
 

@@ -290,7 +290,7 @@ def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
         # plan, though: a loader worker that has just been forked still has its rank's name.
         run.wait_for_event("plan")
         receiver = poll(lambda: successor_of(run, first, rank=2), what="the replacement")
-        run.wait_for_event("form", generation=2)
+        run.wait_for_event("forming", generation=2)
         before = resident_bytes(receiver)
 
         def arrives():  # or has arrived, where this process has not run meanwhile

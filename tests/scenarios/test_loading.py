@@ -48,7 +48,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
     run = finish(tmp_path, *SETTINGS, *(f"--inject={blow}" for blow in blows))
     summary = run.summary()
     assert summary["weights_sha256"] == peace(2).digest
-    assert (summary["exact"], len(run.events("form"))) == (True, 1)
+    assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     faults = summary["faults"]
     assert [(fault["kind"], fault["rank"]) for fault in faults] == [
         ("loader_worker_died", 1),
@@ -89,7 +89,7 @@ def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, peace)
     assert stuck["rank"] == 1
     assert "no batch within 4 s: loader worker 0 (pid " in stuck["cause"]
     assert "is sleeping" in stuck["cause"]
-    assert (summary["exact"], len(run.events("form"))) == (True, 1)
+    assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     assert summary["weights_sha256"] == peace(2).digest
     assert_every_sample_once(run, 2, samples=192)
     for ours, theirs in zip(run.audit(2), peace(2).audit(2), strict=True):
@@ -164,7 +164,7 @@ def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
     assert fault["cause"].startswith("sample 5 (epoch 0) could not be loaded: no worker survives")
     assert "was killed by SIGKILL" in fault["cause"]
     assert "data.on_bad_sample=substitute would replace it" in run.console
-    assert len(run.events("form")) == 1
+    assert len(run.events("forming")) == 1
     assert len(tries(tmp_path)) == 3, "twice within its batch, once alone"
 
 
@@ -207,7 +207,7 @@ def test_a_loader_worker_that_the_kernel_kills_for_memory_is_told_as_that(tmp_pa
             run.wait_for_event("spare_ready")  # which takes room of its own
             cgroup.leave_room(400 * 2**20)
             hold.unlink()
-            run.wait_for_event("mended")
+            run.wait_for_event("repaired_in_place")
             run.signal(signal.SIGKILL, run.rank_pid(0))
             assert run.wait() == 0, run.console
     first, second = run.summary()["faults"]
@@ -280,7 +280,7 @@ def test_loading_for_an_evaluation_is_mended_as_well(tmp_path, peace):
     assert steps[2] in range(24, 72, 12)
     assert summary["faults"][1]["cause"].startswith("validation sample 3 (epoch 0) could not be")
     assert {event["phase"] for event in run.events("fault")} == {"evaluate"}
-    assert (summary["exact"], len(run.events("form"))) == (True, 1)
+    assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     lines = (run.logs / "quarantine_validation.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["index"] for line in lines] == [3]
     assert len(tries(tmp_path)) == 3, "in the first of six evaluations only"

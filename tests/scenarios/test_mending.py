@@ -259,7 +259,7 @@ def test_a_rank_0_that_alone_has_changed_is_healed_before_it_saves(tmp_path):
 def test_equal_replicas_are_left_alone(tmp_path):
     """Control: comparing at every step finds nothing in a run in peace."""
     run = finish(tmp_path, "replica_check_steps=1", "-e", 1, task=PLAIN)
-    assert (run.summary()["faults"], run.events("noted")) == ([], [])
+    assert (run.summary()["faults"], run.events("fault_tolerated")) == ([], [])
 
 
 @pytest.mark.parametrize("count", [1, 3], ids=["within the bound", "beyond it"])
@@ -321,7 +321,9 @@ def test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left(t
     newest = newest_save(run, before=20)
     older = newest_save(run, before=newest)
     assert {event["committed_step"] for event in run.events("rank_formed")[2:]} == {older}
-    (noted,) = (event for event in run.events("noted") if event["kind"] == "checkpoint_bad")
+    (noted,) = (
+        event for event in run.events("fault_tolerated") if event["kind"] == "checkpoint_bad"
+    )
     assert noted["rank"] == 0
     assert f"step_{newest:08}.pt is unusable: " in run.console
     assert any("learning rate lowered" in reason for reason in summary["inexact_reasons"])
@@ -362,7 +364,7 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
     for origin in ("first on rank 1", "first on ranks 0-1", "on no rank when computed once more"):
         assert f"gradient norm is nan, {origin}: step skipped on all ranks" in run.console
     assert skipped_steps(run) == 3
-    noted = [(event["kind"], event["rank"]) for event in run.events("noted")]
+    noted = [(event["kind"], event["rank"]) for event in run.events("fault_tolerated")]
     assert noted == [("non_finite", 1), ("non_finite", -1), ("non_finite", -1)]
     assert (summary["status"], summary["exact"], summary["faults"]) == ("completed", True, [])
 
@@ -457,7 +459,7 @@ def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):
     )
     assert "first on rank 1: step skipped on all ranks" in run.console
     assert skipped_steps(run) == 1
-    (noted,) = run.events("noted")
+    (noted,) = run.events("fault_tolerated")
     assert (noted["kind"], noted["rank"], noted["step"]) == ("loss_exploded", 1, 24)
     assert run.summary()["faults"] == []
     assert run.summary()["final_loss"] < 10

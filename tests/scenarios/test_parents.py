@@ -73,7 +73,7 @@ def test_a_killed_loader_worker_is_named_and_costs_no_weight(peace, tmp_path):
             workers = psutil.Process(run.rank_pid(rank)).children()
             assert workers, "no loader worker: the test would prove nothing"
             os.kill(workers[0].pid, signal.SIGKILL)
-            poll(lambda: len(run.events("mended")) > rank, what="the repair")  # noqa: B023
+            poll(lambda: len(run.events("repaired_in_place")) > rank, what="the repair")  # noqa: B023
         assert run.wait() == 0, run.console
     assert run.digest == peace(2).digest
     faults = run.summary()["faults"]

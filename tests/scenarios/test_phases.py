@@ -116,7 +116,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(peace, tmp_path):
         poll(lambda: list(run.checkpoints.glob(f".*.tmp-*-{first}-*")), what="its save")
         run.signal(signal.SIGSTOP, first)
         generation = run.wait_for_event("fault", kind="rank_hung", rank=0)["generation"]
-        while run.events("form")[-1]["generation"] == generation:
+        while run.events("forming")[-1]["generation"] == generation:
             with contextlib.suppress(ProcessLookupError):
                 run.signal(signal.SIGCONT, first)
             time.sleep(0.001)

@@ -80,7 +80,7 @@ def test_faults_that_change_what_is_computed_are_each_told_at_random_moments(tmp
     kinds = {fault["kind"] for fault in run.summary()["faults"]}
     assert kinds >= {"out_of_memory", "reduction_unfinished", "replica_diverged", "bad_sample"}
     assert kinds & {"rank_killed", "rank_exited"}, "two of one rank may be one incident"
-    assert "non_finite" in {event["kind"] for event in run.events("noted")}
+    assert "non_finite" in {event["kind"] for event in run.events("fault_tolerated")}
     reasons = "; ".join(run.summary()["inexact_reasons"])
     for words in ("micro-batches of", "find_unused_parameters turned on", "diverged", "replaced"):
         assert words in reasons

@@ -18,12 +18,12 @@ def assert_done(run):
 
 
 def lost(run):
-    return [fault.steps_lost for fault in run.supervisor.ledger.faults]
+    return [fault.steps_lost for fault in run.supervisor.recorder.accounting.faults]
 
 
 def assert_generations_grow(run):
     """Each has the next number, each rank of it is one process, and no process goes back to an old one."""
-    generations = [record["generation"] for record in run.events("form")]
+    generations = [record["generation"] for record in run.events("forming")]
     assert generations == list(range(1, len(generations) + 1))
     ranks = [process for process in run.processes.values() if process.rank >= 0]
     joined = Counter((number, process.rank) for process in ranks for number in process.seen)

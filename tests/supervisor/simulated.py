@@ -58,6 +58,7 @@ from ddp_runner.supervisor.recovery import hang_detector as hangs
 from ddp_runner.supervisor.recovery import last_save, repair
 from ddp_runner.supervisor.recovery import progress_watch as watcher
 from ddp_runner.supervisor.recovery import rank_regrow as returning
+from ddp_runner.supervisor.reporting import recorder
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import proc_state
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -92,7 +93,7 @@ class Clock:
         return int(self.now_s * 1e9)
 
 
-class Records:
+class Outputs:
     """Keeps what would be written and shown."""
 
     def __init__(self):
@@ -106,8 +107,8 @@ class Records:
     def show_line(self, line):
         self.said.append((line.level, line.text))
 
-    def event(self, event, *, cause=None, **fields):
-        self.written.append({"event": event, "cause": cause, **fields})
+    def write(self, event, *, cause=None):
+        self.written.append({"event": event.name, "cause": cause, **event.written()})
         return len(self.written)
 
     def say(self, text, *, level="INFO"):
@@ -182,7 +183,7 @@ class Simulation:
     ):
         self.clock = Clock()
         self.secrets = {}  # generation -> those that were handed out for it
-        self.records = Records()
+        self.outputs = Outputs()
         self.silent = silent  # collectives end in silence, and an abort takes two acts
         self.random = random.Random(seed)
         self.steps = steps
@@ -214,7 +215,17 @@ class Simulation:
         self._heap = []
         self._numbers = itertools.count()
         self._pids = itertools.count(100)
-        for module in (supervisor, repair, returning, hangs, watcher, world, run_end, last_save):
+        for module in (
+            supervisor,
+            recorder,
+            repair,
+            returning,
+            hangs,
+            watcher,
+            world,
+            run_end,
+            last_save,
+        ):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(proc_state, "is_stopped", self._is_stopped)
         newest = lambda _: (self.checkpoint, "p") if self.checkpoint else None  # noqa: E731
@@ -246,7 +257,7 @@ class Simulation:
         )
         selector = InstantSelector()
         self.world = World(plan, selector)
-        self.supervisor = Supervisor(plan, self.world, self.records, _Unclaimed())
+        self.supervisor = Supervisor(plan, self.world, self.outputs, _Unclaimed())
         self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector)
         self.world.start_zygote()
 
@@ -365,14 +376,14 @@ class Simulation:
         return self.supervisor.ending
 
     def events(self, name):
-        return [record for record in self.records.written if record["event"] == name]
+        return [record for record in self.outputs.written if record["event"] == name]
 
     def where(self):
         """For an assertion that fails."""
         ranks = [(h.rank, h.state.name, h.pid, h.membership.name) for h in self.world.ranks]
         alive = [p for p in self.processes.values() if not p.dead]
         facts = self.supervisor.facts
-        return f"{facts}\n{ranks}\nalive {alive}\n{self.records.written[-12:]}"
+        return f"{facts}\n{ranks}\nalive {alive}\n{self.outputs.written[-12:]}"
 
     # How the processes behave.
 

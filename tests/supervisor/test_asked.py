@@ -82,7 +82,7 @@ def test_what_arrives_after_the_end_changes_nothing(simulate, signals):
     if signals == 2:
         run.to_step(15)
         run.kill(1)
-        run.run_until(lambda: len(run.events("form")) == 2)
+        run.run_until(lambda: len(run.events("forming")) == 2)
     run.run_until(lambda: run.world.ranks[1].state is RankState.FORMING)
     for _ in range(signals):
         run.supervisor.ask_stop(StopReason.INTERRUPTED, by=StopSignal.INTERRUPT)
@@ -95,7 +95,7 @@ def test_what_arrives_after_the_end_changes_nothing(simulate, signals):
     assert all(rank.trains for rank in run.processes.values() if rank.rank >= 0 and not rank.dead)
     run.supervisor.fail("ValueError: a bug on the way out")
     assert run.ending is ended
-    assert ("ERROR", "ValueError: a bug on the way out") in run.records.said
+    assert ("ERROR", "ValueError: a bug on the way out") in run.outputs.said
 
 
 @pytest.mark.parametrize("number", [StopSignal.INTERRUPT, StopSignal.TERMINATE, StopSignal.OTHER])

@@ -42,7 +42,7 @@ def test_communicators_are_aborted_only_when_all_have_heard(simulate, harm):
     assert_done(run)
     assert blamed(run) == [2]
     assert [event["generation"] for event in run.events("cut")] == [1]
-    assert all(fault.steps_lost == 0 for fault in run.supervisor.ledger.faults)
+    assert all(fault.steps_lost == 0 for fault in run.supervisor.recorder.accounting.faults)
 
 
 @pytest.mark.parametrize("seed", range(12))

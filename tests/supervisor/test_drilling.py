@@ -89,7 +89,7 @@ def test_that_memory_is_short_is_said_once(simulate):
         run.send(run.rank(0), DrillPart(rank=0, step=step, part="state", problem=problem))
     assert_done(run)
     assert len(run.events("drill_skipped")) == 2
-    assert sum("memory is short" in line for _, line in run.records.said) == 1
+    assert sum("memory is short" in line for _, line in run.outputs.said) == 1
 
 
 def test_a_difference_makes_the_run_inexact_once(simulate):
@@ -119,7 +119,7 @@ def test_a_drill_is_ended_for_a_rank_that_died_and_for_no_spare(simulate, number
     assert_done(run)
     assert proof(run) == (set() if number == 1 else {10})
     assert len(plans(run)) == (number == 1)
-    assert run.supervisor.ledger.faults_total == (number == 1)
+    assert run.supervisor.recorder.accounting.faults_total == (number == 1)
 
 
 def test_a_drill_whose_fork_is_still_owed_when_a_rank_dies_is_ended_when_it_comes(simulate):

@@ -75,7 +75,7 @@ def test_a_slot_that_dies_after_each_return_does_not_keep_the_others_from_their_
         run.kill(1)
     assert_done(run)
     assert 2 < len(plans(run)) < 10
-    faults = [fault.began_s for fault in run.supervisor.ledger.faults]
+    faults = [fault.began_s for fault in run.supervisor.recorder.accounting.faults]
     apart_s = [later - earlier for earlier, later in itertools.pairwise(faults)]
     assert apart_s[-1] > 50.0
 

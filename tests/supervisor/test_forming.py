@@ -34,18 +34,18 @@ def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
     run.to_step(12)
     run.is_held = True
     run.kill(1)
-    run.run_until(lambda: len(run.events("form")) == 2)
+    run.run_until(lambda: len(run.events("forming")) == 2)
     for _ in range(60):
         run.pass_time(0.5)
         run.stamp(run.rank(0), Phase.DATA)
-    assert len(run.events("form")) == 2
+    assert len(run.events("forming")) == 2
     run.pass_time(8.0)
     [overdue] = [event for event in run.events("fault") if event["kind"] == "collective_stuck"]
     assert overdue["text"] == "the ranks did not form within 5 s"
     assert overdue["phase"] == "forming"
     run.is_held = False
     assert_done(run)
-    assert len(run.events("form")) == 3
+    assert len(run.events("forming")) == 3
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_forming_takes_as_long_as_the_phases_that_it_holds(simulate, phase, dead
     run.to_step(12)
     run.is_held = True
     run.kill(1)
-    run.run_until(lambda: len(run.events("form")) == 2 and run.rank(1).generation == 2)
+    run.run_until(lambda: len(run.events("forming")) == 2 and run.rank(1).generation == 2)
     run.stamp(run.rank(1), phase)
     run.stamp(run.rank(0), Phase.REDUCE)
     run.pass_time(38.0)
-    assert len(run.events("form")) == 2
+    assert len(run.events("forming")) == 2
     run.pass_time(10.0)
     run.is_held = False
     assert_done(run)
-    assert len(run.events("form")) == 3
+    assert len(run.events("forming")) == 3
 
 
 def test_a_transfer_that_shows_progress_may_take_longer_than_forming(simulate):
@@ -78,15 +78,15 @@ def test_a_transfer_that_shows_progress_may_take_longer_than_forming(simulate):
     run.to_step(12)
     run.is_held = True
     run.kill(1)
-    run.run_until(lambda: len(run.events("form")) == 2 and run.rank(1).generation == 2)
+    run.run_until(lambda: len(run.events("forming")) == 2 and run.rank(1).generation == 2)
     for _ in range(40):
         run.pass_time(0.5)
         run.stamp(run.rank(1), Phase.FORMING)
-    assert len(run.events("form")) == 2
+    assert len(run.events("forming")) == 2
     run.pass_time(8.0)
     run.is_held = False
     assert_done(run)
-    assert len(run.events("form")) == 3
+    assert len(run.events("forming")) == 3
 
 
 @pytest.mark.parametrize("data_s", [0.0, 30.0])

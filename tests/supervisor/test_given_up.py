@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_at_one_step_again_and_again_ends_the_run_by_the_b
         run.pass_time(0.1)
     assert run.ending.exit_code == ExitCode.GAVE_UP
     assert "restart budget spent: 5 in" in run.ending.reason
-    waits = [text.rpartition(" in ")[2] for level, text in run.records.said if level == "WARNING"]
+    waits = [text.rpartition(" in ")[2] for level, text in run.outputs.said if level == "WARNING"]
     assert waits[2:] == ["0.5 s", "1 s", "2 s"]
 
 
@@ -150,7 +150,7 @@ def test_the_same_error_at_the_same_step_is_the_users(simulate):
     run.fail(1)
     run.run_until(lambda: run.events("repaired"))
     run.best = 0
-    step = run.supervisor.ledger.faults[0].incident.culprit.step
+    step = run.supervisor.recorder.accounting.faults[0].incident.culprit.step
     for process in run.processes.values():
         process.committed = min(process.committed, step)
     run.fail(1)

@@ -57,7 +57,7 @@ def assert_saved_before_end(run, *, status, rank=None):
     if rank is not None:
         assert run.saved_alone[0][0] == rank
     assert f"step {run.best} is saved in p" in run.supervisor.run_end.closing_words()
-    assert run.supervisor.ledger.checkpoint_step == run.best
+    assert run.supervisor.recorder.accounting.checkpoint_step == run.best
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -105,7 +105,7 @@ def test_a_rank_that_is_stopped_while_it_saves_before_the_end_is_woken(simulate,
         run.freeze(first)
         run.run_until(lambda: not run.rank(first).stopped)
     assert_saved_before_end(run, status=RunStatus.GAVE_UP, rank=first)
-    assert sum("it is woken" in text for _, text in run.records.said) == times
+    assert sum("it is woken" in text for _, text in run.outputs.said) == times
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -113,7 +113,7 @@ def test_what_came_before_an_error_of_the_user_is_saved(simulate, ranks):
     """At the second time, by a rank that raised itself where there is no other."""
     run = simulate(ranks=ranks)
     for tries in range(1, 4 if ranks == 1 else 3):  # one rank alone is tried as it is, and anew
-        run.run_until(lambda count=tries: len(run.events("form")) == count)
+        run.run_until(lambda count=tries: len(run.events("forming")) == count)
         run.run_until(lambda: run.rank(0).trains and run.rank(0).committed >= 15)
         for rank in range(ranks):
             run.rank(rank).committed = 15

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ddp_runner.core import events
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.classify import attribute
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
@@ -14,7 +15,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
 from ddp_runner.observe.summary import ExactProof
-from ddp_runner.supervisor.reporting.accounting import MENDED_KEPT, Ledger
+from ddp_runner.supervisor.reporting.accounting import MENDED_KEPT, RunAccounting
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 SECOND_NS = 1_000_000_000
@@ -57,32 +58,65 @@ def finished(**report):
     return Finished(rank=0, reason=StopReason.COMPLETED, step=20, report=report)
 
 
+def save(ledger, step, productive_s):
+    """A checkpoint is on disk."""
+    ledger.take(
+        events.CheckpointSaved(
+            step=step,
+            path=f"step_{step}.pt",
+            blocked_s=0.0,
+            size_bytes=1,
+            productive_ns=productive_s * SECOND_NS,
+        ),
+        now_s=0.0,
+    )
+
+
 def note(ledger, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
     """An incident is closed."""
-    ledger.incident(
-        made,
+    plan = events.Plan(
+        plan="ReplaceRanks",
+        culprit=made.culprit.rank,
+        kind=made.culprit.kind.value,
+        replaced=(1,),
+        dropped=(),
+        kept=None,
+        all_ranks_dead=False,
+        victims=(),
+        incident=made,
         began_s=began_s,
         since_s=began_s if since_s is None else since_s,
         detect_s=detect_s,
         generation=generation,
-        event_id=5,
         outcome="respawned",
     )
+    ledger.take(plan, now_s=made.at_s, cause=5)
 
 
 def repair(ledger, *, now_s, committed_step, productive_s=0.0, parts=None):
     """The world trains again."""
+    if parts:
+        seconds = {f"{name}_s": value for name, value in parts.items()}
+        for rank in range(2):  # the slowest counts
+            formed = events.RankFormed(
+                rank=rank,
+                pid=1,
+                generation=2,
+                committed_step=committed_step,
+                source=0,
+                **{name: value / (1 + rank) for name, value in seconds.items()},
+            )
+            ledger.take(formed, now_s=now_s)
     return ledger.repaired(
         now_s=now_s,
         committed_step=committed_step,
         productive_ns=round(productive_s * SECOND_NS),
-        parts=parts or {},
     )
 
 
 def test_a_run_in_peace_has_no_faults_and_nothing_lost():
     """Control: every second is startup, productive or accounted for by the ranks."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     ledger.first_step_s = 104.0
     made = summary(
         ledger,
@@ -104,7 +138,7 @@ def test_a_run_in_peace_has_no_faults_and_nothing_lost():
 
 def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
     """Survivors keep what they committed: recovery time, and the time since the last commit."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(7), began_s=110.0, since_s=109.5, generation=2)
     (repaired,) = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
     assert (repaired.event_id, repaired.steps_lost) == (5, 0)
@@ -119,8 +153,8 @@ def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
 
 def test_work_since_the_checkpoint_is_lost_by_a_rollback():
     """It moves from productive to lost."""
-    ledger = Ledger(began_s=100.0)
-    ledger.saved(10, "step_10.pt", 10 * SECOND_NS)
+    ledger = RunAccounting(began_s=100.0)
+    save(ledger, 10, 10)
     note(ledger, incident(15), began_s=120.0)
     (repaired,) = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
     assert repaired.steps_lost == 5
@@ -131,14 +165,14 @@ def test_work_since_the_checkpoint_is_lost_by_a_rollback():
 
 def test_each_rollback_counts_its_own_work_once():
     """Twice to the same checkpoint, then to a later one: what was lost before is not lost again."""
-    ledger = Ledger(began_s=100.0)
-    ledger.saved(10, "step_10.pt", 10 * SECOND_NS)
+    ledger = RunAccounting(began_s=100.0)
+    save(ledger, 10, 10)
     for productive_s, lost_s in ((15, 5), (18, 8)):
         note(ledger, incident(12), began_s=120.0)
         repair(ledger, now_s=120.0, committed_step=10, productive_s=productive_s)
         shares = summary(ledger, reading=reading(productive_ns=productive_s * SECOND_NS)).time_s
         assert (shares.lost, shares.productive) == (lost_s, 10.0)
-    ledger.saved(15, "step_15.pt", 23 * SECOND_NS)
+    save(ledger, 15, 23)
     note(ledger, incident(17), began_s=140.0)
     repair(ledger, now_s=140.0, committed_step=15, productive_s=26)
     shares = summary(ledger, reading=reading(productive_ns=26 * SECOND_NS)).time_s
@@ -147,7 +181,7 @@ def test_each_rollback_counts_its_own_work_once():
 
 def test_a_rollback_to_the_very_start_loses_everything():
     """No checkpoint was made yet."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(4), began_s=110.0)
     (repaired,) = repair(ledger, now_s=111.0, committed_step=0, productive_s=1)
     assert repaired.steps_lost == 4
@@ -156,9 +190,9 @@ def test_a_rollback_to_the_very_start_loses_everything():
 
 def test_one_lost_step_is_not_all_of_the_work():
     """It lies between two saves: as much of the time since the one before as of the steps."""
-    ledger = Ledger(began_s=0.0)
-    ledger.saved(300, "step_300.pt", 290 * SECOND_NS)
-    ledger.saved(500, "step_500.pt", 500 * SECOND_NS)
+    ledger = RunAccounting(began_s=0.0)
+    save(ledger, 300, 290)
+    save(ledger, 500, 500)
     note(ledger, incident(800), began_s=900.0)
     (repaired,) = repair(ledger, now_s=901.0, committed_step=799, productive_s=800)
     assert repaired.steps_lost == 1
@@ -168,7 +202,7 @@ def test_one_lost_step_is_not_all_of_the_work():
 
 def test_without_a_save_the_work_since_the_launch_is_shared_out():
     """A resumed run stood at its first step before it had worked at all; lost twice, counted once."""
-    ledger = Ledger(began_s=0.0)
+    ledger = RunAccounting(began_s=0.0)
     assert repair(ledger, now_s=5.0, committed_step=1000) == []
     for productive_s in (100, 101):
         note(ledger, incident(1100), began_s=110.0)
@@ -179,7 +213,7 @@ def test_without_a_save_the_work_since_the_launch_is_shared_out():
 
 def test_incidents_of_one_outage_are_one_recovery():
     """A second fault while repairing: time counts from the first, and both end together."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(3), began_s=110.0, since_s=109.0)
     note(ledger, incident(3, rank=0), began_s=112.0, since_s=109.0)
     repair(ledger, now_s=115.0, committed_step=3)
@@ -192,14 +226,14 @@ def test_incidents_of_one_outage_are_one_recovery():
 
 def test_a_generation_that_forms_without_a_fault_repairs_nothing():
     """Control: the first one of a run."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     assert repair(ledger, now_s=103.0, committed_step=0) == []
     assert summary(ledger).time_s.recovery == 0.0
 
 
 def test_a_fault_that_ended_the_run_was_never_recovered():
     """Its record says so by None."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(3), began_s=110.0)
     made = summary(ledger, status=RunStatus.FAILED, exit_code=ExitCode.FAILED)
     assert made.faults[0].recovered_s is None
@@ -208,8 +242,8 @@ def test_a_fault_that_ended_the_run_was_never_recovered():
 
 def test_what_the_ranks_reported_wins_over_the_board():
     """A complete run is described by its own words, peaks by the highest of all ranks."""
-    ledger = Ledger(began_s=100.0)
-    ledger.saved(16, "step_16.pt", 0)
+    ledger = RunAccounting(began_s=100.0)
+    save(ledger, 16, 0)
     reports = [
         finished(
             epochs=2,
@@ -231,7 +265,7 @@ def test_what_the_ranks_reported_wins_over_the_board():
 
 def test_a_repair_is_told_by_its_parts():
     """Noticing, aborting, forking and each part of the re-forming, in seconds, and the sum."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(7, at_s=110.25), began_s=110.0, detect_s=2.0)
     ledger.forming(110.75)
     parts = {"group": 0.1, "transfer": 0.2, "rebuild": 0.3}
@@ -242,7 +276,7 @@ def test_a_repair_is_told_by_its_parts():
 
 def test_a_later_forming_does_not_touch_a_repair_that_is_done():
     """Control: its figures are final."""
-    ledger = Ledger(began_s=100.0)
+    ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(7, at_s=110.25), began_s=110.0)
     ledger.forming(110.75)
     repair(ledger, now_s=111.5, committed_step=7)
@@ -252,8 +286,8 @@ def test_a_later_forming_does_not_touch_a_repair_that_is_done():
 
 def test_a_run_that_broke_off_is_described_by_the_board():
     """Steps, samples and loss of the last commit, and the last checkpoint that was published."""
-    ledger = Ledger(began_s=100.0)
-    ledger.saved(16, "step_16.pt", 0)
+    ledger = RunAccounting(began_s=100.0)
+    save(ledger, 16, 0)
     made = summary(ledger, status=RunStatus.GAVE_UP, exit_code=ExitCode.GAVE_UP)
     assert (made.steps, made.epochs, made.samples, made.final_loss) == (20, 2, 160, 0.5)
     assert (made.weights_sha256, made.checkpoint, made.peak_rss_bytes) == (None, "step_16.pt", None)
@@ -262,12 +296,12 @@ def test_a_run_that_broke_off_is_described_by_the_board():
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_not_reported_as_one(loss):
     """summary.json must stay readable by everybody."""
-    assert summary(Ledger(began_s=0.0), finished=[finished(loss=loss)]).final_loss is None
+    assert summary(RunAccounting(began_s=0.0), finished=[finished(loss=loss)]).final_loss is None
 
 
 def test_a_run_that_never_made_a_step_was_startup_only():
     """And has no loss."""
-    made = summary(Ledger(began_s=100.0), reading=reading(), now_s=130.0)
+    made = summary(RunAccounting(began_s=100.0), reading=reading(), now_s=130.0)
     assert made.time_s.startup == 30.0
     assert made.final_loss is None
     assert made.goodput == 0.0
@@ -275,7 +309,7 @@ def test_a_run_that_never_made_a_step_was_startup_only():
 
 def test_reasons_for_inexact_weights_are_passed_on():
     """Exact means that no reason is known."""
-    ledger = Ledger(began_s=0.0)
+    ledger = RunAccounting(began_s=0.0)
     assert summary(ledger).exact
     made = summary(ledger, facts=RunFacts(inexact_reasons=["fewer ranks"]))
     assert (made.exact, made.inexact_reasons) == (False, ("fewer ranks",))
@@ -283,26 +317,26 @@ def test_reasons_for_inexact_weights_are_passed_on():
 
 def test_what_was_proved_stands_in_the_summary_always():
     """Steps are counted once, however many ranks tell of them, and come in order."""
-    assert summary(Ledger(began_s=0.0)).to_record()["exact_proof"] == {
+    assert summary(RunAccounting(began_s=0.0)).to_record()["exact_proof"] == {
         "repeated": 0,
         "drilled": (),
     }
     facts = RunFacts(proved={"repeated": {0}, "drilled": {50, 2}})
-    made = summary(Ledger(began_s=0.0), facts=facts)
+    made = summary(RunAccounting(began_s=0.0), facts=facts)
     assert made.exact_proof == ExactProof(repeated=1, drilled=(2, 50))
 
 
 def test_each_rank_s_own_time_is_told():
     """Where nobody is slow for long enough to be named, too; control: one without a step has none."""
-    made = summary(Ledger(began_s=0.0))
+    made = summary(RunAccounting(began_s=0.0))
     assert made.to_record()["own_step_s"] == {"0": 0.25, "1": 0.75}
 
 
 def test_very_many_checkpoints_do_not_pile_up():
     """A run of months saves thousands; the newest are what a rollback can reach."""
-    ledger = Ledger(began_s=0.0)
+    ledger = RunAccounting(began_s=0.0)
     for step in range(5000):
-        ledger.saved(step, f"step_{step}.pt", step * SECOND_NS)
+        save(ledger, step, step)
     assert len(ledger._productive_at_save) <= 64
     note(ledger, replace(incident(5000)), began_s=10.0)
     repair(ledger, now_s=10.0, committed_step=4999, productive_s=5003)
@@ -312,10 +346,13 @@ def test_very_many_checkpoints_do_not_pile_up():
 @pytest.mark.parametrize("count", [2 * MENDED_KEPT, 2 * MENDED_KEPT + 7])
 def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
     """A long run with a bad disk or loader does not grow for ever; the rest is counted."""
-    ledger = Ledger(began_s=0.0)
+    ledger = RunAccounting(began_s=0.0)
     for step in range(count):
         fault = Fault(kind=FaultKind.LOADER_WORKER_DIED, rank=0, step=step, cause="it died")
-        ledger.mended(fault, seconds=0.1, steps_lost=0, generation=1)
+        ledger.take(
+            events.RepairedInPlace(remedy="", seconds=0.1, steps_lost=0, fault=fault, generation=1),
+            now_s=1.0,
+        )
     made = summary(ledger)
     steps = sorted(record.step for record in made.faults)
     assert steps == [*range(MENDED_KEPT), *range(count - MENDED_KEPT, count)]

@@ -7,11 +7,12 @@ import json
 import pytest
 import yaml
 
+from ddp_runner.core import events as happened
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.settings import LogSettings, RunSettings, Settings
 from ddp_runner.observe.summary import RunSummary, TimeShares, read_summary
 from ddp_runner.observe.view import RankView, RunView
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.outputs import Outputs
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def logs(tmp_path):
 
 def make_records(folder):
     settings = Settings(run=RunSettings(log_dir=str(folder)), log=LogSettings(display="plain"))
-    return Records(settings, ranks=1)
+    return Outputs(settings, ranks=1)
 
 
 def view(state="running", step=3):
@@ -85,7 +86,7 @@ def test_nothing_is_written_before_the_directories_are_ours(logs, capsys):
     """Lines reach the console at once; files wait."""
     records = make_records(logs)
     assert not records.may_write
-    assert records.event("early", figure=1) == -1
+    assert records.write(happened.Forming(generation=1)) == -1
     records.say("a line")
     records.note("a note")
     records.show(view())
@@ -99,14 +100,14 @@ def test_nothing_is_written_before_the_directories_are_ours(logs, capsys):
 def test_what_was_held_back_is_written_first(logs):
     """Events and lines keep their order; nothing is said twice."""
     records = make_records(logs)
-    records.event("first", figure=1)
+    records.write(happened.Forming(generation=1))
     records.say("an early line")
     records.open()
-    records.event("second")
+    records.write(happened.SaveAsked())
     records.say("a late line", level="WARNING")
     records.finish(view(), None)
-    assert [event["event"] for event in events(logs)] == ["first", "second"]
-    assert events(logs)[0]["figure"] == 1
+    assert [event["event"] for event in events(logs)] == ["forming", "save_asked"]
+    assert events(logs)[0]["generation"] == 1
     log = (logs / "supervisor.log").read_text(encoding="utf-8")
     assert log.index("an early line") < log.index("a late line")
     assert log.count("an early line") == 1
@@ -116,15 +117,15 @@ def test_what_was_held_back_is_written_first(logs):
 def test_an_event_names_its_cause(logs):
     """By the id that the cause got; one that was held back has none to name."""
     records = make_records(logs)
-    held = records.event("held")
+    held = records.write(happened.SaveAsked())
     records.open()
-    cause = records.event("fault")
-    records.event("plan", cause=cause)
-    records.event("other", cause=held)
+    cause = records.write(happened.StopAsked(reason="interrupted"))
+    records.write(happened.Forming(generation=1), cause=cause)
+    records.write(happened.WorldFormed(generation=1), cause=held)
     records.finish(view(), None)
     by_name = {event["event"]: event for event in events(logs)}
-    assert by_name["plan"]["cause"] == by_name["fault"]["id"] == cause
-    assert by_name["other"].get("cause") is None
+    assert by_name["forming"]["cause"] == by_name["stop_asked"]["id"] == cause
+    assert by_name["world_formed"].get("cause") is None
 
 
 def test_the_resolved_settings_stand_beside_the_logs(logs):

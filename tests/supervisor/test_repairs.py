@@ -13,7 +13,7 @@ def test_a_run_in_peace_forms_once(simulate):
     """Control: no incident, one generation."""
     run = simulate()
     assert_done(run)
-    assert len(run.events("form")) == 1
+    assert len(run.events("forming")) == 1
     assert plans(run) == []
 
 
@@ -36,11 +36,11 @@ def test_a_death_while_forming_starts_the_next_generation(simulate):
     run = simulate()
     run.to_step(15)
     run.kill(1)
-    run.run_until(lambda: len(run.events("form")) == 2)
+    run.run_until(lambda: len(run.events("forming")) == 2)
     run.kill(0)
     assert_done(run)
     assert plans(run) == [(1, "rank_killed", (1,)), (0, "rank_killed", (0,))]
-    assert [record["generation"] for record in run.events("form")] == [1, 2, 3]
+    assert [record["generation"] for record in run.events("forming")] == [1, 2, 3]
     assert lost(run) == [0, 0]
 
 
@@ -54,7 +54,7 @@ def test_each_generation_is_handed_a_secret_of_its_own(simulate):
     (first,), (second,) = run.secrets.values()
     assert first != second
     assert len(first) == len(second) == 64
-    assert not any(secret in str(run.records.written) for secret in (first, second))
+    assert not any(secret in str(run.outputs.written) for secret in (first, second))
 
 
 def test_each_of_two_faults_that_are_repaired_together_is_told(simulate):
@@ -62,10 +62,10 @@ def test_each_of_two_faults_that_are_repaired_together_is_told(simulate):
     run = simulate()
     run.to_step(15)
     run.kill(1)
-    run.run_until(lambda: len(run.events("form")) == 2)
+    run.run_until(lambda: len(run.events("forming")) == 2)
     run.kill(0)
     assert_done(run)
-    told = [text for _, text in run.records.said if "steps lost" in text]
+    told = [text for _, text in run.outputs.said if "steps lost" in text]
     assert [text.split(" at ")[0] for text in told] == [
         f"rank {rank} killed (SIGKILL)" for rank in (1, 0)
     ]
@@ -142,9 +142,12 @@ def test_ranks_that_are_killed_one_by_one_between_two_steps_are_repaired(simulat
         run.pass_time(apart_s)
         run.kill(rank)
     run.step_s = STEP_S
-    assert len({fault.incident.committed_step for fault in run.supervisor.ledger.faults}) <= 1
+    assert (
+        len({fault.incident.committed_step for fault in run.supervisor.recorder.accounting.faults})
+        <= 1
+    )
     assert_done(run)
-    assert not [t for level, t in run.records.said if level == "WARNING" and t.endswith(" s")]
+    assert not [t for level, t in run.outputs.said if level == "WARNING" and t.endswith(" s")]
 
 
 @pytest.mark.parametrize("order", [(1, -1, 2), (-1, -1, -1), (-1, 0, -1)])
@@ -155,7 +158,7 @@ def test_a_rank_the_store_and_a_rank_within_a_step_are_repaired(simulate, order)
     run.is_held = True
     for number, rank in enumerate(order, start=2):
         run.kill(rank)
-        run.run_until(lambda wanted=number: len(run.events("form")) == wanted)
+        run.run_until(lambda wanted=number: len(run.events("forming")) == wanted)
     run.is_held = False
     assert_done(run)
     assert sum(lost(run)) == 0
@@ -183,13 +186,13 @@ def test_of_ranks_that_all_raised_one_is_kept_as_the_source(simulate, ranks):
     first = {rank: run.rank(rank).pid for rank in range(ranks)}
     for rank in range(ranks):
         run.fail(rank)
-    run.run_until(lambda: len(run.events("form")) == 2)
+    run.run_until(lambda: len(run.events("forming")) == 2)
     [stayed] = [rank for rank in range(ranks) if run.rank(rank).pid == first[rank]]
     assert_done(run)
     assert [len(replaced) for _, _, replaced in plans(run)] == [ranks - 1]
     assert lost(run) == [0]
     [told] = [
-        text for level, text in run.records.said if level == "WARNING" and "ValueError: no" in text
+        text for level, text in run.outputs.said if level == "WARNING" and "ValueError: no" in text
     ]
     assert told.startswith(f"all {ranks} ranks raised, first rank " if ranks > 1 else "rank 0: ")
     assert f"rank {stayed} stays, with the newest state" in told
@@ -231,13 +234,16 @@ def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
     run.kill(0, 1, 2)
     run.run_until(lambda: run.events("repaired"))
     assert lost(run) == [7]
-    assert [fault.all_ranks_dead for fault in run.supervisor.ledger.faults] == [True]
+    assert [fault.all_ranks_dead for fault in run.supervisor.recorder.accounting.faults] == [True]
     run.pass_time(0.12)
     assert 10 < run.supervisor.facts.committed_step < 17
     run.kill(1)
     assert_done(run)
     assert lost(run) == [7, 0]
-    assert [fault.all_ranks_dead for fault in run.supervisor.ledger.faults] == [True, False]
+    assert [fault.all_ranks_dead for fault in run.supervisor.recorder.accounting.faults] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("word", ["best", "checkpoints/step_00000010.pt"])

@@ -19,7 +19,7 @@ def with_spare(simulate, **changes):
 
 def repaired_s(run):
     run.run_until(lambda: run.events("repaired"), within_s=10.0)
-    return run.supervisor.ledger.faults[0].seconds["total"]
+    return run.supervisor.recorder.accounting.faults[0].seconds["total"]
 
 
 def test_a_dead_rank_is_replaced_by_the_spare_and_there_is_another_one(simulate):
@@ -97,7 +97,7 @@ def test_a_spare_that_is_killed_is_no_fault_whenever_it_is(simulate, apart_s):
             run.signal(spare.pid)
     assert_done(run)
     assert plans(run) == ([] if apart_s is None else [(1, "rank_killed", (1,))])
-    assert run.supervisor.ledger.faults_total == (0 if apart_s is None else 1)
+    assert run.supervisor.recorder.accounting.faults_total == (0 if apart_s is None else 1)
     assert sum(lost(run)) == 0
 
 
@@ -129,7 +129,7 @@ def test_a_spare_that_never_becomes_the_rank_costs_a_moment(simulate):
     assert run.rank(1) is not spare
     assert_done(run)
     assert plans(run) == [(1, "rank_killed", (1,))]
-    assert run.supervisor.ledger.faults_total == 1
+    assert run.supervisor.recorder.accounting.faults_total == 1
 
 
 def test_a_spare_that_a_busy_machine_lets_wait_is_given_its_time(simulate):
@@ -155,7 +155,7 @@ def test_spares_that_keep_dying_end_without_harm(simulate):
             run.kill(SPARE)
         run.pass_time(TICK_S / 2)
     assert len(run.spares_asked) == LOST_MAX
-    assert run.supervisor.ledger.faults_total == 0
+    assert run.supervisor.recorder.accounting.faults_total == 0
 
 
 def test_no_room_for_a_spare_is_no_fault(simulate):
@@ -179,7 +179,7 @@ def test_a_zygote_that_owes_a_spare_may_die_or_hang(simulate, harm):
     getattr(run, harm)(-2)
     run.run_until(lambda: run.events("spare_ready"), within_s=40.0)
     assert run.zygotes == 2
-    assert run.supervisor.ledger.faults_total == 0
+    assert run.supervisor.recorder.accounting.faults_total == 0
     assert_done(run)
 
 
@@ -228,7 +228,7 @@ def test_without_a_zygote_whom_the_spare_cannot_replace_waits_for_one(simulate, 
     assert len(run.events("spare_taken")) >= (harm == "nothing")
     assert len(run.events("zygote_ready")) == 2
     assert sum(lost(run)) == 0
-    assert run.supervisor.ledger.faults_total == len(plans(run))
+    assert run.supervisor.recorder.accounting.faults_total == len(plans(run))
 
 
 def test_a_spare_that_is_not_warm_yet_is_not_waited_for(simulate):
@@ -252,7 +252,7 @@ EVERYWHERE, ON_0, ON_1, ON_2 = ("libraries", ""), *(("device", f"cuda:{gpu}") fo
 
 
 def said(run):
-    return [line for _, line in run.records.said if "spare" in line]
+    return [line for _, line in run.outputs.said if "spare" in line]
 
 
 def another(run, spare):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ddp_runner.core import events
 from ddp_runner.core.messages import ReopenLog
 from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.run_directories import RunDirectories
 
 
@@ -18,26 +19,24 @@ class FolderKeeper:
         directories: RunDirectories,
         *,
         world: World,
-        records: Records,
+        recorder: Recorder,
         ask_save: Callable[[], None],
     ) -> None:
         self._directories = directories
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._ask_save = ask_save
 
     def look(self) -> None:
         """Make again what is gone. The files in it are made by whoever writes them next."""
         for change in self._directories.look():
-            self._records.say(change.text, level="WARNING")
-            self._records.event(
-                "folder_made_again",
-                folder=str(change.folder),
-                option=change.option,
-                text=change.text,
+            self._recorder.record(
+                events.FolderMadeAgain(
+                    folder=str(change.folder), option=change.option, text=change.text
+                )
             )
             if change.is_new and change.option == "--log-dir":
-                self._records.write_config()
+                self._recorder.outputs.write_config()
             if change.is_new and change.option == "--checkpoint-dir":
                 self._ask_save()  # whatever was there cannot be gone back to
         for handle in self._world.present:

@@ -6,10 +6,11 @@ commit those (see collective.communicators). So the supervisor waits for everybo
 
 from __future__ import annotations
 
+from ddp_runner.core import events
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.processes.rank_process import RankHandle
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 
 ANSWER_TIMEOUT_S = 3.0  # for a rank to hear of an abort: a thread of its own does
 UNANSWERED = f"did not answer an abort within {ANSWER_TIMEOUT_S:g} s"  # of who is ended for that
@@ -22,9 +23,9 @@ _MAY_COMMIT = (*_HAS_NOT_HEARD, RankState.KILLING)  # until it has been reaped, 
 class Cutting:
     """Driven by :class:`Supervisor`, once a tick and after every event."""
 
-    def __init__(self, *, world: World, records: Records) -> None:
+    def __init__(self, *, world: World, recorder: Recorder) -> None:
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._cut = 0  # the newest generation that was cut
         self._cut_at_s = 0.0
 
@@ -39,7 +40,7 @@ class Cutting:
         if any(h.state in _MAY_COMMIT and not h.does_not_end(now_s) for h in self._world.ranks):
             return
         self._cut, self._cut_at_s = generation, now_s
-        self._records.event("cut", generation=generation)
+        self._recorder.record(events.Cut(generation=generation))
         self._world.cut(generation)
 
     def unanswered(self, now_s: float) -> list[RankHandle]:

@@ -6,6 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
+from ddp_runner.core import events
 from ddp_runner.core.drill import (
     DRILLED,
     FOLDER,
@@ -16,29 +17,23 @@ from ddp_runner.core.drill import (
     folder_name,
     may_begin,
     must_end,
-    passed_line,
-    skipped_line,
 )
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import Drilled, DrillPart, Proved
+from ddp_runner.core.messages import Drilled, DrillPart
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.reporting.event_log import Chronicle
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.system.proc_state import StoppedWatch
 
 
 class DrillKeeper:
     """Driven by :class:`Supervisor`: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
 
-    def __init__(
-        self, plan: LaunchPlan, *, world: World, records: Records, chronicle: Chronicle
-    ) -> None:
+    def __init__(self, plan: LaunchPlan, *, world: World, recorder: Recorder) -> None:
         self._plan = plan
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._world = world
-        self._records = records
-        self._chronicle = chronicle
+        self._recorder = recorder
         self._stopped = StoppedWatch()
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
@@ -105,19 +100,24 @@ class DrillKeeper:
             return
         self._running = None
         self._remove(step)
-        self._records.event(
-            "drill", rank=rank, step=step, seconds=round(seconds, 3), differs=message.differs
+        finding, is_first = "", False
+        if message.differs:
+            on_cpu = self._plan.devices[rank].device == "cpu"
+            finding = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
+            known = self._recorder.facts.inexact_reasons
+            is_first = not any("would not compute the same" in each for each in known)
+        self._recorder.record(
+            events.Drill(
+                rank=rank,
+                step=step,
+                seconds=round(seconds, 3),
+                differs=message.differs,
+                finding=finding,
+                inexact_reason=finding if is_first else "",
+            )
         )
         if not message.differs:
-            self._records.say(passed_line(rank=rank, step=step, seconds=seconds))
-            self._chronicle.proved(Proved(rank=rank, step=step, what=DRILLED))
-            return
-        on_cpu = self._plan.devices[rank].device == "cpu"
-        reason = failed_reason(rank=rank, step=step, differs=message.differs, on_cpu=on_cpu)
-        is_first = not any("would not compute the same" in each for each in self._chronicle.reasons)
-        self._records.say(f"drill: {reason}", level="WARNING" if is_first else "INFO")
-        if is_first:
-            self._chronicle.not_exact(reason)
+            self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
 
     def ended(self, ended: Ended, output: str) -> None:
         """Its process was reaped. One that has told before has nothing to add."""
@@ -149,12 +149,10 @@ class DrillKeeper:
         self._skipped(rank, step, why)
 
     def _skipped(self, rank: int, step: int, why: str) -> None:
-        self._records.event("drill_skipped", rank=rank, step=step, text=why)
-        if "memory is short" in why:
-            if self._said_short:
-                return
-            self._said_short = True
-        self._records.say(skipped_line(rank=rank, step=step, problem=why))
+        is_short = "memory is short" in why
+        is_said = not (is_short and self._said_short)
+        self._said_short |= is_short
+        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why, is_said=is_said))
 
     def _cut_short(self, why: str) -> None:
         """Not worth a line."""
@@ -163,7 +161,7 @@ class DrillKeeper:
         step, rank = self._running
         self._running = None
         self._remove(step)
-        self._records.event("drill_skipped", rank=rank, step=step, text=why)
+        self._recorder.record(events.DrillSkipped(rank=rank, step=step, text=why))
 
     def _remove(self, step: int) -> None:
         folder = self._folder / folder_name(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from ddp_runner.core import events
 from ddp_runner.core.injection import (
     EVERY_RANK,
     Injection,
@@ -18,7 +19,7 @@ from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import Inject, Injected
 from ddp_runner.supervisor.processes.children import kill
 from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 
 _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
@@ -27,9 +28,9 @@ _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
 class Striker:
     """Owned by the supervisor's loop. Injections at a step happen in the rank; it says so first."""
 
-    def __init__(self, plan: LaunchPlan, world: World, records: Records) -> None:
+    def __init__(self, plan: LaunchPlan, world: World, recorder: Recorder) -> None:
         self._world = world
-        self._records = records
+        self._recorder = recorder
         specs = [
             parse_injection(text, world_size=plan.world_size) for text in plan.settings.run.inject
         ]
@@ -57,13 +58,14 @@ class Striker:
         """An injection happens now: it must not happen again to the process that comes after."""
         place = (message.number, message.rank)
         self._left[place] = max(0, self._left[place] - 1)
-        self._records.event(
-            "injected",
-            kind=message.kind,
-            rank=message.rank,
-            number=message.number,
-            step=message.step,
-            phase=message.phase,
+        self._recorder.record(
+            events.Injected(
+                kind=message.kind,
+                rank=message.rank,
+                number=message.number,
+                step=message.step,
+                phase=message.phase,
+            )
         )
 
     def strike_if_due(self, now_s: float) -> None:
@@ -92,12 +94,13 @@ class Striker:
         if handle.state is not RankState.TRAINING or handle.pid is None:
             return
         reading = handle.slot.read()
-        self._records.event(
-            "injected",
-            kind=strike.kind.value,
-            rank=strike.rank,
-            step=reading.step,
-            phase=reading.phase.label,
+        self._recorder.record(
+            events.Injected(
+                kind=strike.kind.value,
+                rank=strike.rank,
+                step=reading.step,
+                phase=reading.phase.label,
+            )
         )
         if strike.kind in _ENDS_PROCESS:
             self._ending = handle.pid

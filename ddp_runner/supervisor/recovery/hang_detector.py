@@ -15,7 +15,7 @@ from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.processes.rank_process import RankHandle
 from ddp_runner.supervisor.processes.stack_dump import wake
 from ddp_runner.supervisor.recovery.progress_watch import Watcher
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.system import proc_state
 from ddp_runner.system.proc_state import StoppedWatch
@@ -30,13 +30,13 @@ class HangFinder:
     """Driven by ``Repair``, once a tick while no incident is open."""
 
     def __init__(
-        self, settings: RecoverySettings, facts: RunFacts, *, world: World, records: Records
+        self, settings: RecoverySettings, facts: RunFacts, *, world: World, recorder: Recorder
     ) -> None:
         self.watcher = Watcher(settings)
         self._settings = settings
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._stopped = StoppedWatch()
 
     def find(self, now_s: float) -> list[Fault]:
@@ -101,7 +101,7 @@ class HangFinder:
         return self._stopped.stopped_s(handle.pid, now_s) > limit_s
 
     def _say_woken(self, handle: RankHandle) -> None:
-        self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+        self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
         wake(self._world.ranks)
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import Standing
 from ddp_runner.core.faults import Fault
@@ -25,7 +26,7 @@ from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.processes.rank_process import RankHandle
 from ddp_runner.supervisor.processes.stack_dump import wake
 from ddp_runner.supervisor.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.system.proc_state import StoppedWatch
 
@@ -39,7 +40,7 @@ class LastSave:
         facts: RunFacts,
         *,
         world: World,
-        records: Records,
+        recorder: Recorder,
         published: Published,
         cutting: Cutting,
     ) -> None:
@@ -47,7 +48,7 @@ class LastSave:
         self._settings = settings
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._published = published
         self._began_s = 0.0
         self._by_s = 0.0
@@ -126,7 +127,7 @@ class LastSave:
         limit_s = self._settings.hang_min_s
         for handle in self._world.present:
             if self._stopped.stopped_s(handle.pid, now_s) > limit_s:
-                self._records.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
+                self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
                 wake([handle])
 
     def _is_parked(self, handle: RankHandle) -> bool:
@@ -152,18 +153,18 @@ class LastSave:
             handle.slot.set(Cell.CONDEMNED, int(handle.rank != move.rank))
         self._asked = move
         self._by_s = now_s + self._settings.checkpoint_timeout_s
-        self._records.event("last_save_asked", rank=move.rank, step=move.step)
-        self._records.say(f"rank {move.rank} saves step {move.step} before the run ends")
+        self._recorder.record(events.LastSaveAsked(rank=move.rank, step=move.step))
         self._world.send(self._world.ranks[move.rank], SaveAlone())
 
     def _conclude(self, outcome: SaveOutcome) -> None:
         if self.outcome is not None:
             return
         self.outcome = outcome
-        self._records.event(
-            "last_save",
-            step=outcome.step,
-            path=outcome.path,
-            failed=outcome.cause,
-            seconds=round(time.monotonic() - self._began_s, 3),
+        self._recorder.record(
+            events.LastSave(
+                step=outcome.step,
+                path=outcome.path,
+                failed=outcome.cause,
+                seconds=round(time.monotonic() - self._began_s, 3),
+            )
         )

@@ -14,7 +14,7 @@ from ddp_runner.supervisor.processes.rank_process import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.fault_injector import Striker
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 _LEAVING = (RankState.ABORTING, RankState.LEAVING)
@@ -38,7 +38,7 @@ class ReturningRanks:
         facts: RunFacts,
         *,
         world: World,
-        records: Records,
+        recorder: Recorder,
         striker: Striker,
         hangs: HangFinder,
         cutting: Cutting,
@@ -46,7 +46,7 @@ class ReturningRanks:
         self._settings = settings
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._striker = striker
         self._hangs = hangs
         self._cutting = cutting
@@ -91,7 +91,7 @@ class ReturningRanks:
             if is_early or self._facts.committed_step <= slot.step:
                 continue
             handle.member.advance(MembershipEvent.TRIED_AGAIN)
-            self._records.say(f"trying rank {handle.rank} again")
+            self._recorder.say(f"trying rank {handle.rank} again")
             self._world.spawn_rank(
                 handle,
                 loads=False,
@@ -108,7 +108,7 @@ class ReturningRanks:
         self._slots[handle.rank].failed_returns += 1
         handle.member.advance(MembershipEvent.RETURN_FAILED)
         handle.dropped_at_s = time.monotonic()
-        self._records.say(f"rank {handle.rank} is still not usable", level="WARNING")
+        self._recorder.say(f"rank {handle.rank} is still not usable", level="WARNING")
 
     def take_back(self, now_s: float) -> None:
         """Have the others leave their generation for ranks that are ready, and form with them."""
@@ -124,7 +124,7 @@ class ReturningRanks:
         for handle in back:
             handle.member.advance(MembershipEvent.TAKEN_BACK)
             self._slots[handle.rank].came_back_at_s = now_s
-            self._records.say(
+            self._recorder.say(
                 f"rank {handle.rank} is back: {len(self._world.present)} ranks from here on"
             )
         self.is_regrouping = True

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.divergence import inexact_by
@@ -42,15 +43,13 @@ from ddp_runner.supervisor.recovery.fault_injector import Striker
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
 from ddp_runner.supervisor.recovery.incident import OpenIncident, PendingKill
 from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
-from ddp_runner.supervisor.reporting.accounting import Ledger
-from ddp_runner.supervisor.reporting.outputs import Records
 from ddp_runner.supervisor.reporting.plan_words import (
-    blamed_in_words,
     outcome_in_words,
     reads_checkpoint,
-    repair_in_words,
+    repair_line,
 )
-from ddp_runner.supervisor.reporting.run_facts import RunFacts, fault_fields
+from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 # For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
 ANSWERS_TIME_S = 0.2
@@ -66,8 +65,7 @@ class Repair:
         *,
         machine: Machine[RunState, RunEvent],
         world: World,
-        records: Records,
-        ledger: Ledger,
+        recorder: Recorder,
         striker: Striker,
         published: Published,
         cutting: Cutting,
@@ -78,11 +76,10 @@ class Repair:
         self._facts = facts
         self._machine = machine
         self._world = world
-        self._records = records
-        self._ledger = ledger
+        self._recorder = recorder
         self._striker = striker
         self._cutting = cutting
-        self._hangs = HangFinder(settings.recovery, facts, world=world, records=records)
+        self._hangs = HangFinder(settings.recovery, facts, world=world, recorder=recorder)
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed
         self._remedies: list[str] = []
@@ -92,7 +89,7 @@ class Repair:
             settings.recovery,
             facts,
             world=world,
-            records=records,
+            recorder=recorder,
             striker=striker,
             hangs=self._hangs,
             cutting=cutting,
@@ -116,10 +113,9 @@ class Repair:
 
     def report(self, fault: Fault) -> None:
         """Add a fault to the open incident, or open one and abort the generation."""
-        event_id = self._records.event(
-            "fault",
+        event_id = self._recorder.record(
+            events.Fault(**events.of_fault(fault, generation=self._facts.generation)),
             cause=self._incident.event_id if self._incident else None,
-            **fault_fields(fault, generation=self._facts.generation),
         )
         if fault.kind is FaultKind.OUT_OF_MEMORY:
             self._facts.short_of_memory.add(fault.rank)
@@ -134,8 +130,6 @@ class Repair:
     def note_remedy(self, message: Adjusted) -> None:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
         if message.in_peace:
-            if message.once_more:
-                self._ledger.once_more(message.rank)
             return
         self._once_more |= message.once_more
         if message.remedy and message.remedy not in self._remedies:
@@ -179,12 +173,7 @@ class Repair:
         if self._incident is not None:
             return
         for rank, factor in self._hangs.watcher.stragglers(self._world.present).items():
-            self._facts.stragglers[rank] = round(factor, 2)
-            self._records.event("straggler", rank=rank, factor=round(factor, 2))
-            self._records.say(
-                f"rank {rank} takes {factor:.1f} times as long as the others for its own work",
-                level="WARNING",
-            )
+            self._recorder.record(events.Straggler(rank=rank, factor=round(factor, 2)))
 
     def advance(self, now_s: float) -> GiveUp | None:
         """Find who hangs, judge the incident once nobody is still inside it, fork what is missing.
@@ -287,12 +276,12 @@ class Repair:
         plan = plan_recovery(
             self._as_incident(incident, now_s),
             world=WorldFacts(lost=ranks, filled=True, present=len(self._world.present)),
-            history=self._ledger.history,
+            history=self._recorder.accounting.history,
             settings=self._settings,
         )
         if not isinstance(plan, ReplaceRanks) or plan.ranks != ranks or plan.delay_s:
             return
-        self._records.event("forked_ahead", cause=incident.event_id, ranks=list(ranks))
+        self._recorder.record(events.ForkedAhead(ranks=tuple(ranks)), cause=incident.event_id)
         if self._loader is not None and not self._world.ranks[self._loader].needs_process:
             self._loader = None  # of the plan before
         incident.fork_ahead(ranks)
@@ -331,33 +320,34 @@ class Repair:
         plan = plan_recovery(
             incident,
             world=who_is_left(ranks, incident, forked_ahead=opened.forked_ahead, now_s=now_s),
-            history=self._ledger.history,
+            history=self._recorder.accounting.history,
             settings=self._settings,
         )
         if isinstance(plan, ReplaceRanks):
             incident = replace(incident, kept=plan.kept, dropped=plan.dropped)
         last_commit_ns = max(handle.slot.get(Cell.LAST_COMMIT_NS) for handle in ranks)
-        self._ledger.incident(
-            incident,
-            began_s=opened.began_s,
-            since_s=last_commit_ns / 1e9 if last_commit_ns else opened.began_s,
-            detect_s=max(0.0, opened.began_s - opened.last_sign_s[incident.culprit.rank]),
-            generation=self._facts.generation,
-            event_id=opened.event_id,
-            outcome=outcome_in_words(plan, incident.culprit),
-            all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
-        )
-        self._records.event(
-            "plan",
+        culprit, replaces = incident.culprit, isinstance(plan, ReplaceRanks)
+        has_diverged = culprit.kind is FaultKind.REPLICA_DIVERGED
+        self._recorder.record(
+            events.Plan(
+                plan=type(plan).__name__,
+                culprit=culprit.rank,
+                kind=culprit.kind.value,
+                replaced=plan.ranks if isinstance(plan, ReplaceRanks) else (),
+                dropped=plan.dropped if isinstance(plan, ReplaceRanks) else (),
+                kept=incident.kept,
+                all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
+                victims=tuple(fault.rank for fault in incident.attribution.victims),
+                incident=incident,
+                generation=self._facts.generation,
+                began_s=opened.began_s,
+                since_s=last_commit_ns / 1e9 if last_commit_ns else opened.began_s,
+                detect_s=max(0.0, opened.began_s - opened.last_sign_s[culprit.rank]),
+                outcome=outcome_in_words(plan, culprit),
+                line=repair_line(plan, incident, remedies=self._remedies, ranks=len(ranks)),
+                inexact_reason=inexact_by(culprit) if replaces and has_diverged else "",
+            ),
             cause=opened.event_id,
-            plan=type(plan).__name__,
-            culprit=incident.culprit.rank,
-            kind=incident.culprit.kind.value,
-            replaced=list(plan.ranks) if isinstance(plan, ReplaceRanks) else [],
-            dropped=list(plan.dropped) if isinstance(plan, ReplaceRanks) else [],
-            kept=incident.kept,
-            all_ranks_dead=incident.ever_formed and reads_checkpoint(plan),
-            victims=[fault.rank for fault in incident.attribution.victims],
         )
         if isinstance(plan, GiveUp):
             return plan
@@ -366,7 +356,7 @@ class Repair:
             for fault in incident.attribution.causes
             if is_short_for_steps(fault) and fault.rank in plan.ranks
         }
-        self._replace(plan, incident, now_s, forked_ahead=opened.forked_ahead)
+        self._replace(plan, now_s, forked_ahead=opened.forked_ahead)
         return None
 
     def _last_sign_s(self, culprit: Fault) -> float:
@@ -375,19 +365,9 @@ class Repair:
             return culprit.at_ns / 1e9
         return self._world.ranks[culprit.rank].slot.get(Cell.PHASE_SINCE_NS) / 1e9
 
-    def _replace(
-        self, plan: ReplaceRanks, incident: Incident, now_s: float, *, forked_ahead: Collection[int]
-    ) -> None:
+    def _replace(self, plan: ReplaceRanks, now_s: float, *, forked_ahead: Collection[int]) -> None:
         """Kill what is left of the lost ranks; they are forked again once they are reaped."""
-        culprit = incident.culprit
-        self._ledger.restarts += 1
-        if culprit.kind is FaultKind.REPLICA_DIVERGED:
-            self._facts.inexact_reasons.append(inexact_by(culprit))
-        wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
-        words = ", ".join([*self._remedies, *repair_in_words(plan)]) or "forming the world again"
         self._remedies.clear()
-        blamed = blamed_in_words(incident, ranks=len(self._world.present))
-        self._records.say(f"{blamed}; {words}{wait}", level="WARNING")
         self._respawn_at_s = now_s + plan.delay_s
         self._loader = plan.loader
         for rank in plan.dropped:
@@ -423,7 +403,7 @@ class Repair:
             handle.member.advance(MembershipEvent.REPLACED)
             self._short_of_memory.pop(handle.rank, None)
         if handle.was_spare:
-            self._records.event("spare_taken", rank=handle.rank, pid=handle.pid)
+            self._recorder.record(events.SpareTaken(rank=handle.rank, pid=handle.pid))
 
     def _replace_who_finished(self) -> None:
         """A rank may finish in the very moment in which the others leave for one that is back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_runner.core import events
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import Forked, SpareReady
@@ -19,7 +20,7 @@ from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Spare
 from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.recovery.repair import Repair
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.system import proc_state
 from ddp_runner.system.proc_state import StoppedWatch
@@ -33,12 +34,12 @@ class SpareKeeper:
     """Driven by :class:`Supervisor`: ``look`` at each turn, ``lost`` when one has ended unused."""
 
     def __init__(
-        self, plan: LaunchPlan, facts: RunFacts, *, world: World, records: Records, repair: Repair
+        self, plan: LaunchPlan, facts: RunFacts, *, world: World, recorder: Recorder, repair: Repair
     ) -> None:
         self._settings = plan.settings.recovery
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._repair = repair
         self._stopped = StoppedWatch()
         self._generation = 0
@@ -103,7 +104,7 @@ class SpareKeeper:
         is_asked = self._settings.warm_spare == SpareKind.DEVICE.value and device != "cpu"
         if is_asked and device not in self._refused:
             self._refused.add(device)
-            self._records.say(f"the spare holds nothing on {device} from now on: {why}")
+            self._recorder.say(f"the spare holds nothing on {device} from now on: {why}")
 
     def _give_back(self, now_s: float) -> None:
         """A spare may be stopped, or killed, in the very moment in which it is made a rank."""
@@ -128,18 +129,19 @@ class SpareKeeper:
         if device and device not in self._told:
             self._told.add(device)
             about = f"{message.device_bytes / 1e9:.1f} GB" if message.device_bytes else "memory"
-            self._records.say(f"a spare for {device} waits, and holds {about} of it")
+            self._recorder.say(f"a spare for {device} waits, and holds {about} of it")
         spare.device_bytes = message.device_bytes
         if spare.pid is not None:
             self._tell_ready(spare)
 
     def _tell_ready(self, spare: Spare) -> None:
-        self._records.event(
-            "spare_ready",
-            pid=spare.pid,
-            kind=spare.plan.kind.value,
-            device=spare.plan.device,
-            device_bytes=spare.device_bytes,
+        self._recorder.record(
+            events.SpareReady(
+                pid=spare.pid,
+                kind=spare.plan.kind.value,
+                device=spare.plan.device,
+                device_bytes=spare.device_bytes,
+            )
         )
 
     def was_forked(self, forked: Forked) -> None:
@@ -157,11 +159,12 @@ class SpareKeeper:
             self._lost_at_s = now_s
         if newest is not None and device and not newest.is_ready and ended and ended.exit_code:
             self._refuse(device, "it could not start there")
-        self._records.event(
-            "spare_ended",
-            exit_code=ended.exit_code if ended is not None else None,
-            signal=ended.signal_number if ended is not None else None,
-            said=output.splitlines()[-1] if output else "",
+        self._recorder.record(
+            events.SpareEnded(
+                exit_code=ended.exit_code if ended is not None else None,
+                signal=ended.signal_number if ended is not None else None,
+                said=output.splitlines()[-1] if output else "",
+            )
         )
 
 

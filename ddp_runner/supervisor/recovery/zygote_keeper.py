@@ -9,12 +9,13 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from ddp_runner.core import events
 from ddp_runner.core.messages import Forked
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.recovery.repair import Repair
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.system.proc_state import StoppedWatch
 
@@ -47,13 +48,13 @@ class ZygoteKeeper:
         facts: RunFacts,
         *,
         world: World,
-        records: Records,
+        recorder: Recorder,
         repair: Repair,
     ) -> None:
         self._settings = settings
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._repair = repair
         self._stopped = StoppedWatch()
         self._lost = 0
@@ -97,7 +98,9 @@ class ZygoteKeeper:
 
     def standby_ended(self, ended: Ended) -> None:
         """Nobody misses it; another one follows."""
-        self._records.event("standby_ended", exit_code=ended.exit_code, signal=ended.signal_number)
+        self._recorder.record(
+            events.StandbyEnded(exit_code=ended.exit_code, signal=ended.signal_number)
+        )
         self._no_standby_before_s = ended.at_ns / 1e9 + STANDBY_WAIT_S
 
     def _look_at_zygote(self, now_s: float) -> None:
@@ -137,7 +140,9 @@ class ZygoteKeeper:
 
     def ended(self, ended: Ended, output: str) -> NoZygote | None:
         """Start another one, or say why there will be none."""
-        self._records.event("zygote_ended", exit_code=ended.exit_code, signal=ended.signal_number)
+        self._recorder.record(
+            events.ZygoteEnded(exit_code=ended.exit_code, signal=ended.signal_number)
+        )
         hung, self._asked_at_s, self._hangs = self._hangs, None, ""
         self._lost += 1
         if not self._may_start_another(ended, hung=bool(hung)):
@@ -151,10 +156,9 @@ class ZygoteKeeper:
                 self._world.forget_start(handle)
                 self._repair.schedule_respawn(handle)
         if self._world.promote_standby():
-            self._records.event("zygote_replaced", pid=self._world.zygote_pid)
-            self._records.say("the zygote died; the one that stood by forks now", level="WARNING")
+            self._recorder.record(events.ZygoteReplaced(pid=self._world.zygote_pid))
         else:
-            self._records.say("the zygote died; another one is being started", level="WARNING")
+            self._recorder.say("the zygote died; another one is being started", level="WARNING")
             self._world.start_zygote()
         return None
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ddp_runner.core import events
 from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import ExitCode, RunStatus
-from ddp_runner.core.faults import Fault
 from ddp_runner.core.messages import Finished
-from ddp_runner.core.recovery import Incident
+from ddp_runner.core.recovery import Incident, ReplaceRanks
 from ddp_runner.observe.summary import ExactProof, FaultRecord, RunSummary, TimeShares
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
@@ -34,8 +33,8 @@ class OpenFault:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Ledger:
-    """Written by the supervisor's loop. Times are monotonic seconds."""
+class RunAccounting:
+    """A sink of the :class:`Recorder`. Times are monotonic seconds."""
 
     def __init__(self, *, began_s: float) -> None:
         self.began_s = began_s
@@ -48,6 +47,7 @@ class Ledger:
         self.checkpoint = ""
         self.checkpoint_step: int | None = None
         self._launch_step: int | None = None
+        self._parts: dict[str, float] = {}  # seconds of the generation that forms
         self._productive_at_save: dict[int, int] = {}
         self._lost_ns = 0
         self._recovery_s = 0.0
@@ -64,48 +64,64 @@ class Ledger:
         listed = len(self._mended_first) + len(self._mended_last)
         return len(self.faults) + listed + self._mended_left_out
 
-    def saved(self, step: int, path: str, productive_ns: int) -> None:
+    def take(self, event: events.Event, *, now_s: float, cause: int | None = None) -> None:
+        """Account for an event; most need no account."""
+        match event:
+            case events.CheckpointSaved():
+                self.newest_checkpoint((event.step, event.path))
+                if event.productive_ns is not None:
+                    self.saved(event.step, event.productive_ns)
+            case events.Plan():
+                self.incident(event, event_id=-1 if cause is None else cause)
+            case events.Adjusted(in_peace=True, once_more=True):
+                self.once_more(event.rank)
+            case events.RepairedInPlace():
+                self.mended(event, now_s)
+            case events.Forming():
+                self.forming(now_s)
+            case events.RankFormed():
+                seconds = {
+                    "group": event.group_s,
+                    "transfer": event.transfer_s,
+                    "rebuild": event.rebuild_s,
+                }
+                for name, value in seconds.items():  # the slowest rank's count
+                    self._parts[name] = max(self._parts.get(name, 0.0), value)
+            case _:
+                pass
+
+    def newest_checkpoint(self, newest: tuple[int, str] | None) -> None:
+        """The checkpoint that the run would leave now, as step and path; None if nobody knows better."""
+        if newest is not None:
+            self.checkpoint_step, self.checkpoint = newest
+
+    def saved(self, step: int, productive_ns: int) -> None:
         """A checkpoint was published; what comes after it may be lost."""
-        self.checkpoint, self.checkpoint_step = path, step
         # Net of what was lost before, so that each rollback counts its own work once.
         self._productive_at_save[step] = productive_ns - self._lost_ns
         while len(self._productive_at_save) > 64:
             del self._productive_at_save[min(self._productive_at_save)]
 
-    def incident(
-        self,
-        incident: Incident,
-        *,
-        began_s: float,
-        since_s: float,
-        detect_s: float,
-        generation: int,
-        event_id: int,
-        outcome: str,
-        all_ranks_dead: bool = False,
-    ) -> None:
-        """An incident is closed and being repaired.
-
-        ``since_s``: when the last step was committed; ``detect_s``: how long the culprit had shown
-        no sign of life before it was noticed.
-        """
+    def incident(self, plan: events.Plan, *, event_id: int) -> None:
+        """An incident is closed and being repaired, if it is; ``event_id`` of its first fault."""
         if all(fault.recovered_s is not None for fault in self.faults):
-            self._unfinished_s += max(0.0, began_s - since_s)
+            self._unfinished_s += max(0.0, plan.began_s - plan.since_s)
         fault = OpenFault(
-            incident=incident,
-            began_s=began_s,
-            generation=generation,
+            incident=plan.incident,
+            began_s=plan.began_s,
+            generation=plan.generation,
             event_id=event_id,
-            outcome=outcome,
-            all_ranks_dead=all_ranks_dead,
+            outcome=plan.outcome,
+            all_ranks_dead=plan.all_ranks_dead,
         )
-        fault.seconds["detect"] = detect_s
-        fault.seconds["abort"] = incident.at_s - began_s
+        fault.seconds["detect"] = plan.detect_s
+        fault.seconds["abort"] = plan.incident.at_s - plan.began_s
         self.faults.append(fault)
+        self.restarts += plan.plan == ReplaceRanks.__name__
 
-    def mended(self, fault: Fault, *, seconds: float, steps_lost: int, generation: int) -> None:
+    def mended(self, repaired: events.RepairedInPlace, now_s: float) -> None:
         """A fault was repaired within its generation; it counts in no budget."""
-        now_s = time.monotonic()
+        fault, seconds = repaired.fault, repaired.seconds
         record = FaultRecord(
             kind=fault.kind.value,
             rank=fault.rank,
@@ -113,8 +129,8 @@ class Ledger:
             cause=fault.cause,
             detected_s=round(now_s - seconds - self.began_s, 3),
             recovered_s=round(now_s - self.began_s, 3),
-            steps_lost=steps_lost,
-            generation=generation,
+            steps_lost=repaired.steps_lost,
+            generation=repaired.generation,
             detail=fault.detail,
             seconds={"total": round(seconds, 4)},
         )
@@ -133,17 +149,13 @@ class Ledger:
 
     def forming(self, now_s: float) -> None:
         """Every rank that is needed is there: what follows is the forming of the generation."""
+        self._parts = dict.fromkeys(("group", "transfer", "rebuild"), 0.0)
         for fault in self.faults:
             if fault.recovered_s is None:
                 fault.seconds["fork"] = now_s - fault.incident.at_s
 
-    def repaired(
-        self, *, now_s: float, committed_step: int, productive_ns: int, parts: Mapping[str, float]
-    ) -> list[OpenFault]:
-        """The world trains again, at ``committed_step``; returns the faults that were repaired, oldest first.
-
-        ``parts``: the seconds of the slowest rank for ``group``, ``transfer`` and ``rebuild``.
-        """
+    def repaired(self, *, now_s: float, committed_step: int, productive_ns: int) -> list[OpenFault]:
+        """The world trains again, at ``committed_step``; returns the faults that were repaired, oldest first."""
         open_faults = [fault for fault in self.faults if fault.recovered_s is None]
         before = max((f.incident.committed_step for f in open_faults), default=committed_step)
         lost = max(0, before - committed_step)
@@ -156,7 +168,7 @@ class Ledger:
             return []
         for fault in open_faults:
             fault.recovered_s = now_s
-            fault.seconds.update(parts, total=now_s - fault.began_s)
+            fault.seconds.update(self._parts, total=now_s - fault.began_s)
         open_faults[-1].steps_lost = lost
         self._recovery_s += now_s - min(fault.began_s for fault in open_faults)
         return open_faults

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ddp_runner import config
+from ddp_runner.core.events import Event
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail
 from ddp_runner.observe.display import make_display
@@ -55,7 +55,7 @@ def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
         return logger
 
 
-class Records:
+class Outputs:
     """Owned by the supervisor's loop. ``seal``: of the records that ranks write."""
 
     def __init__(self, settings: Settings, *, ranks: int, seal: str = "") -> None:
@@ -65,7 +65,7 @@ class Records:
         self._files: _Files | None = None
         self._keeps_result = False
         self._held: list[tuple[str, str]] = []
-        self._early_events: list[tuple[str, dict[str, Any]]] = []
+        self._early_events: list[Event] = []
         self._display = make_display(settings.log.display, stream=sys.stdout)
         self._display.start()
 
@@ -93,8 +93,8 @@ class Records:
         for level, text in self._held:
             self._log(level, text)
         self._held.clear()
-        for event, fields in self._early_events:
-            self._files.journal.write(event, **fields)
+        for event in self._early_events:
+            self._files.journal.write(event.name, **event.written())
         self._early_events.clear()
         directory = Path(self._settings.run.log_dir)
         remove_temporary_files(directory)
@@ -111,12 +111,13 @@ class Records:
         with contextlib.suppress(OSError):  # worth having, never worth a run
             replace_file(path, config.to_yaml(self._settings).encode())
 
-    def event(self, event: str, *, cause: int | None = None, **fields: Any) -> int:
+    def write(self, event: Event, *, cause: int | None = None) -> int:
         """Journal an event; its id, or -1 while it is held back."""
         if self._files is None:
-            self._early_events.append((event, fields))
+            self._early_events.append(event)
             return -1
-        return self._files.journal.write(event, cause=None if cause == -1 else cause, **fields)
+        cause = None if cause == -1 else cause
+        return self._files.journal.write(event.name, cause=cause, **event.written())
 
     def say(self, text: str, *, level: str = "INFO") -> None:
         """A line of the supervisor's own, on the console and in its log."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks
 from ddp_runner.observe.format import rank_list
@@ -15,6 +17,17 @@ def blamed_in_words(incident: Incident, *, ranks: int) -> str:
     return (
         f"all {ranks} ranks raised, first {told(raised[0])}" if all_did else told(incident.culprit)
     )
+
+
+def repair_line(
+    plan: GiveUp | ReplaceRanks, incident: Incident, *, remedies: Sequence[str], ranks: int
+) -> str:
+    """Who is blamed, and what is done about it; empty where nothing is."""
+    if isinstance(plan, GiveUp):
+        return ""
+    wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
+    words = ", ".join([*remedies, *repair_in_words(plan)]) or "forming the world again"
+    return f"{blamed_in_words(incident, ranks=ranks)}; {words}{wait}"
 
 
 def repair_in_words(plan: ReplaceRanks) -> list[str]:

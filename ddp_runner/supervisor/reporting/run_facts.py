@@ -1,13 +1,12 @@
-"""What the supervisor knows of the run as a whole. One writer: :class:`Supervisor`."""
+"""What the supervisor knows of the run as a whole: a sink of the recorder; the rest is the supervisor's to set."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core import events
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
 from ddp_runner.observe.summary import RunSummary
@@ -72,6 +71,27 @@ class RunFacts:
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
     proved: dict[str, set[int]] = field(default_factory=dict)
 
+    def take(self, event: events.Event) -> None:
+        """What an event says of the run as a whole."""
+        match event:
+            case events.CheckpointSaved():
+                self.saved_any = True
+            case events.Straggler(rank=rank, factor=factor):
+                self.stragglers[rank] = factor
+            case events.Proved(what=what, step=step):
+                # Of ranks that report one step it counts once.
+                self.proved.setdefault(what, set()).add(step)
+            case (
+                events.Plan(inexact_reason=reason)
+                | events.Adjusted(inexact_reason=reason)
+                | events.RepairedInPlace(inexact_reason=reason)
+                | events.Drill(inexact_reason=reason)
+            ):
+                if reason and reason not in self.inexact_reasons:
+                    self.inexact_reasons.append(reason)
+            case _:
+                pass
+
     def take_up(self, run_id: str, log_dir: str) -> None:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""
         self.run_id = run_id
@@ -81,20 +101,6 @@ class RunFacts:
                 kept = [str(reason) for reason in status["inexact_reasons"]]
                 # Ranks may have told some already; those of before come first.
                 self.inexact_reasons[:] = dict.fromkeys([*kept, *self.inexact_reasons])
-
-
-def fault_fields(fault: Fault, *, generation: int) -> dict[str, Any]:
-    """A fault as its event has it; the traceback of a lost peer explains nothing and is left out."""
-    return {
-        "kind": fault.kind.value,
-        "rank": fault.rank,
-        "step": fault.step,
-        "phase": fault.phase,
-        "text": fault.cause,
-        "origin": fault.origin.value,
-        "generation": generation,
-        "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
-    }
 
 
 def told(fault: Fault) -> str:

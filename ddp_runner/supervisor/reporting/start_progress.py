@@ -12,7 +12,7 @@ from ddp_runner.core.phases import Stage
 from ddp_runner.observe.console import LogTail
 from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.processes.rank_process import RankHandle
-from ddp_runner.supervisor.reporting.outputs import Records
+from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"
@@ -30,10 +30,10 @@ class _Follow:
 class Start:
     """Owned by the supervisor's loop; over when the first step is. Later starts are repairs."""
 
-    def __init__(self, facts: RunFacts, *, world: World, records: Records, debug: bool) -> None:
+    def __init__(self, facts: RunFacts, *, world: World, recorder: Recorder, debug: bool) -> None:
         self._facts = facts
         self._world = world
-        self._records = records
+        self._recorder = recorder
         self._debug = debug
         self._built_s: dict[Stage, dict[int, float]] = {}
         self._told: set[Stage] = set()
@@ -76,7 +76,7 @@ class Start:
         if self._is_over:
             return
         self.show_output()
-        if self._records.may_write and self._rank is not None:
+        if self._recorder.may_write and self._rank is not None:
             self._stop_following()
         doing = self._what()
         if doing != self._doing:
@@ -117,11 +117,11 @@ class Start:
 
     def _say(self, what: str, seconds: float) -> None:
         self.show_output()  # what was printed meanwhile goes first
-        self._records.say(f"{what:<18}{seconds:>7.1f} s")
+        self._recorder.say(f"{what:<18}{seconds:>7.1f} s")
 
     def show_output(self) -> None:
         """Show what the zygote and rank 0 have printed, as long as there is no log file."""
-        if self._records.may_write:
+        if self._recorder.may_write:
             return
         world, first = self._world, self._world.present[0]
         zygote = ("zygote", world.zygote_pid or 0), world.zygote_output
@@ -150,9 +150,9 @@ class Start:
         for line in follow.tail.poll():
             self._shown.update(line.text.splitlines())
             if follow.who[0] == "zygote":
-                self._records.say(line.text)  # it has no log of its own
+                self._recorder.say(line.text)  # it has no log of its own
             else:
-                self._records.show_line(line)
+                self._recorder.show_line(line)
 
     def _stop_following(self) -> None:
         for follow in (self._zygote, self._rank):

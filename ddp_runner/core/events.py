@@ -1,0 +1,423 @@
+"""What happens in a run, as values: one class for each event of events.jsonl. Pure.
+
+The event's name in the journal is the class's in snake case, and its fields are the journal's, but for those marked
+``unwritten``: these are for the other sinks of the recorder (accounting, console, facts).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from ddp_runner.core import faults, messages
+from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.recovery import Incident
+
+_UNWRITTEN = {"unwritten": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that has happened. ``name``: of the event in the journal."""
+
+    name: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        """Name the event after its class."""
+        cls.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+
+    def written(self) -> dict[str, Any]:
+        """The fields as the journal has them."""
+        values = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if "unwritten" not in one.metadata
+        }
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+# The run.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBegins(Event):
+    """Every rank has built what it trains. ``lines``: what there is to say about it."""
+
+    run_id: str
+    command: tuple[str, ...]
+    world_size: int
+    resumed_step: int
+    total_steps: int
+    lines: tuple[str, ...] = field(default=(), metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlreadyComplete(Event):
+    """There is nothing to train; the result of before stands."""
+
+    run_id: str
+    command: tuple[str, ...]
+    step: int
+    total_steps: int
+    text: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked(Event):
+    """The run is to stop after the step. ``reason`` is a :class:`StopReason`'s value."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSignalAtRank(Event):
+    """A rank got a stop signal, which was meant for the run."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAsked(Event):
+    """A person wants a checkpoint after the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is on disk.
+
+    ``blocked_s`` and ``productive_ns`` (the rank's productive time when it had reported the save) are None where no
+    rank has lived to report it.
+    """
+
+    step: int
+    path: str
+    blocked_s: float | None
+    size_bytes: int
+    productive_ns: int | None = field(default=None, metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderMadeAgain(Event):
+    """Somebody has removed a folder of the live run."""
+
+    folder: str
+    option: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastSaveAsked(Event):
+    """A rank is to save alone before the run ends."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastSave(Event):
+    """What came of it. ``failed``: why there is no file."""
+
+    step: int | None
+    path: str
+    failed: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnds(Event):
+    """The last event of a launch."""
+
+    status: str
+    exit_code: int
+
+
+# Generations.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forming(Event):
+    """The ranks were asked to form a generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFormed(Event):
+    """A rank is in the generation; what it took."""
+
+    rank: int
+    pid: int | None
+    generation: int
+    committed_step: int
+    source: int
+    group_s: float
+    transfer_s: float
+    rebuild_s: float
+
+    @classmethod
+    def of(cls, formed: messages.Formed, *, pid: int | None) -> RankFormed:
+        """As the rank reported it."""
+        return cls(
+            rank=formed.rank,
+            pid=pid,
+            generation=formed.generation,
+            committed_step=formed.committed_step,
+            source=formed.source,
+            group_s=round(formed.group_s, 4),
+            transfer_s=round(formed.transfer_s, 4),
+            rebuild_s=round(formed.rebuild_s, 4),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldFormed(Event):
+    """Every rank trains, and there was nothing to repair."""
+
+    generation: int
+
+
+# Faults and their repair.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfFault(Event):
+    """The traceback of a lost peer explains nothing, and is left out of ``detail``."""
+
+    kind: str
+    rank: int
+    step: int
+    phase: str
+    text: str
+    origin: str
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault(_OfFault):
+    """A fault was noticed. Its cause is the event of the first one of its incident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultTolerated(_OfFault):
+    """A fault costs what it costs: there is nothing to repair, so it is in no account."""
+
+    remedy: str
+
+
+def of_fault(fault: faults.Fault, *, generation: int) -> dict[str, Any]:
+    """The fields that events of a fault have in common."""
+    return {
+        "kind": fault.kind.value,
+        "rank": fault.rank,
+        "step": fault.step,
+        "phase": fault.phase,
+        "text": fault.cause,
+        "origin": fault.origin.value,
+        "generation": generation,
+        "detail": "" if fault.kind in VICTIM_KINDS else fault.detail,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairedInPlace(Event):
+    """A rank, or all of them together, repaired a fault within the generation."""
+
+    remedy: str
+    seconds: float
+    steps_lost: int
+    fault: faults.Fault = field(metadata=_UNWRITTEN)
+    generation: int = field(metadata=_UNWRITTEN)
+    inexact_reason: str = field(default="", metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Event):
+    """What is done about an incident: ``plan`` is the name of the class in ``core.recovery``.
+
+    ``began_s``: when the incident was opened; ``since_s``: when the last step was committed;
+    ``detect_s``: how long the culprit had shown no sign of life before it was noticed;
+    ``outcome`` and ``line``: the repair in words, done and to be done.
+    """
+
+    plan: str
+    culprit: int
+    kind: str
+    replaced: tuple[int, ...]
+    dropped: tuple[int, ...]
+    kept: int | None
+    all_ranks_dead: bool
+    victims: tuple[int, ...]
+    incident: Incident = field(metadata=_UNWRITTEN)
+    began_s: float = field(metadata=_UNWRITTEN)
+    generation: int = field(metadata=_UNWRITTEN)
+    since_s: float = field(metadata=_UNWRITTEN)
+    detect_s: float = field(metadata=_UNWRITTEN)
+    outcome: str = field(default="", metadata=_UNWRITTEN)
+    line: str = field(default="", metadata=_UNWRITTEN)
+    inexact_reason: str = field(default="", metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired(Event):
+    """The world trains again, from ``step`` on, after the incident of ``culprit``."""
+
+    generation: int
+    steps_lost: int
+    seconds: float
+    culprit: faults.Fault = field(metadata=_UNWRITTEN)
+    outcome: str = field(metadata=_UNWRITTEN)
+    step: int = field(metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkedAhead(Event):
+    """Ranks that are certainly needed are forked while others are still to answer."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOfGivenUpRank(Event):
+    """A rank that the run does without had a fault."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(Event):
+    """All ranks have heard that they are to leave; communicators are aborted now."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler(Event):
+    """A rank is persistently slow: ``factor`` over the others."""
+
+    rank: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injected(Event):
+    """A fault of ``--inject`` happens now. ``number``: of the option; None where a random plan did it."""
+
+    kind: str
+    rank: int
+    number: int | None = None
+    step: int
+    phase: str
+
+
+# What ranks change and prove.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adjusted(Event):
+    """A rank changed how it computes; see the message of that name."""
+
+    rank: int
+    step: int
+    remedy: str
+    inexact_reason: str
+    in_peace: bool = field(default=False, metadata=_UNWRITTEN)
+    once_more: bool = field(default=False, metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proved(Event):
+    """A step was computed twice with the same bits; ``what`` was done with it: "repeated", "drilled"."""
+
+    rank: int
+    step: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drill(Event):
+    """A process like a replacement has computed a rank's share. ``differs``: in what; empty if in nothing.
+
+    ``finding`` says that for people; it is the ``inexact_reason`` if it is the first of its kind.
+    """
+
+    rank: int
+    step: int
+    seconds: float
+    differs: str
+    finding: str = field(default="", metadata=_UNWRITTEN)
+    inexact_reason: str = field(default="", metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillSkipped(Event):
+    """A drill came to nothing. ``is_said``: whether that is worth a line."""
+
+    rank: int
+    step: int
+    text: str
+    is_said: bool = field(default=False, metadata=_UNWRITTEN)
+
+
+# Helper processes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteReady(Event):
+    """It has imported torch and the user's task, and forks on request."""
+
+    torch: str
+    import_s: float
+    warning: str = field(default="", metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteEnded(Event):
+    """Ranks outlive it; another one is needed for the next fork."""
+
+    exit_code: int | None
+    signal: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZygoteReplaced(Event):
+    """The one that stood by has taken its place."""
+
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyEnded(Event):
+    """The zygote that stood by is gone."""
+
+    exit_code: int | None
+    signal: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareReady(Event):
+    """A spare waits. ``kind`` is a :class:`SpareKind`'s value."""
+
+    pid: int | None
+    kind: str
+    device: str
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareTaken(Event):
+    """The spare has become this rank."""
+
+    rank: int
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareEnded(Event):
+    """The spare is gone, or there was no room for one; ``said``: its last line."""
+
+    exit_code: int | None
+    signal: int | None
+    said: str

@@ -1,0 +1,171 @@
+"""The one place where it is recorded what happens; every file and line about it is derived from there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core import events, messages
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.observe.console import ConsoleLine
+from ddp_runner.supervisor.reporting.accounting import RunAccounting
+from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
+from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
+from ddp_runner.supervisor.reporting.outputs import Outputs
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+
+
+class Recorder:
+    """Owned by the supervisor's loop. Hands each event to its sinks: facts, accounting, journal and console.
+
+    What is no event (how far a start has come, advice) is said only.
+    """
+
+    def __init__(self, outputs: Outputs, *, facts: RunFacts, published: Published) -> None:
+        self.outputs = outputs
+        self.facts = facts
+        self.accounting = RunAccounting(began_s=time.monotonic())
+        self._event_log = EventLog(outputs)
+        self._published = published
+
+    @property
+    def may_write(self) -> bool:
+        """Whether files are open."""
+        return self.outputs.may_write
+
+    def record(self, event: events.Event, *, cause: int | None = None) -> int:
+        """Something has happened, because of event ``cause``; returns its id."""
+        self.facts.take(event)
+        self.accounting.take(event, now_s=time.monotonic(), cause=cause)
+        return self._event_log.take(event, cause=cause)
+
+    def say(self, text: str, *, level: str = "INFO") -> None:
+        """A line of the supervisor's own, on the console and in its log."""
+        self.outputs.say(text, level=level)
+
+    def show_line(self, line: ConsoleLine) -> None:
+        """A line on the console only: it stands, or will stand, in its rank's log."""
+        self.outputs.show_line(line)
+
+    def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
+        """One logged step."""
+        self.outputs.metrics(step, rank, values)
+
+    def begun(self, plan: LaunchPlan, ready: Sequence[messages.Ready]) -> None:
+        """The run begins, with what its ranks have built."""
+        first = ready[0]
+        self._published.begin()
+        self.record(
+            events.RunBegins(
+                run_id=self.facts.run_id,
+                command=tuple(plan.command),
+                world_size=plan.world_size,
+                resumed_step=first.committed_step,
+                total_steps=first.total_steps,
+                lines=lines_of_begin(plan, ready),
+            )
+        )
+
+    def already_complete(self, plan: LaunchPlan, first: messages.Ready) -> None:
+        """There is nothing to train: the result stands, and what was asked for in vain is named."""
+        self.record(
+            events.AlreadyComplete(
+                run_id=self.facts.run_id,
+                command=tuple(plan.command),
+                step=first.committed_step,
+                total_steps=first.total_steps,
+                text=tuple(lines_of_kept(plan.settings, first)),
+            )
+        )
+
+    def reported(
+        self,
+        message: messages.Adjusted | messages.MendedInPlace | messages.Noted | messages.Proved,
+    ) -> None:
+        """Record what a rank reports of itself."""
+        match message:
+            case messages.Adjusted():
+                self.record(
+                    events.Adjusted(
+                        rank=message.rank,
+                        step=message.step,
+                        remedy=message.remedy,
+                        inexact_reason=message.inexact_reason,
+                        in_peace=message.in_peace,
+                        once_more=message.once_more,
+                    )
+                )
+            case messages.Proved():
+                self.record(events.Proved(rank=message.rank, step=message.step, what=message.what))
+            case messages.Noted():
+                common = events.of_fault(message.fault, generation=self.facts.generation)
+                self.record(events.FaultTolerated(**common, remedy=message.remedy))
+            case messages.MendedInPlace():
+                common = events.of_fault(message.fault, generation=self.facts.generation)
+                cause = self.record(events.Fault(**common))
+                self.record(
+                    events.RepairedInPlace(
+                        remedy=message.remedy,
+                        seconds=round(message.seconds, 4),
+                        steps_lost=message.steps_lost,
+                        fault=message.fault,
+                        generation=self.facts.generation,
+                        inexact_reason=message.inexact_reason,
+                    ),
+                    cause=cause,
+                )
+
+    def saved(self, message: messages.Saved, *, productive_ns: int) -> None:
+        """A rank reports a checkpoint, of which it may have been recorded that nobody has."""
+        saved = events.CheckpointSaved(
+            step=message.step,
+            path=message.path,
+            blocked_s=message.blocked_s,
+            size_bytes=message.size_bytes,
+            productive_ns=productive_ns,
+        )
+        if self._published.is_news(message):
+            self.record(saved)
+        else:
+            self.accounting.take(saved, now_s=time.monotonic())
+
+    def saved_unreported(self) -> None:
+        """Checkpoints that are on disk, of ranks that may not have lived to report them."""
+        for manifest in self._published.find():
+            path = str(self._published.directory / manifest.file)
+            self.record(
+                events.CheckpointSaved(
+                    step=manifest.step, path=path, blocked_s=None, size_bytes=manifest.size_bytes
+                )
+            )
+            # Another rank may have saved a later step since, and lived to report it.
+            self.accounting.newest_checkpoint(self._published.newest())
+
+    def know_newest(self) -> None:
+        """Where this launch has saved nothing, the checkpoint that it leaves is one of before."""
+        if not self.accounting.checkpoint:
+            self.accounting.newest_checkpoint(self._published.newest())
+
+    def world_formed(self, now_s: float, *, committed_step: int, productive_ns: int) -> None:
+        """Every rank is in: the run begins, or incidents are over."""
+        repaired = self.accounting.repaired(
+            now_s=now_s, committed_step=committed_step, productive_ns=productive_ns
+        )
+        generation = self.facts.generation
+        if not repaired:
+            self.record(events.WorldFormed(generation=generation))
+            return
+        for fault in repaired:
+            self.record(
+                events.Repaired(
+                    generation=generation,
+                    steps_lost=fault.steps_lost,
+                    seconds=round(now_s - fault.began_s, 4),
+                    culprit=fault.incident.culprit,
+                    outcome=fault.outcome,
+                    step=committed_step,
+                ),
+                cause=fault.event_id,
+            )
+        self.saved_unreported()

@@ -1,0 +1,56 @@
+"""What happened is recorded once: journal, console, accounting and facts have it from there."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.checkpoint.unreported import Published
+from ddp_runner.core import events, messages
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from tests.supervisor.simulated import Outputs
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return Recorder(Outputs(), facts=RunFacts(generation=3), published=Published(tmp_path))
+
+
+def test_one_event_reaches_every_sink(recorder):
+    """A checkpoint that nobody reported: a line in the journal, one for people, and in the account."""
+    recorder.record(events.CheckpointSaved(step=7, path="p", blocked_s=None, size_bytes=1))
+    (line,) = recorder.outputs.written
+    assert line == {"event": "checkpoint_saved", "cause": None, "step": 7, "path": "p",
+                    "blocked_s": None, "size_bytes": 1}  # fmt: skip
+    assert recorder.outputs.said == [("INFO", "p is on disk; its rank has not told of it")]
+    assert (recorder.accounting.checkpoint_step, recorder.accounting.checkpoint) == (7, "p")
+    assert recorder.facts.saved_any
+
+
+def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
+    """Both are in the journal; the account has one fault, and the run is not exact any more."""
+    fault = Fault(kind=FaultKind.NON_FINITE, rank=1, step=9, cause="loss is nan")
+    for _ in range(2):  # the same reason twice is one reason
+        recorder.reported(
+            messages.MendedInPlace(
+                rank=1,
+                fault=fault,
+                remedy="skipped",
+                seconds=0.1,
+                inexact_reason="a step was skipped",
+            )
+        )
+    first, second = recorder.outputs.written[:2]
+    assert (first["event"], first["generation"]) == ("fault", 3)
+    assert (second["event"], second["cause"]) == ("repaired_in_place", 1)
+    assert recorder.accounting.faults_total == 2
+    assert recorder.facts.inexact_reasons == ["a step was skipped"]
+
+
+def test_a_fault_that_is_tolerated_is_in_no_account(recorder):
+    """Control: it is in the journal only."""
+    fault = Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=9, cause="no space left")
+    recorder.reported(messages.Noted(rank=0, fault=fault, remedy="goes on"))
+    assert [line["event"] for line in recorder.outputs.written] == ["fault_tolerated"]
+    assert (recorder.accounting.faults_total, recorder.facts.inexact_reasons) == (0, [])
