@@ -23,7 +23,6 @@ import psutil
 from ddp_runner.cli.arguments import JSON
 from ddp_runner.cli.launch import RunResult, launch
 from ddp_runner.cli.parser import parse_train
-from ddp_runner.cli.repairs import Event, read_journal
 from ddp_runner.cli.scratch import in_temporary_folder
 from ddp_runner.cli.tables import show_checked
 from ddp_runner.core.exits import ExitCode
@@ -295,20 +294,13 @@ def _at(spec: str, step: int) -> str:
 
 def _repaired_s(run: _Run, number: int) -> float | None:
     """How long after fault ``number`` of ``--inject`` all trained again; None if it never came so far."""
-    try:
-        events = read_journal(run.result.log_dir)
-    except (OSError, ValueError):
+    summary = run.result.summary or {"injected": (), "faults": ()}
+    struck_s = next((one["at_s"] for one in summary["injected"] if one["number"] == number), None)
+    if struck_s is None:
         return None
-    struck = next((e for e in events if _is(e, "injected") and e["number"] == number), None)
-    if struck is None:
-        return None
-    after = (e for e in events if _is(e, "repaired") and e["id"] > struck["id"])
-    repaired = next(after, None)
-    return None if repaired is None else float(repaired["mono_s"] - struck["mono_s"])
-
-
-def _is(event: Event, name: str) -> bool:
-    return bool(event["event"] == name)
+    repaired_s = [one["recovered_s"] for one in summary["faults"] if one["recovered_s"] is not None]
+    after_s = min((at_s for at_s in repaired_s if at_s > struck_s), default=None)
+    return None if after_s is None else float(after_s - struck_s)
 
 
 @contextmanager

@@ -41,6 +41,22 @@ class FaultRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InjectedRecord:
+    """A fault that was asked for with ``--inject``: what was done, where, and ``at_s`` since the start of the run.
+
+    ``number`` is that of the option, from 0; None where a random plan has drawn it. A bad sample is in the data from
+    the start, and is not listed.
+    """
+
+    kind: str
+    rank: int
+    number: int | None
+    step: int
+    phase: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
     """Where a run's seconds went. ``productive``: inside committed steps, without data wait.
 
@@ -97,6 +113,7 @@ class RunSummary:
     wall_s: float
     time_s: TimeShares
     faults: tuple[FaultRecord, ...] = ()
+    injected: tuple[InjectedRecord, ...] = ()  # of the newest 1,000
     faults_left_out: int = 0  # mended by their ranks, and too many to list: in events.jsonl
     checkpoint: str | None
     checkpoint_step: int | None = None
@@ -142,6 +159,7 @@ def read_summary(path: Path) -> RunSummary:
             FaultRecord(**{**fault, "victims": tuple(fault.get("victims", ()))})
             for fault in known["faults"]
         )
+        known["injected"] = tuple(InjectedRecord(**one) for one in known.get("injected", ()))
         known["inexact_reasons"] = tuple(known["inexact_reasons"])
         proof = known.pop("exact_proof", {})
         known["exact_proof"] = ExactProof(

@@ -14,8 +14,8 @@ from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
-from ddp_runner.observe.summary import ExactProof
-from ddp_runner.supervisor.reporting.accounting import MENDED_KEPT, RunAccounting
+from ddp_runner.observe.summary import ExactProof, read_summary, write_summary
+from ddp_runner.supervisor.reporting.accounting import INJECTED_KEPT, MENDED_KEPT, RunAccounting
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 SECOND_NS = 1_000_000_000
@@ -361,3 +361,26 @@ def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
     assert ledger.faults_total == count
     note(ledger, incident(3), began_s=100.0)
     assert ledger.faults_total == count + 1
+
+
+def test_the_summary_says_which_faults_were_injected(tmp_path):
+    """What, where and when, on the clock of the faults that came of it; also read back from the file."""
+    ledger = RunAccounting(began_s=100.0)
+    injected = events.Injected(kind="kill", rank=1, number=2, step=7, phase="forward")
+    ledger.take(injected, now_s=109.5)
+    note(ledger, incident(7), began_s=110.0)
+    made = summary(ledger)
+    (record,) = made.injected
+    assert (record.kind, record.rank, record.number) == ("kill", 1, 2)
+    assert (record.step, record.phase, record.at_s) == (7, "forward", 9.5)
+    assert made.faults[0].detected_s == 10.0
+    write_summary(tmp_path / "summary.json", made)
+    assert read_summary(tmp_path / "summary.json") == made
+
+
+def test_of_thousands_of_injections_the_newest_are_listed():
+    """A soak of days does not grow for ever."""
+    ledger = RunAccounting(began_s=0.0)
+    for step in range(INJECTED_KEPT + 5):
+        ledger.take(events.Injected(kind="stop", rank=0, step=step, phase="data"), now_s=1.0)
+    assert [one.step for one in summary(ledger).injected] == [*range(5, INJECTED_KEPT + 5)]

@@ -12,9 +12,16 @@ from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
-from ddp_runner.observe.summary import ExactProof, FaultRecord, RunSummary, TimeShares
+from ddp_runner.observe.summary import (
+    ExactProof,
+    FaultRecord,
+    InjectedRecord,
+    RunSummary,
+    TimeShares,
+)
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
+INJECTED_KEPT = 1000  # of the newest injections, each
 MENDED_KEPT = 500  # of the first faults that ranks mended themselves, and of the last: each told
 
 
@@ -46,6 +53,7 @@ class RunAccounting:
         self._mended_left_out = 0
         self.checkpoint = ""
         self.checkpoint_step: int | None = None
+        self._injected: deque[InjectedRecord] = deque(maxlen=INJECTED_KEPT)
         self._launch_step: int | None = None
         self._parts: dict[str, float] = {}  # seconds of the generation that forms
         self._productive_at_save: dict[int, int] = {}
@@ -77,6 +85,17 @@ class RunAccounting:
                 self.once_more(event.rank)
             case events.RepairedInPlace():
                 self.mended(event, now_s)
+            case events.Injected():
+                self._injected.append(
+                    InjectedRecord(
+                        kind=event.kind,
+                        rank=event.rank,
+                        number=event.number,
+                        step=event.step,
+                        phase=event.phase,
+                        at_s=round(now_s - self.began_s, 3),
+                    )
+                )
             case events.Forming():
                 self.forming(now_s)
             case events.RankFormed():
@@ -221,6 +240,7 @@ class RunAccounting:
                     key=lambda record: record.detected_s,
                 )
             ),
+            injected=tuple(self._injected),
             faults_left_out=self._mended_left_out,
             checkpoint=str(report.get("checkpoint") or self.checkpoint) or None,
             checkpoint_step=finished[0].step if report.get("checkpoint") else self.checkpoint_step,
