@@ -1,4 +1,4 @@
-"""``demo``: trains in peace and under faults, and compares the weights.
+"""``demo``: trains without faults and under them, and compares the weights.
 
 The faults are those of ``--inject``, so they come from the operating system or from inside a real
 rank; everything told afterwards is read from the journal of the run.
@@ -28,12 +28,11 @@ KEEP = "--keep"
 RANKS_MIN, RANKS_MAX = 2, 8
 HELP = f"""Usage:  {COMMAND} demo [-n N] [--keep]
 
-Trains a small model three times on the CPU, in a temporary folder: in peace;
-under every kind of fault that leaves no trace in the weights (ranks, loader
-workers, memory, disk, a flipped bit); and under those that change what is
-computed, which it says. Each has a table of the faults. Ends with whether the
-first two runs have the same weights, bit for bit: exit 0 if so, 1 if not, or
-if a fault was not noticed. Takes about a minute on two cores. Ctrl-C ends it
+Trains a small model three times on the CPU, in a temporary folder: without
+faults; with every kind of fault that must not change the result (ranks, loader
+workers, memory, disk, a flipped bit); and with those that do. Each has a table
+of the faults. Ends with whether the first two runs have the same weights, bit
+for bit: exit 0 if so, 1 if not, or if a fault was not noticed. Takes about a minute on two cores. Ctrl-C ends it
 and removes the folder.
 
   -n, --nproc-per-node N    ranks, {RANKS_MIN} to {RANKS_MAX} [2]
@@ -64,7 +63,7 @@ def perform(script: Script, *, keep: bool) -> int:
 def _train_and_compare(script: Script, folder: Path) -> ExitCode:
     apart = f"one every {script.fault_interval_steps} steps"
     acts = (
-        ("in peace", (), "in peace"),
+        ("without faults", (), "without faults"),
         ("under faults", script.harmless, f"faults that leave no trace in the weights, {apart}"),
         ("with changes", script.changing, f"faults that change what is computed, {apart}"),
     )
@@ -88,7 +87,7 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
     say_now("")
     for name, summary in runs:
         print(
-            f" {name:<13} {summary['wall_s']:5.1f} s   weights {str(summary['weights_sha256'])[:16]}"
+            f" {name:<14} {summary['wall_s']:5.1f} s   weights {str(summary['weights_sha256'])[:16]}"
             f"   loss {summary['final_loss']:.4f}"
         )
     alike = [summary for (_, summary), act in zip(runs, played, strict=True) if act is not acts[2]]

@@ -115,7 +115,7 @@ class CheckpointInterval:
         self._beside_s, self._beside_steps = 0.0, 0
 
     def _slowed_s(self) -> float:
-        """What the steps beside the save took longer than as many in peace."""
+        """What the steps beside the save took longer than as many without one."""
         if len(self._in_peace_s) < PEACE_STEPS_MIN:
             return 0.0
         usual_s = sum(self._in_peace_s) / len(self._in_peace_s)

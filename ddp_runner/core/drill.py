@@ -40,7 +40,7 @@ def folder_name(step: int) -> str:
 class DrillFacts:
     """What is known when it is asked what to do about drills. ``waits``: one has all that it needs."""
 
-    in_peace: bool  # every rank trains, and nobody is asked to stop
+    fault_free: bool  # every rank trains, and nobody is asked to stop
     can_fork: bool
     waits: bool
     is_running: bool
@@ -54,7 +54,7 @@ def must_end(facts: DrillFacts) -> str:
     """Why the drill that is running is to be ended, in words; empty where it goes on."""
     if not facts.is_running:
         return ""
-    if not facts.in_peace or not facts.is_wanted:
+    if not facts.fault_free or not facts.is_wanted:
         return "something is being repaired, or the run ends"
     if facts.is_stopped:
         return "its process was stopped"
@@ -68,7 +68,7 @@ def may_begin(facts: DrillFacts) -> bool:
     # INVARIANT drill-in-peace: no drill runs while something is repaired, started or stopped.
     # Broken if: one is forked, or left running, while a rank is missing.
     # Guarded by: test_a_drill_is_ended_when_an_incident_opens.
-    return facts.waits and facts.in_peace and facts.can_fork and not facts.is_running
+    return facts.waits and facts.fault_free and facts.can_fork and not facts.is_running
 
 
 def passed_line(*, rank: int, step: int, seconds: float) -> str:

@@ -9,7 +9,7 @@ EMPTY_STEP = -1  # a fresh process that has loaded nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class ReplicaProgress:
     """What one rank could offer: its last committed step, or :data:`EMPTY_STEP`."""
 
     rank: int
@@ -25,7 +25,7 @@ class Election:
     receivers: tuple[int, ...]
 
 
-def elect_source(standings: Sequence[Standing]) -> Election:
+def elect_source(standings: Sequence[ReplicaProgress]) -> Election:
     """The newest replica is the source; ties go to the lowest rank. Raises ValueError if all are empty.
 
     A rank that failed inside its optimizer never stands here: it is replaced by an empty one,

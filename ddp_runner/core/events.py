@@ -323,8 +323,8 @@ class Adjusted(Event):
     step: int
     remedy: str
     inexact_reason: str
-    in_peace: bool = field(default=False, metadata=_UNWRITTEN)
-    once_more: bool = field(default=False, metadata=_UNWRITTEN)
+    fault_free: bool = field(default=False, metadata=_UNWRITTEN)
+    plain_retry: bool = field(default=False, metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

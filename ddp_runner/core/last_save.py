@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.faults import Fault, FaultKind
 
 _RESUMES_NEWEST = ("auto", "last")  # words of --resume for which the same command goes on
@@ -19,7 +19,7 @@ _RESUMES_NEWEST = ("auto", "last")  # words of --resume for which the same comma
 class Leaving:
     """A rank that has not left its generation yet. ``saves``: it is at the disk, which takes its time."""
 
-    standing: Standing
+    standing: ReplicaProgress
     saves: bool
 
 
@@ -45,7 +45,7 @@ Move = WaitForRanks | AskToSave | NothingToSave
 
 
 def next_saver(
-    parked: Sequence[Standing],
+    parked: Sequence[ReplicaProgress],
     leaving: Sequence[Leaving],
     *,
     saved_step: int,

@@ -229,21 +229,21 @@ class Adjusted:
 
     ``remedy`` belongs into the line that tells of the fault; empty where no fault follows.
     ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
-    ``in_peace``: no repair follows; else this is the remedy of the fault that is reported next, and
-    ``tuning`` what this rank computes with from now on. ``once_more``: nothing was left to change.
+    ``fault_free``: no repair follows; else this is the remedy of the fault that is reported next, and
+    ``tuning`` what this rank computes with from now on. ``plain_retry``: nothing was left to change.
     """
 
     rank: int
     step: int
     remedy: str
     inexact_reason: str
-    in_peace: bool = False
+    fault_free: bool = False
     tuning: dict[str, object] = field(default_factory=dict)
-    once_more: bool = False
+    plain_retry: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MendedInPlace:
+class RepairedInPlace:
     """Rank -> supervisor: a fault that was repaired within the generation, and how long it took.
 
     ``inexact_reason``: as of :class:`Adjusted`. ``kernel_kills``: so many of this rank's loader
@@ -260,7 +260,7 @@ class MendedInPlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class FaultTolerated:
     """Rank -> supervisor: a fault that needs no repair, and how the run goes on in spite of it."""
 
     rank: int
@@ -318,7 +318,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lived:
+class RestartProgress:
     """Rank under an outside launcher -> its next restart: how far this one has come, and by when.
 
     ``spent_ns``: where the time went, as the board counts it, and ``first_step_ns`` when the first
@@ -413,13 +413,13 @@ Message = (
     | LoaderWorkers
     | StopAsked
     | Adjusted
-    | MendedInPlace
-    | Noted
+    | RepairedInPlace
+    | FaultTolerated
     | Proved
     | DrillPart
     | Drilled
     | Finished
-    | Lived
+    | RestartProgress
     | Fork
     | Forked
     | ZygoteReady
@@ -431,7 +431,7 @@ _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Mes
 
 def encode(message: Message) -> bytes:
     """One packet, a fault's texts cut to what is kept of them. Raises :class:`WireError` if too long."""
-    if isinstance(message, (Faulted, MendedInPlace, Noted)):
+    if isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)):
         message = replace(message, fault=message.fault.bounded())
     body: dict[str, object] = {"v": WIRE_VERSION, "type": type(message).__name__, **asdict(message)}
     packet = json.dumps(body, default=_encode_value).encode()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ddp_runner.core.classify import Attribution
-from ddp_runner.core.election import EMPTY_STEP, Standing
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
@@ -38,7 +38,7 @@ class Incident:
     generation: int | None = None
     kept: int | None = None  # the rank that raised and whose process went on all the same
     dropped: tuple[int, ...] = ()  # ranks that were given up for it
-    once_more: bool = False  # nothing was left to change, and the same was tried again
+    plain_retry: bool = False  # nothing was left to change, and the same was tried again
 
     @property
     def culprit(self) -> Fault:
@@ -61,7 +61,7 @@ class WorldFacts:
     filled: bool
     present: int
     newest_step: int = EMPTY_STEP
-    parked: tuple[Standing, ...] = ()
+    parked: tuple[ReplicaProgress, ...] = ()
     unending: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -234,16 +234,16 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
     """Whether neither budget nor lack of progress counts.
 
     Each try changes something that can be changed only so often (a batch is halved, a flag is set),
-    and ``may_retry`` is False after the last. One that only tries ``once_more`` changes nothing.
+    and ``may_retry`` is False after the last. One that only tries ``plain_retry`` changes nothing.
     """
     fault = incident.culprit
     is_bounded = is_short_for_steps(fault) or fault.kind is FaultKind.REDUCTION_UNFINISHED
-    return is_bounded and not incident.once_more
+    return is_bounded and not incident.plain_retry
 
 
 def _will_change_nothing(fault: Fault, history: Sequence[Incident]) -> bool:
     """Whether the last try of this kind changed nothing; what a replacement changes it tells only later."""
-    earlier = [one.once_more for one in history if one.culprit.kind is fault.kind]
+    earlier = [one.plain_retry for one in history if one.culprit.kind is fault.kind]
     return earlier[-1:] == [True]
 
 

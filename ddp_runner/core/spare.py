@@ -62,28 +62,28 @@ def must_end(
     spare: SparePlan,
     wanted: SparePlan,
     *,
-    in_peace: bool,
+    fault_free: bool,
     starting: Collection[str],
     refused: Collection[str],
 ) -> bool:
     """Whether a spare that holds memory of a GPU is ended, whatever it is doing.
 
     ``starting``: where a rank is being started by an ordinary fork, which waits until its GPU is as
-    free as it was; ``refused``: where a rank ran out of memory. In peace also one that serves a GPU
+    free as it was; ``refused``: where a rank ran out of memory. In fault-free times also one that serves a GPU
     that is not ``wanted`` any more.
     """
     if not spare.device:
         return False
     if spare.device in starting or spare.device in refused:
         return True
-    return in_peace and spare != wanted
+    return fault_free and spare != wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareFacts:
     """What is known when it is asked whether to fork one."""
 
-    in_peace: bool  # every rank trains, and nobody is asked to stop
+    fault_free: bool  # every rank trains, and nobody is asked to stop
     stepped: bool  # in this generation: its first step is not to share the processor with a fork
     exists: bool  # forked, or asked for
     starts_there: bool  # on the GPU that it is to hold memory of, a rank is being started
@@ -97,7 +97,7 @@ def wants_spare(facts: SpareFacts) -> bool:
     # stopped: it would take time and processes from what matters. Spares that keep dying end, too.
     # Broken if: a fork is asked for while a rank is missing.
     # Guarded by: test_a_spare_is_forked_in_peace_only.
-    if facts.exists or facts.starts_there or not facts.in_peace or not facts.stepped:
+    if facts.exists or facts.starts_there or not facts.fault_free or not facts.stepped:
         return False
     if facts.lost_in_a_row >= LOST_MAX:
         return False

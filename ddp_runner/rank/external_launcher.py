@@ -41,12 +41,12 @@ from ddp_runner.core.messages import (
     Adjusted,
     Faulted,
     Formed,
-    Lived,
-    MendedInPlace,
     Message,
     Metrics,
     Proved,
     Ready,
+    RepairedInPlace,
+    RestartProgress,
     Saved,
 )
 from ddp_runner.core.plain_rank import PlainRank
@@ -183,11 +183,11 @@ class OutsideRuntime(LocalRuntime):
             case _:
                 pass
 
-    def lived(self, *, step: int | None = None) -> Lived:
+    def lived(self, *, step: int | None = None) -> RestartProgress:
         """How far this process has come, and where its time went; ``step``: of that, if not the newest."""
         self._lived_at_ns = time.monotonic_ns()
         reading = self.slot.read()
-        return Lived(
+        return RestartProgress(
             rank=self.place.rank,
             generation=self.generation,
             run_id=self.run_id,
@@ -308,7 +308,7 @@ def _write_summary(
     # Rank 0's own file may be on a disk that is full.
     restarts = restarts_of([*told[0], runtime.lived()])
     faults = faults_between(restarts, told)
-    mended = [mended_record(one, restarts) for one in messages if isinstance(one, MendedInPlace)]
+    mended = [mended_record(one, restarts) for one in messages if isinstance(one, RepairedInPlace)]
     reasons = tuple(dict.fromkeys(filter(None, map(_inexact_reason, messages))))
     summary = RunSummary(
         run_id=runtime.run_id,
@@ -361,7 +361,7 @@ def _proved(messages: Iterable[Message]) -> dict[str, set[int]]:
 def _inexact_reason(message: Message) -> str:
     """Why the run is not exact because of what was told; empty where it still is."""
     match message:
-        case Adjusted(inexact_reason=reason) | MendedInPlace(inexact_reason=reason):
+        case Adjusted(inexact_reason=reason) | RepairedInPlace(inexact_reason=reason):
             return reason
         case Faulted(fault=fault) if fault.kind is FaultKind.REPLICA_DIVERGED:
             return inexact_by(fault)

@@ -15,10 +15,10 @@ from ddp_runner.core.messages import (
     Adjusted,
     Faulted,
     Finished,
-    Lived,
-    MendedInPlace,
     Message,
     Proved,
+    RepairedInPlace,
+    RestartProgress,
     Saved,
     WireError,
     decode,
@@ -27,7 +27,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.observe.files import LineFile
 from ddp_runner.system.run_files import read_lines
 
-KEPT = (Adjusted, Faulted, Finished, Lived, MendedInPlace, Proved, Saved)
+KEPT = (Adjusted, Faulted, Finished, RestartProgress, RepairedInPlace, Proved, Saved)
 
 
 class Told:
@@ -47,7 +47,7 @@ class Told:
         self.learnt = tunings[-1] if tunings else None
         self.has_saved = any(isinstance(one, Saved) for one in earlier)
         self.run_id = next(
-            (x.run_id for x in earlier[::-1] if isinstance(x, Lived) and x.run_id), ""
+            (x.run_id for x in earlier[::-1] if isinstance(x, RestartProgress) and x.run_id), ""
         )
         if not is_restart:
             with contextlib.suppress(OSError):

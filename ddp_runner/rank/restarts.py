@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ddp_runner.core.classify import attribute
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Faulted, Finished, Lived, MendedInPlace, Message
+from ddp_runner.core.messages import Faulted, Finished, Message, RepairedInPlace, RestartProgress
 from ddp_runner.observe.summary import FaultRecord, TimeShares
 
 SPENT = ("productive", "data_wait", "checkpoint", "comparison", "evaluation")
@@ -22,7 +22,7 @@ SPENT = ("productive", "data_wait", "checkpoint", "comparison", "evaluation")
 class Restart:
     """One of them, by what its rank 0 told; ``shift_ns`` brings its times to the newest one's clock."""
 
-    lives: tuple[Lived, ...]
+    lives: tuple[RestartProgress, ...]
     shift_ns: int
 
     @property
@@ -54,9 +54,9 @@ class Restart:
 
 def restarts_of(told: Iterable[Message]) -> list[Restart]:
     """The restarts that rank 0 told of, oldest first, on one clock: that of the newest."""
-    lives: dict[int, list[Lived]] = {}
+    lives: dict[int, list[RestartProgress]] = {}
     for message in told:
-        if isinstance(message, Lived):
+        if isinstance(message, RestartProgress):
             lives.setdefault(message.generation, []).append(message)
     found: list[Restart] = []
     for _, own in sorted(lives.items(), reverse=True):
@@ -138,14 +138,14 @@ def _of_restart(told: Sequence[Message], number: int) -> list[Message]:
     own: list[Message] = []
     current = 0
     for message in told:
-        if isinstance(message, Lived):
+        if isinstance(message, RestartProgress):
             current = message.generation
         if current == number:
             own.append(message)
     return own
 
 
-def mended_record(message: MendedInPlace, restarts: Sequence[Restart]) -> FaultRecord:
+def mended_record(message: RepairedInPlace, restarts: Sequence[Restart]) -> FaultRecord:
     """A fault that a rank mended within its restart."""
     fault = message.fault
     own = [restart for restart in restarts if restart.lives[0].began_ns <= fault.at_ns]

@@ -37,18 +37,18 @@ from ddp_runner.core.messages import (
     Drilled,
     DrillPart,
     Faulted,
+    FaultTolerated,
     Finished,
     Forked,
     Formed,
     Injected,
     LoaderWorkers,
-    MendedInPlace,
     Message,
     Metrics,
-    Noted,
     NotSaved,
     Proved,
     Ready,
+    RepairedInPlace,
     Saved,
     SpareReady,
     Stop,
@@ -230,13 +230,13 @@ class Supervisor:
             case Adjusted():
                 self.recorder.reported(message)
                 self._repair.note_remedy(message)
-            case MendedInPlace():
+            case RepairedInPlace():
                 for _ in range(message.kernel_kills):
                     self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
                 self.recorder.reported(message)
                 if message.steps_lost:
                     self._save_request.accept_from(message.fault.step - message.steps_lost)
-            case Noted() | Proved():
+            case FaultTolerated() | Proved():
                 self.recorder.reported(message)
             case DrillPart():
                 self.drills.part(message)
@@ -364,7 +364,7 @@ class Supervisor:
         )
         self._cutting.look(now_s)
         self.run_end.refuse_inexact()
-        self.drills.look(now_s, in_peace=self._is_in_peace)
+        self.drills.look(now_s, fault_free=self._is_in_peace)
         if self._is_at_its_end(now_s):
             return
         self._zygotes.look(now_s)
@@ -379,7 +379,7 @@ class Supervisor:
                 self._repair.returning.take_back(now_s)
             self._repair.name_stragglers()
         self._form(now_s)
-        self._spares.look(now_s, in_peace=self._is_in_peace)
+        self._spares.look(now_s, fault_free=self._is_in_peace)
         self._end_if_stopping_takes_too_long(now_s)
 
     def _is_at_its_end(self, now_s: float) -> bool:

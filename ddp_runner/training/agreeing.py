@@ -45,7 +45,7 @@ def recalled(parts: RankParts) -> Tuning | None:
     if learnt is None or learnt.step < state.committed_step:
         return None  # a checkpoint that was made since then has it
     runtime.logger.warning(f"as the process before this one had it: {learnt.remedy}")
-    runtime.tell(replace(learnt, in_peace=True))
+    runtime.tell(replace(learnt, fault_free=True))
     return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
 
@@ -71,8 +71,8 @@ def _halved(parts: RankParts, phase: str) -> Tuning:
             step=fault.step,
             remedy=mended.remedy,
             inexact_reason=mended.inexact_reason,
-            in_peace=True,
-            once_more=mended.once_more,
+            fault_free=True,
+            plain_retry=mended.plain_retry,
         )
     )
     return mended.tuning

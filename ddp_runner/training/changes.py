@@ -63,7 +63,7 @@ def tell_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -
                 step=state.committed_step,
                 remedy=line if is_news else "",
                 inexact_reason=line,
-                in_peace=True,
+                fault_free=True,
             )
         )
 

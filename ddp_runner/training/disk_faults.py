@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Noted
+from ddp_runner.core.messages import FaultTolerated
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -49,4 +49,6 @@ class DiskFaults:
 
     def _note(self, fault: Fault, remedy: str) -> None:
         rank = self._runtime.place.rank
-        self._runtime.tell(Noted(rank=rank, fault=replace(fault, rank=rank), remedy=remedy))
+        self._runtime.tell(
+            FaultTolerated(rank=rank, fault=replace(fault, rank=rank), remedy=remedy)
+        )

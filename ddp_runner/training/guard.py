@@ -20,7 +20,7 @@ from ddp_runner.core.divergence import Comparison, compare_replicas, first_diffe
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.loss_spikes import broken_gradients
-from ddp_runner.core.messages import Adjusted, MendedInPlace, Noted
+from ddp_runner.core.messages import Adjusted, FaultTolerated, RepairedInPlace
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
@@ -97,7 +97,7 @@ class NumericsGuard:
                 at_ns=time.monotonic_ns(),
             )
             remedy = "step skipped on all ranks"
-            self._runtime.tell(Noted(rank=self._rank, fault=fault, remedy=remedy))
+            self._runtime.tell(FaultTolerated(rank=self._rank, fault=fault, remedy=remedy))
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
@@ -404,14 +404,14 @@ class NumericsGuard:
                 step=step,
                 remedy="going back to an older state",
                 inexact_reason=inexact,
-                in_peace=True,
+                fault_free=True,
             )
         )
 
     def _report_roll_back(self, fault: Fault, remedy: str, *, began_s: float) -> None:
         took_s = time.monotonic() - began_s
         self._runtime.tell(
-            MendedInPlace(
+            RepairedInPlace(
                 rank=self._rank,
                 fault=fault,
                 remedy=remedy,

@@ -15,7 +15,7 @@ from ddp_runner.core.hang_detection import longest_phase_s
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
-from ddp_runner.core.messages import Adjusted, LoaderWorkers, MendedInPlace
+from ddp_runner.core.messages import Adjusted, LoaderWorkers, RepairedInPlace
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
@@ -223,7 +223,7 @@ def _tell(mended: LoadingMended, runtime: Runtime) -> None:
     fault, remedy, rank = mended.fault, mended.remedy, runtime.place.rank
     runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
     runtime.tell(
-        MendedInPlace(
+        RepairedInPlace(
             rank=rank,
             fault=fault,
             remedy=remedy,

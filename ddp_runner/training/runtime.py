@@ -26,12 +26,12 @@ from ddp_runner.core.faults import BadInputError, Fault, FaultError
 from ddp_runner.core.messages import (
     Adjusted,
     Faulted,
+    FaultTolerated,
     Finished,
-    MendedInPlace,
     Message,
     Metrics,
-    Noted,
     Ready,
+    RepairedInPlace,
 )
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
@@ -110,7 +110,7 @@ class Runtime(Protocol):
 
 def without_secrets_in(message: Message, secrets: tuple[str, ...]) -> Message:
     """``message``, where the texts of a user's exception may hold secrets."""
-    if secrets and isinstance(message, (Faulted, MendedInPlace, Noted)):
+    if secrets and isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)):
         return replace(message, fault=message.fault.without(secrets))
     return message
 

@@ -207,7 +207,7 @@ class Session:
                     step=state.committed_step,
                     remedy=change.remedy,
                     inexact_reason=change.inexact_reason,
-                    in_peace=True,
+                    fault_free=True,
                 )
             )
         if rewraps:

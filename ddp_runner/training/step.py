@@ -103,7 +103,7 @@ class Stepper:
         """Run one throw-away forward and backward, so that DDP's bucket layout is its final one.
 
         With ``find_unused_parameters=False`` DDP lays its buckets out anew after the first backward;
-        without this, the summation order after a repair would differ from that of a run in peace.
+        without this, the summation order after a repair would differ from that of a fault-free run.
         Every rank must call it, right after the replica was built.
         """
         self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step)

@@ -27,7 +27,7 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import VICTIM_KINDS
-from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
     MENDED_BY_RANK,
@@ -172,7 +172,7 @@ class DDPTrainer:
                 remedy=mended.remedy,
                 inexact_reason=mended.inexact_reason,
                 tuning=dict(mended.tuning.to_record()),
-                once_more=mended.once_more,
+                plain_retry=mended.plain_retry,
             )
         )
         return fault
@@ -365,7 +365,10 @@ class DDPTrainer:
             answers = self._standings(group, state, "restored_step")
             slot.stamp(Phase.FORMING, time.monotonic_ns())
         election = elect_source(
-            [Standing(rank=rank, committed_step=step) for rank, (step, _) in enumerate(answers)]
+            [
+                ReplicaProgress(rank=rank, committed_step=step)
+                for rank, (step, _) in enumerate(answers)
+            ]
         )
         if group.rank == election.source:
             # Before anybody gets the newest step.

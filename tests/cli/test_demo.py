@@ -86,7 +86,7 @@ def test_faults_are_repaired_and_the_weights_are_identical(start, tmp_path):
     code = demo.wait(DEADLINE_S)
     text = (tmp_path / "output.txt").read_text()
     assert code == 0, text
-    assert "1 of 2: in peace" in text
+    assert "1 of 2: without faults" in text
     assert "2 of 2: 4 faults that leave no trace in the weights, one every 10 steps" in text
     for row in (
         r"SIGKILL +1 +5 +optimizer +process ended",

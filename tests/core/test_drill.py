@@ -16,7 +16,7 @@ from ddp_runner.core.drill import (
 )
 
 WAITS = DrillFacts(
-    in_peace=True,
+    fault_free=True,
     can_fork=True,
     waits=True,
     is_running=False,
@@ -58,7 +58,7 @@ def test_a_drill_begins_in_peace_and_alone():
     """Where a process can be forked at once."""
     assert may_begin(WAITS)
     for change in (
-        {"in_peace": False},
+        {"fault_free": False},
         {"can_fork": False},
         {"waits": False},
         {"is_running": True},
@@ -70,11 +70,11 @@ def test_a_drill_begins_in_peace_and_alone():
     ("change", "why"),
     [
         ({}, ""),
-        ({"in_peace": False}, "something is being repaired"),
+        ({"fault_free": False}, "something is being repaired"),
         ({"is_wanted": False}, "something is being repaired"),
         ({"is_stopped": True}, "was stopped"),
         ({"since_s": 60.5}, "longer than 60 s"),
-        ({"is_running": False, "is_stopped": True, "in_peace": False}, ""),
+        ({"is_running": False, "is_stopped": True, "fault_free": False}, ""),
     ],
 )
 def test_a_drill_is_ended_for_a_reason_only(change, why):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.election import EMPTY_STEP, Standing
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.last_save import (
     AskToSave,
@@ -21,7 +21,7 @@ WAIT, NOTHING = WaitForRanks(), NothingToSave()
 
 
 def at(rank, step):
-    return Standing(rank=rank, committed_step=step)
+    return ReplicaProgress(rank=rank, committed_step=step)
 
 
 def leaving(rank, step, *, saves=False):

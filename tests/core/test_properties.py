@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
-from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import (
@@ -76,7 +76,7 @@ class Model:
         self.generation += 1
         survivors = max((rank.committed for _, rank in self.present()), default=EMPTY_STEP)
         election = elect_source(
-            [Standing(rank=n, committed_step=rank.committed) for n, rank in self.present()]
+            [ReplicaProgress(rank=n, committed_step=rank.committed) for n, rank in self.present()]
         )
         assert election.committed_step == survivors
         for number, rank in self.present():
@@ -124,7 +124,7 @@ class Model:
             rank.machine.advance(RankEvent.ABORT_SENT)
             if number in lost and kind is FaultKind.RANK_RAISED:
                 rank.machine.advance(RankEvent.GOT_READY)
-                parked.append(Standing(rank=number, committed_step=rank.committed))
+                parked.append(ReplicaProgress(rank=number, committed_step=rank.committed))
             elif number in lost:
                 rank.machine.advance(RankEvent.EXITED)
                 rank.committed = EMPTY_STEP

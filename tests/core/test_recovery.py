@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.core.classify import Attribution
-from ddp_runner.core.election import EMPTY_STEP, Standing
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.recovery import (
@@ -63,7 +63,7 @@ def crashed(rank=1, *, where="in loss, task.py:31", phase="forward", **facts):
 
 
 def plan(now, history=(), *, lost=(1,), newest=10, parked=()):
-    standings = tuple(Standing(rank=rank, committed_step=step) for rank, step in parked)
+    standings = tuple(ReplicaProgress(rank=rank, committed_step=step) for rank, step in parked)
     filled = newest > EMPTY_STEP
     world = WorldFacts(lost=lost, filled=filled, newest_step=newest, present=3, parked=standings)
     return plan_recovery(now, world=world, history=history, settings=SETTINGS)
@@ -439,7 +439,7 @@ def short_again(count, **facts):
     return [
         replace(
             incident(FaultKind.OUT_OF_MEMORY, committed=at, step=at, at_s=990.0 + at, **facts),
-            once_more=True,
+            plain_retry=True,
         )
         for at in range(count)
     ]
@@ -448,7 +448,7 @@ def short_again(count, **facts):
 @pytest.mark.parametrize("known", [True, False], ids=["mended in place", "replaced"])
 def test_trying_once_more_for_lack_of_memory_costs_budget(known):
     """A rank that is killed in its optimizer at every step goes on with the others: only this ends it."""
-    now = replace(incident(FaultKind.OUT_OF_MEMORY, phase="optimizer"), once_more=known)
+    now = replace(incident(FaultKind.OUT_OF_MEMORY, phase="optimizer"), plain_retry=known)
     assert isinstance(plan(now, short_again(3)), ReplaceRanks)
     answer = plan(now, short_again(4, cause="killed by the kernel"))
     assert isinstance(answer, GiveUp)

@@ -23,7 +23,7 @@ from ddp_runner.core.spare import (
 
 def facts(**changes):
     known = {
-        "in_peace": True,
+        "fault_free": True,
         "stepped": True,
         "exists": False,
         "starts_there": False,
@@ -40,7 +40,7 @@ def test_a_run_in_peace_wants_one():
 
 @pytest.mark.parametrize(
     "change",
-    [{"in_peace": False}, {"stepped": False}, {"exists": True}, {"starts_there": True}],
+    [{"fault_free": False}, {"stepped": False}, {"exists": True}, {"starts_there": True}],
     ids=lambda c: next(iter(c)),
 )
 def test_no_spare_beside_a_repair_a_first_step_or_another_spare(change):
@@ -118,16 +118,16 @@ def test_where_a_rank_ran_out_of_memory_no_spare_holds_any():
     [
         (LAST, {}, False),
         (LAST, {"starting": {"cuda:2"}}, True),
-        (LAST, {"starting": {"cuda:2"}, "in_peace": False}, True),
-        (LAST, {"starting": {"cuda:0"}, "in_peace": False}, False),
-        (LAST, {"refused": {"cuda:2"}, "in_peace": False}, True),
+        (LAST, {"starting": {"cuda:2"}, "fault_free": False}, True),
+        (LAST, {"starting": {"cuda:0"}, "fault_free": False}, False),
+        (LAST, {"refused": {"cuda:2"}, "fault_free": False}, True),
         (LAST, {"refused": {"cuda:0"}}, False),
         (SparePlan(kind=SpareKind.DEVICE, device="cuda:1"), {}, True),
-        (SparePlan(kind=SpareKind.DEVICE, device="cuda:1"), {"in_peace": False}, False),
+        (SparePlan(kind=SpareKind.DEVICE, device="cuda:1"), {"fault_free": False}, False),
         (NOWHERE, {"starting": {"cuda:2"}, "refused": {"cuda:2"}}, False),
     ],
 )
 def test_a_spare_gives_its_memory_back_where_it_is_needed(spare, changes, ends):
     """At once for a rank that starts there or lacks memory; in peace when it serves the wrong GPU."""
-    known = {"in_peace": True, "starting": set(), "refused": set(), **changes}
+    known = {"fault_free": True, "starting": set(), "refused": set(), **changes}
     assert must_end(spare, LAST, **known) is ends

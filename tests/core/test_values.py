@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ddp_runner.core import messages
 from ddp_runner.core.board import CELLS_PER_SLOT, SLOT_BYTES, Board, Cell
-from ddp_runner.core.election import EMPTY_STEP, Standing, elect_source
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
@@ -44,13 +44,13 @@ SAMPLES = [
     messages.NotSaved(rank=0, step=5, cause="a full disk", is_its_own=True),
     messages.LoaderWorkers(rank=0, pids=(1, 2)),
     messages.StopAsked(rank=0, reason=StopReason.PREEMPTED),
-    messages.Lived(
+    messages.RestartProgress(
         rank=0, generation=2, run_id="r", clock="boot", began_ns=1, at_ns=2, spent_ns={"productive": 1}
     ),
     messages.Finished(rank=0, reason=StopReason.COMPLETED, step=9, report={"a": [1, "b"]}),
     messages.Adjusted(rank=0, step=3, remedy="a", inexact_reason="b"),
-    messages.MendedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
-    messages.Noted(rank=0, fault=FAULT, remedy="a"),
+    messages.RepairedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
+    messages.FaultTolerated(rank=0, fault=FAULT, remedy="a"),
     messages.Proved(rank=0, step=2, what="repeated"),
     messages.DrillPart(rank=0, step=2, part="state", problem="no"),
     messages.Drilled(rank=0, step=2, differs="layer.weight", problem=""),
@@ -75,8 +75,8 @@ def test_a_fault_fits_a_packet_whatever_users_code_has_raised(filling):
                   detail=filling * 300_000 + "V")  # fmt: skip
     for message in (
         messages.Faulted(generation=1, fault=fault),
-        messages.MendedInPlace(rank=0, fault=fault, remedy="a", seconds=0.5),
-        messages.Noted(rank=0, fault=fault, remedy="a"),
+        messages.RepairedInPlace(rank=0, fault=fault, remedy="a", seconds=0.5),
+        messages.FaultTolerated(rank=0, fault=fault, remedy="a"),
     ):
         sent = messages.decode(messages.encode(message)).fault
         assert sent.cause == fault.cause[: len(sent.cause)]
@@ -162,7 +162,7 @@ def test_cells_fit_and_never_share_a_place():
 @given(st.lists(st.integers(EMPTY_STEP, 5), min_size=1, max_size=8))
 def test_the_newest_replica_is_elected(steps):
     """The source is the newest; exactly those behind it receive; with nobody filled, it raises."""
-    standings = [Standing(rank=r, committed_step=s) for r, s in enumerate(steps)]
+    standings = [ReplicaProgress(rank=r, committed_step=s) for r, s in enumerate(steps)]
     if max(steps) == EMPTY_STEP:
         with pytest.raises(ValueError, match="no rank"):
             elect_source(standings)

@@ -6,7 +6,7 @@ import pytest
 
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Faulted, Finished, Lived, MendedInPlace
+from ddp_runner.core.messages import Faulted, Finished, RepairedInPlace, RestartProgress
 from ddp_runner.rank.restarts import (
     faults_between,
     mended_record,
@@ -19,7 +19,7 @@ S = 1_000_000_000
 
 
 def lived(generation, at_s, step, *, began_s, productive_s=0, formed_s=0, clock="boot", rank=0):
-    return Lived(
+    return RestartProgress(
         rank=rank, generation=generation, run_id="r", clock=clock, began_ns=began_s * S,
         at_ns=at_s * S, step=step, formed_ns=formed_s * S, first_step_ns=formed_s * S,
         spent_ns={"productive": productive_s * S, "data_wait": S},
@@ -108,7 +108,7 @@ def test_time_on_another_machine_s_clock_goes_before():
     fault = Fault(kind=FaultKind.BAD_SAMPLE, rank=0, step=3, cause="c", at_ns=1010 * S)
     restarts = restarts_of([*other, *SECOND])
     assert seconds_since(restarts, 180 * S) == 40 + 30
-    mended = MendedInPlace(rank=0, fault=fault, remedy="m", seconds=2.0)
+    mended = RepairedInPlace(rank=0, fault=fault, remedy="m", seconds=2.0)
     record = mended_record(mended, restarts[:1])
     assert (record.detected_s, record.recovered_s, record.generation) == (10.0, 12.0, 1)
 
@@ -117,6 +117,6 @@ def test_time_on_another_machine_s_clock_goes_before():
 def test_what_a_rank_mended_belongs_to_its_restart(at_s, generation):
     """Its times count from the first launch on."""
     fault = Fault(kind=FaultKind.BAD_SAMPLE, rank=0, step=3, cause="c", at_ns=at_s * S)
-    mended = MendedInPlace(rank=0, fault=fault, remedy="m", seconds=2.0)
+    mended = RepairedInPlace(rank=0, fault=fault, remedy="m", seconds=2.0)
     record = mended_record(mended, restarts_of([*FIRST, *SECOND]))
     assert (record.detected_s, record.generation) == (at_s - 100.0, generation)

@@ -9,7 +9,7 @@ import pytest
 from ddp_runner.config import from_flat
 from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Adjusted, Faulted, MendedInPlace, Metrics, Proved, Saved
+from ddp_runner.core.messages import Adjusted, Faulted, Metrics, Proved, RepairedInPlace, Saved
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import Told, read_told, told_path
 from ddp_runner.training.runtime import RankInfo
@@ -19,7 +19,7 @@ HALVED = Adjusted(
     rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
 )
 SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
-IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", in_peace=True)
+IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", fault_free=True)
 
 
 def told(folder, *, is_restart, rank=0):
@@ -70,7 +70,7 @@ def summary_of(runtime, tmp_path):
     return json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
 
 
-MENDED = MendedInPlace(
+MENDED = RepairedInPlace(
     rank=1, fault=fault(FaultKind.BAD_SAMPLE), remedy="replaced", seconds=0.5,
     inexact_reason="bad samples were replaced",
 )  # fmt: skip
@@ -98,7 +98,7 @@ def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message
 
 def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
     """Control: a worker that was replaced, a lost peer, a save, a change in peace."""
-    runtime[0].tell(MendedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
+    runtime[0].tell(RepairedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
                                   remedy="new workers", seconds=0.5))  # fmt: skip
     runtime[0].tell(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
     runtime[0].tell(SAVED)

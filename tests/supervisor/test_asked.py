@@ -7,7 +7,7 @@ import pytest
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import MendedInPlace, Saved
+from ddp_runner.core.messages import RepairedInPlace, Saved
 from ddp_runner.core.stopping import PRESS_GAP_S, StopSignal
 from tests.supervisor.judging import assert_done
 from tests.supervisor.simulated import SAVE_EVERY
@@ -50,7 +50,8 @@ def test_a_checkpoint_of_before_what_was_rolled_back_is_the_one_asked_for(simula
     rank_0 = run.supervisor.world.ranks[0]
     fault = Fault(kind=FaultKind.NON_FINITE, rank=-1, step=13, cause="too many", at_ns=0)
     run.supervisor.on_message(
-        MendedInPlace(rank=0, fault=fault, remedy="rolled back", seconds=0.1, steps_lost=9), rank_0
+        RepairedInPlace(rank=0, fault=fault, remedy="rolled back", seconds=0.1, steps_lost=9),
+        rank_0,
     )
     run.supervisor.on_message(
         Saved(rank=0, step=5, path="5.pt", blocked_s=0.0, size_bytes=1, sha256="5"), rank_0

@@ -9,7 +9,7 @@ import pytest
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import Adjusted, MendedInPlace
+from ddp_runner.core.messages import Adjusted, RepairedInPlace
 from ddp_runner.memory.kernel_kills import KernelKills
 from tests.supervisor.judging import assert_done, lost, plans
 
@@ -52,7 +52,7 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_
     run.to_step(15)
     events.write_text("oom_kill 3\n")
     fault = run.fault(run.rank(1), FaultKind.BAD_SAMPLE, "no worker survives it")
-    mended = MendedInPlace(rank=1, fault=fault, remedy="", seconds=1.0, kernel_kills=told)
+    mended = RepairedInPlace(rank=1, fault=fault, remedy="", seconds=1.0, kernel_kills=told)
     run.send(run.rank(1), mended)
     run.pass_time(0.1)
     run.kill(2)
@@ -60,9 +60,9 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_
     assert plans(run) == [(2, kind, (2,))]
 
 
-@pytest.mark.parametrize("once_more", [True, False])
+@pytest.mark.parametrize("plain_retry", [True, False])
 def test_kernel_kills_at_every_step_end_a_run_that_cannot_ask_for_less(
-    simulate, tmp_path, once_more
+    simulate, tmp_path, plain_retry
 ):
     """The budget counts them; control: not while each successor has halved something."""
     events = tmp_path / "sys/fs/cgroup/memory.events"
@@ -80,10 +80,15 @@ def test_kernel_kills_at_every_step_end_a_run_that_cannot_ask_for_less(
         if run.ending is not None:
             break
         adjusted = Adjusted(
-            rank=1, step=run.best, remedy="x", inexact_reason="", in_peace=True, once_more=once_more
+            rank=1,
+            step=run.best,
+            remedy="x",
+            inexact_reason="",
+            fault_free=True,
+            plain_retry=plain_retry,
         )
         run.send(run.rank(1), adjusted)
-    if not once_more:
+    if not plain_retry:
         assert_done(run)
         assert len(lost(run)) == 5
         return

@@ -227,7 +227,7 @@ def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
 def not_exact(run, rank=1):
     """A rank tells of something that makes the run inexact."""
     changed = Adjusted(
-        rank=rank, step=run.best, remedy="", inexact_reason="half from 7", in_peace=True
+        rank=rank, step=run.best, remedy="", inexact_reason="half from 7", fault_free=True
     )
     run.send(run.rank(rank), changed)
 

@@ -33,7 +33,7 @@ def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
     fault = Fault(kind=FaultKind.NON_FINITE, rank=1, step=9, cause="loss is nan")
     for _ in range(2):  # the same reason twice is one reason
         recorder.reported(
-            messages.MendedInPlace(
+            messages.RepairedInPlace(
                 rank=1,
                 fault=fault,
                 remedy="skipped",
@@ -51,6 +51,6 @@ def test_a_repair_in_place_is_a_fault_and_what_followed_from_it(recorder):
 def test_a_fault_that_is_tolerated_is_in_no_account(recorder):
     """Control: it is in the journal only."""
     fault = Fault(kind=FaultKind.STORAGE_FAILED, rank=0, step=9, cause="no space left")
-    recorder.reported(messages.Noted(rank=0, fault=fault, remedy="goes on"))
+    recorder.reported(messages.FaultTolerated(rank=0, fault=fault, remedy="goes on"))
     assert [line["event"] for line in recorder.outputs.written] == ["fault_tolerated"]
     assert (recorder.accounting.faults_total, recorder.facts.inexact_reasons) == (0, [])

@@ -27,8 +27,8 @@ from ddp_runner.core.messages import (
     Built,
     Finished,
     Formed,
-    MendedInPlace,
     Metrics,
+    RepairedInPlace,
     Saved,
 )
 from ddp_runner.core.phases import Phase
@@ -205,7 +205,7 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
     )
     report, messages, _ = train(config)
     assert report.steps == STEPS
-    assert [m.steps_lost for m in told(messages, MendedInPlace)] == [3], "it was rolled back"
+    assert [m.steps_lost for m in told(messages, RepairedInPlace)] == [3], "it was rolled back"
     remedies = [m.remedy for m in told(messages, Adjusted)]
     assert [remedy.split(" after")[0] for remedy in remedies] == [
         "find_unused_parameters=False",
@@ -241,7 +241,7 @@ def test_a_checkpoint_asked_for_in_a_step_that_leads_to_a_roll_back_is_made(tmp_
         save_every_steps=0, keep_last=9,
     )  # fmt: skip
     _, messages, _ = train(config, save_at=[2, 9])
-    assert [m.steps_lost for m in told(messages, MendedInPlace)] == [7], "it was rolled back"
+    assert [m.steps_lost for m in told(messages, RepairedInPlace)] == [7], "it was rolled back"
     assert [saved.step for saved in told(messages, Saved)] == [3, 4, STEPS]
 
 

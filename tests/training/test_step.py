@@ -496,10 +496,10 @@ def test_rebuilding_the_replica_changes_no_bit(find_unused_parameters, gradient_
         "gradient_as_bucket_view": gradient_as_bucket_view,
     }
     with hosted_store() as port:
-        in_peace = run_ranks(_train_with_breaks, 3, port, (), ddp)
+        fault_free = run_ranks(_train_with_breaks, 3, port, (), ddp)
     with hosted_store() as port:
         broken = run_ranks(_train_with_breaks, 3, port, (1, 4), ddp)
-    assert in_peace == broken
+    assert fault_free == broken
 
 
 def _settle_only(me, port):
@@ -556,12 +556,12 @@ def _fail_on_one_rank_then_redo(me, port, fails):
 def test_a_step_that_broke_is_redone_to_the_same_bits():
     """Gradients and batch statistics of the broken try, and its random numbers, leave no trace."""
     with hosted_store() as port:
-        in_peace = run_ranks(_fail_on_one_rank_then_redo, 2, port, False)
+        fault_free = run_ranks(_fail_on_one_rank_then_redo, 2, port, False)
     with hosted_store() as port:
         broken = run_ranks(_fail_on_one_rank_then_redo, 2, port, True)
-    assert [answer[0] for answer in in_peace] == [1, 1]
+    assert [answer[0] for answer in fault_free] == [1, 1]
     assert [answer[0] for answer in broken] == [2, 2]
-    assert [answer[1:] for answer in in_peace] == [answer[1:] for answer in broken]
+    assert [answer[1:] for answer in fault_free] == [answer[1:] for answer in broken]
 
 
 class _WatchedSlot:

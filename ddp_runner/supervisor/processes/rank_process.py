@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ddp_runner.core.board import Cell, Slot
-from ddp_runner.core.election import EMPTY_STEP, Standing
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
 from ddp_runner.core.faults import PARKED_BY_RANK
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import (
@@ -167,10 +167,10 @@ class RankHandle:
         return self.slot.get(Cell.COMMITTED_STEP)
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ReplicaProgress:
         """What the process could offer, by its newest report."""
         step = EMPTY_STEP if self.ready is None else self.ready.committed_step
-        return Standing(rank=self.rank, committed_step=step)
+        return ReplicaProgress(rank=self.rank, committed_step=step)
 
     def log_is_gone(self) -> bool:
         """Whether somebody has removed its log file, or moved it away."""
@@ -254,7 +254,7 @@ def who_is_left(
     unending = {h.rank: h.pid or 0 for h in handles if h.does_not_end(now_s)}
     raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}
     lost: list[int] = []
-    parked: list[Standing] = []
+    parked: list[ReplicaProgress] = []
     others: list[RankHandle] = []
     for handle in handles:
         is_usable = handle.state in (RankState.READY, RankState.STARTING)

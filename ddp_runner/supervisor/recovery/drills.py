@@ -59,14 +59,14 @@ class DrillKeeper:
                 self._remove(self._waiting[0])
             self._waiting = message.step, parts[SHARE]
 
-    def look(self, now_s: float, *, in_peace: bool) -> None:
+    def look(self, now_s: float, *, fault_free: bool) -> None:
         """Begin the drill that waits, or end the one that runs, as the facts have it."""
         drill = self._world.drill
         if drill is None:  # where its zygote never had it
             self._cut_short("its process could not be forked")
         limit_s = self._plan.settings.recovery.startup_timeout_s
         facts = DrillFacts(
-            in_peace=in_peace,
+            fault_free=fault_free,
             can_fork=self._world.can_fork,
             waits=self._waiting is not None,
             is_running=drill is not None,
@@ -79,10 +79,10 @@ class DrillKeeper:
         if why := must_end(facts):
             self._world.kill_drill()
             self._is_given_up = True
-            if in_peace and self._running is not None:
+            if fault_free and self._running is not None:
                 self._tell_skipped(why)
             self._cut_short(why)
-        if not in_peace:
+        if not fault_free:
             self.drop()
         elif may_begin(facts) and self._waiting is not None:
             self._running, self._waiting = self._waiting, None

@@ -69,7 +69,7 @@ class Striker:
         )
 
     def strike_if_due(self, now_s: float) -> None:
-        """Let random plans strike. Called only while the run is in peace.
+        """Let random plans strike. Called only while the run is fault-free.
 
         A process may take a while to die, and what strikes it meanwhile would be lost.
         """

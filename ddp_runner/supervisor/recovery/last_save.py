@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.election import Standing
+from ddp_runner.core.election import ReplicaProgress
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.last_save import (
     AskToSave,
@@ -140,7 +140,7 @@ class LastSave:
     @staticmethod
     def _leaving(handle: RankHandle) -> Leaving:
         slot = handle.slot
-        standing = Standing(rank=handle.rank, committed_step=slot.get(Cell.COMMITTED_STEP))
+        standing = ReplicaProgress(rank=handle.rank, committed_step=slot.get(Cell.COMMITTED_STEP))
         saves = slot.read().phase is Phase.CHECKPOINT
         return Leaving(standing=standing, saves=saves)
 

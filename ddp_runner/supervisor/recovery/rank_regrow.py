@@ -71,7 +71,7 @@ class ReturningRanks:
         )
 
     def try_again(self, now_s: float) -> None:
-        """Fork dropped ranks again after their time; called only while the run is in peace."""
+        """Fork dropped ranks again after their time; called only while the run is fault-free."""
         if not self._settings.regrow_after or not self._world.can_fork:
             return
         for handle in self._world.ranks:

@@ -129,9 +129,9 @@ class Repair:
 
     def note_remedy(self, message: Adjusted) -> None:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
-        if message.in_peace:
+        if message.fault_free:
             return
-        self._once_more |= message.once_more
+        self._once_more |= message.plain_retry
         if message.remedy and message.remedy not in self._remedies:
             self._remedies.append(message.remedy)
 
@@ -310,7 +310,7 @@ class Repair:
             ever_formed=self._facts.ever_formed,
             generation=self._facts.generation,
             done_between=max(h.slot.done_between(step) for h in self._world.present),
-            once_more=self._once_more,
+            plain_retry=self._once_more,
         )
 
     def _decide(self, opened: OpenIncident, now_s: float) -> GiveUp | None:

@@ -1,4 +1,4 @@
-"""Keeps one warm process at hand in times of peace, and takes back what was no use as a rank."""
+"""Keeps one warm process at hand in fault-free times, and takes back what was no use as a rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SpareKeeper:
         self._refused: set[str] = set()  # GPUs on which no spare is to hold anything
         self._told: set[str] = set()  # GPUs of which people know that a spare holds memory there
 
-    def look(self, now_s: float, *, in_peace: bool) -> None:
+    def look(self, now_s: float, *, fault_free: bool) -> None:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
         self._give_back(now_s)
         self._note_short_of_memory()
@@ -73,7 +73,7 @@ class SpareKeeper:
         }
         spare = self._world.spare
         if spare is not None and must_end(
-            spare.plan, plan, in_peace=in_peace, starting=starting, refused=self._refused
+            spare.plan, plan, fault_free=fault_free, starting=starting, refused=self._refused
         ):
             self._dismissed = spare
             self._world.kill_spare()
@@ -83,7 +83,7 @@ class SpareKeeper:
         ):
             self._world.kill_spare()
         facts = SpareFacts(
-            in_peace=in_peace,
+            fault_free=fault_free,
             stepped=self._facts.committed_step > self._formed_at_step,
             exists=spare is not None,
             starts_there=plan.device in starting,

@@ -81,8 +81,8 @@ class RunAccounting:
                     self.saved(event.step, event.productive_ns)
             case events.Plan():
                 self.incident(event, event_id=-1 if cause is None else cause)
-            case events.Adjusted(in_peace=True, once_more=True):
-                self.once_more(event.rank)
+            case events.Adjusted(fault_free=True, plain_retry=True):
+                self.plain_retry(event.rank)
             case events.RepairedInPlace():
                 self.mended(event, now_s)
             case events.Injected():
@@ -159,11 +159,11 @@ class RunAccounting:
         self._mended_left_out += len(self._mended_last) == MENDED_KEPT
         self._mended_last.append(record)
 
-    def once_more(self, rank: int) -> None:
+    def plain_retry(self, rank: int) -> None:
         """The process that follows this rank's has nothing left to change: its end is to count."""
         for fault in reversed(self.faults):
             if any(cause.rank == rank for cause in fault.incident.attribution.causes):
-                fault.incident = replace(fault.incident, once_more=True)
+                fault.incident = replace(fault.incident, plain_retry=True)
                 return
 
     def forming(self, now_s: float) -> None:

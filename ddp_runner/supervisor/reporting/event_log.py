@@ -24,7 +24,7 @@ class EventLog:
         event_id = self._outputs.write(event, cause=cause)
         for text, level in _words(event):
             self._outputs.say(text, level=level)
-        if isinstance(event, events.Adjusted) and event.in_peace and event.remedy:
+        if isinstance(event, events.Adjusted) and event.fault_free and event.remedy:
             # Else the line of the repair has it.
             self._outputs.note(f"rank {event.rank}: {event.remedy}")
         return event_id

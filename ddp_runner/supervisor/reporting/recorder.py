@@ -81,7 +81,10 @@ class Recorder:
 
     def reported(
         self,
-        message: messages.Adjusted | messages.MendedInPlace | messages.Noted | messages.Proved,
+        message: messages.Adjusted
+        | messages.RepairedInPlace
+        | messages.FaultTolerated
+        | messages.Proved,
     ) -> None:
         """Record what a rank reports of itself."""
         match message:
@@ -92,16 +95,16 @@ class Recorder:
                         step=message.step,
                         remedy=message.remedy,
                         inexact_reason=message.inexact_reason,
-                        in_peace=message.in_peace,
-                        once_more=message.once_more,
+                        fault_free=message.fault_free,
+                        plain_retry=message.plain_retry,
                     )
                 )
             case messages.Proved():
                 self.record(events.Proved(rank=message.rank, step=message.step, what=message.what))
-            case messages.Noted():
+            case messages.FaultTolerated():
                 common = events.of_fault(message.fault, generation=self.facts.generation)
                 self.record(events.FaultTolerated(**common, remedy=message.remedy))
-            case messages.MendedInPlace():
+            case messages.RepairedInPlace():
                 common = events.of_fault(message.fault, generation=self.facts.generation)
                 cause = self.record(events.Fault(**common))
                 self.record(

@@ -72,15 +72,15 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mended:
-    """A change of the tuning: how a rank mends a fault of its own, or what a run in peace tries.
+    """A change of the tuning: how a rank mends a fault of its own, or what a fault-free run tries.
 
-    ``inexact_reason`` is empty where no bit changes; ``once_more``: nor does anything else.
+    ``inexact_reason`` is empty where no bit changes; ``plain_retry``: nor does anything else.
     """
 
     tuning: Tuning
     remedy: str
     inexact_reason: str
-    once_more: bool = False
+    plain_retry: bool = False
 
 
 def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
@@ -131,7 +131,7 @@ def _once_more(fault: Fault, tuning: Tuning) -> Mended | None:
         tuning=replace(tuning, retried_at_step=fault.step, retries_there=retries + 1),
         remedy="once more with single samples, which cannot be split",
         inexact_reason="",
-        once_more=True,
+        plain_retry=True,
     )
 
 
@@ -155,7 +155,7 @@ def _search_changed(fault: Fault, tuning: Tuning) -> Mended | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptRules:
-    """When a run in peace may become faster. 0 steps: never."""
+    """When a fault-free run may become faster. 0 steps: never."""
 
     relax_after_steps: int
     regrow_after_steps: int

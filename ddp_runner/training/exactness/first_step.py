@@ -227,7 +227,7 @@ def tell_inexact(parts: RankParts, reason: str) -> None:
             step=step,
             remedy="",
             inexact_reason=reason,
-            in_peace=True,
+            fault_free=True,
         )
     )
 

@@ -307,7 +307,7 @@ class SameData:
                 step=max(0, self._runtime.slot.get(Cell.COMMITTED_STEP)),
                 remedy="",
                 inexact_reason=reason,
-                in_peace=True,
+                fault_free=True,
             )
         )
 
