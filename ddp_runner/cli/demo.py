@@ -31,9 +31,9 @@ HELP = f"""Usage:  {COMMAND} demo [-n N] [--keep]
 Trains a small model three times on the CPU, in a temporary folder: without
 faults; with every kind of fault that must not change the result (ranks,
 loader workers, memory, disk, a flipped bit); and with those that do. Each has
-a table of the faults. Ends with whether the first two runs have the same weights, bit
-for bit: exit 0 if so, 1 if not, or if a fault was not noticed. Takes about a minute on two cores. Ctrl-C ends it
-and removes the folder.
+a table of the faults. Ends with whether the first two runs have the same
+weights, bit for bit: exit 0 if so, 1 if not, or if a fault was not noticed.
+Takes about a minute on two cores. Ctrl-C ends it and removes the folder.
 
   -n, --nproc-per-node N    ranks, {RANKS_MIN} to {RANKS_MAX} [2]
       --keep                keep the folder: logs and checkpoints of the runs"""
