@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.harness import Outputs, Run
+from tests.scenarios.harness import TRAIN, Outputs, Run
 
 STEPS = 72
 # No test of what is not about hangs fails because a busy machine did not run a rank for two seconds.
@@ -49,6 +49,7 @@ def made_once(tmp_path_factory, worker_id):
 def peace(made_once):
     """``peace(world)``: the undisturbed run of that world size.
 
-    Its weights are those of any run with its seed, batch size and steps, whatever else is set.
+    Its weights are those of any run with its seed, batch size and steps, whatever else is set. It starts
+    as a person's does, and most of those that are held against it as forks.
     """
-    return lambda world: made_once(*SETTINGS, world=world)
+    return lambda world: made_once(*SETTINGS, world=world, command=TRAIN)

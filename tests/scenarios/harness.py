@@ -13,7 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
-from tests import processes
+from tests import processes, ready
 from tests.scenarios.leftovers import (
     listening_inodes,
     ownerless_shared_memory,
@@ -27,6 +27,8 @@ DEADLINE_S = 120.0  # only a hang comes so far; a loaded machine is slow
 GONE_WITHIN_S = 10.0  # what the kernel ends, on a machine with ten times more to do than cores
 LISTENING_EVERY_S = 0.5
 NO_DRILLS = "recovery.drill_at=off"  # they would take time from a test of something else
+# What a person types, with interpreters that have imported nothing yet.
+TRAIN = (sys.executable, "-m", "ddp_runner", "train")
 # Every process of a job inherits this variable, whoever its parent is by now.
 MARK = "SCENARIO_RUN"
 
@@ -98,8 +100,10 @@ def assert_every_sample_once(outputs, world, *, samples):
 class Run(Outputs):
     """One launch of ``python -m ddp_runner train`` in a folder of its own.
 
-    ``command`` replaces everything up to the options; ``task`` None trains the built-in one in the
-    folders that the command chooses itself. Without a word about them there are no fire drills.
+    Without a ``command``, which is everything up to the options, and an ``environment``, the command and its
+    zygote are forks of a process that has imported torch (see tests.ready). ``task`` None trains the
+    built-in one in the folders that the command chooses itself. Without a word about them there are no
+    fire drills.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class Run(Outputs):
         *arguments,
         world=2,
         task=f"{WORKLOAD}:PacedTask",
-        command=(sys.executable, "-m", "ddp_runner", "train"),
+        command=None,
         environment=None,
     ):
         super().__init__(folder)
@@ -116,7 +120,8 @@ class Run(Outputs):
         self.temporary = self.folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self.output_path = self.folder / "console.txt"
-        words = [*command, "--cpu", "-n", str(world)]
+        is_ready = command is None and environment is None
+        words = [*(command or TRAIN), "--cpu", "-n", str(world)]
         if task is not None:
             words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
         if not any("drill_at" in str(argument) for argument in arguments):
@@ -128,29 +133,28 @@ class Run(Outputs):
         self._inodes = set()
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
+        words += (str(argument) for argument in arguments)
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.temporary),
+            name: value,
+            **(environment or {}),
+        }
         with self.output_path.open("ab") as output:
-            self.process = self._start(
-                [*words, *(str(argument) for argument in arguments)],
-                output=output,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "TMPDIR": str(self.temporary),
-                    name: value,
-                    **(environment or {}),
-                },
-            )
-
-    def _start(self, words, *, output, env):
-        return subprocess.Popen(
-            words,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=env,
-        )
+            if is_ready:
+                words = words[len(TRAIN) - 1 :]
+                self.process = ready.shared().start(words, cwd=folder, output=output, env=env)
+            else:
+                self.process = subprocess.Popen(
+                    words,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=env,
+                )
 
     def __enter__(self):
         return self

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.scenarios.conftest import PATIENT, SETTINGS
-from tests.scenarios.harness import ROOT, Run, poll
+from tests.scenarios.harness import ROOT, TRAIN, Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 
 HELD = """
@@ -25,11 +25,10 @@ class HeldTask(PacedTask):
     pass
 """
 SHELL = ("bash", str(ROOT / "launch_training.sh"), "train")
-PYTHON = (sys.executable, "-m", "ddp_runner", "train")
 
 
 @pytest.mark.parametrize(
-    ("command", "world"), [(PYTHON, 3), (SHELL, 2)], ids=["supervisor", "shell"]
+    ("command", "world"), [(TRAIN, 3), (SHELL, 2)], ids=["supervisor", "shell"]
 )
 def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
     peace, tmp_path, command, world
@@ -129,7 +128,8 @@ def test_a_zygote_killed_while_it_imports_is_replaced(tmp_path, times, code):
     held, task = tmp_path / "held", tmp_path / "held.py"
     held.touch()  # it imports until it is killed, however long this test takes to find it
     task.write_text(HELD.format(held=str(held)), encoding="utf-8")
-    with Run(tmp_path / "run", *SETTINGS, "-e", 1, task=f"{task}:HeldTask") as run:
+    how = {"task": f"{task}:HeldTask", "command": TRAIN}
+    with Run(tmp_path / "run", *SETTINGS, "-e", 1, **how) as run:
         for _ in range(times):
             zygote = poll(lambda: importing(run), what="the zygote")
             run.signal(signal.SIGKILL, zygote.pid)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.scenarios.harness import Run, poll
+from tests.scenarios.harness import TRAIN, Run, poll
 
 TASK = """\
 import time
@@ -82,7 +82,7 @@ def test_a_start_shows_what_it_is_at_and_what_the_task_prints(folder):
 
 def test_the_display_tells_ranks_that_have_not_begun_from_dead_ones(folder):
     """First they wait, then they build, and it says what; nobody is dead."""
-    with Run(folder, *SHORT, "log.display=live", task="mine.py") as run:
+    with Run(folder, *SHORT, "log.display=live", task="mine.py", command=TRAIN) as run:
         shown(run, "waiting")
         shown(run, "building data 0:0")
         (folder / "data.go").touch()

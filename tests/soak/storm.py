@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.scenarios.harness import Run
+from tests.scenarios.harness import TRAIN, Run
 
 TASK = f"{Path(__file__).parents[1] / 'scenarios' / 'stranger.py'}:Classifier"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
@@ -65,7 +65,7 @@ class Result:
 def train(folder: Path, steps: int, world: int, *settings: object) -> Run:
     """A run that has just been started."""
     words = (*SETTINGS, "--max-steps", steps, *settings)
-    return Run(folder, *words, world=world, task=TASK)
+    return Run(folder, *words, world=world, task=TASK, command=TRAIN)
 
 
 def kind_of(name: str) -> str:

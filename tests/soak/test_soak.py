@@ -12,7 +12,7 @@ import os
 import pytest
 
 from ddp_runner.core.injection import InjectKind, draw_strike, parse_injection
-from tests.scenarios.harness import Run
+from tests.scenarios.harness import TRAIN, Run
 from tests.soak.usage import Sampler, assert_no_growth
 
 FAULTS = int(os.environ.get("SOAK_FAULTS", "200"))
@@ -54,7 +54,9 @@ def random_plan():
 
 
 def digest_in_peace(folder, steps):
-    with Run(folder, *SETTINGS, "--max-steps", steps, "task.pace_s=0", world=WORLD) as run:
+    with Run(
+        folder, *SETTINGS, "--max-steps", steps, "task.pace_s=0", world=WORLD, command=TRAIN
+    ) as run:
         assert run.wait(3600.0) == 0, run.console
     return run.digest
 
@@ -82,7 +84,10 @@ def test_random_faults_cost_no_weight_and_nothing_grows(tmp_path):
     steps = math.ceil(waits_s / PACE_S) + 200
     digest = digest_in_peace(tmp_path / "peace", steps)
     settings = ("--max-steps", steps, f"task.pace_s={PACE_S}", "--inject", spec)
-    with Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD) as run, Sampler(run) as seen:
+    with (
+        Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD, command=TRAIN) as run,
+        Sampler(run) as seen,
+    ):
         assert run.wait(5 * waits_s + 300.0) == 0, run.console[-4000:]
     assert run.digest == digest
     assert run.summary()["exact"] is True
@@ -109,7 +114,10 @@ def test_a_survivor_of_a_hundred_faults_has_not_grown(tmp_path):
     digest = digest_in_peace(tmp_path / "peace", steps)
     asked = [word for spec in specs for word in ("--inject", spec)]
     settings = ("--max-steps", steps, "task.pace_s=0.01", *asked)
-    with Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD) as run, Sampler(run) as seen:
+    with (
+        Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD, command=TRAIN) as run,
+        Sampler(run) as seen,
+    ):
         assert run.wait(900.0) == 0, run.console[-4000:]
     assert run.digest == digest
     check_repairs(run, injected_least=faults)

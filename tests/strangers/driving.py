@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.scenarios.harness import Run
-from tests.strangers.ready import Launcher, ReadyRun
 from tests.strangers.table import EXACT, REFUSED, TOLD, Stranger
 
 STEPS = 24  # of six an epoch
@@ -59,23 +58,21 @@ class Outcome:
     has_stepped: bool  # at least once, in its last launch
 
 
-def run(
-    stranger: Stranger, folder: Path, launcher: Launcher, *, how: str = "peace", workers: int = 0
-) -> Outcome:
+def run(stranger: Stranger, folder: Path, *, how: str = "peace", workers: int = 0) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
     settings = (*SETTINGS, f"num_workers={workers}", *stranger.settings)
     paced = PACED if stranger.is_drilled else ()
     injected = [word for spec in (*paced, *INJECTED[how]) for word in ("--inject", spec)]
     first, second = stranger.hash_seeds or ("", "")
     faults = []
-    with _launch(stranger, folder, launcher, (*settings, *injected), first) as launch:
+    with _launch(stranger, folder, (*settings, *injected), first) as launch:
         if how in STOPPED and _comes_to(launch, STOPPED_AT):
             launch.signal(signal.SIGTERM)
         code = launch.wait(LIMIT_S)
         faults += _faults(launch)
         console, has_stepped = launch.console, launch.committed() > 0
     if how in STOPPED and code == 75:
-        with _launch(stranger, folder, launcher, settings, second) as launch:
+        with _launch(stranger, folder, settings, second) as launch:
             code = launch.wait(LIMIT_S)
             console, has_stepped = console + launch.console, launch.committed() > 0
     summary = _summary(launch)
@@ -92,10 +89,9 @@ def run(
     )
 
 
-def _launch(stranger, folder, launcher, settings, hash_seed):
-    if not hash_seed:
-        return ReadyRun(launcher, folder, *settings, world=WORLD, task=stranger.spec)
-    environment = {"PYTHONHASHSEED": hash_seed}  # which is read when an interpreter starts
+def _launch(stranger, folder, settings, hash_seed):
+    # The seed is read when an interpreter starts.
+    environment = {"PYTHONHASHSEED": hash_seed} if hash_seed else None
     return Run(folder, *settings, world=WORLD, task=stranger.spec, environment=environment)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from tests.strangers.driving import run, verdict
-from tests.strangers.ready import Launcher
 from tests.strangers.table import REFUSED, TABLE
 
 pytestmark = pytest.mark.whole_run
@@ -24,27 +23,17 @@ def cases():
         yield pytest.param(stranger, number, id=key, marks=marks)
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    """One for all tasks: importing torch would take longer than all that is tested."""
-    with Launcher() as made:
-        yield made
-
-
 @pytest.mark.parametrize(("stranger", "number"), list(cases()))
-def test_a_task_ends_with_the_weights_of_peace_or_says_why_not(
-    tmp_path, launcher, stranger, number
-):
+def test_a_task_ends_with_the_weights_of_peace_or_says_why_not(tmp_path, stranger, number):
     """Killed in forward, in the reduction and inside a commit, all killed, stopped and started again."""
     workers = stranger.workers
-    calm = run(stranger, tmp_path / "calm", launcher, workers=workers[number % len(workers)])
+    calm = run(stranger, tmp_path / "calm", workers=workers[number % len(workers)])
     assert verdict(stranger, calm, calm=calm) in stranger.allowed, calm.console
     if calm.exit_code == 2:
         return
     hit = run(
         stranger,
         tmp_path / "hit",
-        launcher,
         how="everything",
         workers=workers[(number + 1) % len(workers)],
     )

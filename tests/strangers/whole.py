@@ -17,24 +17,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.strangers.driving import INJECTED, Outcome, run, verdict
-from tests.strangers.ready import Launcher
 from tests.strangers.table import EXACT, TABLE, Stranger
 
 HOWS = tuple(how for how in INJECTED if how not in ("peace", "everything"))
 
 
-def tried(
-    stranger: Stranger, folder: Path, launcher: Launcher, *, hows: tuple[str, ...], workers: int
-) -> list[str]:
+def tried(stranger: Stranger, folder: Path, *, hows: tuple[str, ...], workers: int) -> list[str]:
     """All that is done to one task with so many workers: two runs in peace, then the faults."""
-    calm = run(stranger, folder / "calm", launcher, workers=workers)
+    calm = run(stranger, folder / "calm", workers=workers)
     lines = [_line(stranger, "peace", workers, verdict(stranger, calm, calm=calm))]
     if calm.exit_code != 0:
         return lines
-    again = run(stranger, folder / "again", launcher, workers=stranger.workers[0])
+    again = run(stranger, folder / "again", workers=stranger.workers[0])
     lines.append(_line(stranger, "again", workers, _agreed(stranger, calm, again)))
     for how in hows:
-        outcome = run(stranger, folder / how, launcher, how=how, workers=workers)
+        outcome = run(stranger, folder / how, how=how, workers=workers)
         result = verdict(stranger, outcome, calm=calm)
         if outcome.exit_code == 0 and not _has_happened(how, outcome):
             result = "wrong: nothing has happened to it"
@@ -80,11 +77,11 @@ def main(words: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="strangers_"))
     counted: Counter[str] = Counter()
     try:
-        with Launcher() as launcher, ThreadPoolExecutor(asked.jobs) as pool:
+        with ThreadPoolExecutor(asked.jobs) as pool:
             hows = tuple(asked.how) or HOWS
             running = [
                 pool.submit(
-                    *(tried, one, folder / f"{one.key}_{workers}", launcher),
+                    *(tried, one, folder / f"{one.key}_{workers}"),
                     hows=hows,
                     workers=workers,
                 )

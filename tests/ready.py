@@ -2,13 +2,20 @@
 
 Importing torch is nearly all that a run of a few steps costs. All processes of the run are there, each the
 child of whom it always is, and get real signals; a zygote that is lost is followed by an ordinary one.
+What differs: the interpreters' options and what they read once of the environment (PYTHONHASHSEED), and
+that the supervisor has torch in its memory.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
+import gc
+import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +23,9 @@ import tempfile
 from array import array
 from pathlib import Path
 
-import psutil
-
 from ddp_runner.system import parent_death
-from tests.scenarios.harness import ROOT, Run
 
+ROOT = Path(__file__).resolve().parents[1]
 # As the supervisor has it for two ranks on two cores: read when torch is imported.
 ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
@@ -29,6 +34,11 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONPATH": str(ROOT),
 }
+# What the command imports on its way: the supervisor, the screens and all that they need.
+_PRELOADED = ("ddp_runner.cli.train", "ddp_runner.supervisor.loop", "ddp_runner.observe.display")
+_POPEN = subprocess.Popen
+# For the environments of all that is forked, in the memory from which the kernel shows them.
+_ROOM = {"_ROOM": "0" * 16384}
 
 
 class Launcher:
@@ -38,18 +48,16 @@ class Launcher:
         self._folder = tempfile.TemporaryDirectory(prefix="launcher_")
         self._path = str(Path(self._folder.name) / "socket")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.strangers.ready", self._path, str(os.getpid())],
+            [sys.executable, "-m", "tests.ready", self._path, str(os.getpid())],
             cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **_ROOM},
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self._process.stdout.readline() == "ready\n"
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
+    def close(self) -> None:
+        """End it; runs that go on are not its matter."""
         self._process.kill()
         self._process.wait()
         self._process.stdout.close()
@@ -94,24 +102,15 @@ class _Process:
         return self.returncode
 
 
-class ReadyRun(Run):
-    """One launch whose command is a fork. Its processes are known by where they work."""
+_shared: list[Launcher] = []
 
-    def __init__(self, launcher, folder, *arguments, **how):
-        self._launcher = launcher
-        super().__init__(folder, *arguments, **how)
 
-    def _start(self, words, *, output, env):
-        assert words[1:3] == ["-m", "ddp_runner"]
-        return self._launcher.start(words[3:], cwd=self.folder, output=output, env=env)
-
-    def processes(self):
-        here, found = str(self.folder.resolve()), []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(psutil.Error, OSError):
-                if entry.name.isdecimal() and str((entry / "cwd").readlink()) == here:
-                    found.append(psutil.Process(int(entry.name)))
-        return found
+def shared() -> Launcher:
+    """The one of this test process, started when it is first asked for."""
+    if not _shared:
+        _shared.append(Launcher())
+        atexit.register(_shared[0].close)
+    return _shared[0]
 
 
 def _received(link, size):
@@ -125,11 +124,12 @@ def _received(link, size):
 
 
 def _serve(path: str) -> None:
-    from ddp_runner.cli import train
     from ddp_runner.rank import zygote
 
     zygote.preload("")
-    assert train
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)
     listening.listen()
@@ -174,7 +174,7 @@ def _launch(asked, output) -> None:
         ours.close()
         _be_zygote(theirs, supervisor_pid)
     theirs.close()
-    _use_zygote(zygote_pid, ours)
+    _hold_zygote(zygote_pid, ours)
     from ddp_runner.__main__ import main
 
     sys.argv = ["ddp_runner", *asked["words"]]
@@ -183,11 +183,16 @@ def _launch(asked, output) -> None:
         code = main(asked["words"])
     finally:
         sys.stdout.flush()
+        if subprocess.Popen is not _POPEN:  # it was refused before it needed one
+            os.kill(zygote_pid, signal.SIGKILL)
+            os.waitpid(zygote_pid, 0)
         os._exit(code)
 
 
 def _become(environment, output) -> None:
+    """Have another process's environment, also in the eyes of others, and write to ``output``."""
     os.environ.clear()
+    _show(environment)
     os.environ.update(environment)
     tempfile.tempdir = None
     null = os.open(os.devnull, os.O_RDONLY)
@@ -196,6 +201,14 @@ def _become(environment, output) -> None:
     os.close(null)
     if output > 2:
         os.close(output)
+
+
+def _show(environment) -> None:
+    """Write it to where the kernel reads what a process was started with."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+    shown = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    assert len(shown) <= end - begin, "more room is needed"
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
 
 
 def _be_zygote(link, supervisor_pid) -> None:
@@ -211,6 +224,8 @@ def _be_zygote(link, supervisor_pid) -> None:
     asked = json.loads(message)
     os.setsid()
     _become(asked["env"], output)
+    # Which torch has read already, as it stood in the launcher's environment.
+    sys.modules["torch"].set_num_threads(int(asked["env"]["OMP_NUM_THREADS"]))
     sys.argv = ["zygote", str(channel), *asked["arguments"][1:]]
     code = 1
     try:
@@ -219,23 +234,20 @@ def _be_zygote(link, supervisor_pid) -> None:
         os._exit(code)
 
 
-def _use_zygote(pid, link) -> None:
+def _hold_zygote(pid, link) -> None:
     """Have the supervisor's first zygote be that process."""
-    from ddp_runner.supervisor.processes import children
 
-    popen = subprocess.Popen
-
-    def first(words, *, stdout, pass_fds, env, **how):
+    def first(words, **how):
         if "ddp_runner.rank.zygote" not in words:
-            return popen(words, stdout=stdout, pass_fds=pass_fds, env=env, **how)
-        children.subprocess.Popen = popen
-        message = json.dumps({"arguments": words[3:], "env": env}).encode()
-        fds = array("i", [pass_fds[0], stdout]).tobytes()
+            return _POPEN(words, **how)
+        subprocess.Popen = _POPEN
+        message = json.dumps({"arguments": words[3:], "env": how["env"]}).encode()
+        fds = array("i", [how["pass_fds"][0], how["stdout"]]).tobytes()
         link.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
         link.close()
         return _Zygote(pid)
 
-    children.subprocess.Popen = first
+    subprocess.Popen = first
 
 
 class _Zygote:
