@@ -30,6 +30,19 @@ def pytest_collection_finish(session):
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)  # after those that mark whole runs
+def pytest_collection_modifyitems(items):
+    """Long tests first: what a process still has to do when the others are done is short then."""
+    items.sort(key=_turn)
+
+
+def _turn(item):
+    limit = item.get_closest_marker("timeout")
+    if limit is not None and limit.args[0] > 300:
+        return 0
+    return 1 if item.get_closest_marker("whole_run") else 2
+
+
 @pytest.fixture
 def clean_imports(monkeypatch):
     """Nothing that a test imports as a user's task, or puts on the path, outlives it."""

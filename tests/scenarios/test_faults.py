@@ -135,7 +135,7 @@ def blows(world):
     )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_of_fault_is_repaired_without_a_lost_step(tmp_path, world):
     """Weights of peace; survivors keep their process; no committed step lost while one rank lives."""
     plan = [(12 + SPACING_STEPS * number, blow) for number, blow in enumerate(blows(world))]
@@ -257,7 +257,7 @@ def kept_ranks(run):
     return [record["kept"] for record in run.events("plan") if record["kept"] is not None]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_an_exception_on_all_ranks_at_once_loses_no_step(peace, tmp_path, world):
     """One of them is kept as the source: nothing goes back to a checkpoint, and none was made."""
     steps = ("--max-steps", STEPS, "save_every_steps=0")

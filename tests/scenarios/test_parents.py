@@ -152,7 +152,7 @@ def importing(run):
     return None
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_killed_store_is_replaced(peace, tmp_path, world):
     """The store may die alone, or together with a rank that needs it for the next generation."""
     # Each kill must come well before the end.

@@ -50,7 +50,8 @@ HARMS = (
 KIND = {"kill": "rank_killed", "raise": "rank_raised", "stop": "rank_hung"}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+# Two ranks, of which one is left: test_every_kind_of_fault_is_repaired_without_a_lost_step.
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path, world):
     """What a rank was doing does not matter, saving, evaluating and half an update included."""
     specs = [(kind, phase, rank % world, step) for kind, phase, rank, step in HARMS]
@@ -80,7 +81,7 @@ def told_step(kind, phase, step):
     return step + (kind == "raise" and phase in ("evaluate", "checkpoint"))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_half_updated_weights_never_spread(tmp_path, world):
     """Killed or raised between two parameters, on one rank or on all: such a state is nobody's source."""
     steps = (*SETTINGS, "--max-steps", 36, "task.pace_s=0", "num_workers=0")

@@ -21,7 +21,8 @@ class Stranger:
     ``allowed`` is what may become of it; of the words, one at least stands in the reason, or in the line
     that refuses. ``settings`` are its own. ``workers``: how many loader workers it is tried with.
     ``hash_seeds``: PYTHONHASHSEED of the launch and of that which resumes it. ``is_plain``: one process
-    computes what a loop in plain PyTorch does. ``is_twin``: much as another one, so left to the slow tests.
+    computes what a loop in plain PyTorch does. ``is_twin``: much as another one, or as a task of
+    tests/scenarios, so left to the slow tests.
     ``is_drilled``: nothing but a drill sees what it does, so one comes to its end before the first fault.
     ``waits_for``: the part of the product that it does not hold without.
     """
@@ -50,7 +51,10 @@ class Stranger:
 
 
 def _of(file: str, *names: str, **how: object) -> list[Stranger]:
-    return [Stranger(file=file, name=name, is_twin=name in TWINS, **how) for name in names]
+    return [
+        Stranger(file=file, name=name, is_twin=name in TWINS or name in SHOWN, **how)
+        for name in names
+    ]
 
 
 RELAXED = ("find_unused_parameters=false",)
@@ -72,7 +76,37 @@ TWINS = {
     ),
     *("FrozenTeacher", "Averaged", "SpectralOld", "WeightNormOld", "OwnParametrization", "Doubles"),
     *("Mixed", "Recomputed", "Gru", "TorchSplit", "NumpySplit", "CountingDataset"),
-    *("GrowingVocabulary", "OddFigures"),
+    *(
+        "GrowingVocabulary",
+        "OddFigures",
+        "WeightNormNew",
+        "Orthogonal",
+        "ForwardHook",
+        "PositivesSeen",
+    ),
+}
+
+# What shows the same in tests/scenarios, under kills and, where it matters, over a resume.
+SHOWN = {
+    **dict.fromkeys(
+        ("Normalized", "FirstItem", "Popped", "ThroughNumpy", "InPlace", "DataInPlace"),
+        "test_batches: a loss may change its batch",
+    ),
+    "Critic": "test_changing: Clips",
+    **dict.fromkeys(("Growing", "Wider", "NotSaved"), "test_changing: Grows"),
+    "BatchNorms": "the model of PacedTask",
+    "UnfreezeLater": "test_changing: Unfreezes",
+    "TaskGenerator": "test_changing: Counts",
+    "GlobalCount": "test_drills: HoldsAGlobal; test_changing: HasAGlobal",
+    "FileCount": "test_drills: HoldsAFile",
+    "Heads": "test_careless: a model made from a set",
+    "ShuffledRows": "test_careless: data that is shuffled where it is made",
+    "Augmentation": "the samples of PacedTask",
+    "FromSet": "test_same_data: data that changed between launches",
+    "DatasetWithRng": "test_same_data: a generator of its own in a dataset",
+    "StreamOverEpochs": "test_batches: the order that a stream carries over epochs",
+    "StreamWithState": "test_loading: a stream goes on exactly, with a state",
+    "NoSample": "PacedTask, which has none either",
 }
 
 TABLE = {
