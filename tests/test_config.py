@@ -114,7 +114,7 @@ def test_every_preset_is_legal(preset, tmp_path, monkeypatch):
         ("data", "/some/where", "data.path", "/some/where"),
     ],
 )
-def test_a_value_given_as_text_is_parsed_by_the_kind_of_its_setting(name, text, key, value):
+def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
     """A name needs its section only where it is ambiguous, and dashes work as underscores."""
     settings = resolve(command_line=[(name, text)]).settings
     section, _, field = key.partition(".")

@@ -101,7 +101,7 @@ def test_the_parts_together_end_before_the_machine_is_taken_back():
     assert sum(part.limit_s for part in PARTS) <= TOTAL_S < 540
 
 
-def test_a_part_that_hangs_is_killed_at_its_limit_and_the_others_still_run(tmp_path):
+def test_a_part_that_hangs_is_killed_and_the_others_still_run(tmp_path):
     """With all that it has started."""
     environment = _parts(tmp_path, hangs=HANGS, tells=TELLS)
     only = "first=hangs_part:2,second=tells_part:20"
@@ -145,7 +145,7 @@ def test_a_measurement_that_fails_stops_no_other_one(tmp_path):
     assert "3 measurements failed" in done.stdout.splitlines()[-1]
 
 
-def test_facts_are_there_while_the_part_still_runs_and_it_ends_with_the_command(tmp_path):
+def test_facts_are_there_while_a_part_runs_until_the_command_ends(tmp_path):
     """A machine that is taken back leaves what was known until then, and no process."""
     environment = _parts(tmp_path, hangs=HANGS)
     command, env = _command(

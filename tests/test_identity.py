@@ -68,7 +68,7 @@ def test_every_setting_is_sorted_by_what_a_resume_makes_of_a_change():
 
 
 @pytest.mark.parametrize("key", sorted(known_fields()))
-def test_a_change_is_refused_told_or_of_no_consequence_as_it_was_sorted(key):
+def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
     """What is refused is in the meaning, what is told in the recipe, and the rest in neither."""
     tasks = ("synthetic", "bytes") if key.startswith("model.") else ("bytes",)
     refused, told = False, False
@@ -105,7 +105,7 @@ def secretive(**arguments):
     return resolve(command_line={"task": arguments}).settings
 
 
-def test_of_a_secret_a_meaning_holds_a_salted_hash_that_can_be_compared():
+def test_of_a_secret_there_is_a_salted_hash_to_compare():
     """Equal secrets of two runs look different; with the salt of the one they are told apart or not."""
     old = meaning(secretive(api_key="hunter2", width=3), world_size=1)
     assert "hunter2" not in str(old)
@@ -121,7 +121,7 @@ def test_of_a_secret_a_meaning_holds_a_salted_hash_that_can_be_compared():
 
 
 @pytest.mark.parametrize("key", ["api_key", "login"])
-def test_a_secret_that_an_older_version_wrote_down_is_compared_and_not_shown(key):
+def test_a_secret_written_by_an_older_version_is_never_shown(key):
     """It stands in the file as it is; also one inside a mapping."""
     value, changed = (
         ("hunter2", "hunter3") if key == "api_key" else ({"password": "a"}, {"password": "b"})

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ddp_runner"
 LINES_MAX = 500
+WORDS_MAX = 12
 
 # Imports of our own inside functions: a command is loaded when it is asked for, torch when it is needed,
 # rich when a display is drawn. One more than this wants a reason beside it, and a larger number here.
@@ -105,3 +106,14 @@ def test_each_file_says_first_what_it_is_for():
     for name, tree in TREES.items():
         first = (ast.get_docstring(tree) or "").partition("\n")[0]
         assert first.endswith("."), f"{name}: {first!r}"
+
+
+def test_the_name_of_a_test_has_at_most_twelve_words():
+    """It is read in lists of hundreds; what it leaves out stands in its docstring."""
+    names = (
+        node.name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    )
+    assert [name for name in names if len(name.removeprefix("test_").split("_")) > WORDS_MAX] == []

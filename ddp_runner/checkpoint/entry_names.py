@@ -22,7 +22,7 @@ _WRAPPED = "module."
 # INVARIANT bare-names: what is written has the bare model's names, and whatever names stand in a file
 # are read as those: a run resumes its own checkpoints, compiled or not, whichever of the two made them.
 # Broken if: a state dict goes to a file, or comes from one, beside bare_state() and load_bare_state().
-# Guarded by: test_every_form_of_a_model_is_saved_under_bare_names_and_loads_from_every_other.
+# Guarded by: test_every_form_of_a_model_loads_from_every_other.
 
 
 def bare_name(model: nn.Module, name: str) -> str:

@@ -175,7 +175,7 @@ def _size_bytes(described: _Description) -> int:
 # when its connection ends (see waits), and a wait for a message cannot be cut into pieces: one that
 # runs out of time fails the whole group. A mark is of one byte.
 # Broken if: a tensor is waited for before the mark or the receipt behind it is there.
-# Guarded by: test_a_transfer_cut_in_the_middle_of_a_piece_frees_the_other_side.
+# Guarded by: test_a_transfer_cut_within_a_piece_frees_the_other_side.
 
 
 class _Sent:

@@ -165,7 +165,7 @@ class SafeDataLoader:
             raise ValueError(f"step={step}: the last one is {self.total_steps - 1}")
         # INVARIANT given-once: what a step was given is given to nobody else; a step that is redone
         # gets the same samples, loaded again. Broken if: a batch is kept here after it was given out.
-        # Guarded by: test_a_step_taken_again_is_as_it_was_whatever_was_done_to_it.
+        # Guarded by: test_a_step_taken_again_is_as_it_was_at_first.
         batches = self._ahead.take(step)
         if batches is None:
             self._kills.look_sometimes(started_s)

@@ -361,7 +361,7 @@ class NumericsGuard:
         self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
         # INVARIANT left-for-good: after a roll-back has begun, no rank stands with the state that is left.
         # Broken if: a rank fails in here while its committed_step is still the old one.
-        # Guarded by: test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left.
+        # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
         self._state.committed_step = EMPTY_STEP
         if self._group.rank == 0:
             loaded = restore_newest(self._settings, self._workload, self._state, self._store)

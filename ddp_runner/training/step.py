@@ -149,7 +149,7 @@ class Stepper:
         # INVARIANT copied-before-change: a checkpoint is of exactly one committed step: weights,
         # optimizer and average wait for the copy that a save may still be making of them.
         # Broken if: something that changes them runs without before_change().
-        # Guarded by: test_a_save_beside_the_next_step_holds_the_step_it_was_begun_at.
+        # Guarded by: test_a_save_beside_the_next_step_holds_its_own_step.
         self._state.before_change()
         self._slot.stamp(Phase.OPTIMIZER, time.monotonic_ns())
         if norm is None:

@@ -384,7 +384,7 @@ class DDPTrainer:
         if self._place.loads and group.rank == election.source and not self._began:
             # INVARIANT left-before-shared: whoever has the state of this run finds no other course.
             # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
-            # Guarded by: test_a_rank_that_dies_as_it_leaves_the_other_course_is_followed_by_one_that_does.
+            # Guarded by: test_a_rank_that_dies_leaving_the_other_branch_has_a_successor.
             leave_other_course(
                 self.settings,
                 parts.store,

@@ -138,7 +138,7 @@ def test_a_torn_pointer_is_none_with_a_reason_and_costs_nothing(tmp_path, conten
     assert catalog.pointer("best").name == "step_00000010.pt"
 
 
-def test_a_path_may_name_a_file_a_manifest_a_pointer_or_a_directory(tmp_path):
+def test_a_path_may_name_a_file_manifest_pointer_or_directory(tmp_path):
     """Every way to write one and the same checkpoint for --resume finds it."""
     save(tmp_path, 10)
     catalog = Catalog(tmp_path / "elsewhere")
@@ -247,7 +247,7 @@ time.sleep(600)
 """
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):
+def test_a_checkpoint_deleted_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):
     """The thread that saves removes old ones, while another one asks how new the newest is."""
     save(tmp_path, 10)
     save(tmp_path, 20)

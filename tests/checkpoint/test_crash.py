@@ -102,7 +102,7 @@ def test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint(
     pytest.fail(f"no end of the save within {OPERATIONS_MAX} operations")
 
 
-def test_a_crash_while_a_large_file_is_written_and_hashed_keeps_it_too(tmp_path: Path, monkeypatch):
+def test_a_crash_while_a_large_file_is_written_keeps_the_last(tmp_path: Path, monkeypatch):
     """Pieces that are large go through a thread of their own: the same promise, at every piece."""
     monkeypatch.setattr(publish, "_PIECE_BYTES_MIN", 60)
     test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint(

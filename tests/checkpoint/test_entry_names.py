@@ -85,7 +85,7 @@ SAVES = (bare_state, as_saved_before, as_ddp_saves, as_compiled_ddp_saves)
 
 
 @pytest.mark.parametrize("source", EVERY)
-def test_every_form_of_a_model_is_saved_under_bare_names_and_loads_from_every_other(source):
+def test_every_form_of_a_model_loads_from_every_other(source):
     """Every tensor arrives at its place, also where a wrapper was added or left out since."""
     saving = EVERY[source](1)
     for target, save in itertools.product(EVERY, SAVES):
@@ -146,7 +146,7 @@ def test_names_go_both_ways(form):
         assert live_name(model, bare_name(model, name)) == name
 
 
-def test_what_the_model_has_beside_a_wrapped_child_does_not_move_the_others():
+def test_what_stands_beside_a_wrapped_child_does_not_move_others():
     """A file with an entry more than the model has now, such as a buffer filled late."""
     model = Wrapper(plain(1))
     saved = {**bare_state(model), "late": torch.ones(1)}

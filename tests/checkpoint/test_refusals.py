@@ -109,7 +109,7 @@ def test_a_disk_that_lets_nothing_be_set_aside_ends_no_resume(tmp_path: Path):
 
 
 @pytest.mark.parametrize("at", [3, 6, 12])
-def test_a_write_that_fails_in_the_middle_of_a_large_file_ends_its_threads(tmp_path: Path, at: int):
+def test_a_write_that_fails_within_a_large_file_ends_its_threads(tmp_path: Path, at: int):
     """Torch goes on handing over bytes; none reaches the disk any more, and nothing is left."""
     save(tmp_path, 30)
     disk = RefusingDisk(at, errno.ENOSPC, for_good=False)

@@ -101,7 +101,7 @@ def test_what_cannot_be_read_again_is_left_for_the_store_to_refuse(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_snapshot_of_a_device_s_state_is_of_the_moment_it_was_taken():
+def test_a_snapshot_of_a_device_is_of_its_moment():
     """Kernels that were queued before count, those after the copy do not."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

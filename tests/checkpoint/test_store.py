@@ -146,7 +146,7 @@ def test_load_walks_to_the_newest_that_verifies(tmp_path):
     assert steps_in(tmp_path) == [10, 30]
 
 
-def test_bad_ones_are_set_aside_only_when_asked_and_a_sound_one_exists(tmp_path):
+def test_bad_ones_are_set_aside_only_where_a_sound_one_exists(tmp_path):
     """A bad checkpoint keeps its bytes under ``.bad`` with the reason beside; it is not tried again."""
     save(tmp_path, 10)
     save(tmp_path, 20)
@@ -233,9 +233,7 @@ def put_code(directory, step):
     return saved.path
 
 
-def test_what_could_run_code_is_refused_set_aside_and_no_reason_to_delete_others(
-    tmp_path, monkeypatch
-):
+def test_what_could_run_code_is_refused_and_set_aside(tmp_path, monkeypatch):
     """Its digest may be right: it takes no sound one's place, and the next one is loaded."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "checkpoints"
@@ -266,7 +264,7 @@ def test_a_foreign_file_under_our_name_is_refused_with_the_reason(tmp_path):
         _load(tmp_path)
 
 
-def test_a_state_that_could_not_be_read_again_is_refused_before_the_disk(tmp_path):
+def test_a_state_that_cannot_be_read_again_is_never_written(tmp_path):
     """A wrong value or a key that is ours is an error of the caller; nothing is written."""
     for state in ({"x": object()}, {"manifest": 1}):
         with pytest.raises((TypeError, ValueError)):

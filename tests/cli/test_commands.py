@@ -391,9 +391,7 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
         ("failed", "failed at step 5 of 9", "its summary.json could not be written"),
     ],
 )
-def test_a_report_on_a_run_whose_process_is_gone_does_not_call_it_alive(
-    tmp_path, capsys, state, shown, told
-):
+def test_a_report_on_a_dead_run_does_not_call_it_alive(tmp_path, capsys, state, shown, told):
     """Killed, or with nothing but a full disk to write to: only what is known is said."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

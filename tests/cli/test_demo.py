@@ -232,7 +232,7 @@ def test_ranks_that_are_lost_together_are_one_row():
     assert (real.injected, real.noticed_s) == (None, None)
 
 
-def test_a_fault_that_blames_nobody_is_shown_with_the_rank_that_it_was_done_to():
+def test_a_fault_that_blames_nobody_is_shown_with_its_victim():
     """Two replicas differ, and neither can be believed: the table knows better than the run."""
     events = [
         event(1, "injected", kind="diverge", rank=1),

@@ -113,9 +113,7 @@ def test_a_torch_without_cuda_sees_no_gpu(fake_query):
 
 
 @pytest.mark.parametrize("line", ["hip = '6.2.41133'", "xpu: Optional[str] = '20250101'"])
-def test_a_torch_for_other_gpus_is_refused_and_not_a_silent_run_on_the_cpu(
-    torch_version, line, capsys
-):
+def test_a_torch_for_other_gpus_is_refused_not_run_on_cpu(torch_version, line, capsys):
     """Its GPUs cannot be used: one line that says so, and what to do; with --cpu it trains."""
     torch_version(f"__version__ = '2.9.0+other'\ncuda: Optional[str] = None\n{line}\n")
     with pytest.raises(BadInputError) as caught:
@@ -222,7 +220,7 @@ def _launch(monkeypatch, *words):
 
 
 @pytest.mark.parametrize("word", ["true", "false", "libraries", "device"])
-def test_a_spare_for_gpus_is_an_ordinary_one_on_the_cpu_and_it_is_told(monkeypatch, word):
+def test_a_spare_for_gpus_is_ordinary_on_the_cpu_and_says_so(monkeypatch, word):
     """One line where the word asks for more; on a GPU none, nor where it says only whether."""
     setting = f"recovery.warm_spare={word}"
     told = [f"{setting} is for GPUs; on the CPU it means true"]

@@ -291,7 +291,7 @@ def _is_asleep(process):
 
 
 @pytest.mark.parametrize("abort_comes_first", [True, False])
-def test_an_abort_that_follows_an_error_of_ones_own_is_not_its_cause(abort_comes_first):
+def test_an_abort_after_an_error_of_ones_own_is_not_its_cause(abort_comes_first):
     """The peers see this rank hang up, and the supervisor aborts, before the error has been told."""
     switch = AbortSwitch()
     assert not switch.aborted
@@ -401,7 +401,7 @@ def test_only_connections_made_inside_the_block_are_shut_down():
         switch.close()
 
 
-def test_a_connection_made_during_the_block_is_shut_down_while_it_is_open():
+def test_a_connection_made_during_the_block_is_shut_down_with_it():
     """Tripped meanwhile, the block need not end first: what blocks in it is freed."""
     switch = AbortSwitch()
     with (
@@ -434,7 +434,7 @@ def test_many_threads_may_trip_one_switch():
     assert called == [1]
 
 
-def test_the_store_is_told_from_a_peer_on_the_same_port_of_another_machine():
+def test_the_store_is_told_from_another_machine_s_same_port():
     """By address and port: an abort hangs up on that peer, and leaves the store's connection alone."""
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

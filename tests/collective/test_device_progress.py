@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 FIRST = 1 << COUNT_BITS  # what stands for no sum of the first generation
 
 
-def test_what_a_device_writes_is_read_by_the_supervisor_in_its_own_rank_s_slot():
+def test_what_a_device_writes_is_read_in_its_rank_s_slot():
     """The board is memory of two processes; each generation begins above all of the one before."""
     descriptor = os.memfd_create("board")
     os.ftruncate(descriptor, 2 * SLOT_BYTES)
@@ -49,7 +49,7 @@ def test_what_a_device_writes_is_read_by_the_supervisor_in_its_own_rank_s_slot()
     assert sum(theirs.slot(1).get(cell) for cell in Cell) == seen[-1] + 1, "no other cell"
 
 
-def test_on_the_cpu_nothing_is_written_and_what_a_predecessor_wrote_is_gone():
+def test_on_the_cpu_nothing_is_written_and_old_values_are_gone():
     """Host and device are one there: the phase says all there is to know."""
     slot, said = make_slot(), []
     slot.set(Cell.DEVICE_SUMS, 5)
@@ -62,7 +62,7 @@ def test_on_the_cpu_nothing_is_written_and_what_a_predecessor_wrote_is_gone():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the board can be pinned here")
-def test_where_the_board_cannot_be_pinned_one_line_says_so_and_nothing_is_written():
+def test_a_board_that_cannot_be_pinned_is_said_and_not_written():
     """As of torch without CUDA, whose call fails: the rank trains all the same."""
     slot, said = make_slot(), []
     slot.set(Cell.DEVICE_SUMS, 5)
@@ -116,7 +116,7 @@ def _say_what_is_shown(me, slot, kernel):
     kernel.set()
 
 
-def test_a_device_that_has_not_come_to_the_sum_shows_less_than_one_that_waits_for_it():
+def test_a_device_before_the_sum_shows_less_than_one_that_waits():
     """Both hosts stand in the same phase. Then every sum and broadcast counts, on all ranks alike."""
     with hosted_store() as port, ranks(_sums_behind_a_kernel, 2, port) as world:
         assert [process.hear() for process in world] == [1, 0]

@@ -177,7 +177,7 @@ def _leave_while_asked(me):
     return before, inside, while_leaving
 
 
-def test_a_rank_that_leaves_while_it_is_asked_how_far_it_is_says_that_it_is_outside():
+def test_a_rank_asked_while_it_leaves_says_that_it_is_outside():
     """Another thread asks: the group may be gone between two of its lines."""
     ((before, inside, while_leaving),) = run_ranks(_leave_while_asked, 1)
     assert (before, while_leaving) == (-1, -1)

@@ -167,7 +167,7 @@ def _reduce_partly_used(me, port, options, ranks_that_use_second):
 
 
 @pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
-def test_a_layer_used_by_one_rank_only_gets_that_rank_s_gradient_everywhere(
+def test_a_layer_used_by_one_rank_has_its_gradient_everywhere(
     gradient_as_bucket_view,
 ):
     """With find_unused_parameters the others add nothing; no rank waits or diverges."""
@@ -266,7 +266,7 @@ def _leave_out_in_last_micro_batch(me, port, find_unused):
         return str(raised.value)
 
 
-def test_a_layer_left_out_of_the_last_micro_batch_only_still_gets_its_whole_gradient():
+def test_a_layer_unused_in_the_last_micro_batch_has_its_whole_gradient():
     """With find_unused_parameters what earlier micro-batches gave is reduced, nothing is lost."""
     model = fresh_model()
     for rank, last in ((0, True), (1, False)):
@@ -329,7 +329,7 @@ def _touch_nothing_on_rank_1(me, port, find_unused):
         return str(raised.value)
 
 
-def test_a_rank_whose_backward_touches_no_parameter_adds_its_loss_and_no_gradient():
+def test_a_backward_that_touches_no_parameter_adds_no_gradient():
     """With find_unused_parameters; the signals still ride, so that all agree on the step."""
     with hosted_store() as port:
         answers = run_ranks(_touch_nothing_on_rank_1, 2, port, True)

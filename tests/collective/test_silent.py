@@ -104,7 +104,7 @@ def _blocked(me, port):
         return committed, _summed(group, me.rank + 1)
 
 
-def test_a_rank_that_has_heard_of_the_abort_commits_nothing_of_what_ends_after_it():
+def test_a_rank_that_has_heard_an_abort_commits_nothing_after_it():
     """And is freed by the second act alone; the next generation forms and sums rightly."""
     with hosted_store() as port, ranks(_blocked, 3, port) as world:
         for process in world:
@@ -142,7 +142,7 @@ def test_the_next_generation_waits_until_the_last_one_is_aborted():
         assert run_ranks(_abort_takes_long, 2, port, 1.0, 30.0) == [(True, True, [2.0])] * 2
 
 
-def test_a_device_that_does_not_let_go_of_the_last_generation_is_lost():
+def test_a_device_that_keeps_hold_of_the_last_generation_is_lost():
     """There is no forming over a kernel that may still write."""
     with hosted_store() as port:
         answers = run_ranks(_abort_takes_long, 2, port, 60.0, 0.2)
@@ -191,7 +191,7 @@ def test_nothing_is_enqueued_while_communicators_are_aborted():
         pass
 
 
-def test_an_abort_does_not_wait_for_ever_for_a_thread_that_is_stuck_inside(monkeypatch):
+def test_an_abort_does_not_wait_forever_for_a_stuck_thread(monkeypatch):
     """A call that blocks in the driver is what the abort is to end."""
     monkeypatch.setattr(communicators, "INSIDE_TIMEOUT_S", 0.05)
     backend, switch = _Backend(), AbortSwitch()

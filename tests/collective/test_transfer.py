@@ -312,7 +312,7 @@ def _transfer_until_freed(me, port, stopped):
 
 
 @pytest.mark.parametrize("stopped", [0, 1], ids=["the source", "the receiver"])
-def test_a_transfer_cut_in_the_middle_of_a_piece_frees_the_other_side(stopped):
+def test_a_transfer_cut_within_a_piece_frees_the_other_side(stopped):
     """gloo itself forgets a message that has begun, and holds who waits for it."""
     with hosted_store() as port, ranks(_transfer_until_freed, 2, port, stopped) as world:
         if stopped == 0:

@@ -123,7 +123,7 @@ def test_a_rank_that_reported_and_then_died_counts_once():
     assert [cause.kind for cause in found.causes] == [FaultKind.RANK_RAISED]
 
 
-def test_who_does_not_leave_a_stuck_collective_is_what_the_others_waited_for():
+def test_who_stays_in_a_stuck_collective_is_to_blame():
     """All seem to wait alike until they are told to leave; one that hangs in there cannot."""
     stuck = fault(FaultKind.COLLECTIVE_STUCK, -1, 5)
     found = attribute(

@@ -103,6 +103,6 @@ def test_a_state_that_a_comparison_has_found_to_differ_is_not_saved():
         ),
     ],
 )
-def test_the_last_line_says_which_step_is_on_disk_and_how_to_go_on(outcome, newest, resume, words):
+def test_the_last_line_says_what_is_saved_and_what_next(outcome, newest, resume, words):
     """What was tried and failed is in it, with the reason."""
     assert closing_words(outcome, newest=newest, committed_step=40, resume=resume) == words

@@ -113,7 +113,7 @@ def test_of_several_dumps_the_newest_counts():
     assert user_frame(words(earlier + SEGFAULT).text, own=OWN) == "in loss, my_task.py:32"
 
 
-def test_the_stack_of_a_rank_that_was_asked_is_that_of_its_main_thread():
+def test_the_stack_of_an_asked_rank_is_its_main_thread_s():
     """It may have been asked in both ways: over the channel, and by a signal."""
     asked = f"Thread 0x00007f4c [feeder] (most recent call first):\n{OTHER.partition(chr(10))[2]}"
     main = f"Thread 0x00007f3d [MainThread] {STACK[STACK.index('(most') :]}"

@@ -33,7 +33,7 @@ def test_steady_growth_is_suspected_with_its_rate(rate_mb):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_leak_under_noise_as_large_as_a_tenth_of_it_is_suspected(seed):
+def test_a_leak_under_a_tenth_as_much_noise_is_suspected(seed):
     """Noise of ordinary allocation does not hide a leak."""
     jitter = noise(10 * MB, seed)
     found = suspected_leak(samples(lambda step: step * 0.1 * MB + jitter(step)), SETTINGS)

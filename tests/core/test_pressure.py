@@ -48,7 +48,7 @@ def test_thresholds_out_of_order_are_refused(bad):
         next_level(OK, 0.5, warn=bad[0], react=bad[1], limit=bad[2], hysteresis=bad[3])
 
 
-def test_a_full_collection_waits_until_it_is_half_a_percent_of_the_time():
+def test_a_full_collection_takes_half_a_percent_of_the_time():
     """A clean-up of 50 ms is allowed after 10 s, not after 9 s."""
     assert may_collect_fully(since_last_s=10.0, cost_s=0.05)
     assert not may_collect_fully(since_last_s=9.0, cost_s=0.05)

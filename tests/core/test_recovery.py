@@ -104,7 +104,7 @@ def test_a_rank_that_raised_ahead_of_all_others_is_kept():
     assert answer == ReplaceRanks(ranks=(), loader=None, delay_s=0.0, kept=1)
 
 
-def test_a_process_that_was_kept_and_raises_the_same_again_is_replaced_before_the_run_ends():
+def test_a_kept_process_that_raises_again_is_replaced_first():
     """What broke may be the process, such as a file that it holds open; a fresh one shows that."""
     kept = replace(incident(FaultKind.RANK_RAISED, at_s=900.0), kept=1)
     again = incident(FaultKind.RANK_RAISED)
@@ -219,7 +219,7 @@ def test_a_kill_while_starting_is_retried():
     assert isinstance(plan(incident(formed=False)), ReplaceRanks)
 
 
-def test_three_generations_without_a_new_step_end_the_run_with_the_first_cause():
+def test_three_generations_without_a_step_end_with_the_first_cause():
     """What is reported is what began it, not what came of it."""
     history = [
         incident(at_s=800.0, committed=5),
@@ -241,7 +241,7 @@ def test_a_storm_from_outside_is_no_loop():
     assert plan(killed(generation=9), storm) == ReplaceRanks(ranks=(1,), loader=None, delay_s=0.0)
 
 
-def test_kills_of_one_rank_in_one_phase_wait_longer_each_time_and_end_by_the_budget():
+def test_kills_in_one_phase_wait_longer_each_time_until_the_budget():
     """Whoever kills it cannot be told from a memory watcher: only the number of repairs is bounded."""
     row = [killed(at_s=900.0 + at, generation=at, phase="forward") for at in range(4)]
     waits = [plan(row[at], row[:at]).delay_s for at in range(4)]
@@ -393,7 +393,7 @@ def test_a_rank_that_keeps_dying_is_given_up_where_enough_are_left():
 @pytest.mark.parametrize(
     ("history_length", "present", "filled"), [(1, 3, True), (2, 2, True), (2, 3, False)]
 )
-def test_a_rank_is_not_given_up_too_soon_nor_below_the_least_world(history_length, present, filled):
+def test_a_rank_is_given_up_neither_soon_nor_below_the_minimum(history_length, present, filled):
     """Controls: fewer failures, too few left, or nobody left with a state."""
     history = [incident(at_s=990.0 + step, committed=step) for step in range(history_length)]
     answer = elastic_plan(incident(), history, present=present, filled=filled)
@@ -401,7 +401,7 @@ def test_a_rank_is_not_given_up_too_soon_nor_below_the_least_world(history_lengt
     assert answer.dropped == ()
 
 
-def test_a_slot_that_comes_back_and_dies_without_a_step_in_between_is_no_progress():
+def test_a_slot_that_returns_and_dies_at_once_is_no_progress():
     """Giving it up again would go on for ever; control: after a step it is given up again."""
     row = [incident(at_s=980.0 + number, generation=number) for number in range(2)]
     row.append(replace(incident(at_s=990.0, generation=2), dropped=(1,)))
@@ -456,7 +456,7 @@ def test_trying_once_more_for_lack_of_memory_costs_budget(known):
     assert "restart budget spent" in answer.reason
 
 
-def test_a_shortage_at_the_same_step_again_with_nothing_to_change_is_no_progress():
+def test_a_repeated_shortage_with_nothing_to_change_is_no_progress():
     """What follows it is not known yet when the third rank in a row has been killed."""
     row = [replace(one, committed_step=10) for one in short_again(2)]
     answer = plan(incident(FaultKind.OUT_OF_MEMORY), row)

@@ -97,7 +97,7 @@ def test_which_spare_a_run_keeps(setting, processes, plan):
     assert spare_plan(setting, processes=processes) == plan
 
 
-def test_a_spare_that_holds_memory_serves_the_gpu_of_the_rank_that_was_lost_last():
+def test_a_spare_that_holds_memory_serves_the_newest_lost_gpu():
     """Its process is the youngest; two ranks on one GPU are both served."""
     lost = [("cuda:0", 10.0), ("cuda:1", 99.0), ("cuda:2", 10.2)]
     assert spare_plan("device", processes=lost).device == "cuda:1"

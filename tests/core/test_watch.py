@@ -48,7 +48,7 @@ def verdict(*looks, slowest_step_s=0.1, verdicts_in_a_row=0):
 
 
 @pytest.mark.parametrize("phase", IN_STEP)
-def test_a_rank_that_stays_in_a_phase_of_its_step_is_hung_and_its_waiting_peers_are_not(phase):
+def test_a_rank_stuck_in_a_phase_is_hung_its_waiting_peers_not(phase):
     """The others wait in the collective for it, however long."""
     peers = [look(0, Phase.REDUCE, 2.0), look(2, Phase.REDUCE, 9.0)]
     assert verdict(*peers, look(1, phase, 2.1)) == HangVerdict(ranks=(1,), waited_s=2.1)
@@ -91,7 +91,7 @@ def test_evaluations_saves_and_first_steps_have_deadlines_of_their_own(phase, st
     [(None, 100.0), (0.0, 10.0), (0.5, 10.0), (4.0, 40.0), (30.0, 100.0)],
     ids=["nobody knows", "too short to see", "short", "slow", "compiled"],
 )
-def test_the_first_steps_of_a_later_process_take_as_long_as_those_before(first_s, limit_s):
+def test_the_first_steps_of_a_later_process_are_no_slower(first_s, limit_s):
     """Ten times as long, and never longer than the setting; a data set may have to skip far."""
     pace = Pace(slowest_step_s=0.1, verdicts_in_a_row=0, first_s=first_s)
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE):
@@ -132,7 +132,7 @@ def test_a_stopped_process_is_hung_in_any_phase(phase):
     assert verdict(look(0, Phase.FORWARD, 0.1), briefly) is None
 
 
-def test_a_rank_that_has_just_been_stopped_in_a_long_phase_is_not_hung_yet():
+def test_a_rank_just_stopped_in_a_long_phase_is_not_hung():
     """What counts is how long it has been stopped; nobody looks for that in a phase's first half second."""
     for stopped_s, is_hung in ((0.1, False), (1.4, False), (1.6, True)):
         stopped = look(1, Phase.EVALUATE, 8.0, stopped=True, stopped_s=stopped_s)
@@ -158,7 +158,7 @@ def test_a_collective_in_which_all_wait_is_stuck_and_nobody_is_blamed():
         ((0, 0, 0), ()),
     ],
 )
-def test_of_ranks_that_all_wait_those_are_hung_whose_devices_have_not_come(device_sums, behind):
+def test_of_ranks_that_wait_those_with_late_devices_are_hung(device_sums, behind):
     """Not before the deadline, and never all of them."""
     young, old = (
         [
@@ -171,7 +171,7 @@ def test_of_ranks_that_all_wait_those_are_hung_whose_devices_have_not_come(devic
     assert verdict(*old) == HangVerdict(ranks=behind, waited_s=2.5, by_device=bool(behind))
 
 
-def test_who_is_late_by_its_phase_is_hung_whatever_devices_have_come_to():
+def test_who_is_late_by_its_phase_is_hung_whatever_devices_show():
     """Its device has come to nothing new because it is told nothing."""
     waiting = replace(look(0, Phase.REDUCE, 9.0), device_sums=9)
     late = replace(look(1, Phase.FORWARD, 2.1), device_sums=8)
@@ -187,7 +187,7 @@ def test_ranks_that_are_late_together_get_four_times_as_long(phase):
     assert verdict(peer, look(1, phase, 8.1), look(2, Phase.FORWARD, 7.8)) == both
 
 
-def test_a_pause_that_began_earlier_for_one_of_the_ranks_is_shared_all_the_same():
+def test_a_pause_that_began_earlier_for_one_rank_is_shared():
     """They were not in step to the millisecond; control: one that is well within its time is not in it."""
     late = look(1, Phase.FORWARD, 2.01)
     assert verdict(look(0, Phase.FORWARD, 1.95), late) is None
@@ -221,7 +221,7 @@ def test_the_last_rank_with_a_state_is_spared():
     assert verdict(*stopped) == HangVerdict(ranks=(0, 1), waited_s=2.5)
 
 
-def test_the_only_rank_of_a_world_is_hung_after_four_times_as_long():
+def test_the_only_rank_of_a_world_has_four_times_as_long():
     """Its end costs steps, so it gets the time of a shared pause; an evaluation not four times its own."""
     assert verdict(look(0, Phase.FORWARD, 7.9)) is None
     assert verdict(look(0, Phase.FORWARD, 8.1)) == HangVerdict(ranks=(0,), waited_s=8.1)
@@ -288,7 +288,7 @@ def test_a_step_that_outlasts_a_verdict_is_remembered_for_good():
     [({"next_process": 8}, False), ({"stopped": True}, False), ({}, True)],
     ids=["killed", "stopped", "aborted"],
 )
-def test_a_phase_that_did_not_end_by_itself_says_nothing_of_the_pace(changes, forgets):
+def test_a_phase_that_was_cut_says_nothing_of_the_pace(changes, forgets):
     """Controls: a real hang is found as soon the next time."""
     phases = LongPhases()
     if forgets:

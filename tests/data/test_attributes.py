@@ -95,7 +95,7 @@ def _stored(noted):
     return torch.load(file, weights_only=True)
 
 
-def test_what_an_epoch_began_with_is_put_back_here_and_in_another_process():
+def test_what_an_epoch_began_with_is_put_back_in_any_process():
     """Generators, numbers, orders of lists, arrays; shared ones stay shared, new ones go."""
     owner = Owner()
     attributes = Attributes(owner)

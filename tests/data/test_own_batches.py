@@ -53,7 +53,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_step_taken_again_is_as_it_was_whatever_was_done_to_it(num_workers, change):
+def test_a_step_taken_again_is_as_it_was_at_first(num_workers, change):
     """What was prefetched is used once only; the workers that are ahead stay."""
     with make(Rows(), num_workers=num_workers, collate_fn=listed) as loader:
         loader.take(3)
@@ -113,7 +113,7 @@ def test_a_batch_that_is_made_anew_is_not_copied():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_copy_for_a_use_before_a_step_leaves_the_step_what_it_has(num_workers):
+def test_a_copy_taken_before_a_step_changes_nothing_for_the_step(num_workers):
     """Also where there is no copy: then the step is loaded again."""
 
     def uncopied(samples):

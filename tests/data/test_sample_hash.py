@@ -73,7 +73,7 @@ def test_content_alone_decides():
     assert hashes == {name: sample_hash(make()) for name, make in MADE.items()}
 
 
-def test_neither_the_memory_layout_nor_the_order_of_a_set_or_mapping_counts():
+def test_neither_memory_layout_nor_order_of_a_set_or_mapping_counts():
     square = torch.arange(9.0).reshape(3, 3)
     assert sample_hash(square.t()) == sample_hash(square.t().contiguous())
     assert sample_hash({"a": 1, "b": 2}) == sample_hash(OrderedDict([("b", 2), ("a", 1)]))

@@ -207,7 +207,7 @@ class NamesItsEpoch(Stateful):
         self.epoch = state["epoch"]
 
 
-def test_a_state_that_names_its_epoch_does_not_hold_the_stream_in_the_first_one():
+def test_a_state_with_its_epoch_does_not_hold_the_stream_back():
     """Each epoch has its own items; another process goes on in the epoch that the state names."""
     loader = make(NamesItsEpoch())
     epochs = [int(step[0, 0]) // 1000 for step in all_steps(loader, range(9))]
@@ -245,7 +245,7 @@ class Shifted(Stream):
 
 
 @KINDS
-def test_a_step_taken_again_is_as_it_was_whatever_was_done_to_it(kind):
+def test_a_step_taken_again_is_as_it_was_at_first(kind):
     """Drawn again from a state; a stream without one is not drawn from, because a copy is kept."""
     dataset = kind()
     loader = make(dataset, collate_fn=lambda items: {"x": list(items)})
@@ -305,7 +305,7 @@ def test_batches_that_cannot_be_copied_are_skipped_to():
 
 
 @KINDS
-def test_a_copy_for_a_use_before_a_step_leaves_the_step_what_it_has(kind):
+def test_a_copy_taken_before_a_step_changes_nothing_for_the_step(kind):
     """The pass that is thrown away may change it."""
     expected, loader = all_steps(make(kind()), range(3)), make(kind())
     loader.take(0)

@@ -195,7 +195,7 @@ def test_no_death_interrupts_the_rank_elsewhere():
     assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
 
 
-def test_a_death_while_the_first_batches_are_handed_out_is_told_like_any_other():
+def test_a_death_while_the_first_batches_are_handed_out_is_told():
     """A bad sample may end its worker sooner than the rank has asked all workers for their first batch."""
     told, dataset, held_up = [], OnceExits(), []
 

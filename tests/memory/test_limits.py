@@ -68,7 +68,7 @@ def test_v2_high_below_max_is_the_limit(lay_out):
 
 
 @pytest.mark.parametrize("path", ["/docker/0123abcd", "/../../host/slice"])
-def test_a_path_of_the_host_that_is_not_mounted_leads_to_the_mount(lay_out, path):
+def test_a_path_of_the_host_without_a_mount_leads_there(lay_out, path):
     """Inside a container the mount itself is the container's cgroup."""
     root = lay_out(
         {

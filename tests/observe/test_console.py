@@ -125,7 +125,7 @@ def test_a_partial_line_waits_for_its_end(tmp_path, follow):
     assert follower.poll() == [("INFO", "grüße")]
 
 
-def test_old_content_is_skipped_and_a_late_file_is_read_from_its_start(tmp_path, follow):
+def test_old_content_is_skipped_and_a_late_file_read_whole(tmp_path, follow):
     """from_end concerns what was there at the start; a file that appears later is all new."""
     append(tmp_path, 0, "old\n")
     follower = follow()
@@ -257,7 +257,7 @@ def test_one_path_per_rank_may_be_given(tmp_path):
         LogTail([path], ranks=2, debug=False)
 
 
-def test_a_line_that_a_task_prints_in_the_format_of_a_record_is_raw(tmp_path):
+def test_a_printed_line_in_the_format_of_a_record_is_raw(tmp_path):
     """Also one that was a record of an earlier run, behind a torn line, or quoted in a record."""
     seal, path = new_seal(), tmp_path / "rank_0.log"
 

@@ -126,7 +126,7 @@ def test_the_live_display_leaves_no_trace_but_lines_and_summary():
     assert sum("status" in row for row in rows) == 1
 
 
-def test_the_live_display_draws_at_most_four_times_a_second_and_only_news():
+def test_the_live_display_draws_only_news_four_times_a_second():
     """Ten updates a second cost four redraws, and none where nothing visible changed."""
     clock = Clock()
     stream, display = live(clock)

@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_is_named_at_the_limit_and_ended(how, late):
         ("raise", "rank 1 in all-reduce: RuntimeError: CUDA error: out of memory and more lines"),
     ],
 )
-def test_the_rank_that_breaks_it_is_named_and_not_the_one_that_lost_its_peer(how, failure):
+def test_who_breaks_it_is_named_and_not_who_lost_its_peer(how, failure):
     """Which is seen first is chance: the cause is what has ended, or failed by itself."""
     for _ in range(3):
         assert rehearsed(how)["failure"] == failure

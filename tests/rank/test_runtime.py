@@ -196,7 +196,7 @@ def _ask_for_things(me, path, aborts):
     return exit_code_of(pid)
 
 
-def test_stop_and_save_wait_for_the_trainer_to_ask_and_abort_does_not(tmp_path):
+def test_stop_and_save_wait_for_the_trainer_unlike_an_abort(tmp_path):
     """A request to save counts once; an abort of the generation trips its switch by itself."""
     with ranks(_ask_for_things, 1, tmp_path / "rank_0.log", (2, 3)) as (rank,):
         assert rank.hear() == (None, False, False)
@@ -378,7 +378,7 @@ def _hear_nothing(me, path):
         return code, None
 
 
-def test_a_signal_to_what_user_code_has_forked_is_none_to_the_rank(tmp_path):
+def test_a_signal_to_a_fork_of_user_code_spares_the_rank(tmp_path):
     """A pool of workers is ended by SIGTERM: it ends, and no stop of the run is asked for."""
     with ranks(_hear_nothing, 1, tmp_path / "rank_0.log") as (rank,):
         assert rank.hear() == -signal.SIGTERM
@@ -404,7 +404,7 @@ def _kill_who_has_failed(me, path):
     return heard, exit_code_of(pid)
 
 
-def test_what_a_rank_has_printed_is_in_its_log_before_its_fault_is_told(tmp_path):
+def test_what_a_rank_printed_is_logged_before_its_fault(tmp_path):
     """It is killed as soon as it waits; a stream that user code has closed does not keep it silent."""
     outcome = run_ranks(_kill_who_has_failed, 1, tmp_path / "rank_0.log")
     assert outcome == [(Faulted, -signal.SIGKILL)]

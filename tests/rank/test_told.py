@@ -30,7 +30,7 @@ def fault(kind, rank=1, step=6):
     return Fault(kind=kind, rank=rank, step=step, cause="a cause", detail="a traceback", at_ns=1)
 
 
-def test_a_restart_goes_on_with_what_was_told_and_another_launch_begins_anew(tmp_path):
+def test_a_restart_goes_on_with_its_log_and_a_launch_anew(tmp_path):
     """Another launch in the same folder may be of another job, where nothing of this one is true."""
     first = told(tmp_path, is_restart=False)
     assert (first.learnt, first.has_saved) == (None, False)

@@ -95,7 +95,7 @@ def test_the_order_that_a_stream_carries_over_epochs_is_exact(tmp_path, pure_str
     assert "a copy of each step's batches is kept" in (run.logs / "rank_0.log").read_text()
 
 
-def test_an_order_that_nobody_can_put_back_is_told_and_is_not_exact(tmp_path, pure_stream):
+def test_an_order_that_nobody_can_put_back_is_not_exact(tmp_path, pure_stream):
     """The generator is a global of the task's; in peace that is no matter."""
     with Run(tmp_path / "peace", *STREAM_SETTINGS, task=f"{TASKS}:HiddenTask") as peace:
         assert peace.wait() == 0, peace.console

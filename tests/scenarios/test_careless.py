@@ -13,7 +13,7 @@ CARELESS = f"{Path(__file__).with_name('careless.py')}:CarelessTask"
 SETTINGS = ("-b", 8, "--max-steps", 60, "num_workers=1", "evaluate_interval=1", "--audit")
 
 
-def test_a_model_made_from_a_set_resumes_with_the_moments_of_each_part(tmp_path):
+def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path):
     """Launched again with sets in another order, as in any two processes whose hash seed is not set."""
     with Run(tmp_path / "peace", *SETTINGS, task=CARELESS) as peace:
         assert peace.wait() == 0, peace.console

@@ -42,7 +42,7 @@ def test_layers_unfrozen_or_frozen_while_training(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["Counts", "Grows", "Unfreezes"])
-def test_a_run_that_is_stopped_goes_on_with_what_its_steps_have_changed(tmp_path, task):
+def test_a_stopped_run_goes_on_with_what_its_steps_have_changed(tmp_path, task):
     """Buffers of the file's shape, counters and generators of the file."""
     settings = (*SETTINGS, "--max-steps", 60, "--audit", "num_workers=0")
     with Run(tmp_path / "calm", *settings, task=f"{TASKS}:{task}") as run:
@@ -57,7 +57,7 @@ def test_a_run_that_is_stopped_goes_on_with_what_its_steps_have_changed(tmp_path
     assert (run.digest, run.summary()["exact"]) == (calm, True)
 
 
-def test_a_step_that_cannot_be_repeated_is_told_at_once_or_ends_the_run(tmp_path):
+def test_a_step_that_cannot_be_repeated_is_told_or_ends_all(tmp_path):
     """A state in a global: seen by what the first step comes to when it is computed twice."""
     settings = (*SETTINGS, "num_workers=0")
     with Run(tmp_path / "told", *settings, task=f"{TASKS}:HasAGlobal") as run:

@@ -29,7 +29,7 @@ def test_a_crash_is_told_with_its_place_and_a_kill_without(tmp_path):
     assert "Extension modules" not in run.console
 
 
-def test_ranks_that_disagree_on_a_collective_are_the_user_s_error_the_second_time(tmp_path):
+def test_ranks_that_disagree_twice_on_a_collective_are_the_user_s_error(tmp_path):
     """gloo ends a rank for that; the step is tried once more, and what each rank was doing is named."""
     odd = ("task.odd_at_sample=5", "log.display=plain", "num_workers=0")
     with Run(tmp_path, *SETTINGS, *odd, world=3) as run:

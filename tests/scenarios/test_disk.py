@@ -40,7 +40,7 @@ def verified_steps(run):
     return [entry.step for entry in entries]
 
 
-def test_a_rank_lost_during_a_save_is_repaired_while_the_save_goes_on(peace, tmp_path):
+def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(peace, tmp_path):
     """Neither waits for the other: the save that began before the fault ends after the repair."""
     slow_disk = tmp_path / SLOW_DISK_NAME  # slower than the repair, however slow that is
     slow_disk.touch()
@@ -60,7 +60,7 @@ def test_a_rank_lost_during_a_save_is_repaired_while_the_save_goes_on(peace, tmp
 
 
 @pytest.mark.parametrize("restarts", [10, 0], ids=["repaired", "given up"])
-def test_a_save_whose_rank_did_not_live_to_tell_of_it_is_told_once(tmp_path, restarts):
+def test_a_save_that_its_rank_could_not_report_is_told_once(tmp_path, restarts):
     """Killed between the last rename and the word to the supervisor: who looks next says it."""
     asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", *PATIENT)
     task = f"{WORKLOAD}:DiesBeforeItTells"
@@ -163,7 +163,7 @@ def read_only(directory):
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def test_a_disk_that_turns_read_only_stops_no_step_and_fails_the_last_save(tmp_path):
+def test_a_disk_turned_read_only_fails_the_last_save_and_no_step(tmp_path):
     """Every step is trained; then exit 1 with the file, and what was saved before is whole."""
     few = ("--max-steps", 36, "save_interval=0", "task.pace_s=0.1", "checkpoint_timeout_s=3")
     hold = tmp_path / HOLD_NAME

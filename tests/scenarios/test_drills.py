@@ -66,7 +66,7 @@ def test_the_product_drills_by_itself(peace, tmp_path):
         ("HoldsALayer", "4.bias"),
     ],
 )
-def test_what_no_state_holds_is_found_with_the_name_of_the_first_parameter(tmp_path, name, differs):
+def test_what_no_state_holds_is_found_with_a_parameter_s_name(tmp_path, name, differs):
     """The run goes on, and is not exact from then on; it is said once as a warning."""
     run = finish(tmp_path, *DRILLS, task=task(name))
     summary = run.summary()
@@ -79,7 +79,7 @@ def test_what_no_state_holds_is_found_with_the_name_of_the_first_parameter(tmp_p
     assert len(warned) == 1, run.console
 
 
-def test_a_run_that_must_be_exact_ends_when_a_drill_finds_that_it_is_not(tmp_path):
+def test_a_run_that_must_be_exact_ends_when_a_drill_differs(tmp_path):
     """With exit 1; its state is on disk."""
     settings = (*DRILLS, "recovery.require_exact=true", "task.pace_s=0.1")
     with Run(tmp_path, *SETTINGS, *settings, task=task("HoldsAGlobal")) as run:
@@ -88,7 +88,7 @@ def test_a_run_that_must_be_exact_ends_when_a_drill_finds_that_it_is_not(tmp_pat
     assert run.summary()["checkpoint_step"] >= 2
 
 
-def test_rank_and_world_size_are_those_of_the_rank_whose_share_it_is(tmp_path):
+def test_a_drill_has_rank_and_world_size_of_its_rank(tmp_path):
     """As torch tells them: no difference is found where there is none."""
     run = finish(tmp_path, *DRILLS, task=task("AsksWhoItIs"))
     assert run.summary()["exact_proof"]["drilled"] == [2, 5], run.console
@@ -148,7 +148,7 @@ def test_a_run_that_ends_during_a_drill_does_not_wait_for_it(tmp_path):
     assert run.summary()["exact_proof"]["drilled"] == []
 
 
-def test_a_drill_ends_with_a_killed_supervisor_and_the_next_launch_removes_its_files(tmp_path):
+def test_a_drill_ends_with_its_supervisor_and_leaves_no_file_for_long(tmp_path):
     """The kernel ends the process; the folder is known by its name."""
     settings = (*SETTINGS, "drill_at=2", "task.pace_s=0.05")
     with Run(tmp_path, *settings, task=task("Lingers")) as run:

@@ -119,7 +119,7 @@ def test_a_zygote_that_is_stopped_is_replaced(tmp_path):
     assert len(run.events("zygote_ready")) == 2
 
 
-def test_a_rank_that_is_slow_in_one_step_of_an_epoch_is_not_killed_in_each(tmp_path):
+def test_a_rank_slow_in_one_step_is_not_killed_each_epoch(tmp_path):
     """Two hundred times slower than the steps around it: at most the first one is taken for a hang."""
     slow = ("task.slow_at_sample=5", "task.slow_s=2", "evaluate_every_steps=0")
     with Run(tmp_path, *QUICK, *slow, "--max-steps", 36, "num_workers=0") as run:
@@ -172,7 +172,7 @@ def test_a_task_whose_import_never_ends_is_an_error_that_says_where(tmp_path):
     assert re.search(r'\.py", line \d+ in (<module>|\w+)', run.console), run.console
 
 
-def test_a_rank_that_hangs_again_where_all_seem_to_wait_is_replaced_again(tmp_path):
+def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(tmp_path):
     """It is the one that does not leave when all are told to: no disagreement of the ranks, no user's error.
 
     The second one hangs in its first steps, whose deadline is learnt from the processes before it.

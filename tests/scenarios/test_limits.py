@@ -18,7 +18,7 @@ def test_a_reached_target_loss_is_a_completed_run(tmp_path):
     assert "target loss 1000 reached" in run.console
 
 
-def test_a_rank_above_its_memory_limit_ends_the_run_and_names_the_setting(tmp_path):
+def test_a_rank_above_its_memory_limit_ends_the_run_by_name(tmp_path):
     """max_memory_gb is a hard limit: one clear error, no endless retries."""
     settings = ("max_memory_gb=0.01", "memory_check_interval=1")
     with Run(tmp_path, *SETTINGS, *settings) as run:

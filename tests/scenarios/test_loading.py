@@ -168,7 +168,7 @@ def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
     assert len(tries(tmp_path)) == 3, "twice within its batch, once alone"
 
 
-def test_a_sample_that_kills_every_worker_is_replaced_in_every_life_of_the_run(tmp_path):
+def test_a_sample_that_kills_workers_is_replaced_in_each_launch(tmp_path):
     """Named in quarantine.jsonl, told as not exact; a resume does not touch it again."""
     settings = (*QUICK, "--max-steps", 48, "on_bad_sample=substitute")
     (tmp_path / TROUBLE).write_text("loss 0 preempt 14", encoding="utf-8")
@@ -189,7 +189,7 @@ def test_a_sample_that_kills_every_worker_is_replaced_in_every_life_of_the_run(t
         assert kept["generation"] == 1
 
 
-def test_a_loader_worker_that_the_kernel_kills_for_memory_is_told_as_that(tmp_path, peace):
+def test_a_loader_worker_killed_by_the_kernel_for_memory_is_told_so(tmp_path, peace):
     """In a real container: out of memory, not a mystery; loaded anew, with the weights of peace.
 
     Control in the same run: a rank that is killed by hand soon after is just killed.

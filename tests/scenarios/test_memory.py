@@ -140,7 +140,7 @@ def test_half_a_micro_batch_leaves_no_sample_alone(tmp_path):
         assert [len(rank_audit[step]["indices"]) for step in sorted(rank_audit)] == [9] * 6
 
 
-def test_a_passing_shortage_of_memory_does_not_end_a_run_of_single_samples(tmp_path):
+def test_a_passing_shortage_of_memory_ends_no_run_of_single_samples(tmp_path):
     """Nothing is left to halve: the step is done once more, and no bit changes."""
     norm = ("-b", 1, "--max-steps", 8, "task.norm=layer")
     calm = finish(tmp_path / "calm", *norm, "task.rank=7", task=HUNGRY)
@@ -162,7 +162,7 @@ def test_a_shortage_of_memory_that_stays_ends_a_run_of_single_samples(tmp_path):
     assert "trying again would not help" in run.console
 
 
-def test_a_rank_that_runs_out_of_memory_in_every_update_ends_a_run_of_single_samples(tmp_path):
+def test_a_shortage_in_every_update_ends_a_run_of_single_samples(tmp_path):
     """Its peers commit each of these steps, and it follows them: the restart budget is what ends it."""
     asked = []
     for step in range(3, 9):

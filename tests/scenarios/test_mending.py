@@ -97,7 +97,7 @@ def test_an_evaluation_out_of_memory_shrinks_the_evaluation_only(tmp_path):
     assert summary["figures"] == pytest.approx(calm.summary()["figures"], rel=1e-5)
 
 
-def test_a_sample_that_does_not_fit_alone_ends_the_run_with_its_size(tmp_path):
+def test_a_sample_that_does_not_fit_alone_ends_the_run(tmp_path):
     """Halving ends at one sample; then it is an error, with what was asked for."""
     run = finish(tmp_path, "task.sample_mb=4000", "task.norm=layer", task=HUNGRY, code=1)
     assert "out of memory" in run.console
@@ -298,7 +298,7 @@ def test_what_is_gone_back_to_is_from_before_the_bad_steps(tmp_path):
     assert run.summary()["status"] == "completed"
 
 
-def test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left(tmp_path):
+def test_a_roll_back_whose_load_fails_leaves_no_old_state(tmp_path):
     """All stand empty then: rank 0 reads in the next generation, and the lower rate stays agreed on.
 
     What it passes over, damaged by then, it tells.
@@ -329,7 +329,7 @@ def test_a_roll_back_whose_load_fails_leaves_nothing_of_the_state_that_is_left(t
     assert any("learning rate lowered" in reason for reason in summary["inexact_reasons"])
 
 
-def test_a_roll_back_to_the_start_is_done_by_whoever_follows_on_rank_0(tmp_path):
+def test_a_roll_back_to_the_start_is_done_by_any_successor(tmp_path):
     """It dies while it makes the model anew: its successor begins as the launch did, at the lower rate."""
     words = (
         *("max_errors_per_epoch=2", "save_interval=0", "task.at=6", "task.count=3"),
@@ -347,7 +347,7 @@ def test_a_roll_back_to_the_start_is_done_by_whoever_follows_on_rank_0(tmp_path)
     assert run.digest == undisturbed.digest
 
 
-def test_a_rank_that_dies_as_it_leaves_the_other_course_is_followed_by_one_that_does(tmp_path):
+def test_a_rank_that_dies_leaving_the_other_branch_has_a_successor(tmp_path):
     """A roll-back before the first save would find the old checkpoints, were they still there."""
     finish(tmp_path, "--max-steps", 6, task=PLAIN)
     task = PLAIN.replace("workload.py:PacedTask", "hungry.py:DiesLeavingTask")
@@ -369,7 +369,7 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank(tmp_path):
     assert (summary["status"], summary["exact"], summary["faults"]) == ("completed", True, [])
 
 
-def test_a_gradient_that_only_one_rank_breaks_ends_the_run_with_its_samples(tmp_path):
+def test_a_gradient_broken_by_one_rank_ends_the_run_with_its_samples(tmp_path):
     """Without a step to spare and without a roll-back; its device is what to suspect."""
     run = finish(
         tmp_path, "max_errors_per_epoch=0", "rollbacks_max=0", "save_interval=0",
@@ -465,7 +465,7 @@ def test_one_explosion_on_one_rank_costs_that_step_only(tmp_path):
     assert run.summary()["final_loss"] < 10
 
 
-def test_a_replica_that_changes_after_the_last_comparison_is_not_what_the_run_ends_with(tmp_path):
+def test_a_replica_changed_after_the_last_comparison_is_not_the_result(tmp_path):
     """The odd one out is rank 0, whose state the last save takes: it is healed before that."""
     run = finish(
         tmp_path, "save_interval=0", "--inject", "diverge:rank=0,step=15", task=PLAIN, world=3

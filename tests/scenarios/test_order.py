@@ -55,7 +55,7 @@ def assert_taken(run, order, *, steps):
         assert {line["epoch"] for line in lines} == {order.position(step - 1)[0]}
 
 
-def test_a_huge_dataset_starts_resumes_and_ends_its_epoch_like_a_small_one(tmp_path):
+def test_a_huge_dataset_starts_resumes_and_ends_like_a_small_one(tmp_path):
     """A billion samples: no table of them is made, at any of these places, nor by a replacement."""
     order = SampleOrder(seed=SEED, dataset_size=SAMPLES, global_batch_size=BATCH)
     with Run(tmp_path / "a", *SETTINGS, "num_workers=1", "--max-steps", 6, task=HUGE) as run:

@@ -60,9 +60,7 @@ def test_a_killed_rank_costs_no_weight(peace, tmp_path):
 
 
 @pytest.mark.parametrize(("call", "search"), [(3, "auto"), (12, False), (12, True)])
-def test_a_rank_that_was_stopped_while_its_only_peer_died_loses_no_step(
-    peace, tmp_path, call, search
-):
+def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(peace, tmp_path, call, search):
     """As on a machine that gives it no turn for a moment: gloo forgets whoever waits for it then."""
     (tmp_path / GATE_NAME).write_text(str(call), encoding="utf-8")
     searching = f"ddp.find_unused_parameters={search}".lower()

@@ -66,7 +66,7 @@ def descriptors(pid):
 
 
 @pytest.mark.timeout(400)  # thirty times what other tests do once, on a machine that may be busy
-def test_thirty_restarts_in_a_row_change_no_bit_and_leave_no_descriptor_open(tmp_path):
+def test_thirty_restarts_change_no_bit_and_leave_no_descriptor_open(tmp_path):
     """Each as soon as the one before is repaired; the supervisor and the rank that stays hold no more."""
     many = ("--max-restarts", KILLS, "task.pace_s=0.01")
     with Run(tmp_path / "run", *ENDLESS, *many, task=PLAIN) as run:

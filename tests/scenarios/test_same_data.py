@@ -124,7 +124,7 @@ def test_a_checkpoint_that_says_nothing_of_its_data_is_gone_on_from(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_generator_of_its_own_in_a_dataset_is_named_from_the_start(tmp_path, workers):
+def test_a_generator_of_the_dataset_itself_is_named_from_the_start(tmp_path, workers):
     with start(tmp_path, "OwnGenerator", workers=workers, steps=60) as run:
 
         def named():

@@ -101,9 +101,7 @@ def test_what_schedulers_repeat_is_one_stop(tmp_path):
 @pytest.mark.parametrize(
     ("number", "after_s", "code"), [(signal.SIGINT, 0.5, 130), (signal.SIGTERM, 3.5, 75)]
 )
-def test_who_asks_again_ends_the_run_at_once_and_is_told_what_there_is(
-    tmp_path, number, after_s, code
-):
+def test_who_asks_again_ends_the_run_at_once_and_learns_why(tmp_path, number, after_s, code):
     """Twice at the same moment is once; again later is meant: the newest file is an old one."""
     (tmp_path / "stuck").touch()
     with stranger(tmp_path) as run:

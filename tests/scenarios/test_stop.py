@@ -71,7 +71,7 @@ def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
     ],
     ids=["1", "2", "3"],
 )
-def test_a_run_stopped_at_any_step_ends_as_if_it_had_not_been(peace, tmp_path, world, stops):
+def test_a_run_stopped_at_any_step_ends_as_without_stops(peace, tmp_path, world, stops):
     """Each launch starts at the exact next step, and takes every step's samples as in peace."""
     settings = (*SETTINGS, "task.pace_s=0.08")  # each signal must come well before the end
     reached, names = 0, set()
@@ -96,9 +96,7 @@ ROUNDABOUT = (
 
 
 @pytest.mark.parametrize("stops", ROUNDABOUT, ids=["one rank, then everybody", "everybody"])
-def test_a_stop_signal_that_others_than_the_supervisor_get_stops_the_run_in_order(
-    peace, tmp_path, stops
-):
+def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(peace, tmp_path, stops):
     """A rank alone, or all processes at once: the same saved end."""
     # A spare must be ready before the end, and an evaluation has loader workers of its own.
     settings = (*SETTINGS, "task.pace_s=0.1", "evaluate_interval=0")

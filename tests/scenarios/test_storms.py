@@ -108,7 +108,7 @@ HARMS_AT_THE_END = (
 )
 
 
-def test_faults_one_after_the_other_at_the_end_do_not_end_a_run_that_gets_on(calm, tmp_path):
+def test_faults_at_the_end_do_not_end_a_run_that_progresses(calm, tmp_path):
     """It ends its comparison, more and more of its evaluation, its save: exits, errors and kills between."""
     # Rounds of 8 batches of 16 samples; every error comes in another one, and none in the first.
     evaluation = ("-b", 8, "evaluate_batches=64", "task.evaluation_samples=512")
@@ -126,7 +126,7 @@ def test_faults_one_after_the_other_at_the_end_do_not_end_a_run_that_gets_on(cal
     assert [fault["steps_lost"] for fault in summary["faults"]] == [0] * len(faults)
 
 
-def test_an_error_in_the_same_sample_of_the_last_evaluation_again_is_the_users(tmp_path):
+def test_a_repeated_error_in_the_last_evaluation_is_the_users(tmp_path):
     """Control: what came before it was done again, and no more than that."""
     settings = ("-b", 8, "task.evaluation_samples=128", "task.always_fails_at=100")
     with Run(tmp_path, *SETTINGS, *settings, task=TASK) as run:

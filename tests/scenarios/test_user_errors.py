@@ -68,7 +68,7 @@ def test_a_task_that_cannot_be_imported_ends_before_anything_is_written(tmp_path
     check_told_once(run, "no_such_module_anywhere")
 
 
-def test_a_rank_that_dies_at_every_start_ends_the_run_with_the_first_cause(tmp_path):
+def test_a_rank_that_dies_at_every_start_ends_the_run(tmp_path):
     """No start succeeds: the run gives up in bounded time and names what happened first."""
     with Run(tmp_path, *SETTINGS, task=f"{WORKLOAD}:DiesInModel") as run:
         assert run.wait() in (1, 3), run.console
@@ -93,7 +93,7 @@ def check_told_once(run, text):
         ("DictOfEvaluation", "a dict of loss, logits (return the loss of it), not a scalar", 2),
     ],
 )
-def test_a_loss_that_is_no_number_ends_the_run_at_once_in_one_line(tmp_path, name, gave, steps):
+def test_a_loss_that_is_no_number_ends_the_run_at_once(tmp_path, name, gave, steps):
     """Exit 1 with what came and what is expected; no process is replaced to try it again."""
     task = f"{Path(__file__).with_name('mistaken.py')}:{name}"
     with Run(tmp_path, "-b", 8, "--max-steps", 2, "num_workers=0", task=task) as run:

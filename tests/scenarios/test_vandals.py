@@ -52,7 +52,7 @@ def listening(pid):
     return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
 
 
-def test_whoever_talks_to_the_ports_of_a_run_and_writes_to_its_store_ends_nothing(peace, tmp_path):
+def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(peace, tmp_path):
     """Garbage, silence, and values in the store, overwritten and deleted: the weights are those of peace."""
     settings = (*SETTINGS, "task.pace_s=0.2", "recovery.max_restarts=100")
     with Vandal() as vandal, Run(tmp_path, *settings) as run:

@@ -46,7 +46,7 @@ def peace(made_once):
     return run
 
 
-def test_a_rank_that_dies_before_the_verdict_costs_a_save_but_no_step(tmp_path, peace):
+def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, peace):
     """A peer at step 10, the saving rank itself at 20: compared anew by those that are left, then saved."""
     kills = [f"kill:rank={rank},step={step},phase=compare" for rank, step in ((1, 10), (0, 20))]
     run = finish(tmp_path, "task.rank=7", *(word for kill in kills for word in ("--inject", kill)))

@@ -42,7 +42,7 @@ def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
     assert_done(run)
 
 
-def test_a_checkpoint_of_before_what_was_rolled_back_is_the_one_asked_for(simulate):
+def test_a_checkpoint_from_before_the_roll_back_answers_the_request(simulate):
     """It is all there is of the course that is followed: nobody is told of the wish again."""
     run = simulate()
     run.to_step(13)

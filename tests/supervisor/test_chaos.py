@@ -30,7 +30,7 @@ def test_a_random_plan_strikes_nobody_while_a_rank_is_dying(simulate):
     assert len(run.events("injected")) == len(plans(run)) == 3
 
 
-def test_a_random_plan_goes_on_when_the_rank_that_it_killed_is_given_up(simulate):
+def test_a_random_plan_goes_on_when_its_victim_is_given_up(simulate):
     """Control: that process dies, but nobody takes its place."""
     spec = "random:mtbf_s=0.01,times=2,kinds=kill"
     run = simulate(min_ranks=1, slot_failures_max=1, run_options={"inject": (spec,)})

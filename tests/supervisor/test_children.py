@@ -250,7 +250,7 @@ def _ask_a_stopped_process(me, path):
     return reap_all([pid])[pid].exit_code
 
 
-def test_a_stopped_process_tells_where_it_stopped_and_not_where_it_came_to_since(tmp_path):
+def test_a_stopped_process_tells_the_place_where_it_stopped(tmp_path):
     """Its main thread takes the signal, before it goes on; with kill(2) another thread might."""
     path = tmp_path / "stacks"
     assert run_ranks(_ask_a_stopped_process, 1, path) == [0]

@@ -6,7 +6,7 @@ from ddp_runner import config
 from ddp_runner.supervisor.reporting.completed_run import changed_settings
 
 
-def test_a_setting_that_is_new_since_the_run_is_no_change_of_it(tmp_path):
+def test_a_setting_newer_than_the_run_is_no_change_of_it(tmp_path):
     """Its file lacks the setting; who gives it a value now is told of that."""
     asked = {"log_dir": str(tmp_path), "learning_rate": 0.002}
     lines = config.to_yaml(config.from_flat({**asked, "learning_rate": 0.001})).splitlines()

@@ -102,7 +102,7 @@ def test_nobody_is_cut_before_who_was_killed_is_reaped(simulate):
     assert_done(run)
 
 
-def test_a_rank_whose_device_does_not_let_go_is_replaced_after_a_time(simulate):
+def test_a_rank_whose_device_holds_on_is_replaced_in_time(simulate):
     """The time of the second act begins when it is sent: half a minute, not five seconds."""
     run = simulate(silent=True)
     run.to_step(10)
@@ -116,7 +116,7 @@ def test_a_rank_whose_device_does_not_let_go_is_replaced_after_a_time(simulate):
     assert_done(run)
 
 
-def test_ranks_make_room_for_one_that_is_back_in_two_acts_as_well(simulate):
+def test_ranks_make_room_for_a_returning_one_in_two_acts(simulate):
     """No fault is in that; everybody hears, everybody leaves, nobody is blamed."""
     run = simulate(
         silent=True, ranks=3, steps=400, min_ranks=2, regrow_after=1.0, slot_failures_max=1

@@ -67,7 +67,7 @@ def test_a_drill_needs_state_and_share(simulate):
     assert run.drills_asked == [(10, 2)]
 
 
-def test_a_part_that_could_not_be_written_is_the_end_of_that_drill(simulate):
+def test_a_part_that_could_not_be_written_ends_that_drill(simulate):
     """Its cause is told."""
     run = simulate(steps=100)
     run.to_step(10)
@@ -107,7 +107,7 @@ def test_a_difference_makes_the_run_inexact_once(simulate):
 
 
 @pytest.mark.parametrize("number", [1, SPARE])
-def test_a_drill_is_ended_for_a_rank_that_died_and_for_no_spare(simulate, number):
+def test_a_drill_is_ended_for_a_dead_rank_and_no_spare(simulate, number):
     """And what it would have said is not heard any more."""
     run = drilling(simulate)
     drill = run.rank(DRILL)
@@ -122,7 +122,7 @@ def test_a_drill_is_ended_for_a_rank_that_died_and_for_no_spare(simulate, number
     assert run.supervisor.recorder.accounting.faults_total == (number == 1)
 
 
-def test_a_drill_whose_fork_is_still_owed_when_a_rank_dies_is_ended_when_it_comes(simulate):
+def test_a_drill_forked_after_a_rank_died_is_ended_at_once(simulate):
     """Nobody else would end it, and no other drill could begin."""
     run = simulate(steps=300)
     run.answers_s = 0.3

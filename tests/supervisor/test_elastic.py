@@ -56,9 +56,7 @@ def test_what_happens_to_a_returning_slot_is_no_incident(simulate, harm):
 
 
 @pytest.mark.parametrize("after_s", [0.1, 1.0, 4.9])
-def test_a_slot_that_dies_after_each_return_does_not_keep_the_others_from_their_steps(
-    simulate, after_s
-):
+def test_a_slot_that_dies_after_each_return_stops_no_other(simulate, after_s):
     """Steps that last longer than its return: it waits for one to end, and ever longer for its turn."""
     run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=2.0, steps=60, max_restarts=1000)
     run.to_step(5)
@@ -108,7 +106,7 @@ def hang_in_the_kernel(run, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_that_does_not_end_is_given_up_where_it_may_be(simulate, rank):
+def test_a_killed_rank_that_never_ends_is_given_up_where_allowed(simulate, rank):
     """Nobody waits for it for ever; it is tried again once the kernel has let go of it."""
     run = simulate(min_ranks=2, regrow_after=2.0, hang_min_s=1.0, steps=1500)
     run.to_step(12)
@@ -124,7 +122,7 @@ def test_a_killed_rank_that_does_not_end_is_given_up_where_it_may_be(simulate, r
     assert sum(lost(run)) == 0
 
 
-def test_a_killed_rank_that_does_not_end_ends_the_run_where_no_other_may_take_its_place(simulate):
+def test_a_killed_rank_that_never_ends_may_end_the_run(simulate):
     """The pid is named, because somebody has to see to it."""
     run = simulate(hang_min_s=1.0)
     run.to_step(12)
@@ -136,7 +134,7 @@ def test_a_killed_rank_that_does_not_end_ends_the_run_where_no_other_may_take_it
 
 
 @pytest.mark.parametrize("min_ranks", [0, 2])
-def test_a_rank_that_raised_and_does_not_end_is_no_endless_wait_either(simulate, min_ranks):
+def test_a_rank_that_raised_and_never_ends_is_not_awaited_forever(simulate, min_ranks):
     """It is killed by a plan that is made already, while nothing hangs."""
     run = simulate(min_ranks=min_ranks)
     run.to_step(12)
@@ -177,7 +175,7 @@ def hold_a_returning_rank(run):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_rank_that_comes_back_while_the_others_finish_is_not_taken_back(simulate, seed):
+def test_a_rank_that_returns_while_others_finish_is_not_taken_back(simulate, seed):
     """Who has finished would never form with it: the run ends without it."""
     run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, steps=300, seed=seed)
     back = hold_a_returning_rank(run)
@@ -189,7 +187,7 @@ def test_a_rank_that_comes_back_while_the_others_finish_is_not_taken_back(simula
 
 
 @pytest.mark.parametrize("finishing", [(2,), (0,), (0, 2)], ids=["last", "first", "both"])
-def test_a_rank_that_finishes_while_it_is_asked_to_make_room_is_replaced(simulate, finishing):
+def test_a_rank_that_finishes_while_asked_to_make_room_is_replaced(simulate, finishing):
     """The others have left for the one that is back by then: they form with a successor."""
     run = simulate(min_ranks=2, slot_failures_max=1, regrow_after=1.0, steps=300)
     back = hold_a_returning_rank(run)

@@ -69,7 +69,7 @@ def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(handle, tmp_path)
 @pytest.mark.parametrize(
     ("exit_code", "signal_number", "how"), [(1, None, "exit code 1"), (None, 9, "SIGKILL")]
 )
-def test_the_end_of_the_store_is_told_with_how_and_its_last_words(exit_code, signal_number, how):
+def test_the_end_of_the_store_is_told_with_its_output(exit_code, signal_number, how):
     """Nobody else could tell: its output is gone with it."""
     ended = Ended(pid=1, exit_code=exit_code, signal_number=signal_number, at_ns=0)
     fault = store_died(ended, output="Traceback: no", step=3)

@@ -13,7 +13,7 @@ from tests.supervisor.judging import assert_done, plans
 @pytest.mark.parametrize(
     "harm", [None, 1, -2], ids=["in peace", "and is killed", "with its zygote"]
 )
-def test_a_rank_that_is_ready_before_it_is_known_who_it_is_does_not_train(simulate, harm):
+def test_a_rank_ready_before_its_pid_is_known_does_not_train(simulate, harm):
     """The zygote was held up just after the fork: nobody could end such a rank, or find it stopped."""
     run = simulate(warm_spare=False)
     run.to_step(10)
@@ -90,9 +90,7 @@ def test_a_transfer_that_shows_progress_may_take_longer_than_forming(simulate):
 
 
 @pytest.mark.parametrize("data_s", [0.0, 30.0])
-def test_a_wait_for_data_delays_no_verdict_on_a_rank_that_hangs_later(
-    simulate, monkeypatch, data_s
-):
+def test_a_wait_for_data_delays_no_verdict_on_later_hangs(simulate, monkeypatch, data_s):
     """What a loader's repair took is no pace of the run: ten times that would be minutes."""
     run = simulate(hang_min_s=0.5)
     monkeypatch.setattr(proc_state, "is_stopped", lambda _pid: False)  # it hangs by itself

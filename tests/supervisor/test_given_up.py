@@ -61,9 +61,7 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_
 
 
 @pytest.mark.parametrize("plain_retry", [True, False])
-def test_kernel_kills_at_every_step_end_a_run_that_cannot_ask_for_less(
-    simulate, tmp_path, plain_retry
-):
+def test_kernel_kills_at_every_step_end_a_run_without_remedy(simulate, tmp_path, plain_retry):
     """The budget counts them; control: not while each successor has halved something."""
     events = tmp_path / "sys/fs/cgroup/memory.events"
     for path, text in ((events, "oom_kill 0\n"), (tmp_path / "proc/self/cgroup", "0::/\n")):
@@ -132,7 +130,7 @@ def test_a_crash_loop_backs_off_and_ends_with_its_first_cause(simulate):
     assert waits[0] >= 0.5
 
 
-def test_a_rank_that_is_killed_at_one_step_again_and_again_ends_the_run_by_the_budget(simulate):
+def test_a_rank_killed_at_one_step_again_and_again_spends_the_budget(simulate):
     """Each time a little later, and not for ever: nobody can tell who kills it."""
     run = simulate(max_restarts=5)
     run.to_step(15)

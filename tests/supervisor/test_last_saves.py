@@ -16,9 +16,7 @@ from tests.supervisor.simulated import SAVE_EVERY
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_who_has_waited_for_the_last_save_is_not_hung_when_the_first_rank_has_finished(
-    simulate, seed
-):
+def test_who_has_waited_for_the_last_save_is_not_hung(simulate, seed):
     """Of two ranks that wake up, one is later: it has not waited for a collective that nobody joins."""
     run = simulate(hang_min_s=1.0, steps=20, seed=seed)
     run.last_save_s = 5.0
@@ -93,7 +91,7 @@ def test_only_the_rank_that_saves_before_the_end_may_write(simulate):
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_rank_that_is_stopped_while_it_saves_before_the_end_is_woken(simulate, times):
+def test_a_rank_stopped_in_its_save_before_the_end_is_woken(simulate, times):
     """However often somebody stops it: otherwise all would wait for the whole checkpoint_timeout_s."""
     run = simulate(max_restarts=0)
     run.alone_save_s = 50.0  # longer than all of it
@@ -151,7 +149,7 @@ def test_without_a_zygote_the_newest_state_is_saved(simulate):
     assert [step for _, step in run.saved_alone] == ([run.best] if run.best % SAVE_EVERY else [])
 
 
-def test_a_stop_that_takes_too_long_is_kept_by_a_rank_that_saves_alone(simulate):
+def test_a_stop_that_takes_too_long_is_saved_by_one_rank(simulate):
     """One rank hangs in its code; another one leaves it: what was asked for is done, and said."""
     run = simulate(stop_timeout_s=5.0, hang_min_s=50.0)
     run.to_step(15)
@@ -232,7 +230,7 @@ def not_exact(run, rank=1):
     run.send(run.rank(rank), changed)
 
 
-def test_a_run_that_must_be_exact_ends_when_it_is_not_and_saves_before(simulate):
+def test_a_run_that_must_be_exact_saves_and_ends_when_not(simulate):
     """With exit 1, and the reason on the last line."""
     run = simulate(require_exact=True)
     run.to_step(20)

@@ -101,7 +101,7 @@ def test_a_rank_that_lived_does_not_tell_it_twice(folder):
     assert published.is_news(replace(saved, step=30))
 
 
-def test_a_manifest_that_is_made_up_for_at_the_start_is_of_an_earlier_launch(folder):
+def test_a_manifest_written_at_the_start_is_of_an_earlier_launch(folder):
     """Whoever resumes mends what a crash left; nothing has been trained yet."""
     published = Published(folder)
     publish(folder, 20, digest="b")

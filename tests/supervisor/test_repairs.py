@@ -164,7 +164,7 @@ def test_a_rank_the_store_and_a_rank_within_a_step_are_repaired(simulate, order)
     assert sum(lost(run)) == 0
 
 
-def test_a_rank_that_raised_is_ended_and_replaced_where_another_one_has_a_state(simulate):
+def test_a_rank_that_raised_is_replaced_where_another_has_a_state(simulate):
     """It waits with its state, is not asked to form with it, and gets a new process."""
     run = simulate()
     run.to_step(15)
@@ -213,7 +213,7 @@ def test_a_rank_that_raised_one_step_ahead_of_the_others_is_kept(simulate):
     assert lost(run) == [0]
 
 
-def test_a_rank_that_is_killed_but_not_reaped_has_no_state_to_give(simulate):
+def test_a_rank_killed_but_not_reaped_has_no_state_to_give(simulate):
     """Nobody else lives: one of both loads the checkpoint."""
     run = simulate(ranks=2)
     run.to_step(15)

@@ -65,7 +65,7 @@ def test_a_rank_that_never_finishes_is_found(simulate):
 
 
 @pytest.mark.parametrize("apart_s", [0.01, 0.15, 0.8])
-def test_a_pause_that_ends_for_one_rank_after_the_other_is_no_hang(simulate, apart_s):
+def test_a_pause_that_ends_rank_by_rank_is_no_hang(simulate, apart_s):
     """The last one is late alone for as long as it takes to wake up."""
     run = simulate(hang_min_s=1.0)
     run.to_step(15)
@@ -79,7 +79,7 @@ def test_a_pause_that_ends_for_one_rank_after_the_other_is_no_hang(simulate, apa
     assert plans(run) == []
 
 
-def test_a_rank_that_is_slow_now_and_then_is_killed_once_at_most(simulate):
+def test_a_rank_slow_now_and_then_is_killed_once_at_most(simulate):
     """Nothing foretells the first slow step among fast ones; redone, it shows that it was no hang."""
     run = simulate(hang_min_s=1.0, first_step_timeout_s=60.0, steps=120)
     for step in (30, 60, 90):
@@ -153,7 +153,7 @@ def test_ranks_that_are_stopped_are_found_at_once(simulate, late):
     assert set(replaced) <= set(late)
 
 
-def test_a_rank_that_is_stopped_for_a_moment_in_a_long_phase_stays(simulate):
+def test_a_rank_stopped_for_a_moment_in_a_long_phase_stays(simulate):
     """However long that has lasted. Control: one that stays stopped is found as soon as any other."""
     run = simulate(hang_min_s=2.0)
     run.to_step(15)
@@ -175,7 +175,7 @@ def test_a_rank_that_is_stopped_for_a_moment_in_a_long_phase_stays(simulate):
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_rank_that_is_stopped_inside_the_reduction_is_the_one_that_hangs(simulate, silent):
+def test_a_rank_stopped_inside_the_reduction_is_the_one_that_hangs(simulate, silent):
     """The board shows all ranks waiting for each other, as on GPUs it mostly does."""
     run = simulate(ranks=3, silent=silent)
     run.to_step(15)

@@ -22,7 +22,7 @@ def repaired_s(run):
     return run.supervisor.recorder.accounting.faults[0].seconds["total"]
 
 
-def test_a_dead_rank_is_replaced_by_the_spare_and_there_is_another_one(simulate):
+def test_a_dead_rank_is_replaced_by_the_spare_and_another_follows(simulate):
     """No fork is waited for; the process that was there is the rank."""
     run = with_spare(simulate)
     spare = run.rank(SPARE)
@@ -47,7 +47,7 @@ def test_without_the_setting_there_is_none(simulate):
     assert run.spares_asked == []
 
 
-def test_a_spare_that_is_ready_before_its_zygote_answers_is_told_with_its_pid(simulate):
+def test_a_spare_ready_before_its_zygote_answers_has_its_pid(simulate):
     """The zygote may be held up between the fork and its word; until then nobody knows whose it is."""
     run = simulate(steps=300)
     run.answers_s = 5 * WARM_S
@@ -332,7 +332,7 @@ def test_losses_on_other_gpus_are_no_losses_of_a_spare(simulate):
     assert_done(run)
 
 
-def test_a_rank_that_runs_out_of_memory_ends_the_spare_of_its_gpu_for_good(simulate):
+def test_a_rank_out_of_memory_ends_its_gpu_s_spare_for_good(simulate):
     """What it holds may be what is missing; the libraries cost nothing and stay."""
     run = with_spare(simulate, devices=GPUS, warm_spare="device")
     spare = run.rank(SPARE)
@@ -392,7 +392,7 @@ def test_a_gpu_that_no_spare_can_open_gets_one_that_holds_nothing(simulate):
     assert_done(run)
 
 
-def test_without_a_zygote_a_rank_whom_the_spare_does_not_serve_waits_for_one(simulate):
+def test_without_a_zygote_an_unserved_rank_waits_for_one(simulate):
     """It is asked for once it can be forked, and not before."""
     run = with_spare(simulate, devices=GPUS, warm_spare="device", import_s=3.0, hang_min_s=5.0)
     spare = run.rank(SPARE)

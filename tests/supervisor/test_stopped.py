@@ -56,7 +56,7 @@ def test_a_stopped_rank_that_is_asked_to_leave_holds_no_repair(simulate, frozen)
     assert any("it is woken" in text for _, text in run.outputs.said) == (len(frozen) == 2)
 
 
-def test_a_rank_that_is_stopped_while_an_answer_is_awaited_is_replaced_with_the_others(simulate):
+def test_a_rank_stopped_while_an_answer_is_awaited_is_replaced(simulate):
     """It has left its generation and is waited for by nobody; in a storm the others die meanwhile."""
     run = simulate(hang_min_s=1.0, first_step_timeout_s=1.0)
     run.to_step(15)
@@ -93,7 +93,7 @@ def test_a_replacement_is_forked_while_the_last_answer_is_awaited(simulate):
     assert [event["ranks"] for event in run.events("forked_ahead")] == [[2]]
 
 
-def test_where_the_last_state_dies_too_what_was_forked_ahead_is_no_source(simulate):
+def test_where_the_last_state_dies_an_early_fork_is_no_source(simulate):
     """It was not told to read the checkpoint: somebody is forked who is."""
     run = simulate()
     run.to_step(15)

@@ -119,7 +119,7 @@ def test_a_run_that_has_just_begun_knows_nothing_yet(handles):
     assert [rank.state for rank in view.ranks] == ["waiting", "waiting"]
 
 
-def test_a_rank_tells_what_it_builds_and_is_dead_only_after_it_has_lived(handles):
+def test_a_rank_that_builds_says_what_and_is_not_dead(handles):
     """Until a process is asked for it waits; what the start is at is told with its seconds."""
     handles[0].open_lines(token=1, now_s=time.monotonic())
     handles[0].slot.set(Cell.STAGE, Stage.MODEL)
@@ -156,7 +156,7 @@ def test_the_epochs_are_known_while_the_rank_that_told_them_is_replaced(handles)
     assert look(handles).epochs == 5
 
 
-def test_the_remaining_time_is_told_from_the_step_s_duration_until_a_rate_is_known(handles):
+def test_the_remaining_time_comes_from_one_step_without_a_rate(handles):
     """Then from the samples per second that the ranks report."""
     for handle in handles:
         train(handle, step=15)

@@ -34,7 +34,7 @@ def test_a_zygote_that_never_forks_is_replaced(simulate, startup_timeout_s):
     assert sum(lost(run)) == 0
 
 
-def test_a_stop_while_a_fork_is_owed_for_ever_ends_the_run_as_usual(simulate):
+def test_a_stop_while_a_fork_never_comes_ends_as_usual(simulate):
     """The rank that is given up on has no process to tell, and no open line."""
     run = simulate(startup_timeout_s=2.0, steps=300, warm_spare=False)
     run.to_step(15)
@@ -45,7 +45,7 @@ def test_a_stop_while_a_fork_is_owed_for_ever_ends_the_run_as_usual(simulate):
     assert run.run_to_end().exit_code == ExitCode.PREEMPTED, run.ending
 
 
-def test_a_zygote_that_never_forks_at_all_ends_the_run_with_a_clear_error(simulate):
+def test_a_zygote_that_never_forks_at_all_ends_the_run(simulate):
     """The next one would run the same hook."""
     run = simulate()
     run.run_until(lambda: run.events("zygote_ready"))
@@ -144,7 +144,7 @@ def test_once_a_zygote_was_lost_the_next_one_stands_by(simulate):
 
 
 @pytest.mark.parametrize("harm", ["kill", "freeze"])
-def test_a_zygote_that_stands_by_and_is_lost_is_followed_by_another_one(simulate, harm):
+def test_a_standby_zygote_that_is_lost_is_followed_by_another(simulate, harm):
     """One that is stopped is found to be, and ended."""
     run = simulate(steps=1000, hang_min_s=1.0)
     lose_zygote(run)
@@ -157,7 +157,7 @@ def test_a_zygote_that_stands_by_and_is_lost_is_followed_by_another_one(simulate
 
 
 @pytest.mark.parametrize("harm", ["kill", "freeze"])
-def test_a_zygote_that_is_lost_together_with_who_stands_by_is_imported_again(simulate, harm):
+def test_a_zygote_lost_together_with_its_standby_is_imported_again(simulate, harm):
     """Control: a stopped one takes nobody's place."""
     run = simulate(steps=1000, hang_min_s=1.0)
     lose_zygote(run)

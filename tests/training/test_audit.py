@@ -55,7 +55,7 @@ def a_quarantine():
 
 
 @pytest.mark.parametrize("torn", ["", '{"generation": 4, "st'], ids=["whole", "torn"])
-def test_a_missing_line_of_the_newest_step_is_written_with_that_rank_s_share(settings, torn):
+def test_a_missing_line_of_the_newest_step_is_written_later(settings, torn):
     """The dead rank's samples are in the weights, so they are in its audit; a torn line makes room."""
     write(settings, 0, 6, 7)
     write(settings, 2, 6, torn=torn)

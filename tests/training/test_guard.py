@@ -511,7 +511,7 @@ def _written_while_hashed(me, port, odd):
     return outcome, saving.said, state.buffers.followed_names(), len(logged), state.is_in_doubt
 
 
-def test_what_forward_writes_for_the_first_time_while_it_is_hashed_is_no_difference():
+def test_what_forward_first_writes_while_hashed_is_no_difference():
     """The ranks have it alike once it is written. It is followed; the save, perhaps torn, is put off."""
     with hosted_store() as port:
         first, second = run_ranks(_written_while_hashed, 2, port, ())

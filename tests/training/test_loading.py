@@ -253,7 +253,7 @@ def test_file_that_fails_to_import_is_told_with_its_line(tmp_path, source, words
     assert not [m for m in sys.modules if m.startswith("ddp_runner_task_my_task")]
 
 
-def test_a_neighbour_named_like_an_installed_module_is_hidden_by_it_and_that_is_said(tmp_path):
+def test_a_neighbour_hidden_by_an_installed_module_is_named(tmp_path):
     """The task's folder is searched last; the message says why the wrong module was found."""
     write(tmp_path, "X = 1\n", "colorsys.py")
     error = error_of(write(tmp_path, "from colorsys import X\n"))

@@ -173,7 +173,7 @@ def _in_rank(function, *arguments):
         return run_ranks(function, 1, port, *arguments)[0]
 
 
-def test_a_save_beside_the_next_step_holds_the_step_it_was_begun_at(tmp_path):
+def test_a_save_beside_the_next_step_holds_its_own_step(tmp_path):
     """Bit for bit what a save at once holds, though forward changed buffers; it resumes exactly."""
     begun_at, at_once, written, after, resumed, saved = _in_rank(
         _save_beside_a_step, tmp_path, True
@@ -238,7 +238,7 @@ def _saves_that_take_long(me, folder):
     return before, runtime.saved_steps, waited_s, runtime.log(), threads
 
 
-def test_a_save_that_comes_due_during_another_is_made_once_that_has_ended(tmp_path):
+def test_a_save_due_during_another_is_made_after_it(tmp_path):
     """One at a time, one wait and one line; what is saved in the end is the newest state."""
     before, saved, waited_s, log, threads = run_ranks(_saves_that_take_long, 1, tmp_path)[0]
     assert before == []
@@ -270,9 +270,7 @@ def _makes_up_beside(me, folder, begun_at):
 @pytest.mark.parametrize(
     ("begun_at", "expected"), [(5, (True, [5, 12])), (10, (False, [10])), (11, (False, [11]))]
 )
-def test_a_save_that_a_repair_came_before_is_made_after_the_one_under_way(
-    tmp_path, begun_at, expected
-):
+def test_a_save_due_after_a_repair_follows_the_one_under_way(tmp_path, begun_at, expected):
     """Only an older one stands in its way; controls: the one due is itself under way, or a newer one."""
     assert run_ranks(_makes_up_beside, 1, tmp_path, begun_at)[0] == expected
 
@@ -325,7 +323,7 @@ def _fail_one_save(me, folder, condemned):
 
 
 @pytest.mark.parametrize(("condemned", "told"), [(False, 1), (True, 0)])
-def test_a_save_that_ends_with_its_rank_is_no_failure_of_the_disk(tmp_path, condemned, told):
+def test_a_save_that_ends_with_its_rank_blames_no_disk(tmp_path, condemned, told):
     """Whoever is being killed is kept from publishing, and says nothing of a disk that is sound."""
     assert run_ranks(_fail_one_save, 1, tmp_path, condemned) == [told]
 
@@ -393,7 +391,7 @@ def _put_off_in_a_pause(me, folder):
     return tried
 
 
-def test_a_save_that_is_put_off_within_a_pause_is_left_out_once(tmp_path):
+def test_a_save_put_off_within_a_pause_is_left_out_once(tmp_path):
     """It does not use the pause up, step by step."""
     assert run_ranks(_put_off_in_a_pause, 1, tmp_path)[0] == [1, 3, 9]
 
@@ -611,7 +609,7 @@ def _saves_what_was_dropped(me, folder):
     return runtime.saved_steps
 
 
-def test_a_save_that_was_dropped_is_made_up_for_at_the_same_step(tmp_path):
+def test_a_dropped_save_is_made_up_for_at_the_same_step(tmp_path):
     """Its thread has ended by then; nobody waits a step for that to be noticed."""
     assert run_ranks(_saves_what_was_dropped, 1, tmp_path)[0] == [1]
 
@@ -711,7 +709,7 @@ def _takes_over_what_was_learnt(me, folder, pace, resumed):
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_new_rank_0_goes_on_at_the_pace_that_the_one_before_has_learnt(tmp_path, known, resumed):
+def test_a_new_rank_0_goes_on_at_the_learnt_pace(tmp_path, known, resumed):
     """It says the choice and its reasons at once; a run that has learnt nothing says nothing."""
     cost = {"compare_s": 0.1, "blocked_s": 0.2, "slowed_s": 0.2, "write_s": 1.0}
     pace = {"faults": 1, "observed_s": 600.0, **(cost if known else {})}

@@ -48,7 +48,7 @@ def test_warm_up_longer_than_the_run_still_reaches_the_full_rate(total_steps):
     assert min(found) > 0.0
 
 
-def test_the_rate_is_set_in_every_group_also_where_it_is_a_tensor():
+def test_the_rate_is_set_in_every_group_even_a_tensor():
     """A tensor rate is filled in place: compiled optimizers hold a reference to it."""
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     held = torch.tensor(0.5)

@@ -174,7 +174,7 @@ def told(messages, kind):
     return [message for message, _, _ in messages if isinstance(message, kind)]
 
 
-def test_a_line_of_metrics_comes_at_the_first_step_at_the_interval_and_at_the_end(tmp_path):
+def test_metrics_come_at_the_first_step_each_interval_and_the_end(tmp_path):
     """Each with loss, rate, norm and speed, all finite."""
     _, messages, _ = train(settings(tmp_path))
     lines = [message for message in told(messages, Metrics) if "loss" in message.values]
@@ -234,7 +234,7 @@ def test_a_checkpoint_that_was_asked_for_ends_the_pause_after_failed_ones(tmp_pa
     assert [one.step for one in told(messages, Saved)] == saved
 
 
-def test_a_checkpoint_asked_for_in_a_step_that_leads_to_a_roll_back_is_made(tmp_path):
+def test_a_checkpoint_asked_for_before_a_roll_back_is_made(tmp_path):
     """Asked for in the second bad step, after which the state is that of step 3 again."""
     config = settings(
         tmp_path, **{"task.nan_at": "8+9"}, max_errors_per_epoch=1, save_interval=0,
@@ -366,7 +366,7 @@ def _leave_a_mess(folder):
     return half
 
 
-def test_what_a_crash_left_is_recovered_or_cleaned_and_said_in_one_line_each(tmp_path):
+def test_what_a_crash_left_is_recovered_or_cleaned_and_said(tmp_path):
     """In the log of the rank that found it; a run in order says none of it."""
     train(settings(tmp_path, max_steps=6))
     log = tmp_path / "logs" / "rank_0.log"

@@ -94,7 +94,7 @@ def _digests(side):
     return found
 
 
-def test_a_rehearsal_finds_all_that_a_step_changes_and_leaves_nothing_of_it():
+def test_a_rehearsal_finds_what_a_step_changes_and_leaves_nothing():
     """Neither the model's own weights and saved buffers nor what stays as it is are among it."""
     side, model, task = _made()
     held = side.hold()
@@ -106,7 +106,7 @@ def test_a_rehearsal_finds_all_that_a_step_changes_and_leaves_nothing_of_it():
     assert task.rng.random() == random.Random(5).random()
 
 
-def test_a_step_that_is_given_up_twice_and_done_is_as_one_that_is_done():
+def test_a_step_given_up_twice_and_done_is_as_once_done():
     """Also where it was committed before: what is put back is of the last commit."""
     runs = []
     for gives_up in (0, 2):
@@ -148,7 +148,7 @@ def test_a_replacement_has_what_the_others_have():
     assert _digests(other) == _digests(side)
 
 
-def test_what_begins_to_change_late_is_followed_and_what_cannot_be_put_back_is_told():
+def test_what_changes_late_is_followed_or_told():
     """A number is put back all the same; of a tensor nobody has kept what it held."""
     task = type("Late", (), {})()
     task.number, task.queue, task.quiet = 1, torch.zeros(2), 0

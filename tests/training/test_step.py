@@ -120,7 +120,7 @@ def _one_rank_is_poisoned(me, port, poison):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(poison):
+def test_a_loss_not_finite_on_one_rank_is_skipped_by_all(poison):
     """No weight, optimizer state or average changes; the step counts, and the next one works."""
     with hosted_store() as port:
         answers = run_ranks(_one_rank_is_poisoned, 3, port, poison)
@@ -236,7 +236,7 @@ def _gradient_of_one_rank_is_broken(me, port, recomputes, finds_unused):
 
 
 @pytest.mark.parametrize("finds_unused", [True, False])
-def test_computed_once_more_a_broken_gradient_names_its_rank_and_leaves_no_trace(finds_unused):
+def test_a_broken_gradient_computed_again_names_its_rank_without_trace(finds_unused):
     """The sum over ranks does not tell whose it was; what follows is as if nobody had asked."""
     with hosted_store() as port:
         asked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, True, finds_unused)
@@ -298,7 +298,7 @@ def _abort_while_buffers_are_shared(me, port):
     return state.committed_step, slot.get(Cell.DIRTY), bits_of(state) == before
 
 
-def test_a_step_whose_buffers_an_abort_may_have_cut_short_is_not_committed():
+def test_a_step_whose_buffers_an_abort_cut_is_not_committed():
     """They are broadcast after the device was looked at: it has ended them before the step is confirmed."""
     with hosted_store() as port:
         answers = run_ranks(_abort_while_buffers_are_shared, 2, port)
@@ -377,7 +377,7 @@ def _branches_change_after_a_broken_gradient(me, port, recomputes):
     return applied, math.isfinite(norm), bits_of(state)
 
 
-def test_a_step_that_uses_other_parameters_than_the_one_computed_once_more_works():
+def test_a_step_with_other_parameters_than_the_repeated_one_works():
     """What DDP notes as used is of the step that it reduces, never of a look at one before."""
     with hosted_store() as port:
         asked = run_ranks(_branches_change_after_a_broken_gradient, 2, port, True)
@@ -434,7 +434,7 @@ def _overflows(me, port, scale, breaks):
     ],
     ids=["scale too high", "no scale left", "loss not finite", "norm too large", "in peace"],
 )
-def test_an_overflow_in_fp16_is_the_scaler_s_search_until_no_scale_is_left(scale, breaks, expected):
+def test_an_overflow_in_fp16_is_the_scaler_s_while_it_scales(scale, breaks, expected):
     """The scale falls and nothing is wrong; a loss that is no number is not a matter of the scale."""
     with hosted_store() as port:
         assert run_ranks(_overflows, 2, port, scale, breaks) == [expected] * 2
@@ -698,7 +698,7 @@ def _loss_of_odd_parts(model, batch):
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("view", [True, False])
-def test_a_share_computed_alone_has_the_bits_of_the_rank_s_own_part_of_the_step(micro_steps, view):
+def test_a_share_computed_alone_has_the_bits_of_the_rank_s_part(micro_steps, view):
     """Gradients before they are summed, by bare names, and the losses; with parameters that one rank
     alone uses, or nobody, or that are tied or lie in another order in memory."""
     options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}

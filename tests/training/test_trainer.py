@@ -365,7 +365,7 @@ def _fault_in_a_world(me, port, config):
         return None
 
 
-def test_an_unused_layer_with_the_search_off_is_a_fault_on_every_rank(tmp_path):
+def test_an_unused_layer_without_the_search_is_everybody_s_fault(tmp_path):
     """It is found before a step was committed, on all ranks alike, and named for what it is."""
     config = settings(tmp_path, find_unused_parameters=False, **{"task.unused_layer": True})
     with hosted_store() as port, ranks(_fault_in_a_world, 2, port, config) as world:

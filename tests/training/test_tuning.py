@@ -55,7 +55,7 @@ def test_auto_alone_asks_for_it():
         assert rules.relax_after_steps == steps
 
 
-def test_a_micro_batch_grows_back_in_doublings_and_no_further_than_it_was():
+def test_a_micro_batch_grows_back_by_doubling_to_what_it_was():
     """From 2: 4 after ten steps, 8 after ten more."""
     tuning = replace(TUNING, micro_batch_size=2, reductions=1, resized_at_step=100)
     assert adapted(tuning, step=109) is None

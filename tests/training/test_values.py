@@ -50,7 +50,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_is_changed_in_place_is_seen_and_put_back_into_the_same_object(name):
+def test_what_is_changed_in_place_is_put_back_in_place(name):
     """Whoever else refers to the object has the old values too."""
     make, change = VALUES[name]
     value = make()

@@ -180,7 +180,7 @@ class SideState:
         """A step is given up: put everything back as it was when :meth:`keep` was called last."""
         # INVARIANT put-back-whole: a step that is given up leaves nothing of what it has changed, or
         # it is told. Broken if: something changes that is neither put back nor in take_lost().
-        # Guarded by: test_a_step_that_is_given_up_twice_and_done_is_as_one_that_is_done.
+        # Guarded by: test_a_step_given_up_twice_and_done_is_as_once_done.
         self._owners = self._walk()
         for name in [name for name, _ in self._changed()]:
             kept = self._picture.get(name)
