@@ -17,7 +17,7 @@ VANDAL = Path(__file__).with_name("vandal.py")
 
 
 class Vandal:
-    """Such a program. It has imported what it needs when it says so."""
+    """Such a program; within ``with`` it has imported what it needs, which takes longer than a short run."""
 
     def __enter__(self):
         self._process = subprocess.Popen(
@@ -27,6 +27,8 @@ class Vandal:
             text=True,
             env={"PATH": "", "PYTHONPATH": str(ROOT)},
         )
+        with self.at_it("talk"):
+            pass
         return self
 
     def __exit__(self, *exception):
@@ -56,8 +58,6 @@ def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(peace, tmp_path):
     """Garbage, silence, and values in the store, overwritten and deleted: the weights are those of peace."""
     settings = (*SETTINGS, "task.pace_s=0.2", "recovery.max_restarts=100")
     with Vandal() as vandal, Run(tmp_path, *settings) as run:
-        with vandal.at_it("talk"):
-            pass
         run.wait_for_step(3)
         (store,) = listening(run.named("ddp:store").pid)
         doors = [store, *listening(run.rank_pid(0)), *listening(run.rank_pid(1))]
