@@ -58,10 +58,10 @@ class Communicators:
         if self._has_begun.acquire(blocking=False):
             threading.Thread(target=self._abort, name="abort communicators", daemon=True).start()
 
-    def await_aborted(self, timeout_s: float = ABORT_TIMEOUT_S) -> str:
+    def await_aborted(self) -> str:
         """Return once they are aborted: "", or why they may not be."""
-        if not self._has_ended.wait(timeout_s):
-            return f"aborting the communicators has not ended within {timeout_s:g} s"
+        if not self._has_ended.wait(ABORT_TIMEOUT_S):
+            return f"aborting the communicators has not ended within {ABORT_TIMEOUT_S:g} s"
         return self._failure
 
     def _abort(self) -> None:

@@ -123,7 +123,7 @@ def test_a_value_overwritten_by_another_program_is_found():
 
 def _form_with_another_address(me, port):
     try:
-        with join(me, port, timeout_s=15.0, secret=SECRET if me.rank else "another secret"):
+        with join(me, port, timeout_s=5.0, secret=SECRET if me.rank else "another secret"):
             return "formed"
     except (RuntimeError, FaultError) as error:
         return type(error).__name__
