@@ -1,6 +1,6 @@
 """Records a real run in which ranks are killed, and draws what its terminal showed as an animated SVG.
 
-``PYTHONPATH=. python docs/images/make_run.py`` writes ``run.svg`` beside this file. The run has a terminal of its
+With the extra ``film``, ``PYTHONPATH=. python docs/images/make_run.py`` writes ``run.svg`` beside this file. The run has a terminal of its
 own (a pty); signals go to its ranks as from another terminal, whose lines stand below. Nothing is retouched.
 """
 
