@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events, messages
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
-from ddp_runner.supervisor.reporting.accounting import RunAccounting
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
 from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
 from ddp_runner.supervisor.reporting.outputs import Outputs

@@ -9,6 +9,7 @@ from pathlib import Path
 from ddp_runner.core import events
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
 from ddp_runner.core.faults import Fault
+from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.system.run_files import from_json, read_small
 
@@ -50,14 +51,13 @@ class Ending:
 
 
 @dataclass(slots=True, kw_only=True)
-class RunFacts:
+class RunFacts(RunFindings):
     """``committed_step`` is the highest of the ranks now.
 
     It goes back with them to a checkpoint, so that steps that are lost are counted once. A dead
     rank counts with what it had until its successor has a state.
     """
 
-    run_id: str = ""
     generation: int = 0
     committed_step: int = 0
     steps_per_epoch: int = 0  # 0: no rank has told yet; it outlives the rank that told
@@ -65,32 +65,13 @@ class RunFacts:
     saved_any: bool = False  # by this launch
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     kept: RunSummary | None = None  # of the run, which was complete before this launch
-    inexact_reasons: list[str] = field(default_factory=list)
-    stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
     short_of_memory: set[int] = field(default_factory=set)  # ranks that ever ran out of it
-    # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
-    proved: dict[str, set[int]] = field(default_factory=dict)
 
     def take(self, event: events.Event) -> None:
         """What an event says of the run as a whole."""
-        match event:
-            case events.CheckpointSaved():
-                self.saved_any = True
-            case events.Straggler(rank=rank, factor=factor):
-                self.stragglers[rank] = factor
-            case events.Proved(what=what, step=step):
-                # Of ranks that report one step it counts once.
-                self.proved.setdefault(what, set()).add(step)
-            case (
-                events.Plan(inexact_reason=reason)
-                | events.Adjusted(inexact_reason=reason)
-                | events.RepairedInPlace(inexact_reason=reason)
-                | events.Drill(inexact_reason=reason)
-            ):
-                if reason and reason not in self.inexact_reasons:
-                    self.inexact_reasons.append(reason)
-            case _:
-                pass
+        RunFindings.take(self, event)
+        if isinstance(event, events.CheckpointSaved):
+            self.saved_any = True
 
     def take_up(self, run_id: str, log_dir: str) -> None:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""

@@ -14,9 +14,9 @@ from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
+from ddp_runner.observe.accounting import INJECTED_KEPT, MENDED_KEPT, RunAccounting
+from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import ExactProof, read_summary, write_summary
-from ddp_runner.supervisor.reporting.accounting import INJECTED_KEPT, MENDED_KEPT, RunAccounting
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 SECOND_NS = 1_000_000_000
 
@@ -46,7 +46,7 @@ def summary(ledger, **changes):
         "reading": reading(committed_step=20, samples=160, loss=0.5),
         "steps_per_epoch": 8,
         "finished": [],
-        "facts": RunFacts(run_id="a run"),
+        "facts": RunFindings(run_id="a run"),
         "own_step_s": {0: 0.25, 1: 0.75, 2: None},
         "now_s": 200.0,
         **changes,
@@ -311,7 +311,7 @@ def test_reasons_for_inexact_weights_are_passed_on():
     """Exact means that no reason is known."""
     ledger = RunAccounting(began_s=0.0)
     assert summary(ledger).exact
-    made = summary(ledger, facts=RunFacts(inexact_reasons=["fewer ranks"]))
+    made = summary(ledger, facts=RunFindings(inexact_reasons=["fewer ranks"]))
     assert (made.exact, made.inexact_reasons) == (False, ("fewer ranks",))
 
 
@@ -321,7 +321,7 @@ def test_what_was_proved_stands_in_the_summary_always():
         "repeated": 0,
         "drilled": (),
     }
-    facts = RunFacts(proved={"repeated": {0}, "drilled": {50, 2}})
+    facts = RunFindings(proved={"repeated": {0}, "drilled": {50, 2}})
     made = summary(RunAccounting(began_s=0.0), facts=facts)
     assert made.exact_proof == ExactProof(repeated=1, drilled=(2, 50))
 

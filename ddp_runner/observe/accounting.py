@@ -12,6 +12,7 @@ from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
+from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import (
     ExactProof,
     FaultRecord,
@@ -19,7 +20,6 @@ from ddp_runner.observe.summary import (
     RunSummary,
     TimeShares,
 )
-from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 INJECTED_KEPT = 1000  # of the newest injections, each
 MENDED_KEPT = 500  # of the first faults that ranks mended themselves, and of the last: each told
@@ -41,7 +41,7 @@ class OpenFault:
 
 
 class RunAccounting:
-    """A sink of the :class:`Recorder`. Times are monotonic seconds."""
+    """Filled by the events of a run, in their order. Times are monotonic seconds."""
 
     def __init__(self, *, began_s: float) -> None:
         self.began_s = began_s
@@ -208,7 +208,7 @@ class RunAccounting:
         reading: SlotReading,
         steps_per_epoch: int,
         finished: Sequence[Finished],
-        facts: RunFacts,
+        facts: RunFindings,
         own_step_s: Mapping[int, float | None],
         now_s: float,
     ) -> RunSummary:
