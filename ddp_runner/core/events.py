@@ -172,9 +172,10 @@ class RankFormed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldFormed(Event):
-    """Every rank trains, and there was nothing to repair."""
+    """Every rank trains, and there was nothing to repair. ``step``: from this one on."""
 
     generation: int
+    step: int = field(default=0, metadata=_UNWRITTEN)
 
 
 # Faults and their repair.
@@ -196,7 +197,12 @@ class _OfFault(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault(_OfFault):
-    """A fault was noticed. Its cause is the event of the first one of its incident."""
+    """A fault was noticed. Its cause is the event of the first one of its incident.
+
+    ``is_repaired``: by its rank, before it was reported.
+    """
+
+    is_repaired: bool = field(default=False, metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +267,10 @@ class Plan(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired(Event):
-    """The world trains again, from ``step`` on, after the incident of ``culprit``."""
+    """The world trains again, from ``step`` on, after the incident of ``culprit``.
+
+    ``productive_ns``: how long rank 0 has computed until then, lost steps included.
+    """
 
     generation: int
     steps_lost: int
@@ -269,6 +278,7 @@ class Repaired(Event):
     culprit: faults.Fault = field(metadata=_UNWRITTEN)
     outcome: str = field(metadata=_UNWRITTEN)
     step: int = field(metadata=_UNWRITTEN)
+    productive_ns: int = field(metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

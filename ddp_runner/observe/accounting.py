@@ -59,6 +59,7 @@ class RunAccounting:
         self._productive_at_save: dict[int, int] = {}
         self._lost_ns = 0
         self._recovery_s = 0.0
+        self._recovered_until_s = began_s  # what came before is counted
         self._unfinished_s = 0.0  # in steps that a fault cut short, detection included
 
     @property
@@ -72,7 +73,9 @@ class RunAccounting:
         listed = len(self._mended_first) + len(self._mended_last)
         return len(self.faults) + listed + self._mended_left_out
 
-    def take(self, event: events.Event, *, now_s: float, cause: int | None = None) -> None:
+    def take(  # noqa: C901 - one row an event
+        self, event: events.Event, *, now_s: float, cause: int | None = None
+    ) -> None:
         """Account for an event; most need no account."""
         match event:
             case events.CheckpointSaved():
@@ -98,6 +101,10 @@ class RunAccounting:
                 )
             case events.Forming():
                 self.forming(now_s)
+            case events.WorldFormed(step=step):
+                self._begin_at(step, steps_lost=0, productive_ns=0)
+            case events.Repaired():
+                self._close(event, now_s)
             case events.RankFormed():
                 seconds = {
                     "group": event.group_s,
@@ -123,7 +130,7 @@ class RunAccounting:
 
     def incident(self, plan: events.Plan, *, event_id: int) -> None:
         """An incident is closed and being repaired, if it is; ``event_id`` of its first fault."""
-        if all(fault.recovered_s is not None for fault in self.faults):
+        if not self._open:
             self._unfinished_s += max(0.0, plan.began_s - plan.since_s)
         fault = OpenFault(
             incident=plan.incident,
@@ -169,28 +176,60 @@ class RunAccounting:
     def forming(self, now_s: float) -> None:
         """Every rank that is needed is there: what follows is the forming of the generation."""
         self._parts = dict.fromkeys(("group", "transfer", "rebuild"), 0.0)
-        for fault in self.faults:
-            if fault.recovered_s is None:
-                fault.seconds["fork"] = now_s - fault.incident.at_s
+        for fault in self._open:
+            fault.seconds["fork"] = now_s - fault.incident.at_s
 
-    def repaired(self, *, now_s: float, committed_step: int, productive_ns: int) -> list[OpenFault]:
-        """The world trains again, at ``committed_step``; returns the faults that were repaired, oldest first."""
-        open_faults = [fault for fault in self.faults if fault.recovered_s is None]
-        before = max((f.incident.committed_step for f in open_faults), default=committed_step)
-        lost = max(0, before - committed_step)
-        if lost:
+    @property
+    def _open(self) -> list[OpenFault]:
+        return [fault for fault in self.faults if fault.recovered_s is None]
+
+    def repairs_at(
+        self, now_s: float, *, generation: int, step: int, productive_ns: int
+    ) -> list[tuple[events.Repaired, int]]:
+        """What is repaired once the world trains at ``step``, oldest first, with the id of its cause.
+
+        Changes nothing: these are to be recorded. Of incidents that end together the last one has cost
+        the steps.
+        """
+        before = max((fault.incident.committed_step for fault in self._open), default=step)
+        return [
+            (
+                events.Repaired(
+                    generation=generation,
+                    steps_lost=max(0, before - step) if fault is self._open[-1] else 0,
+                    seconds=round(now_s - fault.began_s, 4),
+                    culprit=fault.incident.culprit,
+                    outcome=fault.outcome,
+                    step=step,
+                    productive_ns=productive_ns,
+                ),
+                fault.event_id,
+            )
+            for fault in self._open
+        ]
+
+    def _close(self, repaired: events.Repaired, now_s: float) -> None:
+        """The oldest open incident is over."""
+        fault = self._open[0]
+        fault.recovered_s = now_s
+        fault.steps_lost = repaired.steps_lost
+        fault.seconds.update(self._parts, total=now_s - fault.began_s)
+        self._recovery_s += now_s - max(fault.began_s, self._recovered_until_s)
+        self._recovered_until_s = now_s
+        if not self._open:
+            self._begin_at(
+                repaired.step,
+                steps_lost=repaired.steps_lost,
+                productive_ns=repaired.productive_ns,
+            )
+
+    def _begin_at(self, step: int, *, steps_lost: int, productive_ns: int) -> None:
+        """The world trains from ``step`` on; ``steps_lost`` of those after it were done before."""
+        if steps_lost:
             net_ns = productive_ns - self._lost_ns
-            self._lost_ns += max(0, net_ns - self._kept_ns(committed_step, before, net_ns))
+            self._lost_ns += max(0, net_ns - self._kept_ns(step, step + steps_lost, net_ns))
         elif self._launch_step is None:
-            self._launch_step = committed_step
-        if not open_faults:
-            return []
-        for fault in open_faults:
-            fault.recovered_s = now_s
-            fault.seconds.update(self._parts, total=now_s - fault.began_s)
-        open_faults[-1].steps_lost = lost
-        self._recovery_s += now_s - min(fault.began_s for fault in open_faults)
-        return open_faults
+            self._launch_step = step
 
     def _kept_ns(self, step: int, before: int, net_ns: int) -> int:
         """Of the work up to step ``before``, that up to ``step``: shared out evenly since a save."""

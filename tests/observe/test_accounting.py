@@ -107,11 +107,17 @@ def repair(ledger, *, now_s, committed_step, productive_s=0.0, parts=None):
                 **{name: value / (1 + rank) for name, value in seconds.items()},
             )
             ledger.take(formed, now_s=now_s)
-    return ledger.repaired(
-        now_s=now_s,
-        committed_step=committed_step,
+    made = ledger.repairs_at(
+        now_s,
+        generation=2,
+        step=committed_step,
         productive_ns=round(productive_s * SECOND_NS),
     )
+    for repaired, _ in made:
+        ledger.take(repaired, now_s=now_s)
+    if not made:
+        ledger.take(events.WorldFormed(generation=1, step=committed_step), now_s=now_s)
+    return made
 
 
 def test_a_run_in_peace_has_no_faults_and_nothing_lost():
@@ -140,8 +146,8 @@ def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
     """Survivors keep what they committed: recovery time, and the time since the last commit."""
     ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(7), began_s=110.0, since_s=109.5, generation=2)
-    (repaired,) = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
-    assert (repaired.event_id, repaired.steps_lost) == (5, 0)
+    [(repaired, cause)] = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
+    assert (cause, repaired.steps_lost) == (5, 0)
     made = summary(ledger, reading=reading(productive_ns=9 * SECOND_NS))
     (record,) = made.faults
     assert (record.kind, record.rank, record.step) == ("rank_killed", 1, 7)
@@ -156,7 +162,7 @@ def test_work_since_the_checkpoint_is_lost_by_a_rollback():
     ledger = RunAccounting(began_s=100.0)
     save(ledger, 10, 10)
     note(ledger, incident(15), began_s=120.0)
-    (repaired,) = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
+    [(repaired, _)] = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
     assert repaired.steps_lost == 5
     made = summary(ledger, reading=reading(productive_ns=16 * SECOND_NS))
     assert (made.time_s.lost, made.time_s.productive) == (6.0, 10.0)
@@ -183,7 +189,7 @@ def test_a_rollback_to_the_very_start_loses_everything():
     """No checkpoint was made yet."""
     ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(4), began_s=110.0)
-    (repaired,) = repair(ledger, now_s=111.0, committed_step=0, productive_s=1)
+    [(repaired, _)] = repair(ledger, now_s=111.0, committed_step=0, productive_s=1)
     assert repaired.steps_lost == 4
     assert summary(ledger, reading=reading(productive_ns=SECOND_NS)).time_s.productive == 0.0
 
@@ -194,7 +200,7 @@ def test_one_lost_step_is_not_all_of_the_work():
     save(ledger, 300, 290)
     save(ledger, 500, 500)
     note(ledger, incident(800), began_s=900.0)
-    (repaired,) = repair(ledger, now_s=901.0, committed_step=799, productive_s=800)
+    [(repaired, _)] = repair(ledger, now_s=901.0, committed_step=799, productive_s=800)
     assert repaired.steps_lost == 1
     shares = summary(ledger, reading=reading(productive_ns=800 * SECOND_NS)).time_s
     assert (shares.lost, shares.productive) == (1.0, 799.0)

@@ -117,8 +117,6 @@ class Repair:
             events.Fault(**events.of_fault(fault, generation=self._facts.generation)),
             cause=self._incident.event_id if self._incident else None,
         )
-        if fault.kind is FaultKind.OUT_OF_MEMORY:
-            self._facts.short_of_memory.add(fault.rank)
         if self._incident is None:
             self._incident = OpenIncident(faults=[], began_s=time.monotonic(), event_id=event_id)
             self._world.abort(self._facts.generation)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events, messages
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
@@ -79,45 +80,11 @@ class Recorder:
             )
         )
 
-    def reported(
-        self,
-        message: messages.Adjusted
-        | messages.RepairedInPlace
-        | messages.FaultTolerated
-        | messages.Proved,
-    ) -> None:
+    def reported(self, message: Reported) -> None:
         """Record what a rank reports of itself."""
-        match message:
-            case messages.Adjusted():
-                self.record(
-                    events.Adjusted(
-                        rank=message.rank,
-                        step=message.step,
-                        remedy=message.remedy,
-                        inexact_reason=message.inexact_reason,
-                        fault_free=message.fault_free,
-                        plain_retry=message.plain_retry,
-                    )
-                )
-            case messages.Proved():
-                self.record(events.Proved(rank=message.rank, step=message.step, what=message.what))
-            case messages.FaultTolerated():
-                common = events.of_fault(message.fault, generation=self.facts.generation)
-                self.record(events.FaultTolerated(**common, remedy=message.remedy))
-            case messages.RepairedInPlace():
-                common = events.of_fault(message.fault, generation=self.facts.generation)
-                cause = self.record(events.Fault(**common))
-                self.record(
-                    events.RepairedInPlace(
-                        remedy=message.remedy,
-                        seconds=round(message.seconds, 4),
-                        steps_lost=message.steps_lost,
-                        fault=message.fault,
-                        generation=self.facts.generation,
-                        inexact_reason=message.inexact_reason,
-                    ),
-                    cause=cause,
-                )
+        cause = None
+        for event in events_of(message, generation=self.facts.generation):
+            cause = self.record(event, cause=cause)
 
     def saved(self, message: messages.Saved, *, productive_ns: int) -> None:
         """A rank reports a checkpoint, of which it may have been recorded that nobody has."""
@@ -152,23 +119,13 @@ class Recorder:
 
     def world_formed(self, now_s: float, *, committed_step: int, productive_ns: int) -> None:
         """Every rank is in: the run begins, or incidents are over."""
-        repaired = self.accounting.repaired(
-            now_s=now_s, committed_step=committed_step, productive_ns=productive_ns
-        )
         generation = self.facts.generation
-        if not repaired:
-            self.record(events.WorldFormed(generation=generation))
+        repairs = self.accounting.repairs_at(
+            now_s, generation=generation, step=committed_step, productive_ns=productive_ns
+        )
+        if not repairs:
+            self.record(events.WorldFormed(generation=generation, step=committed_step))
             return
-        for fault in repaired:
-            self.record(
-                events.Repaired(
-                    generation=generation,
-                    steps_lost=fault.steps_lost,
-                    seconds=round(now_s - fault.began_s, 4),
-                    culprit=fault.incident.culprit,
-                    outcome=fault.outcome,
-                    step=committed_step,
-                ),
-                cause=fault.event_id,
-            )
+        for repaired, cause in repairs:
+            self.record(repaired, cause=cause)
         self.saved_unreported()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddp_runner.core import events
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
-from ddp_runner.core.faults import Fault
+from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.system.run_files import from_json, read_small
@@ -70,8 +70,13 @@ class RunFacts(RunFindings):
     def take(self, event: events.Event) -> None:
         """What an event says of the run as a whole."""
         RunFindings.take(self, event)
-        if isinstance(event, events.CheckpointSaved):
-            self.saved_any = True
+        match event:
+            case events.CheckpointSaved():
+                self.saved_any = True
+            case events.Fault(kind=FaultKind.OUT_OF_MEMORY.value, is_repaired=False, rank=rank):
+                self.short_of_memory.add(rank)
+            case _:
+                pass
 
     def take_up(self, run_id: str, log_dir: str) -> None:
         """Go on with a run; why it is not exact any more stands in its newest status.json."""
