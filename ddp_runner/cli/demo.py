@@ -1,26 +1,26 @@
 """``demo``: trains without faults and under them, and compares the weights.
 
 The faults are those of ``--inject``, so they come from the operating system or from inside a real
-rank; everything told afterwards is read from the journal of the run.
+rank; everything told afterwards is read from summary.json of the run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ddp_runner.cli.acts import CHANGING_SETTINGS, SETTINGS, Blow, Script, script_for
 from ddp_runner.cli.arguments import parse_small
 from ddp_runner.cli.launch import RunResult, launch
-from ddp_runner.cli.repairs import Repaired, read_journal, read_repairs
+from ddp_runner.cli.repairs import Repaired, read_repairs
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.tables import show_changes, show_repairs
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import InjectKind
+from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.start import COMMAND
 
 NPROC = ("--nproc-per-node", "-n")
@@ -69,7 +69,7 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
     )
     played = [act for act in acts if act[1] or act is acts[0]]
     say_now(f"demo: {script.world_size} ranks train the same small model, {script.steps} steps")
-    runs: list[tuple[str, Mapping[str, Any]]] = []
+    runs: list[tuple[str, RunSummary]] = []
     complete = True
     for number, (name, blows, title) in enumerate(played, start=1):
         count = f"{sum(map(len, blows))} " if blows else ""
@@ -77,32 +77,33 @@ def _train_and_compare(script: Script, folder: Path) -> ExitCode:
         result = _train(script, folder / name.replace(" ", "_"), blows)
         if result.summary is None or result.exit_code != ExitCode.DONE:
             return _unfinished(result)
-        runs.append((name, result.summary))
+        summary = read_summary(result.log_dir / "summary.json")
+        runs.append((name, summary))
         if blows:
-            repairs = read_repairs(read_journal(result.log_dir))
+            repairs = read_repairs(summary)
             (show_repairs if blows is script.harmless else show_changes)(repairs)
             complete &= _are_all_there(repairs, blows)
-        for reason in result.summary["inexact_reasons"]:
+        for reason in summary.inexact_reasons:
             say_now(f" exact: false, {reason}")
     say_now("")
     for name, summary in runs:
         print(
-            f" {name:<14} {summary['wall_s']:5.1f} s   weights {str(summary['weights_sha256'])[:16]}"
-            f"   loss {summary['final_loss']:.4f}"
+            f" {name:<14} {summary.wall_s:5.1f} s   weights {str(summary.weights_sha256)[:16]}"
+            f"   loss {summary.final_loss:.4f}"
         )
     alike = [summary for (_, summary), act in zip(runs, played, strict=True) if act is not acts[2]]
-    identical = len({summary["weights_sha256"] for summary in alike}) == 1
+    identical = len({summary.weights_sha256 for summary in alike}) == 1
     say_now(f" identical weights: {'yes' if identical else 'no'}")
     return ExitCode.DONE if identical and complete else ExitCode.FAILED
 
 
 def _are_all_there(repairs: Sequence[Repaired], blows: tuple[Blow, ...]) -> bool:
-    """Whether each fault of the act has an incident of its own."""
+    """Whether each fault of the act has a row of its own."""
     asked = Counter(InjectKind(spec.partition(":")[0]) for blow in blows for spec in blow)
     found = Counter(repair.injected for repair in repairs)
     seen = sum(min(count, found[kind]) for kind, count in asked.items())
     if seen < asked.total():
-        say_now(f" only {seen} of {asked.total()} faults are in the journal")
+        say_now(f" only {seen} of {asked.total()} faults are in the summary")
     return seen == asked.total()
 
 

@@ -207,7 +207,7 @@ class Fault(_OfFault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultTolerated(_OfFault):
-    """A fault costs what it costs: there is nothing to repair, so it is in no account."""
+    """A fault costs what it costs: there is nothing to repair, so it is not counted as one."""
 
     remedy: str
 
@@ -244,7 +244,7 @@ class Plan(Event):
 
     ``began_s``: when the incident was opened; ``since_s``: when the last step was committed;
     ``detect_s``: how long the culprit had shown no sign of life before it was noticed;
-    ``outcome`` and ``line``: the repair in words, done and to be done.
+    ``outcome`` and ``line``: the repair in words, done and to be done; ``action``: all that was done.
     """
 
     plan: str
@@ -262,6 +262,7 @@ class Plan(Event):
     detect_s: float = field(metadata=_UNWRITTEN)
     outcome: str = field(default="", metadata=_UNWRITTEN)
     line: str = field(default="", metadata=_UNWRITTEN)
+    action: str = field(default="", metadata=_UNWRITTEN)
     inexact_reason: str = field(default="", metadata=_UNWRITTEN)
 
 

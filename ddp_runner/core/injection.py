@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.faults import BadInputError, FaultKind
 from ddp_runner.core.phases import Moment, Phase
 
 OPTION = "--inject"
@@ -47,6 +47,28 @@ class InjectKind(Enum):
     SLOW_DISK = "slow_disk"  # the next write of a checkpoint takes ``seconds`` longer
     CORRUPT_CHECKPOINT = "corrupt_checkpoint"  # a byte of the newest checkpoint turns over
 
+
+# What each kind is noticed as. What is not here needs nobody's notice: it is waited for.
+SHOWS_AS: Mapping[InjectKind, tuple[FaultKind, ...]] = {
+    InjectKind.KILL: (FaultKind.RANK_KILLED,),
+    InjectKind.EXIT: (FaultKind.RANK_EXITED,),
+    InjectKind.RAISE: (FaultKind.RANK_RAISED,),
+    **dict.fromkeys(
+        (InjectKind.STOP, InjectKind.HANG, InjectKind.SPIN, InjectKind.GIL),
+        (FaultKind.RANK_HUNG, FaultKind.COLLECTIVE_STUCK),
+    ),
+    InjectKind.LOADER_KILL: (FaultKind.LOADER_WORKER_DIED,),
+    InjectKind.LOADER_STOP: (FaultKind.LOADER_TIMEOUT,),
+    InjectKind.OOM: (FaultKind.OUT_OF_MEMORY,),
+    InjectKind.UNUSED: (FaultKind.REDUCTION_UNFINISHED,),
+    InjectKind.NAN: (FaultKind.NON_FINITE,),
+    InjectKind.SPIKE: (FaultKind.LOSS_EXPLODED,),
+    InjectKind.DIVERGE: (FaultKind.REPLICA_DIVERGED,),
+    InjectKind.BAD_SAMPLE: (FaultKind.BAD_SAMPLE,),
+    InjectKind.DISK_FULL: (FaultKind.STORAGE_FAILED,),
+    InjectKind.DISK_ERROR: (FaultKind.STORAGE_FAILED,),
+    InjectKind.CORRUPT_CHECKPOINT: (FaultKind.CHECKPOINT_BAD,),
+}
 
 # These change what a step computes, so they happen where its loss is computed.
 KINDS_IN_LOSS = frozenset({InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE})

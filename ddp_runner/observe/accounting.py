@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +12,7 @@ from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
 from ddp_runner.observe.findings import RunFindings
+from ddp_runner.observe.minor_faults import Injections, MinorFaults
 from ddp_runner.observe.summary import (
     ExactProof,
     FaultRecord,
@@ -20,9 +20,6 @@ from ddp_runner.observe.summary import (
     RunSummary,
     TimeShares,
 )
-
-INJECTED_KEPT = 1000  # of the newest injections, each
-MENDED_KEPT = 500  # of the first faults that ranks mended themselves, and of the last: each told
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +31,8 @@ class OpenFault:
     generation: int
     event_id: int
     outcome: str  # of the plan, for the line that tells of the repair
+    action: str = ""  # all that was done
+    injected: tuple[InjectedRecord, ...] = ()  # what has brought it about, if that was asked for
     all_ranks_dead: bool = False
     recovered_s: float | None = None
     steps_lost: int = 0
@@ -48,12 +47,10 @@ class RunAccounting:
         self.first_step_s: float | None = None
         self.faults: list[OpenFault] = []
         self.restarts = 0
-        self._mended_first: list[FaultRecord] = []
-        self._mended_last: deque[FaultRecord] = deque(maxlen=MENDED_KEPT)
-        self._mended_left_out = 0
+        self._injections = Injections(began_s=began_s)
+        self._minor = MinorFaults(self._injections, began_s=began_s)
         self.checkpoint = ""
         self.checkpoint_step: int | None = None
-        self._injected: deque[InjectedRecord] = deque(maxlen=INJECTED_KEPT)
         self._launch_step: int | None = None
         self._parts: dict[str, float] = {}  # seconds of the generation that forms
         self._productive_at_save: dict[int, int] = {}
@@ -69,17 +66,17 @@ class RunAccounting:
 
     @property
     def faults_total(self) -> int:
-        """Incidents, and faults that ranks mended themselves, also those that are not listed."""
-        listed = len(self._mended_first) + len(self._mended_last)
-        return len(self.faults) + listed + self._mended_left_out
+        """Incidents, and faults that ranks repaired themselves, also those that are not listed."""
+        return len(self.faults) + len(self._minor.repaired) + self._minor.left_out
 
-    def take(  # noqa: C901 - one row an event
+    def take(  # noqa: C901, PLR0912 - one row an event
         self, event: events.Event, *, now_s: float, cause: int | None = None
     ) -> None:
         """Account for an event; most need no account."""
         match event:
             case events.CheckpointSaved():
                 self.newest_checkpoint((event.step, event.path))
+                self._minor.saved(now_s)
                 if event.productive_ns is not None:
                     self.saved(event.step, event.productive_ns)
             case events.Plan():
@@ -87,18 +84,11 @@ class RunAccounting:
             case events.Adjusted(fault_free=True, plain_retry=True):
                 self.plain_retry(event.rank)
             case events.RepairedInPlace():
-                self.mended(event, now_s)
+                self._minor.repair(event, now_s)
+            case events.FaultTolerated():
+                self._minor.tolerate(event, now_s)
             case events.Injected():
-                self._injected.append(
-                    InjectedRecord(
-                        kind=event.kind,
-                        rank=event.rank,
-                        number=event.number,
-                        step=event.step,
-                        phase=event.phase,
-                        at_s=round(now_s - self.began_s, 3),
-                    )
-                )
+                self._injections.happened(event, now_s)
             case events.Forming():
                 self.forming(now_s)
             case events.WorldFormed(step=step):
@@ -138,33 +128,18 @@ class RunAccounting:
             generation=plan.generation,
             event_id=event_id,
             outcome=plan.outcome,
+            action=plan.action,
+            injected=tuple(
+                one
+                for cause in plan.incident.attribution.causes
+                for one in self._injections.noticed(cause.kind, cause.rank)
+            ),
             all_ranks_dead=plan.all_ranks_dead,
         )
         fault.seconds["detect"] = plan.detect_s
         fault.seconds["abort"] = plan.incident.at_s - plan.began_s
         self.faults.append(fault)
         self.restarts += plan.plan == ReplaceRanks.__name__
-
-    def mended(self, repaired: events.RepairedInPlace, now_s: float) -> None:
-        """A fault was repaired within its generation; it counts in no budget."""
-        fault, seconds = repaired.fault, repaired.seconds
-        record = FaultRecord(
-            kind=fault.kind.value,
-            rank=fault.rank,
-            step=fault.step,
-            cause=fault.cause,
-            detected_s=round(now_s - seconds - self.began_s, 3),
-            recovered_s=round(now_s - self.began_s, 3),
-            steps_lost=repaired.steps_lost,
-            generation=repaired.generation,
-            detail=fault.detail,
-            seconds={"total": round(seconds, 4)},
-        )
-        if len(self._mended_first) < MENDED_KEPT:
-            self._mended_first.append(record)
-            return
-        self._mended_left_out += len(self._mended_last) == MENDED_KEPT
-        self._mended_last.append(record)
 
     def plain_retry(self, rank: int) -> None:
         """The process that follows this rank's has nothing left to change: its end is to count."""
@@ -272,15 +247,15 @@ class RunAccounting:
             faults=tuple(
                 sorted(
                     [
-                        *self._mended_first,
-                        *self._mended_last,
+                        *self._minor.repaired,
                         *(self._record(fault) for fault in self.faults),
                     ],
                     key=lambda record: record.detected_s,
                 )
             ),
-            injected=tuple(self._injected),
-            faults_left_out=self._mended_left_out,
+            tolerated=tuple(self._minor.tolerated),
+            injected=tuple(self._injections.records),
+            faults_left_out=self._minor.left_out,
             checkpoint=str(report.get("checkpoint") or self.checkpoint) or None,
             checkpoint_step=finished[0].step if report.get("checkpoint") else self.checkpoint_step,
             peak_rss_bytes=_peak(finished, "peak_rss_bytes"),
@@ -325,6 +300,9 @@ class RunAccounting:
             victims=tuple(victim.rank for victim in fault.incident.attribution.victims),
             all_ranks_dead=fault.all_ranks_dead,
             seconds={name: round(value, 4) for name, value in fault.seconds.items()},
+            phase=culprit.phase,
+            action=fault.action,
+            injected=fault.injected,
         )
 
 

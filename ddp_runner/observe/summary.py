@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.files import encode_record
@@ -12,32 +12,6 @@ from ddp_runner.system.run_files import from_json, read_small, replace_file_sync
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultRecord:
-    """One fault and its repair. ``rank`` is -1 where no single rank is to blame.
-
-    ``detected_s`` and ``recovered_s`` count from the start of the run; ``recovered_s`` is None
-    where the run ended first. ``seconds`` has what the repair consisted of: ``detect`` (since the
-    culprit's last sign of life), ``abort``, ``fork``, ``group``, ``transfer``, ``rebuild``,
-    ``total`` (from the detection on). ``victims`` merely lost their peer. ``detail`` is the end of
-    the culprit's traceback, or of what it said last; empty where there is none. ``all_ranks_dead``:
-    no rank was left with the state, and the newest checkpoint was read; only that costs steps.
-    """
-
-    kind: str
-    rank: int
-    step: int
-    cause: str
-    detected_s: float
-    recovered_s: float | None
-    steps_lost: int
-    generation: int
-    detail: str = ""
-    victims: tuple[int, ...] = ()
-    all_ranks_dead: bool = False
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +28,40 @@ class InjectedRecord:
     step: int
     phase: str
     at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRecord:
+    """One fault and its repair. ``rank`` is -1 where no single rank is to blame.
+
+    ``phase``: the part of the step, empty where nobody knows. ``action``: what was done, in words.
+    ``injected``: what of ``--inject`` has brought it about, its culprit's first; empty where nothing has.
+
+    ``detected_s`` and ``recovered_s`` count from the start of the run; ``recovered_s`` is None
+    where the run ended first, or nothing had to be repaired. ``seconds`` has what the repair consisted of: ``detect`` (since the
+    culprit's last sign of life), ``abort``, ``fork``, ``group``, ``transfer``, ``rebuild``,
+    ``total`` (from the detection on). ``victims`` merely lost their peer. ``detail`` is the end of
+    the culprit's traceback, or of what it said last; empty where there is none. ``all_ranks_dead``:
+    no rank was left with the state, and the newest checkpoint was read; only that costs steps.
+    ``times``: so many saves have failed for it, one after the other.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    cause: str
+    detected_s: float
+    recovered_s: float | None
+    steps_lost: int
+    generation: int
+    detail: str = ""
+    victims: tuple[int, ...] = ()
+    all_ranks_dead: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    phase: str = ""
+    action: str = ""
+    injected: tuple[InjectedRecord, ...] = ()
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +121,9 @@ class RunSummary:
     wall_s: float
     time_s: TimeShares
     faults: tuple[FaultRecord, ...] = ()
-    injected: tuple[InjectedRecord, ...] = ()  # of the newest 1,000
+    # That needed no repair (a skipped step, a save that failed), so they count as no faults: the newest 500.
+    tolerated: tuple[FaultRecord, ...] = ()
+    injected: tuple[InjectedRecord, ...] = ()  # the newest 1,000
     faults_left_out: int = 0  # mended by their ranks, and too many to list: in events.jsonl
     checkpoint: str | None
     checkpoint_step: int | None = None
@@ -155,10 +165,8 @@ def read_summary(path: Path) -> RunSummary:
         known = {f.name: record[f.name] for f in fields(RunSummary) if f.name in record}
         known["status"] = RunStatus(known["status"])
         known["time_s"] = TimeShares(**known["time_s"])
-        known["faults"] = tuple(
-            FaultRecord(**{**fault, "victims": tuple(fault.get("victims", ()))})
-            for fault in known["faults"]
-        )
+        known["faults"] = tuple(map(_fault_record, known["faults"]))
+        known["tolerated"] = tuple(map(_fault_record, known.get("tolerated", ())))
         known["injected"] = tuple(InjectedRecord(**one) for one in known.get("injected", ()))
         known["inexact_reasons"] = tuple(known["inexact_reasons"])
         proof = known.pop("exact_proof", {})
@@ -169,3 +177,9 @@ def read_summary(path: Path) -> RunSummary:
         return RunSummary(**known)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a run summary: {error}") from error
+
+
+def _fault_record(fault: Mapping[str, Any]) -> FaultRecord:
+    injected = tuple(InjectedRecord(**one) for one in fault.get("injected", ()))
+    victims = tuple(fault.get("victims", ()))
+    return FaultRecord(**{**fault, "victims": victims, "injected": injected})

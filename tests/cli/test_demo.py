@@ -16,7 +16,9 @@ import pytest
 
 from ddp_runner.cli.acts import script_for
 from ddp_runner.cli.repairs import read_repairs
+from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
+from ddp_runner.observe.summary import FaultRecord, InjectedRecord, RunSummary, TimeShares
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 250.0  # a hang; three runs on a slow machine take minutes
@@ -103,7 +105,7 @@ def test_faults_are_repaired_and_the_weights_are_identical(start, tmp_path):
 
 
 def test_a_fault_that_never_came_is_no_proof(start, tmp_path):
-    """Without every fault in the journal: exit 1, and the folder is kept to look at.
+    """Without every fault in the summary: exit 1, and the folder is kept to look at.
 
     Those that came and changed what is computed are told with what was done.
     """
@@ -115,7 +117,7 @@ def test_a_fault_that_never_came_is_no_proof(start, tmp_path):
     assert re.search(r"out of memory +1 +5 +its exception +micro-batches of 8 samples, same", text)
     assert re.search(r"loss is NaN +0 +15 +all ranks +step skipped on all ranks", text)
     assert "exact: false, micro-batches of 8 samples from step 5" in text
-    assert "only 2 of 3 faults are in the journal" in text
+    assert "only 2 of 3 faults are in the summary" in text
     first, second = re.findall(r"weights ([0-9a-f]{16})  ", text)
     assert first != second
     (folder,) = demo_folders(tmp_path)
@@ -160,92 +162,71 @@ def test_the_script_is_a_plan_that_the_command_accepts():
         assert kinds == set(InjectKind), "every kind there is"
 
 
-def event(number, name, **fields):
-    return {"id": number, "event": name, "mono_s": float(number), "cause": None, **fields}
+def summary(*, faults=(), tolerated=(), injected=()):
+    return RunSummary(
+        run_id="a run", status=RunStatus.COMPLETED, exit_code=0, steps=9, epochs=1, samples=36, world_size=2,
+        final_loss=0.25, weights_sha256="ab", exact=True, wall_s=20.0, time_s=TimeShares(), checkpoint=None,
+        faults=tuple(faults), tolerated=tuple(tolerated), injected=tuple(injected),
+    )  # fmt: skip
 
 
-def test_a_victim_that_spoke_first_does_not_become_the_culprit():
-    """The row is the plan's culprit; the time to notice counts to the incident's first sign."""
-    events = [
-        event(1, "injected", kind="exit", rank=0),
-        event(2, "fault", kind="collective_failed", rank=1, step=7, phase="reduce"),
-        event(3, "fault", cause=2, kind="rank_exited", rank=0, step=7, phase="backward"),
-        event(4, "plan", cause=2, culprit=0, kind="rank_exited"),
-        event(6, "repaired", cause=2, steps_lost=1),
-    ]
-    (repair,) = read_repairs(events)
-    assert (repair.injected, repair.rank, repair.step) == (InjectKind.EXIT, 0, 7)
-    assert repair.phase == "backward"
-    assert repair.noticed_by == "process ended"
-    assert (repair.noticed_s, repair.repaired_s, repair.steps_lost) == (1.0, 4.0, 1)
+def blow(kind, rank, at_s):
+    return InjectedRecord(kind=kind, rank=rank, number=0, step=3, phase="forward", at_s=at_s)
+
+
+def fault(kind, rank, detected_s, recovered_s, *injected, **changes):
+    return FaultRecord(
+        kind=kind, rank=rank, step=7, cause="a cause", detected_s=detected_s, recovered_s=recovered_s,
+        steps_lost=1, generation=1, phase="backward", injected=injected, **changes,
+    )  # fmt: skip
+
+
+def test_a_row_has_what_was_done_and_when_it_was_noticed():
+    """From the injection to the first sign, and from there until the ranks trained again."""
+    (row,) = read_repairs(
+        summary(
+            faults=[fault("rank_exited", 0, 2.0, 6.0, blow("exit", 0, 1.0), action="respawned")]
+        )
+    )
+    assert (row.injected, row.rank, row.step, row.phase) == (InjectKind.EXIT, 0, 7, "backward")
+    assert (row.noticed_by, row.done) == ("process ended", "respawned")
+    assert (row.noticed_s, row.repaired_s, row.steps_lost) == (1.0, 4.0, 1)
 
 
 def test_a_fault_that_nobody_injected_is_told_as_such():
-    """A real fault during the demo has a row of its own and takes no injection's place."""
-    events = [
-        event(1, "fault", kind="rank_killed", rank=1, step=3, phase="data"),
-        event(2, "plan", cause=1, culprit=1, kind="rank_killed"),
-        event(3, "repaired", cause=1, steps_lost=0),
-        event(4, "injected", kind="kill", rank=1),
-        event(5, "fault", kind="rank_killed", rank=1, step=9, phase="data"),
-        event(6, "plan", cause=5, culprit=1, kind="rank_killed"),
-    ]
-    real, injected = read_repairs(events)
-    assert (real.injected, real.noticed_s) == (None, None)
-    assert (injected.injected, injected.noticed_s) == (InjectKind.KILL, 1.0)
-    assert injected.repaired_s is None
+    """A real fault during the demo has a row of its own; a bad sample is in the data from the start."""
+    real, sample = read_repairs(
+        summary(faults=[fault("rank_killed", 1, 2.0, None), fault("bad_sample", 1, 3.0, 3.5)])
+    )
+    assert (real.injected, real.noticed_s, real.repaired_s, real.done) == (None, None, None, "-")
+    assert (sample.injected, sample.noticed_s) == (InjectKind.BAD_SAMPLE, None)
 
 
-def test_what_needs_no_repair_has_its_row():
-    """A disk that refuses two saves is one fault, over with the next save; slow is no fault."""
-    refused = {"kind": "storage_failed", "rank": 0, "phase": "checkpoint", "remedy": "goes on"}
-    events = [
-        event(1, "injected", kind="slow", rank=1, step=3, phase="forward"),
-        event(2, "injected", kind="disk_full", rank=0, step=9, phase="checkpoint"),
-        event(3, "fault_tolerated", step=9, **refused),
-        event(4, "fault_tolerated", step=19, **refused),
-        event(6, "checkpoint_saved"),
-        event(7, "fault_tolerated", step=29, **refused),
-    ]
-    slow, full, real = read_repairs(events)
-    assert (slow.injected, slow.rank, slow.step) == (InjectKind.SLOW, 1, 3)
-    assert (slow.noticed_s, slow.repaired_s) == (None, None)
-    assert (full.injected, full.step) == (InjectKind.DISK_FULL, 9)
-    assert (full.noticed_s, full.repaired_s) == (1.0, 3.0)
-    assert (real.injected, real.repaired_s) == (None, None)
+def test_rows_stand_in_the_order_of_their_time():
+    """What needed no repair and what nobody had to notice have theirs among the others."""
+    full, kill, slow = blow("disk_full", 0, 2.0), blow("kill", 1, 5.0), blow("slow", 1, 4.0)
+    rows = read_repairs(
+        summary(
+            faults=[fault("rank_killed", 1, 5.5, 6.0, kill)],
+            tolerated=[fault("storage_failed", 0, 3.0, 7.0, full)],
+            injected=[full, slow, kill],
+        )
+    )
+    kinds = [InjectKind.DISK_FULL, InjectKind.SLOW, InjectKind.KILL]
+    assert [row.injected for row in rows] == kinds
+    assert (rows[1].noticed_by, rows[1].noticed_s, rows[1].repaired_s) == ("waited for", None, None)
 
 
 def test_ranks_that_are_lost_together_are_one_row():
-    """Each has an injection; none of them is left over for a later fault."""
-    events = [
-        event(1, "injected", kind="kill", rank=1),
-        event(2, "injected", kind="kill", rank=0),
-        event(3, "fault", kind="rank_killed", rank=1, step=9, phase="data"),
-        event(4, "fault", cause=3, kind="rank_killed", rank=0, step=9, phase="data"),
-        event(5, "plan", cause=3, culprit=1, kind="rank_killed"),
-        event(6, "repaired", cause=3, steps_lost=4),
-        event(8, "fault", kind="rank_killed", rank=0, step=19, phase="data"),
-        event(9, "plan", cause=8, culprit=0, kind="rank_killed"),
-    ]
-    together, real = read_repairs(events)
-    assert (together.rank, together.others, together.steps_lost) == (1, (0,), 4)
-    assert (real.injected, real.noticed_s) == (None, None)
-
-
-def test_a_fault_that_blames_nobody_is_shown_with_its_victim():
-    """Two replicas differ, and neither can be believed: the table knows better than the run."""
-    events = [
-        event(1, "injected", kind="diverge", rank=1),
-        event(2, "fault", kind="replica_diverged", rank=-1, step=9, phase="compare"),
-        event(
-            3,
-            "repaired_in_place",
-            cause=2,
-            seconds=0.5,
-            remedy="rolled back to step 5",
-            steps_lost=4,
-        ),
-    ]
-    (repair,) = read_repairs(events)
-    assert (repair.injected, repair.rank, repair.steps_lost) == (InjectKind.DIVERGE, 1, 4)
-    assert (repair.done, repair.noticed_s, repair.repaired_s) == ("rolled back to step 5", 1.5, 0.5)
+    """It names the others; a fault that blames nobody is shown with the rank that it was done to."""
+    kills = blow("kill", 1, 1.0), blow("kill", 0, 1.0)
+    together, differs = read_repairs(
+        summary(
+            faults=[
+                fault("rank_killed", 1, 2.0, 6.0, *kills),
+                fault("replica_diverged", -1, 7.0, 7.5, blow("diverge", 1, 6.5)),
+            ]
+        )
+    )
+    assert (together.rank, together.others) == (1, (0,))
+    assert (differs.rank, differs.others, differs.noticed_s) == (1, (), 0.5)

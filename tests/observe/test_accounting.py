@@ -14,8 +14,9 @@ from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident
-from ddp_runner.observe.accounting import INJECTED_KEPT, MENDED_KEPT, RunAccounting
+from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.findings import RunFindings
+from ddp_runner.observe.minor_faults import INJECTED_KEPT, REPAIRED_KEPT
 from ddp_runner.observe.summary import ExactProof, read_summary, write_summary
 
 SECOND_NS = 1_000_000_000
@@ -349,7 +350,7 @@ def test_very_many_checkpoints_do_not_pile_up():
     assert summary(ledger, reading=reading(productive_ns=5003 * SECOND_NS)).time_s.lost == 4.0
 
 
-@pytest.mark.parametrize("count", [2 * MENDED_KEPT, 2 * MENDED_KEPT + 7])
+@pytest.mark.parametrize("count", [2 * REPAIRED_KEPT, 2 * REPAIRED_KEPT + 7])
 def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
     """A long run with a bad disk or loader does not grow for ever; the rest is counted."""
     ledger = RunAccounting(began_s=0.0)
@@ -361,8 +362,8 @@ def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
         )
     made = summary(ledger)
     steps = sorted(record.step for record in made.faults)
-    assert steps == [*range(MENDED_KEPT), *range(count - MENDED_KEPT, count)]
-    assert made.faults_left_out == count - 2 * MENDED_KEPT
+    assert steps == [*range(REPAIRED_KEPT), *range(count - REPAIRED_KEPT, count)]
+    assert made.faults_left_out == count - 2 * REPAIRED_KEPT
     assert made.to_record()["faults_left_out"] == made.faults_left_out
     assert ledger.faults_total == count
     note(ledger, incident(3), began_s=100.0)

@@ -44,6 +44,7 @@ from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
 from ddp_runner.supervisor.recovery.incident import OpenIncident, PendingKill
 from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
 from ddp_runner.supervisor.reporting.plan_words import (
+    action_in_words,
     outcome_in_words,
     reads_checkpoint,
     repair_line,
@@ -342,6 +343,7 @@ class Repair:
                 since_s=last_commit_ns / 1e9 if last_commit_ns else opened.began_s,
                 detect_s=max(0.0, opened.began_s - opened.last_sign_s[culprit.rank]),
                 outcome=outcome_in_words(plan, culprit),
+                action=action_in_words(plan, culprit, remedies=self._remedies),
                 line=repair_line(plan, incident, remedies=self._remedies, ranks=len(ranks)),
                 inexact_reason=inexact_by(culprit) if replaces and has_diverged else "",
             ),

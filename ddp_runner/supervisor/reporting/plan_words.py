@@ -59,3 +59,16 @@ def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
     if plan.ranks and plan.kept is not None:
         return f"{rank_list(plan.ranks)} respawned, rank {plan.kept} stayed with the newest state"
     return f"{rank_list(plan.ranks)} respawned" if plan.ranks else "formed again"
+
+
+def action_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault, *, remedies: Sequence[str]) -> str:
+    """All that was done about an incident: by the ranks themselves, and with them."""
+    if isinstance(plan, GiveUp):
+        return f"given up: {plan.reason}"
+    words = list(remedies)
+    if plan.ranks or plan.dropped:
+        source = " from the newest checkpoint" if reads_checkpoint(plan) else ""
+        words.append(outcome_in_words(plan, culprit) + source)
+    elif culprit.kind is FaultKind.REPLICA_DIVERGED and not words:
+        words.append("the majority's state taken over")
+    return ", ".join(words) or outcome_in_words(plan, culprit)
