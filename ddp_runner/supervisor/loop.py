@@ -7,12 +7,12 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
@@ -22,17 +22,17 @@ from ddp_runner.core.stopping import StopSignal
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
-from ddp_runner.supervisor.processes.children import end_descendants, reap_children
-from ddp_runner.supervisor.processes.folders import FolderKeeper
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.folders import FolderKeeper
+from ddp_runner.supervisor.processes.children import end_descendants
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
-from ddp_runner.supervisor.reporting.run_view import measure_memory, run_view
+from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death
-from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.run_directories import RunDirectories
 
 TICK_S = 0.1
@@ -110,15 +110,21 @@ def supervise(plan: LaunchPlan) -> int:
     parent_death.set_process_name("ddp:supervisor")
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
-        world = World(plan, selector)
-        outputs = Outputs(plan.settings, ranks=plan.world_size, seal=world.log_seal)
-        supervisor = Supervisor(plan, world, outputs, directories)
-        loop = _Loop(supervisor, signals=signals, selector=selector)
+        node = Node(plan, selector, system=Linux(), clock=SYSTEM_CLOCK)
+        supervisor = Supervisor(
+            plan,
+            node,
+            outputs=Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal),
+            directories=directories,
+            published=Published(Path(plan.settings.run.checkpoint_dir)),
+            clock=SYSTEM_CLOCK,
+        )
+        loop = _Loop(supervisor, signals=signals, selector=selector, clock=SYSTEM_CLOCK)
         try:
             return loop.run()
         finally:
             end_descendants(timeout_s=10.0)
-            world.close()
+            node.close()
             directories.release()
 
 
@@ -126,16 +132,24 @@ class _Loop:
     """Feeds events to a :class:`Supervisor` until it has an ending."""
 
     def __init__(
-        self, supervisor: Supervisor, *, signals: SignalBox, selector: selectors.BaseSelector
+        self,
+        supervisor: Supervisor,
+        *,
+        signals: SignalBox,
+        selector: selectors.BaseSelector,
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._supervisor = supervisor
         self._plan = supervisor.plan
+        self._node = supervisor.node
         self._world = supervisor.world
         self._outputs = supervisor.outputs
         self._signals = signals
         self._selector = selector
         self._folders = FolderKeeper(
             supervisor.directories,
+            node=supervisor.node,
             world=supervisor.world,
             recorder=supervisor.recorder,
             ask_save=supervisor.ask_save,
@@ -147,7 +161,7 @@ class _Loop:
 
     def run(self) -> int:
         """Loop to the ending, then show and return it."""
-        self._world.start_zygote()
+        self._node.start_zygote()
         self._start_guardian()
         while self._supervisor.ending is None:
             try:
@@ -159,7 +173,7 @@ class _Loop:
     def _start_guardian(self) -> None:
         """While torch is imported. A run can do without it: only a SIGKILL of this process needs one."""
         try:
-            self._world.guardian.start()
+            self._node.start_guardian()
         except OSError as error:
             reason = error.strerror or str(error)
             self._outputs.say(
@@ -172,9 +186,9 @@ class _Loop:
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._take_signals()
-            else:
-                self._receive(*key.data)
-        for ended in reap_children():
+            elif (received := self._node.receive(*key.data)) is not None:
+                self._supervisor.on_message(*received)
+        for ended in self._node.reap():
             self._supervisor.on_ended(ended)
         self._supervisor.advance()
         self._show()
@@ -191,24 +205,11 @@ class _Loop:
             elif number == _SAVE_SIGNAL:
                 self._supervisor.ask_save()
 
-    def _receive(self, channel: Channel, who: object) -> None:
-        handle = who if isinstance(who, RankHandle) else None
-        if handle is not None and handle.channel is not channel:
-            return  # a process that was replaced in this very round
-        if channel.fileno() < 0:
-            return  # closed in this very round
-        try:
-            message, _ = channel.receive()
-        except ChannelClosedError:
-            self._world.forget_channel(channel)
-            return
-        self._supervisor.on_message(message, handle)
-
     def _show(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic()
         if now_s - self._memory_at_s >= 1.0:
             self._memory_at_s = now_s
-            measure_memory(self._world.ranks)
+            self._world.measure_memory()
         accounting = self._supervisor.recorder.accounting
         if accounting.first_step_s is None:
             first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)
@@ -233,12 +234,13 @@ class _Loop:
         return run_view(
             self._plan,
             self._world.ranks,
-            doing=supervisor.start.doing(time.monotonic()),
+            doing=supervisor.start.doing(self._clock.monotonic()),
             facts=supervisor.facts,
             state=supervisor.machine.state,
             began_s=supervisor.recorder.accounting.began_s,
             faults_total=supervisor.recorder.accounting.faults_total,
             restarts=supervisor.recorder.accounting.restarts,
+            now_ns=self._clock.monotonic_ns(),
         )
 
     def _finish(self) -> int:
@@ -251,12 +253,12 @@ class _Loop:
             outputs.say(f"processes {left} would not end", level="ERROR")
         if outputs.may_write:
             self._look_after_folders()
-            supervisor.drills.clear()
+            supervisor.keeper.drills.clear()
             for path in remove_temporary_files(Path(self._plan.settings.run.checkpoint_dir)):
                 outputs.say(f"removed {path}, which a save that was cut off had left")
             supervisor.recorder.saved_unreported()
             supervisor.recorder.know_newest()
-        supervisor.start.look(time.monotonic())
+        supervisor.start.look(self._clock.monotonic())
         outputs.show_rest()
         self._say_ending()
         summary = self._summary()
@@ -302,5 +304,5 @@ class _Loop:
             finished=finished if complete else [],
             facts=supervisor.facts,
             own_step_s={handle.rank: handle.own_step_s for handle in self._world.ranks},
-            now_s=time.monotonic(),
+            now_s=self._clock.monotonic(),
         )

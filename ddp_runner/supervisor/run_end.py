@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from ddp_runner.checkpoint.unreported import Published
@@ -12,12 +11,13 @@ from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.core.settings import Settings
-from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, told
 from ddp_runner.supervisor.reporting.start_progress import Start
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 
 
 class RunEnd:
@@ -37,7 +37,9 @@ class RunEnd:
         published: Published,
         start: Start,
         cutting: Cutting,
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._start = start
         self._log_dir = settings.run.log_dir
         self._resume = settings.run.resume
@@ -53,6 +55,7 @@ class RunEnd:
             recorder=recorder,
             published=published,
             cutting=cutting,
+            clock=clock,
         )
         self.ending: Ending | None = None
         self._after_save: Ending | None = None
@@ -83,7 +86,7 @@ class RunEnd:
             return
         self._after_save = ending
         self._machine.advance(RunEvent.LAST_SAVE_BEGAN)
-        self.last_save.begin(causes, time.monotonic())
+        self.last_save.begin(causes, self._clock.monotonic())
 
     def give_up(self, plan: GiveUp) -> None:
         """End the run because of a fault that is not repaired."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ddp_runner.core import events
 from ddp_runner.core.messages import Checkpoint
-from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.world import World
 
 
 class SaveRequest:

@@ -7,7 +7,6 @@ whatever the facts allow (plan, kill, fork, form, end). So the order of events m
 from __future__ import annotations
 
 import signal
-import time
 import uuid
 from pathlib import Path
 
@@ -29,17 +28,14 @@ from ddp_runner.core.lifecycle import (
     RunState,
 )
 from ddp_runner.core.messages import (
-    NO_PROCESS,
     AbortHeard,
     Adjusted,
     Built,
     CollectivesBegun,
-    Drilled,
     DrillPart,
     Faulted,
     FaultTolerated,
     Finished,
-    Forked,
     Formed,
     Injected,
     LoaderWorkers,
@@ -50,32 +46,21 @@ from ddp_runner.core.messages import (
     Ready,
     RepairedInPlace,
     Saved,
-    SpareReady,
     Stop,
     StopAsked,
-    StoreReady,
-    ZygoteReady,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
-from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.departures import (
-    DrillEnded,
-    RankEnded,
-    SpareEnded,
-    StandbyEnded,
-    StoreEnded,
-    ZygoteEnded,
-)
-from ddp_runner.supervisor.processes.endings import exit_of, store_died
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.departures import RankEnded, ZygoteEnded
+from ddp_runner.supervisor.processes.endings import exit_of
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
-from ddp_runner.supervisor.recovery.drills import DrillKeeper
 from ddp_runner.supervisor.recovery.fault_injector import Striker
 from ddp_runner.supervisor.recovery.repair import Repair
-from ddp_runner.supervisor.recovery.spare_keeper import SpareKeeper
-from ddp_runner.supervisor.recovery.zygote_keeper import ZygoteKeeper
+from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
 from ddp_runner.supervisor.reporting.completed_run import kept_summary
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
@@ -83,6 +68,8 @@ from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.save_request import SaveRequest
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
 
 EXIT_TIMEOUT_S = 15.0  # for a finished rank to exit
@@ -92,50 +79,62 @@ class Supervisor:
     """One run, from the first fork to its ending. Driven by ``run``; never waits for anything."""
 
     def __init__(
-        self, plan: LaunchPlan, world: World, outputs: Outputs, directories: RunDirectories
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        outputs: Outputs,
+        directories: RunDirectories,
+        published: Published,
+        clock: Clock,
     ) -> None:
         self.plan = plan
-        self.world = world
+        self.node = node
+        self.world = world = World(plan, node)
         self.outputs = outputs
-        self.facts = RunFacts()
+        self.facts = facts = RunFacts()
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
-        published = Published(Path(plan.settings.run.checkpoint_dir))
-        self.recorder = recorder = Recorder(outputs, facts=self.facts, published=published)
+        self._clock = clock
+        self.recorder = recorder = Recorder(outputs, facts=facts, published=published, clock=clock)
         self._striker = Striker(plan, world, recorder)
         self._cutting = Cutting(world=world, recorder=recorder)
         self._repair = Repair(
             plan.settings,
-            self.facts,
+            facts,
             machine=self.machine,
             world=world,
             recorder=recorder,
             striker=self._striker,
             published=published,
             cutting=self._cutting,
-        )
-        self._zygotes = ZygoteKeeper(
-            plan.settings.recovery, self.facts, world=world, recorder=recorder, repair=self._repair
-        )
-        self._spares = SpareKeeper(
-            plan, self.facts, world=world, recorder=recorder, repair=self._repair
+            clock=clock,
         )
         self.start = Start(
-            self.facts, world=world, recorder=recorder, debug=plan.settings.run.debug
+            facts, node=node, world=world, recorder=recorder, debug=plan.settings.run.debug
+        )
+        self.keeper = NodeKeeper(
+            plan,
+            facts,
+            node=node,
+            world=world,
+            recorder=recorder,
+            repair=self._repair,
+            start=self.start,
+            clock=clock,
         )
         self.run_end = RunEnd(
             plan.settings,
-            self.facts,
+            facts,
             machine=self.machine,
             world=world,
             recorder=recorder,
             published=published,
             start=self.start,
             cutting=self._cutting,
+            clock=clock,
         )
         self.directories = directories
-        self.drills = DrillKeeper(plan, world=world, recorder=recorder)
-        self._save_request = SaveRequest(self.facts, world=world, recorder=recorder)
-        self._kernel_kills = KernelKills()
+        self._save_request = SaveRequest(facts, world=world, recorder=recorder)
         self._stop: StopReason | None = None
         self._signals = StopSignals()  # to this process, by a person or a scheduler
         self._stop_by_s = 0.0
@@ -146,48 +145,16 @@ class Supervisor:
         """How the run has ended; None while it has not."""
         return self.run_end.ending
 
-    def on_message(self, message: Message, handle: RankHandle | None) -> None:
-        """A message came in; ``handle`` is its rank, None for the zygote or the store host."""
+    def on_message(self, message: Message, rank: int | None) -> None:
+        """A message came in; ``rank`` is who sent it, None for a process that is no rank."""
         if self.ending is not None:
             return
-        match message:
-            case ZygoteReady():
-                self.world.zygote_is_ready()
-                self.start.imported(message.import_s)
-                self.recorder.record(
-                    events.ZygoteReady(
-                        torch=message.torch_version,
-                        import_s=message.import_s,
-                        warning=message.warning,
-                    )
-                )
-            case Forked():
-                self._on_forked(message)
-            case StoreReady():
-                self.world.store_is_ready()
-            case SpareReady():
-                self._spares.is_ready(message)
-            case Drilled():
-                self.drills.drilled(message, time.monotonic())
-            case StopAsked():
-                self.recorder.record(events.StopSignalAtRank(rank=message.rank))
-                self._begin_stop(message.reason)
-            case _ if handle is not None:
-                self._on_rank_message(message, handle)
-            case _:
-                raise TypeError(f"unexpected {type(message).__name__}")
-
-    def _on_forked(self, forked: Forked) -> None:
-        is_standby = self._zygotes.is_standby(forked)
-        is_drill = self.world.drill is not None and self.world.drill.token == forked.token
-        ended = self.world.claim(forked)
-        if forked.pid == NO_PROCESS and is_standby:
-            self._zygotes.standby_refused(time.monotonic())
-        elif forked.pid == NO_PROCESS and not is_drill:
-            self._spares.lost(time.monotonic())
-        self._spares.was_forked(forked)
-        if ended is not None:
-            self.on_ended(ended)
+        if rank is None:
+            ended = self.keeper.on_message(message)
+            if ended is not None:
+                self.on_ended(ended)
+        else:
+            self._on_rank_message(message, self.world.ranks[rank])
 
     def _on_rank_message(  # noqa: C901, PLR0912, PLR0915 - one row a message
         self, message: Message, handle: RankHandle
@@ -195,6 +162,9 @@ class Supervisor:
         match message:
             case Faulted() | Formed() if self.run_end.is_open:
                 pass  # nobody is repaired any more, and a rank that leaves says that it is ready
+            case StopAsked():
+                self.recorder.record(events.StopSignalAtRank(rank=message.rank))
+                self._begin_stop(message.reason)
             case Built():
                 self.start.built(message)
             case Ready():
@@ -232,14 +202,15 @@ class Supervisor:
                 self._repair.note_remedy(message)
             case RepairedInPlace():
                 for _ in range(message.kernel_kills):
-                    self._kernel_kills.claim(time.monotonic())  # a loader worker's, not a rank's
+                    # A loader worker's, not a rank's.
+                    self.world.was_killed_for_memory(self._clock.monotonic())
                 self.recorder.reported(message)
                 if message.steps_lost:
                     self._save_request.accept_from(message.fault.step - message.steps_lost)
             case FaultTolerated() | Proved():
                 self.recorder.reported(message)
             case DrillPart():
-                self.drills.part(message)
+                self.keeper.drills.part(message)
             case CollectivesBegun():
                 self._repair.note_collectives(message)
             case Injected():
@@ -252,35 +223,23 @@ class Supervisor:
             case _:
                 raise TypeError(f"a rank does not send {type(message).__name__}")
 
-    def on_ended(self, ended: Ended) -> None:  # noqa: C901 - one row a process
+    def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
         self.start.show_output()
-        for message, handle in self.world.last_messages(ended.pid):
-            self.on_message(message, handle)
-        match self.world.departed(ended):
-            case RankEnded(handle=rank):
-                self._on_rank_ended(rank, ended)
-            case ZygoteEnded(output=output) if not self.run_end.is_known:
-                if self.world.spare is not None and self.world.spare.pid is None:
-                    self._spares.lost(time.monotonic())  # perhaps the fork of it was the cause
-                none = self._zygotes.ended(ended, output)
-                if none is not None:
-                    detail = self.start.without_shown(none.detail)
-                    self.run_end.begin(Ending.of(RunStatus.FAILED, none.reason, detail=detail))
-            case SpareEnded(output=output):
-                if ended.signal_number == signal.SIGKILL:
-                    self._kernel_kills.claim(time.monotonic())  # this one's, not a rank's
-                self._spares.lost(time.monotonic(), ended, output=output)
-            case DrillEnded(output=output):
-                if ended.signal_number == signal.SIGKILL:
-                    self._kernel_kills.claim(time.monotonic())
-                self.drills.ended(ended, output)
-            case StandbyEnded():
-                self._zygotes.standby_ended(ended)
-            case StoreEnded(output=output):
-                self._report(store_died(ended, output=output, step=self.facts.committed_step))
-            case ZygoteEnded() | None:
-                pass
+        for message, rank in self.node.last_messages(ended.pid):
+            self.on_message(message, rank)
+        departure = self.node.departed(ended)
+        if isinstance(departure, RankEnded):
+            self._on_rank_ended(self.world.ranks[departure.rank], ended, departure.wrote)
+        elif departure is not None and not (
+            isinstance(departure, ZygoteEnded) and self.run_end.is_known
+        ):
+            match self.keeper.ended(departure):
+                case NoZygote(reason=reason, detail=said):
+                    detail = self.start.without_shown(said)
+                    self.run_end.begin(Ending.of(RunStatus.FAILED, reason, detail=detail))
+                case Fault() as fault:
+                    self._report(fault)
 
     @property
     def _is_ending(self) -> bool:
@@ -288,11 +247,12 @@ class Supervisor:
         return self._stop is not None or any(handle.has_finished for handle in self.world.present)
 
     @property
-    def _is_in_peace(self) -> bool:
+    def _is_fault_free(self) -> bool:
         trains = all(handle.state is RankState.TRAINING for handle in self.world.present)
         return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
-    def _on_rank_ended(self, handle: RankHandle, ended: Ended) -> None:
+    def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        handle.machine.advance(RankEvent.EXITED)
         if self.run_end.is_known:
             self.run_end.last_save.ended(handle)
         elif handle.membership is Membership.REJOINING:
@@ -300,12 +260,15 @@ class Supervisor:
         elif handle.was_spare and not handle.has_begun:
             self._repair.schedule_respawn(handle)  # it was ended as a spare
         elif not self._repair.expects_end_of(handle) and not handle.has_finished:
+            now_s = self._clock.monotonic()
             end = exit_of(
-                handle,
                 ended,
+                wrote,
+                rank=handle.rank,
+                reading=handle.slot.read(),
                 killed_for_memory=ended.signal_number == signal.SIGKILL
-                and self._kernel_kills.claim(
-                    time.monotonic(), before_it=self._repair.larger_ones_killed(handle)
+                and self.world.was_killed_for_memory(
+                    now_s, before_it=self._repair.larger_ones_killed(handle)
                 ),
                 was_asked=self._repair.was_asked(handle),
                 keeps_all=not self.recorder.may_write,
@@ -314,8 +277,8 @@ class Supervisor:
             self._report(fault)
             self._repair.note_end(handle, fault)
         if not handle.has_log:
-            self.outputs.keep_words(handle.rank, handle.last_words())
-        self.world.bury(handle)
+            self.outputs.keep_words(handle.rank, wrote.before_log)
+        handle.released()
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
         """Finish the step, save, end; :class:`StopSignals` knows who may ask for an end at once."""
@@ -325,7 +288,7 @@ class Supervisor:
             line = f"{reason.value} before training began"
             self.run_end.at_once(Ending.of(STATUS_OF_REASON[reason], line))
             return
-        self._signals.heard(by, time.monotonic())
+        self._signals.heard(by, self._clock.monotonic())
         self._begin_stop(reason)
 
     def ask_save(self) -> None:
@@ -342,7 +305,8 @@ class Supervisor:
         if self._stop is not None or self.run_end.is_known:
             return
         self._stop = reason
-        self._stop_by_s = time.monotonic() + self.plan.settings.recovery.stop_timeout_s
+        now_s = self._clock.monotonic()
+        self._stop_by_s = now_s + self.plan.settings.recovery.stop_timeout_s
         self.machine.advance(RunEvent.STOP_ASKED)
         self.recorder.record(events.StopAsked(reason=reason.value))
         self.world.stop(Stop(reason=reason))
@@ -355,19 +319,19 @@ class Supervisor:
 
     def advance(self) -> None:
         """Do whatever the facts allow now. Called after every event and every tick."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic()
         if self.ending is not None:
             return
-        self._kernel_kills.look_sometimes(now_s)
+        self.node.kernel_kills.look_sometimes(now_s)
         self.facts.committed_step = max(
             handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
         )
         self._cutting.look(now_s)
         self.run_end.refuse_inexact()
-        self.drills.look(now_s, fault_free=self._is_in_peace)
+        self.keeper.drills.look(now_s, fault_free=self._is_fault_free)
         if self._is_at_its_end(now_s):
             return
-        self._zygotes.look(now_s)
+        self.keeper.zygotes.look(now_s)
         given_up = self._repair.advance(now_s)
         if given_up is not None:
             self.run_end.give_up(given_up)
@@ -379,7 +343,7 @@ class Supervisor:
                 self._repair.returning.take_back(now_s)
             self._repair.name_stragglers()
         self._form(now_s)
-        self._spares.look(now_s, fault_free=self._is_in_peace)
+        self.keeper.spares.look(now_s, fault_free=self._is_fault_free)
         self._end_if_stopping_takes_too_long(now_s)
 
     def _is_at_its_end(self, now_s: float) -> bool:
@@ -429,7 +393,7 @@ class Supervisor:
         except BadInputError as error:
             self.run_end.bad_input(str(error))
             return False
-        self.drills.clear()  # what a supervisor that was killed has left
+        self.keeper.drills.clear()  # what a supervisor that was killed has left
         self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
         if self.facts.kept is not None:
             self.outputs.keep_result()
@@ -450,10 +414,11 @@ class Supervisor:
         if any(handle.state is not RankState.TRAINING for handle in self.world.present):
             return
         self.facts.ever_formed = True
-        self.start.formed(time.monotonic())
+        now_s = self._clock.monotonic()
+        self.start.formed(now_s)
         self.machine.advance(RunEvent.WORLD_FORMED)
         self.recorder.world_formed(
-            time.monotonic(),
+            now_s,
             committed_step=formed.committed_step,
             productive_ns=self.world.present[0].slot.read().productive_ns,
         )

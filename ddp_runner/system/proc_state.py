@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,15 @@ class _Stop:
 
 
 class StoppedWatch:
-    """Owned by the supervisor's loop; asked about the same processes at each tick."""
+    """Owned by a node of the supervisor; asked about the same processes at each tick."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_stopped: Callable[[int | None], bool]) -> None:
+        self._is_stopped = is_stopped
         self._stops: dict[int, _Stop] = {}
 
     def stopped_s(self, pid: int | None, now_s: float) -> float:
         """How long the process has been seen stopped without a break; 0.0 where it is not now."""
-        if pid is None or not is_stopped(pid):
+        if pid is None or not self._is_stopped(pid):
             self._stops.pop(pid or 0, None)
             return 0.0
         stop = self._stops.get(pid)

@@ -1,4 +1,4 @@
-"""Plays the supervisor in a process of its own, on the real World, at the command of a test."""
+"""Plays the supervisor in a process of its own, on a real node, at the command of a test."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import time
 
 from ddp_runner import config
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
+from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import Forked, StoreReady, ZygoteReady
-from ddp_runner.supervisor.processes.children import reap_children
-from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.departures import RankEnded
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.operating_system import Linux
+from ddp_runner.supervisor.world import World
 from ddp_runner.system import parent_death
-from ddp_runner.system.control_channel import ChannelClosedError
 from tests.processes import DEADLINE_S
 
 TASK = f"{__file__}:WaitingTask"
@@ -76,15 +78,17 @@ class PlayedSupervisor:
     def __init__(self, folder, world_size):
         parent_death.adopt_orphans()
         self._selector = selectors.DefaultSelector()
-        self.world = World(plan_for(folder, world_size=world_size), self._selector)
+        plan = plan_for(folder, world_size=world_size)
+        self.node = Node(plan, self._selector, system=Linux(), clock=time)
+        self.world = World(plan, self.node)
         self.heard = []
         self.ended = []
         self.store_pid = None
-        self.world.start_zygote()
+        self.node.start_zygote()
 
     @property
     def zygote_pid(self):
-        return self.world._zygote.pid
+        return self.node.zygote_pid
 
     def until(self, check, *, timeout_s=DEADLINE_S):
         """Receive and reap until ``check`` holds."""
@@ -93,24 +97,29 @@ class PlayedSupervisor:
             assert time.monotonic() < deadline_s, f"heard only {self.heard}, reaped {self.ended}"
             for key, _ in self._selector.select(0.02):
                 self._receive(*key.data)
-            for ended in reap_children():
+            for ended in self.node.reap():
                 self.ended.append((ended.pid, ended.exit_code, ended.signal_number))
-                self.world.departed(ended)
+                departure = self.node.departed(ended)
+                if isinstance(departure, RankEnded):
+                    handle = self.world.ranks[departure.rank]
+                    handle.machine.advance(RankEvent.EXITED)
+                    handle.released()
 
-    def _receive(self, channel, who):
-        try:
-            message, _ = channel.receive()
-        except ChannelClosedError:
-            self.world.forget_channel(channel)
+    def _receive(self, channel, rank):
+        received = self.node.receive(channel, rank)
+        if received is None:
             return
+        message, _ = received
         self.heard.append(message)
         if isinstance(message, ZygoteReady):
-            self.world.zygote_is_ready()
+            self.node.zygote_is_ready()
         if isinstance(message, StoreReady):
-            self.world.store_is_ready()
+            self.node.store_is_ready()
         if isinstance(message, Forked):
-            self.world.claim(message)
-            self.store_pid = None if self.world.store is None else self.world.store.pid
+            rank, _ = self.node.claim(message)
+            if rank is not None:
+                self.world.ranks[rank].pid = message.pid
+            self.store_pid = None if self.node.store is None else self.node.store.pid
 
     def count(self, kind):
         """How many messages of a kind were heard."""
@@ -119,12 +128,14 @@ class PlayedSupervisor:
     def spawn_store(self):
         """Fork a store host and wait for it."""
         forks = self.count(Forked)
-        self.world.start_store()
-        self.until(lambda: self.world.has_ready_store and self.count(Forked) > forks)
+        self.node.start_store()
+        self.until(lambda: self.node.has_ready_store and self.count(Forked) > forks)
 
     def spawn_rank(self, handle, *, loads):
         """Fork a rank."""
-        self.world.spawn_rank(handle, loads=loads, resume="auto", injections_left={})
+        self.world.spawn_rank(
+            handle, loads=loads, resume="auto", injections_left={}, now_s=time.monotonic()
+        )
 
 
 def threads_of(pid):

@@ -135,15 +135,15 @@ def _spare(me, folder, nvidia, changes):
     os.environ.update(changes, LD_LIBRARY_PATH=str(nvidia))
     played = PlayedSupervisor(folder, 2)
     played.until(lambda: played.world.can_fork)
-    played.world.start_spare(SparePlan(kind=SpareKind.LIBRARIES))
-    played.until(lambda: played.world.spare is None or played.world.spare.pid)
-    pid = played.world.spare.pid
-    played.until(lambda: played.count(SpareReady) or played.world.spare is None)
+    played.node.start_spare(SparePlan(kind=SpareKind.LIBRARIES))
+    played.until(lambda: played.node.spare is None or played.node.spare.pid)
+    pid = played.node.spare.pid
+    played.until(lambda: played.count(SpareReady) or played.node.spare is None)
     facts = {"ready": played.count(SpareReady), "zygote_has_it": _has_driver(played.zygote_pid)}
     if not facts["ready"]:
         return {**facts, "ended": [ended[1:] for ended in played.ended if ended[0] == pid]}
     facts["has_it"] = _has_driver(pid)
-    spare = played.world.spare
+    spare = played.node.spare
     spare.is_ready = True
     elsewhere = Fork(token=99, rank=1, local_rank=1, spec={"device": "cuda:1"})
     spare.plan = SparePlan(kind=SpareKind.DEVICE, device="cuda:0")  # it would serve another GPU

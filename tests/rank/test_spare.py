@@ -10,9 +10,8 @@ import threading
 import psutil
 import pytest
 
-from ddp_runner.core.messages import Fork, Ready, SpareReady
+from ddp_runner.core.messages import Ready, SpareReady
 from ddp_runner.core.spare import SpareKind, SparePlan
-from ddp_runner.system.control_channel import Channel
 from tests.processes import run_ranks
 
 from .supervising import PlayedSupervisor, plan_for, threads_of
@@ -85,9 +84,9 @@ def _spares_one_after_the_other(me, folder):
 def _what_becomes_of_one(played, how):
     """It is made rank 1, killed, or its supervisor hangs up."""
     ready = played.count(SpareReady)
-    played.world.start_spare(SparePlan(kind=SpareKind.CPU))
-    played.until(lambda: played.count(SpareReady) > ready and played.world.spare.pid)
-    spare = played.world.spare
+    played.node.start_spare(SparePlan(kind=SpareKind.CPU))
+    played.until(lambda: played.count(SpareReady) > ready and played.node.spare.pid)
+    spare = played.node.spare
     spare.is_ready = True
     process = psutil.Process(spare.pid)
     facts = {
@@ -105,24 +104,22 @@ def _what_becomes_of_one(played, how):
         played.until(lambda: played.count(Ready) == 1)
         facts["has_begun"] = handle.has_begun
         facts["name_after"] = process.name()
-        facts["said"] = handle.last_words()
-        facts["spares"] = played.world.spare
+        facts["said"] = played.node.processes[handle.rank].what_it_wrote().before_log
+        facts["spares"] = played.node.spare
     elif how == "killed":
         os.kill(pid, signal.SIGKILL)
         played.until(lambda: any(ended[0] == pid for ended in played.ended))
-        facts["gone"] = played.world.spare is None
+        facts["gone"] = played.node.spare is None
     elif how == "unasked":
-        played.world.close()
+        played.node.close()
         played.until(lambda: any(ended[0] == pid for ended in played.ended))
         facts["exit"] = [code for ended, code, _ in played.ended if ended == pid]
     elif how == "stopped":
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
-        theirs = Channel.pair()[1]
-        facts["becomes"] = spare.becomes(Fork(token=9, rank=1, local_rank=1), [theirs.fileno()])
-        theirs.close()
+        facts["becomes"] = played.node.has_spare_for("cpu")
         os.kill(pid, signal.SIGKILL)
-        played.until(lambda: played.world.spare is None)
+        played.until(lambda: played.node.spare is None)
     return facts
 
 

@@ -52,17 +52,17 @@ def _host_stores(me, folder):
     first = played.store_pid
     facts["fork_cpu_s"] = cpu_s(first)
     facts["parent_is_us"] = parent_of(first) == os.getpid()
-    port = played.world.store_port
+    port = played.node.store_port
     client = connect(port)
     client.set("key", "value")
     facts["value"] = connect(port).get("key")
 
     os.kill(first, signal.SIGKILL)
-    played.until(lambda: played.world.store is None)
+    played.until(lambda: played.node.store is None)
     facts["reaped"] = [signal_number for pid, _, signal_number in played.ended if pid == first]
     facts["port_held"] = answers_on(port)
     played.spawn_store()
-    facts["same_port"] = played.world.store_port == port
+    facts["same_port"] = played.node.store_port == port
     facts["replaced"] = played.store_pid != first
     second_client = connect(port)
     facts["keys_of_the_first"] = second_client.check(["key"])
@@ -75,7 +75,7 @@ def _host_stores(me, folder):
     facts["parent_is_still_us"] = parent_of(played.store_pid) == os.getpid()
 
     store = played.store_pid
-    played.world.close()
+    played.node.close()
     played.until(lambda: any(pid == store for pid, _, _ in played.ended))
     facts["store_exit"] = [code for pid, code, _ in played.ended if pid == store]
     return facts
@@ -168,7 +168,7 @@ def _run_two_ranks(me, folder):
     command = me.hear()
     assert command == "run"
     parents = [parent_of(pid) for pid in pids]
-    said_before = [handle.last_words() for handle in played.world.ranks]
+    said_before = [one.what_it_wrote().before_log for one in played.node.processes]
     for folder_name in ("logs", "checkpoints"):
         (folder / folder_name).mkdir()
     for handle in played.world.ranks:

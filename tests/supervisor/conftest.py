@@ -8,12 +8,12 @@ from tests.supervisor.simulated import Simulation
 
 
 @pytest.fixture
-def simulate(monkeypatch):
+def simulate():
     """``simulate(**settings)``: a run whose processes and clock are simulated."""
     made = []
 
     def simulation(**changes):
-        made.append(Simulation(monkeypatch, **changes))
+        made.append(Simulation(**changes))
         return made[-1]
 
     yield simulation

@@ -15,7 +15,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddp_runner.checkpoint import unreported as published
+from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind
@@ -47,20 +47,10 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.supervisor import loop as run
-from ddp_runner.supervisor import run_end, supervisor
-from ddp_runner.supervisor.processes import process_table as world
-from ddp_runner.supervisor.processes import stack_dump as stacks
+from ddp_runner.supervisor import loop
 from ddp_runner.supervisor.processes.children import Ended, make_output_file
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.recovery import fault_injector as striker
-from ddp_runner.supervisor.recovery import hang_detector as hangs
-from ddp_runner.supervisor.recovery import last_save, repair
-from ddp_runner.supervisor.recovery import progress_watch as watcher
-from ddp_runner.supervisor.recovery import rank_regrow as returning
-from ddp_runner.supervisor.reporting import recorder
+from ddp_runner.supervisor.processes.node import STACKS_SIGNAL, Node
 from ddp_runner.supervisor.supervisor import Supervisor
-from ddp_runner.system import proc_state
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 TICK_S = 0.1
@@ -81,7 +71,7 @@ class _Unclaimed:
 
 
 class Clock:
-    """Stands in for the ``time`` module of the supervisor."""
+    """What the supervisor takes for the time: it passes when a test says so."""
 
     def __init__(self):
         self.now_s = 1000.0
@@ -158,7 +148,7 @@ def _gpu(index):
     return DevicePlan(device=f"cuda:{index}", name="GPU", visible_index=index)
 
 
-class Quiet(run._Loop):
+class Quiet(loop._Loop):
     """The real loop without its screens."""
 
     def _show(self):
@@ -168,9 +158,8 @@ class Quiet(run._Loop):
 class Simulation:
     """One run: ``run_until``, harm, ``run_to_end``."""
 
-    def __init__(  # noqa: PLR0915 - one row a field
+    def __init__(
         self,
-        monkeypatch,
         *,
         ranks=3,
         steps=100,
@@ -215,31 +204,9 @@ class Simulation:
         self._heap = []
         self._numbers = itertools.count()
         self._pids = itertools.count(100)
-        for module in (
-            supervisor,
-            recorder,
-            repair,
-            returning,
-            hangs,
-            watcher,
-            world,
-            run_end,
-            last_save,
-        ):
-            monkeypatch.setattr(module, "time", self.clock)
-        monkeypatch.setattr(proc_state, "is_stopped", self._is_stopped)
-        newest = lambda _: (self.checkpoint, "p") if self.checkpoint else None  # noqa: E731
-        monkeypatch.setattr(published.Published, "newest", newest)
-        monkeypatch.setattr(repair, "is_killed", lambda pid: pid in self.unreaped_kills)
-        for module in (world, stacks, striker):
-            monkeypatch.setattr(module, "kill", self.signal)
-        monkeypatch.setattr(stacks, "signal_main_thread", self.signal)
-        monkeypatch.setattr(world, "Zygote", lambda **_: Zygote(self))
-        monkeypatch.setattr(world, "Guardian", Guardian)
-        monkeypatch.setattr(run, "reap_children", self._reap)
-        # Not this machine's counter: what the kernel kills meanwhile is none of ours.
-        monkeypatch.setattr(supervisor, "KernelKills", lambda: KernelKills(Path("/no/machine")))
-        settings = Settings(
+        self.resident = {}  # pid -> bytes, as far as a test says so
+        self.kills = KernelKills(Path("/no/machine"))  # of this one nothing is counted
+        self.settings = settings = Settings(
             run=RunSettings(task="synthetic", **(run_options or {})),
             recovery=RecoverySettings(**recovery),
         )
@@ -256,10 +223,18 @@ class Simulation:
             notes=(),
         )
         selector = InstantSelector()
-        self.world = World(plan, selector)
-        self.supervisor = Supervisor(plan, self.world, self.outputs, _Unclaimed())
-        self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector)
-        self.world.start_zygote()
+        self.node = Node(plan, selector, system=System(self), clock=self.clock)
+        self.supervisor = Supervisor(
+            plan,
+            self.node,
+            outputs=self.outputs,
+            directories=_Unclaimed(),
+            published=Directory(self),
+            clock=self.clock,
+        )
+        self.world = self.supervisor.world
+        self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
+        self.node.start_zygote()
 
     # What a test does.
 
@@ -291,7 +266,7 @@ class Simulation:
     @property
     def zygote(self):
         """The process that forks the others; the one before while there is none."""
-        return self.processes.get(self.world.zygote_pid, self._started)
+        return self.processes.get(self.node.zygote_pid, self._started)
 
     def rank(self, number):
         """The newest living process of a rank; -1 is the store host, and so on, as for :meth:`kill`."""
@@ -366,8 +341,8 @@ class Simulation:
             process.stopped = process.asleep = True
         elif number == signal.SIGKILL:
             self._end(process, signal_number=9)
-        elif number == stacks.STACKS_SIGNAL and process.rank >= 0:
-            os.write(self.world.ranks[process.rank]._output, ITS_STACKS)
+        elif number == STACKS_SIGNAL and process.rank >= 0:
+            os.write(self.node.processes[process.rank].output, ITS_STACKS)
         elif number == signal.SIGCONT:
             process.stopped = process.asleep
 
@@ -737,13 +712,13 @@ class Simulation:
         if generation and process.trains:
             self.later(0.001, lambda: self._break(generation))
 
-    def _reap(self):
+    def reap(self):
         reaped, self.reaped = self.reaped, []
         for ended in reaped:
             self.unreaped_kills.discard(ended.pid)
             yield ended
 
-    def _is_stopped(self, pid):
+    def is_stopped(self, pid):
         process = self.processes.get(pid)
         return process is not None and process.stopped and not process.asleep
 
@@ -762,7 +737,7 @@ class Simulation:
             process.channel.close()
         for channel in self._unborn:
             channel.close()
-        self.world.close()
+        self.node.close()
 
 
 class Silence:
@@ -777,6 +752,52 @@ class Silence:
     def __del__(self):
         os.close(self._reader)
         os.close(self._writer)
+
+
+class System:
+    """The operating system as the node sees it: of simulated processes."""
+
+    def __init__(self, simulation):
+        self._simulation = simulation
+
+    def start_zygote(self, *, task, environment):
+        return Zygote(self._simulation)
+
+    def make_guardian(self):
+        return Guardian()
+
+    def kernel_kills(self):
+        return self._simulation.kills
+
+    def reap(self):
+        return self._simulation.reap()
+
+    def signal(self, pid, number):
+        self._simulation.signal(pid, number)
+
+    def signal_main_thread(self, pid, number):
+        self._simulation.signal(pid, number)
+
+    def is_stopped(self, pid):
+        return self._simulation.is_stopped(pid)
+
+    def is_killed(self, pid):
+        return pid in self._simulation.unreaped_kills
+
+    def resident_bytes(self, pid):
+        return self._simulation.resident.get(pid, 0)
+
+
+class Directory(Published):
+    """The checkpoints that the simulated ranks have written."""
+
+    def __init__(self, simulation):
+        super().__init__(Path(simulation.settings.run.checkpoint_dir))
+        self._simulation = simulation
+
+    def newest(self):
+        step = self._simulation.checkpoint
+        return (step, "p") if step else None
 
 
 class Guardian:

@@ -47,14 +47,13 @@ def test_a_checkpoint_from_before_the_roll_back_answers_the_request(simulate):
     run = simulate()
     run.to_step(13)
     run.supervisor.ask_save()
-    rank_0 = run.supervisor.world.ranks[0]
     fault = Fault(kind=FaultKind.NON_FINITE, rank=-1, step=13, cause="too many", at_ns=0)
     run.supervisor.on_message(
         RepairedInPlace(rank=0, fault=fault, remedy="rolled back", seconds=0.1, steps_lost=9),
-        rank_0,
+        0,
     )
     run.supervisor.on_message(
-        Saved(rank=0, step=5, path="5.pt", blocked_s=0.0, size_bytes=1, sha256="5"), rank_0
+        Saved(rank=0, step=5, path="5.pt", blocked_s=0.0, size_bytes=1, sha256="5"), 0
     )
     run.kill(0)
     run.to_step(29)

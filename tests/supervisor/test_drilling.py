@@ -45,7 +45,7 @@ def test_a_drill_that_finds_no_difference_is_a_proof(simulate):
     run = drilling(simulate)
     answer(run)
     run.run_until(lambda: proof(run) == {10})
-    run.run_until(lambda: run.world.drill is None)
+    run.run_until(lambda: run.node.drill is None)
     give(run, 50, rank=2)
     run.run_until(lambda: len(run.drills_asked) == 2)
     answer(run, 50, 2)
@@ -96,7 +96,7 @@ def test_a_difference_makes_the_run_inexact_once(simulate):
     """A second drill that finds one says nothing new."""
     run = drilling(simulate)
     answer(run, differs="layer.weight")
-    run.run_until(lambda: run.world.drill is None)
+    run.run_until(lambda: run.node.drill is None)
     give(run, 50, rank=2)
     run.run_until(lambda: run.rank(DRILL))
     answer(run, 50, 2, differs="layer.weight")

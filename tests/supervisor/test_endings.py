@@ -11,58 +11,67 @@ import pytest
 
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.classify import classify_exit
-from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of, store_died
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.rank_process import RankProcess
 
 CRASH = "import faulthandler, os\nfaulthandler.enable()\ndef f(): os.abort()\nf()\n"
 SILENT = "import os\nos.abort()\n"
 
 
 @pytest.fixture
-def handle(tmp_path):
-    slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
-    device = DevicePlan(device="cpu", name="CPU", visible_index=None)
-    made = RankHandle(0, device=device, slot=slot, log_dir=tmp_path)
+def process(tmp_path):
+    made = RankProcess(0, log_dir=tmp_path)
     made.open_lines(token=1, now_s=0.0)
     yield made
     made.close_lines()
 
 
-def run_as(handle, tmp_path, code):
+def told(process, ended, *, was_asked=False):
+    """What its end tells, where its log can be read."""
+    slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
+    return exit_of(
+        ended,
+        process.what_it_wrote(),
+        rank=0,
+        reading=slot.read(),
+        killed_for_memory=False,
+        was_asked=was_asked,
+        keeps_all=False,
+    )
+
+
+def run_as(process, tmp_path, code):
     """A process of the rank that runs ``code`` and writes to its log; how it ended."""
     script = tmp_path / "task.py"
     script.write_text(code, encoding="utf-8")
     with (tmp_path / "rank_0.log").open("ab") as log:
         code = subprocess.run([sys.executable, str(script)], stderr=log, check=False).returncode
     ended = Ended(pid=1, exit_code=None, signal_number=-code, at_ns=time.monotonic_ns())
-    return exit_of(handle, ended, killed_for_memory=False, was_asked=False, keeps_all=False)
+    return told(process, ended)
 
 
-def test_a_process_that_aborts_says_where(handle, tmp_path):
+def test_a_process_that_aborts_says_where(process, tmp_path):
     """Its own stack, from its own log."""
-    fault = classify_exit(run_as(handle, tmp_path, CRASH))
+    fault = classify_exit(run_as(process, tmp_path, CRASH))
     assert fault.cause == "rank 0 killed (SIGABRT in f, task.py:3)"
     assert fault.detail.startswith("Fatal Python error: Aborted")
 
 
-def test_what_a_predecessor_said_is_not_this_process_s(handle, tmp_path):
+def test_what_a_predecessor_said_is_not_this_process_s(process, tmp_path):
     """Control: both write to one log, and the second one dies without a word."""
-    run_as(handle, tmp_path, CRASH)
-    handle.close_lines()
-    handle.machine.advance(RankEvent.EXITED)
-    handle.open_lines(token=2, now_s=1.0)
-    fault = classify_exit(run_as(handle, tmp_path, SILENT))
+    run_as(process, tmp_path, CRASH)
+    process.close_lines()
+    process.open_lines(token=2, now_s=1.0)
+    fault = classify_exit(run_as(process, tmp_path, SILENT))
     assert (fault.cause, fault.detail) == ("rank 0 killed (SIGABRT)", "")
 
 
-def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(handle, tmp_path):
+def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(process, tmp_path):
     """No log is worth a run."""
     (tmp_path / "rank_0.log").mkdir()
     ended = Ended(pid=1, exit_code=None, signal_number=signal.SIGSEGV, at_ns=1)
-    end = exit_of(handle, ended, killed_for_memory=False, was_asked=True, keeps_all=False)
+    end = told(process, ended, was_asked=True)
     assert classify_exit(end).cause == "rank 0 killed (SIGSEGV)"
 
 

@@ -30,7 +30,7 @@ def test_of_two_ranks_killed_at_once_the_larger_was_killed_for_memory(
 ):
     """Whichever is reaped first; no more of them than the kernel has counted."""
     run, events = simulate(seed=seed), made_container(tmp_path)
-    run.supervisor._kernel_kills = KernelKills(tmp_path)
+    run.node.kernel_kills = KernelKills(tmp_path)
     run.to_step(15)
     for rank, size in ((0, 10), (1, 1), (2, 2)):
         run.world.ranks[rank].rss_bytes = size
@@ -48,7 +48,7 @@ def test_of_two_ranks_killed_at_once_the_larger_was_killed_for_memory(
 def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_path, told, kind):
     """Three of one search; control: of two of them nobody says whose they were."""
     run, events = simulate(), made_container(tmp_path)
-    run.supervisor._kernel_kills = KernelKills(tmp_path)
+    run.node.kernel_kills = KernelKills(tmp_path)
     run.to_step(15)
     events.write_text("oom_kill 3\n")
     fault = run.fault(run.rank(1), FaultKind.BAD_SAMPLE, "no worker survives it")
@@ -68,7 +68,7 @@ def test_kernel_kills_at_every_step_end_a_run_without_remedy(simulate, tmp_path,
         path.parent.mkdir(parents=True)
         path.write_text(text)
     run = simulate(max_restarts=3)
-    run.supervisor._kernel_kills = KernelKills(tmp_path)
+    run.node.kernel_kills = KernelKills(tmp_path)
     for number in range(1, 6):
         run.to_step(10 * number)
         events.write_text(f"oom_kill {number}\n")

@@ -214,7 +214,7 @@ def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
         process = run.rank(rank)
         differ = run.fault(process, FaultKind.REPLICA_DIVERGED, "the replicas differ")
         run.supervisor.on_message(
-            Faulted(generation=1, fault=replace(differ, may_retry=False)), run.world.ranks[rank]
+            Faulted(generation=1, fault=replace(differ, may_retry=False)), rank
         )
     ending = run.run_to_end()
     assert ending.status is RunStatus.FAILED

@@ -9,12 +9,14 @@ from ddp_runner.core import events, messages
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from tests.supervisor.simulated import Outputs
+from tests.supervisor.simulated import Clock, Outputs
 
 
 @pytest.fixture
 def recorder(tmp_path):
-    return Recorder(Outputs(), facts=RunFacts(generation=3), published=Published(tmp_path))
+    return Recorder(
+        Outputs(), facts=RunFacts(generation=3), published=Published(tmp_path), clock=Clock()
+    )
 
 
 def test_one_event_reaches_every_sink(recorder):

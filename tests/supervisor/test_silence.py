@@ -6,7 +6,6 @@ import pytest
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.phases import Phase
-from ddp_runner.supervisor.recovery.hang_detector import hung
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import STEP_S
 
@@ -27,7 +26,7 @@ def test_a_rank_that_hangs_over_a_sample_is_told_with_it(simulate, phase, cell, 
     handle = run.world.ranks[1]
     handle.slot.stamp(phase, 1)
     handle.slot.set(Cell.SAMPLE, cell)
-    fault = hung(handle, "silent")
+    fault = run.supervisor._repair._hangs.hung(handle, "silent")
     assert (fault.cause, fault.phase) == (said, phase.label)
 
 

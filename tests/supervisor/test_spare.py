@@ -13,7 +13,7 @@ from tests.supervisor.simulated import FORK_S, SPARE, TICK_S, WARM_S
 def with_spare(simulate, **changes):
     run = simulate(steps=300, **changes)
     run.to_step(15)
-    run.run_until(lambda: run.world.spare is not None and run.world.spare.is_ready)
+    run.run_until(lambda: run.node.spare is not None and run.node.spare.is_ready)
     return run
 
 
@@ -151,7 +151,7 @@ def test_spares_that_keep_dying_end_without_harm(simulate):
     run = simulate(steps=2000)
     run.to_step(15)
     while run.ending is None:
-        if run.rank(SPARE) is not None and run.world.spare.is_ready:
+        if run.rank(SPARE) is not None and run.node.spare.is_ready:
             run.kill(SPARE)
         run.pass_time(TICK_S / 2)
     assert len(run.spares_asked) == LOST_MAX
@@ -175,7 +175,7 @@ def test_a_zygote_that_owes_a_spare_may_die_or_hang(simulate, harm):
     """No rank is touched, and the next zygote gives the spare."""
     run = simulate(steps=2000)
     run.run_until(lambda: run.spares_asked)
-    assert run.world.spare.pid is None
+    assert run.node.spare.pid is None
     getattr(run, harm)(-2)
     run.run_until(lambda: run.events("spare_ready"), within_s=40.0)
     assert run.zygotes == 2
@@ -258,7 +258,7 @@ def said(run):
 def another(run, spare):
     """Wait until there is one that is not ``spare``."""
     run.run_until(
-        lambda: run.world.spare and run.world.spare.is_ready and run.world.spare.pid != spare.pid,
+        lambda: run.node.spare and run.node.spare.is_ready and run.node.spare.pid != spare.pid,
         within_s=30.0,
     )
     return run.rank(SPARE)
@@ -320,14 +320,14 @@ def test_losses_on_other_gpus_are_no_losses_of_a_spare(simulate):
     run = simulate(steps=3000, devices=GPUS, warm_spare="device", max_restarts=1000)
     run.to_step(15)
     for number in range(LOST_MAX + 3):
-        run.run_until(lambda: run.world.spare and run.world.spare.is_ready, within_s=30.0)
+        run.run_until(lambda: run.node.spare and run.node.spare.is_ready, within_s=30.0)
         rank = number % 2
-        held = run.world.spare.plan.device
+        held = run.node.spare.plan.device
         run.kill(rank)
         run.run_until(lambda number=number: len(run.events("repaired")) > number)
         assert held != f"cuda:{rank}"
         run.run_until(
-            lambda rank=rank: run.world.spare and run.world.spare.plan.device == f"cuda:{rank}"
+            lambda rank=rank: run.node.spare and run.node.spare.plan.device == f"cuda:{rank}"
         )
     assert_done(run)
 
@@ -386,7 +386,7 @@ def test_a_gpu_that_no_spare_can_open_gets_one_that_holds_nothing(simulate):
     """For lack of memory, or because it takes one process at a time."""
     run = simulate(steps=300, devices=GPUS, warm_spare="device")
     run.spare_fails_on = {"cuda:2"}
-    run.run_until(lambda: run.world.spare and run.world.spare.is_ready, within_s=30.0)
+    run.run_until(lambda: run.node.spare and run.node.spare.is_ready, within_s=30.0)
     assert run.spare_kinds == [ON_2, EVERYWHERE]
     assert said(run) == ["the spare holds nothing on cuda:2 from now on: it could not start there"]
     assert_done(run)

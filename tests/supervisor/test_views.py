@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +14,11 @@ from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
 from ddp_runner.observe.view import status_record
-from ddp_runner.supervisor.processes.rank_process import RankHandle
-from ddp_runner.supervisor.reporting import run_view as views
+from ddp_runner.supervisor.processes.operating_system import Linux
+from ddp_runner.supervisor.processes.rank_process import RankProcess
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from ddp_runner.supervisor.reporting.run_view import measure_memory, run_view
+from ddp_runner.supervisor.reporting.run_view import run_view
 
 WORLD = 2
 BATCH = 4
@@ -28,22 +27,10 @@ BATCH = 4
 NOW_NS = 1_000_000_000_000
 
 
-@pytest.fixture(autouse=True)
-def _time_stands(monkeypatch):
-    """Ages are told exactly, however long the machine takes from a stamp to the look at it."""
-    monkeypatch.setattr(views, "time", SimpleNamespace(monotonic_ns=lambda: NOW_NS))
-
-
 @pytest.fixture
-def handles(tmp_path):
+def handles():
     board = Board(memoryview(bytearray(WORLD * SLOT_BYTES)), WORLD)
-    made = [
-        RankHandle(rank, device=device(rank), slot=board.slot(rank), log_dir=tmp_path)
-        for rank in range(WORLD)
-    ]
-    yield made
-    for handle in made:
-        handle.close_lines()
+    return [RankHandle(rank, device=device(rank), slot=board.slot(rank)) for rank in range(WORLD)]
 
 
 def device(rank):
@@ -78,6 +65,7 @@ def look(handles, **changes):
         "faults_total": 1,
         "restarts": 1,
         "doing": ("", 0.0),
+        "now_ns": NOW_NS,
         **changes,
     }
     return run_view(plan(), handles, **arguments)
@@ -121,7 +109,7 @@ def test_a_run_that_has_just_begun_knows_nothing_yet(handles):
 
 def test_a_rank_that_builds_says_what_and_is_not_dead(handles):
     """Until a process is asked for it waits; what the start is at is told with its seconds."""
-    handles[0].open_lines(token=1, now_s=time.monotonic())
+    handles[0].begin(now_s=3.0, loads=True)
     handles[0].slot.set(Cell.STAGE, Stage.MODEL)
     view = look(handles, state=RunState.STARTING, doing=("building model", 3.25))
     assert [rank.state for rank in view.ranks] == ["starting", "waiting"]
@@ -129,7 +117,6 @@ def test_a_rank_that_builds_says_what_and_is_not_dead(handles):
     assert (view.doing, view.doing_s) == ("building model", 3.25)
     handles[0].machine.advance(RankEvent.EXITED)
     assert look(handles).ranks[0].state == "dead"
-    handles[0].close_lines()
 
 
 def test_a_run_that_trains_is_told_from_the_board(handles):
@@ -210,42 +197,48 @@ def test_the_record_has_what_scripts_rely_on(handles):
     assert (record["pid"], record["state"]) == (os.getpid(), "running")
 
 
-def test_memory_is_measured_of_ranks_that_live(handles):
+def test_memory_is_measured_of_ranks_that_live(simulate):
     """One that has just ended keeps its last figure and is no error."""
-    handles[0].pid = os.getpid()
-    handles[1].pid, handles[1].rss_bytes = 2**22 + 1, 5  # beyond the highest pid there can be
-    measure_memory(handles)
-    assert handles[0].rss_bytes > 1_000_000
-    assert handles[1].rss_bytes == 5
+    assert Linux().resident_bytes(os.getpid()) > 1_000_000
+    assert Linux().resident_bytes(2**22 + 1) == 0  # beyond the highest pid there can be
+    run = simulate(ranks=2)
+    run.to_step(5)
+    run.resident = {run.rank(0).pid: 7}
+    run.world.ranks[1].rss_bytes = 5
+    run.world.measure_memory()
+    assert [handle.rss_bytes for handle in run.world.ranks] == [7, 5]
 
 
 def test_states_that_are_nobodys_business_outside_are_shown_by_their_old_words(handles):
     """Until it is reaped a killed rank is on its way out; one that had finished is not dead."""
     for handle in handles:
-        theirs, _ = handle.open_lines(token=7, now_s=3.0)
-        os.close(theirs)
+        handle.begin(now_s=3.0, loads=False)
     handles[0].machine.advance(RankEvent.KILL_SENT)
     for event in (RankEvent.GOT_READY, RankEvent.GOT_FINISHED, RankEvent.EXITED):
         handles[1].machine.advance(event)
     assert [rank.state for rank in look(handles).ranks] == ["aborting", "finished"]
     handles[0].machine.advance(RankEvent.EXITED)
     assert look(handles).ranks[0].state == "dead"
-    for handle in handles:
-        handle.close_lines()
 
 
 def test_a_rank_without_a_process_is_dead_until_one_is_asked_for(handles):
-    """New lines forget what the process before had reported."""
+    """A new one forgets what the process before had reported."""
     handle = handles[0]
     handle.metrics = {"samples_per_s": 1.0}
     assert not handle.is_alive
-    theirs, output = handle.open_lines(token=7, now_s=3.0)
+    handle.begin(now_s=3.0, loads=False)
     assert handle.is_alive
-    assert (handle.pid, handle.token, handle.ready, handle.metrics) == (None, 7, None, {})
-    os.write(output, b"last words\n")
-    assert handle.last_words() == "last words"
+    assert (handle.pid, handle.processes, handle.ready, handle.metrics) == (None, 1, None, {})
     handle.machine.advance(RankEvent.EXITED)
     assert not handle.is_alive
+
+
+def test_what_a_process_wrote_before_its_log_is_read(tmp_path):
+    """It vanishes with them."""
+    process = RankProcess(0, log_dir=tmp_path)
+    theirs, output = process.open_lines(token=7, now_s=3.0)
+    os.write(output, b"last words\n")
+    assert process.what_it_wrote().before_log == "last words"
     os.close(theirs)
-    handle.close_lines()
-    assert handle.last_words() == ""
+    process.close_lines()
+    assert process.what_it_wrote().before_log == ""

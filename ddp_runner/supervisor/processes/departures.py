@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,11 @@ class StoreEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnded:
-    """A rank's process is gone."""
+    """The process of rank ``rank`` is gone; ``wrote`` is what it had to say."""
 
     ended: Ended
-    handle: RankHandle
+    rank: int
+    wrote: WhatItWrote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,7 @@ class DrillEnded:
 
 
 Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded | DrillEnded
+HelperDeparture = ZygoteEnded | StoreEnded | SpareEnded | StandbyEnded | DrillEnded
 HelperEnded = StoreEnded | SpareEnded | StandbyEnded | DrillEnded
 HELPER_ENDED: dict[type[Helper], type[HelperEnded]] = {
     StoreHost: StoreEnded,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ddp_runner.core.board import SlotReading
 from ddp_runner.core.classify import RankExit, signal_name
 from ddp_runner.core.crash_output import SELF_MADE_SIGNALS, read_last_words, read_stack, user_frame
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -19,26 +20,32 @@ def place_in(text: str) -> str:
 
 
 def exit_of(
-    handle: RankHandle, ended: Ended, *, killed_for_memory: bool, was_asked: bool, keeps_all: bool
+    ended: Ended,
+    wrote: WhatItWrote,
+    *,
+    rank: int,
+    reading: SlotReading,
+    killed_for_memory: bool,
+    was_asked: bool,
+    keeps_all: bool,
 ) -> RankExit:
-    """Everything that is known of the end of a rank's process.
+    """Everything that is known of the end of a rank's process; ``reading`` is its slot's.
 
     ``was_asked``: it was made to say where it hangs; ``keeps_all``: what it said is in no file.
     """
-    reading, crash, words = handle.slot.read(), None, ""
+    crash, words = None, ""
     if ended.signal_number is not None and (was_asked or is_self_made(ended.signal_number)):
-        said = handle.said_last()
-        crash = read_last_words(said, signal_name=signal_name(ended.signal_number))
-        words = read_stack(handle.said_when_asked()) if crash is None and was_asked else ""
+        crash = read_last_words(wrote.last, signal_name=signal_name(ended.signal_number))
+        words = read_stack(wrote.when_asked) if crash is None and was_asked else ""
     return RankExit(
-        rank=handle.rank,
+        rank=rank,
         step=reading.step,
         phase=reading.phase.label,
         at_ns=ended.at_ns,
         exit_code=ended.exit_code,
         signal_number=ended.signal_number,
         killed_for_memory=killed_for_memory,
-        last_words=handle.last_words() if keeps_all else words,
+        last_words=wrote.before_log if keeps_all else words,
         crash=crash,
         place="" if crash is None else place_in(crash.text),
     )

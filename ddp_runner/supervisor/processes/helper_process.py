@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from ddp_runner.core.messages import DRILL_RANK, SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
 from ddp_runner.core.spare import SparePlan
 from ddp_runner.supervisor.processes.children import make_output_file, read_output
-from ddp_runner.system import proc_state
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
 
 class Helper:
-    """Owned by World, for one process: a new object for each that is asked for.
+    """Owned by a Node, for one process: a new object for each that is asked for.
 
-    It is there from the request until the process was reaped, or is known never to come. Then World
+    It is there from the request until the process was reaped, or is known never to come. Then the node
     closes it and forgets it.
     """
 
@@ -36,13 +35,13 @@ class Helper:
         # Whether it has said so. Never taken back.
         self.is_ready = False
 
-    def request(self, spec: dict[str, object] | None = None) -> Fork:
+    def request(self, spec: dict[str, object]) -> Fork:
         """What the zygote is asked for."""
-        return Fork(token=self.token, rank=self.rank, local_rank=self.rank, spec=spec or {})
+        return Fork(token=self.token, rank=self.rank, local_rank=self.rank, spec=spec)
 
-    def descriptors(self, *between: int) -> list[int]:
+    def descriptors(self, *inherited: int) -> list[int]:
         """The child's ends, for the fork request; the caller closes the first."""
-        return [self._theirs.detach(), *between, self._output]
+        return [self._theirs.detach(), *inherited, self._output]
 
     @property
     def output(self) -> int:
@@ -78,17 +77,12 @@ class Spare(Helper):
         # Memory of its GPU that it holds, by its own word; 0 before it is ready.
         self.device_bytes = 0
 
-    @property
-    def is_warm(self) -> bool:
-        """Whether it waits, and is not stopped."""
-        return self.is_ready and self.pid is not None and not proc_state.is_stopped(self.pid)
-
     def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
         """Have it become a rank.
 
-        False where that needs an ordinary fork: it is not warm, or gone, or serves another GPU.
+        False where that needs an ordinary fork: it is gone, or serves another GPU.
         """
-        if not self.is_warm or not self.plan.serves(str(request.spec["device"])):
+        if not self.plan.serves(str(request.spec["device"])):
             return False
         try:
             self.channel.send(request, descriptors=descriptors)
@@ -103,10 +97,8 @@ class Standby(Helper):
     name, rank = "standby", STANDBY_RANK
 
     def take_over(self) -> PromotedZygote | None:
-        """The zygote that it is from now on; None where its fork has not been answered, or it is stopped."""
-        if self.pid is None or proc_state.is_stopped(self.pid):
-            return None
-        return PromotedZygote(self, self.pid)
+        """The zygote that it is from now on; None where its fork has not been answered."""
+        return None if self.pid is None else PromotedZygote(self, self.pid)
 
 
 class Drill(Helper):

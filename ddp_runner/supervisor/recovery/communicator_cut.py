@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from ddp_runner.core import events
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.world import World
 
 ANSWER_TIMEOUT_S = 3.0  # for a rank to hear of an abort: a thread of its own does
 UNANSWERED = f"did not answer an abort within {ANSWER_TIMEOUT_S:g} s"  # of who is ended for that

@@ -21,20 +21,18 @@ from ddp_runner.core.drill import (
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Drilled, DrillPart
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.system.proc_state import StoppedWatch
 
 
 class DrillKeeper:
     """Driven by :class:`Supervisor`: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
 
-    def __init__(self, plan: LaunchPlan, *, world: World, recorder: Recorder) -> None:
+    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Recorder) -> None:
         self._plan = plan
         self._folder = Path(plan.settings.run.checkpoint_dir)
-        self._world = world
+        self._node = node
         self._recorder = recorder
-        self._stopped = StoppedWatch()
         self._parts: dict[int, dict[str, int]] = {}  # step -> what is there, from which rank
         self._waiting: tuple[int, int] | None = (
             None  # step and rank of the drill that has all it needs
@@ -61,23 +59,23 @@ class DrillKeeper:
 
     def look(self, now_s: float, *, fault_free: bool) -> None:
         """Begin the drill that waits, or end the one that runs, as the facts have it."""
-        drill = self._world.drill
+        drill = self._node.drill
         if drill is None:  # where its zygote never had it
             self._cut_short("its process could not be forked")
         limit_s = self._plan.settings.recovery.startup_timeout_s
         facts = DrillFacts(
             fault_free=fault_free,
-            can_fork=self._world.can_fork,
+            can_fork=self._node.can_fork,
             waits=self._waiting is not None,
             is_running=drill is not None,
             is_wanted=not self._is_given_up,
             is_stopped=drill is not None
-            and self._stopped.stopped_s(drill.pid, now_s) > self._plan.settings.recovery.hang_min_s,
+            and self._node.helper_stopped_s(drill, now_s) > self._plan.settings.recovery.hang_min_s,
             since_s=now_s - self._began_s,
             limit_s=limit_s,
         )
         if why := must_end(facts):
-            self._world.kill_drill()
+            self._node.kill(drill)
             self._is_given_up = True
             if fault_free and self._running is not None:
                 self._tell_skipped(why)
@@ -88,7 +86,7 @@ class DrillKeeper:
             self._running, self._waiting = self._waiting, None
             self._began_s, self._is_given_up = now_s, False
             step, rank = self._running
-            self._world.start_drill(rank, step=step, folder=str(self._folder / folder_name(step)))
+            self._node.start_drill(rank, step=step, folder=str(self._folder / folder_name(step)))
 
     def drilled(self, message: Drilled, now_s: float) -> None:
         """The process has come to an end, which it may have done before it was to be ended."""

@@ -17,9 +17,8 @@ from ddp_runner.core.injection import (
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import Inject, Injected
-from ddp_runner.supervisor.processes.children import kill
-from ddp_runner.supervisor.processes.process_table import World
 from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.world import World
 
 _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
@@ -44,7 +43,9 @@ class Striker:
         self._random = [spec for spec in specs if isinstance(spec, RandomPlan)]
         self._drawn = [0] * len(self._random)
         self._due_s: list[float | None] = [None] * len(self._random)
-        self._ending: int | None = None  # the process that a strike ends
+        self._ending: tuple[int, int] | None = (
+            None  # rank and number of the process that a strike ends
+        )
 
     def left_for(self, rank: int) -> dict[str, int]:
         """Number -> times, of what is still to happen to ``rank``."""
@@ -74,7 +75,9 @@ class Striker:
         A process may take a while to die, and what strikes it meanwhile would be lost.
         """
         if self._ending is not None:
-            if any(handle.pid == self._ending for handle in self._world.ranks):
+            rank, process = self._ending
+            handle = self._world.ranks[rank]
+            if handle.is_alive and handle.processes == process:
                 return
             self._ending = None
         for index, plan in enumerate(self._random):
@@ -103,9 +106,9 @@ class Striker:
             )
         )
         if strike.kind in _ENDS_PROCESS:
-            self._ending = handle.pid
+            self._ending = handle.rank, handle.processes
         number = _SIGNALS.get(strike.kind)
         if number is not None:
-            kill(handle.pid, number)
+            self._world.signal_rank(handle, number)
         else:
             self._world.send(handle, Inject(kind=strike.kind.value, number=drawn))

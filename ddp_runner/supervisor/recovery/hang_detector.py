@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultKind, Origin
@@ -11,14 +9,12 @@ from ddp_runner.core.hang_detection import HangVerdict
 from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
-from ddp_runner.supervisor.processes.stack_dump import wake
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.progress_watch import Watcher
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from ddp_runner.system import proc_state
-from ddp_runner.system.proc_state import StoppedWatch
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 
 # Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
 STOPPED_AT_ONCE_S = 0.15
@@ -30,14 +26,20 @@ class HangFinder:
     """Driven by ``Repair``, once a tick while no incident is open."""
 
     def __init__(
-        self, settings: RecoverySettings, facts: RunFacts, *, world: World, recorder: Recorder
+        self,
+        settings: RecoverySettings,
+        facts: RunFacts,
+        *,
+        world: World,
+        recorder: Recorder,
+        clock: Clock,
     ) -> None:
-        self.watcher = Watcher(settings)
+        self.watcher = Watcher(settings, world=world, clock=clock)
         self._settings = settings
         self._facts = facts
         self._world = world
         self._recorder = recorder
-        self._stopped = StoppedWatch()
+        self._clock = clock
 
     def find(self, now_s: float) -> list[Fault]:
         """Ranks that hang, or the collective that does; who is being replaced is left out."""
@@ -49,10 +51,10 @@ class HangFinder:
             started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
             formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
             if handle.state is RankState.STARTING and now_s > started_by_s:
-                return [hung(handle, "still starting")]
+                return [self.hung(handle, "still starting")]
             if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
                 if not self._holds_the_only_state(handle):
-                    return [hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
+                    return [self.hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
                 self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
                 # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
@@ -84,7 +86,7 @@ class HangFinder:
             stopped = [handle for handle in stopped if handle is not spared]
             if spared is not None:
                 self._say_woken(spared)
-        return [hung(handle, "stopped by a signal") for handle in stopped]
+        return [self.hung(handle, "stopped by a signal") for handle in stopped]
 
     def holders_of_state(self) -> list[RankHandle]:
         """The living ranks whose processes have a state, as far as is known, and are to live on."""
@@ -98,15 +100,15 @@ class HangFinder:
         limit_s = self._settings.hang_min_s
         if handle.state in (RankState.ABORTING, RankState.LEAVING):
             limit_s = min(limit_s, STOPPED_AT_ONCE_S)
-        return self._stopped.stopped_s(handle.pid, now_s) > limit_s
+        return self._world.stopped_s(handle, now_s) > limit_s
 
     def _say_woken(self, handle: RankHandle) -> None:
         self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
-        wake(self._world.ranks)
+        self._world.wake(self._world.ranks)
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
         """Whether the system has held the process stopped for too long."""
-        return self._stopped.stopped_s(handle.pid, now_s) > self._settings.hang_min_s
+        return self._world.stopped_s(handle, now_s) > self._settings.hang_min_s
 
     def _is_getting_on(self, handle: RankHandle) -> bool:
         return handle.state is RankState.FORMING and self.watcher.is_getting_on(
@@ -128,12 +130,14 @@ class HangFinder:
                     f"its device has not come to the sum over ranks; all have waited for"
                     f" {verdict.waited_s:.1f} s"
                 )
-            return [hung(self._world.ranks[rank], what) for rank in verdict.ranks]
+            return [self.hung(self._world.ranks[rank], what) for rank in verdict.ranks]
         waited = f"{verdict.waited_s:.1f} s"
         # The board shows all in the reduction; the system knows who cannot come to it.
-        held = [one for one in self._world.present if proc_state.is_stopped(one.pid)]
+        held = [one for one in self._world.present if self._world.is_stopped(one)]
         if 0 < len(held) < len(self._world.present):
-            return [hung(one, f"stopped by a signal; all have waited for {waited}") for one in held]
+            return [
+                self.hung(one, f"stopped by a signal; all have waited for {waited}") for one in held
+            ]
         return [self._stuck(f"every rank has waited in a collective for {waited}", Phase.REDUCE)]
 
     def _stuck(self, cause: str, phase: Phase) -> Fault:
@@ -143,21 +147,20 @@ class HangFinder:
             step=self._facts.committed_step,
             phase=phase.label,
             cause=cause,
-            at_ns=time.monotonic_ns(),
+            at_ns=self._clock.monotonic_ns(),
         )
 
-
-def hung(handle: RankHandle, what: str) -> Fault:
-    """That a rank hangs, as it stands on the board."""
-    reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
-    if sample and reading.phase in (Phase.DATA, Phase.EVALUATE):
-        what += f", loading {'validation ' if sample < 0 else ''}sample {abs(sample) - 1}"
-    return Fault(
-        kind=FaultKind.RANK_HUNG,
-        rank=handle.rank,
-        step=reading.step,
-        phase=reading.phase.label,
-        cause=f"rank {handle.rank} hung: {what}",
-        at_ns=time.monotonic_ns(),
-        origin=Origin.OUTSIDE if proc_state.is_stopped(handle.pid) else Origin.OWN,
-    )
+    def hung(self, handle: RankHandle, what: str) -> Fault:
+        """That a rank hangs, as it stands on the board."""
+        reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
+        if sample and reading.phase in (Phase.DATA, Phase.EVALUATE):
+            what += f", loading {'validation ' if sample < 0 else ''}sample {abs(sample) - 1}"
+        return Fault(
+            kind=FaultKind.RANK_HUNG,
+            rank=handle.rank,
+            step=reading.step,
+            phase=reading.phase.label,
+            cause=f"rank {handle.rank} hung: {what}",
+            at_ns=self._clock.monotonic_ns(),
+            origin=Origin.OUTSIDE if self._world.is_stopped(handle) else Origin.OWN,
+        )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ddp_runner.core.classify import VICTIM_KINDS
-from ddp_runner.core.crash_output import read_stack
 from ddp_runner.core.divergence import disagreement, where_each_was
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.supervisor.processes.endings import place_in
@@ -14,29 +13,6 @@ from ddp_runner.supervisor.processes.endings import place_in
 STACKS_TIME_S = 1.0  # for a rank that hangs to write its stacks, before it is killed
 # Whoever follows such a rank starts like any other: it asks for no less, and nobody judges its state.
 _REPLACED_ALIKE = frozenset({FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_HUNG})
-STACKS_QUIET_S = 0.15  # without another byte: it has written them
-
-
-@dataclass(slots=True)
-class PendingKill:
-    """Of a rank that hangs: it is killed once it has written its stacks, or does not within its time."""
-
-    asked_s: float
-    asked_bytes: int  # that it had written by then
-    _seen_bytes: int = -1
-    _seen_s: float = 0.0
-
-    def is_due(self, written_bytes: int, now_s: float, *, said_since: Callable[[int], str]) -> bool:
-        """Whether it has written all, or has had its time; ``written_bytes`` by now.
-
-        ``said_since`` gives what it wrote once it had written so many bytes. A pause of the machine
-        is no end: the main thread, which is written last, is what tells where it hangs.
-        """
-        if written_bytes != self._seen_bytes:
-            self._seen_bytes, self._seen_s = written_bytes, now_s
-        is_quiet = written_bytes > self.asked_bytes and now_s >= self._seen_s + STACKS_QUIET_S
-        has_told = is_quiet and bool(read_stack(said_since(self.asked_bytes)))
-        return has_told or now_s >= self.asked_s + STACKS_TIME_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,8 +22,9 @@ class OpenIncident:
     faults: list[Fault]
     began_s: float
     event_id: int
-    # Of each rank that is in the state HUNG, how far it has come with its stacks.
-    pending_kills: dict[int, PendingKill] = field(default_factory=dict)
+    # Of each rank that is in the state HUNG, when it was asked where it hangs. It is killed once it has
+    # told, or after STACKS_TIME_S.
+    pending_kills: dict[int, float] = field(default_factory=dict)
     # Of each rank with a fault, when that was told: one that is woken goes on, and gives more.
     last_sign_s: dict[int, float] = field(default_factory=dict)
     # Each rank that was asked: the step it has committed, and the collectives it has begun since.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from ddp_runner.checkpoint.unreported import Published
@@ -22,13 +21,12 @@ from ddp_runner.core.lifecycle import IN_GENERATION, RankState
 from ddp_runner.core.messages import NotSaved, SaveAlone, Saved
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
-from ddp_runner.supervisor.processes.stack_dump import wake
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import LEAVE_TIMEOUT_S, Cutting
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from ddp_runner.system.proc_state import StoppedWatch
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 
 
 class LastSave:
@@ -43,8 +41,10 @@ class LastSave:
         recorder: Recorder,
         published: Published,
         cutting: Cutting,
+        clock: Clock,
     ) -> None:
         self._cutting = cutting
+        self._clock = clock
         self._settings = settings
         self._facts = facts
         self._world = world
@@ -55,7 +55,6 @@ class LastSave:
         self._asked: AskToSave | None = None
         self._refused: set[int] = set()  # ranks that cannot save theirs
         self._cause = ""  # why the newest try came to nothing
-        self._stopped = StoppedWatch()
         self.outcome: SaveOutcome | None = None
 
     def begin(self, causes: Sequence[Fault], now_s: float) -> None:
@@ -65,8 +64,8 @@ class LastSave:
         self._began_s = now_s
         patience_s = LEAVE_TIMEOUT_S + self._settings.checkpoint_timeout_s
         self._by_s = now_s + patience_s
-        self._world.abort(self._facts.generation)
-        wake(self._world.present)
+        self._world.abort(self._facts.generation, now_s)
+        self._world.wake(self._world.present)
         if cause := why_not_saved(causes):
             self._conclude(SaveOutcome(step=self._facts.committed_step, cause=cause))
 
@@ -104,7 +103,7 @@ class LastSave:
         self._wake_stopped(now_s)
         if any(handle.state is RankState.LEAVING for handle in self._world.present):
             for handle in self._cutting.unanswered(now_s):  # which hold those that could save
-                self._world.kill_rank(handle)
+                self._world.kill_rank(handle, now_s)
         if self._asked is not None:
             return
         newest = self._published.newest()
@@ -126,9 +125,9 @@ class LastSave:
         """A rank that is stopped while all wait for its save would cost the whole of their time."""
         limit_s = self._settings.hang_min_s
         for handle in self._world.present:
-            if self._stopped.stopped_s(handle.pid, now_s) > limit_s:
+            if self._world.stopped_s(handle, now_s) > limit_s:
                 self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")
-                wake([handle])
+                self._world.wake([handle])
 
     def _is_parked(self, handle: RankHandle) -> bool:
         return handle.state is RankState.READY and handle.rank not in self._refused
@@ -165,6 +164,6 @@ class LastSave:
                 step=outcome.step,
                 path=outcome.path,
                 failed=outcome.cause,
-                seconds=round(time.monotonic() - self._began_s, 3),
+                seconds=round(self._clock.monotonic() - self._began_s, 3),
             )
         )

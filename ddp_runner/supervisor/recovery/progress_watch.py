@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 
 from ddp_runner.core.board import Cell, Slot
@@ -22,9 +21,9 @@ from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
-from ddp_runner.supervisor.processes.rank_process import RankHandle
-from ddp_runner.system import proc_state
-from ddp_runner.system.proc_state import StoppedWatch
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 
 PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
@@ -36,13 +35,15 @@ WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
 class Watcher:
     """Owned by the supervisor's loop; one look a tick."""
 
-    def __init__(self, settings: RecoverySettings) -> None:
+    def __init__(self, settings: RecoverySettings, *, world: World, clock: Clock) -> None:
         self._settings = settings
+        self._world = world
+        self._clock = clock
         self._step_s: deque[float] = deque(maxlen=PACE_STEPS)
         self._seen_step = -1
         self._best_step = -1
         self._verdicts_in_a_row = 0
-        self._looked_at_ns = self._awake_since_ns = time.monotonic_ns()
+        self._looked_at_ns = self._awake_since_ns = self._clock.monotonic_ns()
         self._pauses = SharedPauses()
         self._long_phases = LongPhases()
         self._first_steps = FirstSteps()
@@ -50,7 +51,6 @@ class Watcher:
         self._finished = 0  # ranks
         self._own: dict[int, tuple[int, int]] = {}
         self._straggler_watch = StragglerWatch()
-        self._stopped = StoppedWatch()
 
     def look(self, handles: list[RankHandle]) -> HangVerdict | None:
         """The verdict on a world whose ranks train, or have finished, or None."""
@@ -64,10 +64,10 @@ class Watcher:
             return None
         looks = [self._look_at(handle) for handle in training]
         for handle, look in zip(training, looks, strict=True):
-            self._first_steps.observe(look, process=handle.pid or 0)
+            self._first_steps.observe(look, process=handle.processes)
             self._long_phases.observe(
                 look,
-                process=handle.pid or 0,
+                process=handle.processes,
                 since_ns=handle.slot.get(Cell.PHASE_SINCE_NS),
                 step=handle.slot.get(Cell.STEP),
             )
@@ -75,7 +75,7 @@ class Watcher:
         self._long_phases.excuse(late)
         left = self._pauses.observe(late)
         if left is not None:
-            self._anew_since_ns[left] = time.monotonic_ns()
+            self._anew_since_ns[left] = self._clock.monotonic_ns()
             looks = [self._look_at(handle) for handle in training]
         verdict = find_hung(looks, self._pace(), self._settings)
         if verdict is not None:
@@ -124,8 +124,9 @@ class Watcher:
         reading = handle.slot.read()
         anew_since_ns = self._anew_since_ns.get(handle.rank, 0)
         since_ns = max(reading.phase_since_ns, self._awake_since_ns, anew_since_ns)
-        age_s = (time.monotonic_ns() - since_ns) / 1e9
-        is_stopped = age_s > STOPS_UNSEEN_S and proc_state.is_stopped(handle.pid)
+        now_ns = self._clock.monotonic_ns()
+        age_s = (now_ns - since_ns) / 1e9
+        is_stopped = age_s > STOPS_UNSEEN_S and self._world.is_stopped(handle)
         return RankLook(
             rank=handle.rank,
             phase=reading.phase,
@@ -133,7 +134,7 @@ class Watcher:
             steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
             stopped=is_stopped,
             device_sums=handle.slot.get(Cell.DEVICE_SUMS),
-            stopped_s=self._stopped.stopped_s(handle.pid if is_stopped else None, time.monotonic()),
+            stopped_s=self._world.stopped_s(handle, now_ns / 1e9) if is_stopped else 0.0,
         )
 
     def _notice_pauses(self) -> None:
@@ -141,7 +142,7 @@ class Watcher:
 
         The whole job, container or machine may have been paused; nobody was hung then.
         """
-        now_ns = time.monotonic_ns()
+        now_ns = self._clock.monotonic_ns()
         pause_s = max(LOOKS_APART_S, min(PAUSE_S, self._settings.hang_min_s / 2))
         if now_ns - self._looked_at_ns > pause_s * 1e9:
             self._awake_since_ns = now_ns
@@ -153,7 +154,7 @@ class Watcher:
         Perhaps for its last save, for longer than a step may take; it only has to wake up.
         """
         if finished != self._finished:
-            self._awake_since_ns = time.monotonic_ns()
+            self._awake_since_ns = self._clock.monotonic_ns()
         self._finished = finished
 
     def _pace(self) -> Pace:

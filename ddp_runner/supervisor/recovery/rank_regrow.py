@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.core.recovery import regrow_delay_s
 from ddp_runner.core.settings import RecoverySettings
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.fault_injector import Striker
-from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
+from ddp_runner.supervisor.recovery.hang_detector import HangFinder
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 
 _LEAVING = (RankState.ABORTING, RankState.LEAVING)
 
@@ -42,6 +42,7 @@ class ReturningRanks:
         striker: Striker,
         hangs: HangFinder,
         cutting: Cutting,
+        clock: Clock,
     ) -> None:
         self._settings = settings
         self._facts = facts
@@ -50,6 +51,7 @@ class ReturningRanks:
         self._striker = striker
         self._hangs = hangs
         self._cutting = cutting
+        self._clock = clock
         self._slots: dict[int, _Slot] = {}
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
         self._regroup_since_s = 0.0
@@ -64,7 +66,7 @@ class ReturningRanks:
         slot.step = step
         handle.member.advance(MembershipEvent.DROPPED)
         handle.dropped_at_s = now_s
-        self._world.kill_rank(handle)
+        self._world.kill_rank(handle, now_s)
         present = len(self._world.present)
         self._facts.inexact_reasons.append(
             f"{present} of {len(self._world.ranks)} ranks from step {step}"
@@ -81,7 +83,7 @@ class ReturningRanks:
                 is_late = now_s > handle.spawned_at_s + self._settings.startup_timeout_s
                 starts = handle.state is RankState.STARTING
                 if (starts and is_late) or self._hangs.is_stopped(handle, now_s):
-                    self._world.kill_rank(handle)
+                    self._world.kill_rank(handle, now_s)
                 continue
             slot = self._slots[handle.rank]
             is_early = now_s < handle.dropped_at_s + regrow_delay_s(
@@ -97,6 +99,7 @@ class ReturningRanks:
                 loads=False,
                 resume="auto",
                 injections_left=self._striker.left_for(handle.rank),
+                now_s=now_s,
             )
 
     def got_ready(self, handle: RankHandle) -> None:
@@ -107,7 +110,7 @@ class ReturningRanks:
         """It was not worth it yet: wait again, for longer."""
         self._slots[handle.rank].failed_returns += 1
         handle.member.advance(MembershipEvent.RETURN_FAILED)
-        handle.dropped_at_s = time.monotonic()
+        handle.dropped_at_s = self._clock.monotonic()
         self._recorder.say(f"rank {handle.rank} is still not usable", level="WARNING")
 
     def take_back(self, now_s: float) -> None:
@@ -129,18 +132,20 @@ class ReturningRanks:
             )
         self.is_regrouping = True
         self._regroup_since_s = now_s
-        self._world.abort(self._facts.generation)
+        self._world.abort(self._facts.generation, now_s)
 
     def who_stays_too_long(self, now_s: float) -> list[Fault]:
         """Ranks that ought to have left their generation for a rank that came back."""
         if not self.is_regrouping:
             return []
         if deaf := self._cutting.unanswered(now_s):
-            return [hung(one, UNANSWERED) for one in deaf]
+            return [self._hangs.hung(one, UNANSWERED) for one in deaf]
         if now_s <= self._cutting.leave_by_s(self._regroup_since_s):
             return []
         return [
-            hung(handle, f"did not make room within {now_s - self._regroup_since_s:.1f} s")
+            self._hangs.hung(
+                handle, f"did not make room within {now_s - self._regroup_since_s:.1f} s"
+            )
             for handle in self._world.present
             if handle.state in _LEAVING and self._hangs.watcher.is_overdue(handle)
         ]

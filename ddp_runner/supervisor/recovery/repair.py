@@ -5,7 +5,6 @@ Gathers what belongs together, asks core for a plan, and carries it out as ranks
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -34,14 +33,11 @@ from ddp_runner.core.recovery import (
     plan_recovery,
 )
 from ddp_runner.core.settings import Settings
-from ddp_runner.supervisor.processes.children import is_killed
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import REAP_TIMEOUT_S, RankHandle, who_is_left
-from ddp_runner.supervisor.processes.stack_dump import force_stacks, wake
+from ddp_runner.supervisor.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.fault_injector import Striker
-from ddp_runner.supervisor.recovery.hang_detector import HangFinder, hung
-from ddp_runner.supervisor.recovery.incident import OpenIncident, PendingKill
+from ddp_runner.supervisor.recovery.hang_detector import HangFinder
+from ddp_runner.supervisor.recovery.incident import STACKS_TIME_S, OpenIncident
 from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
 from ddp_runner.supervisor.reporting.plan_words import (
     action_in_words,
@@ -51,6 +47,8 @@ from ddp_runner.supervisor.reporting.plan_words import (
 )
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
 
 # For the ranks to leave their generation, which takes milliseconds; who takes longer is not waited for.
 ANSWERS_TIME_S = 0.2
@@ -70,6 +68,7 @@ class Repair:
         striker: Striker,
         published: Published,
         cutting: Cutting,
+        clock: Clock,
     ) -> None:
         self._settings = settings.recovery
         self._resume = settings.run.resume
@@ -80,7 +79,10 @@ class Repair:
         self._recorder = recorder
         self._striker = striker
         self._cutting = cutting
-        self._hangs = HangFinder(settings.recovery, facts, world=world, recorder=recorder)
+        self._clock = clock
+        self._hangs = HangFinder(
+            settings.recovery, facts, world=world, recorder=recorder, clock=clock
+        )
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed
         self._remedies: list[str] = []
@@ -94,6 +96,7 @@ class Repair:
             striker=striker,
             hangs=self._hangs,
             cutting=cutting,
+            clock=clock,
         )
         self._respawn_at_s = 0.0
 
@@ -119,8 +122,9 @@ class Repair:
             cause=self._incident.event_id if self._incident else None,
         )
         if self._incident is None:
-            self._incident = OpenIncident(faults=[], began_s=time.monotonic(), event_id=event_id)
-            self._world.abort(self._facts.generation)
+            now_s = self._clock.monotonic()
+            self._incident = OpenIncident(faults=[], began_s=now_s, event_id=event_id)
+            self._world.abort(self._facts.generation, now_s)
             self._machine.advance(RunEvent.INCIDENT_BEGAN)
         self._incident.faults.append(fault)
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
@@ -147,7 +151,7 @@ class Repair:
         """How many larger ranks were killed as well, by nobody here: the kernel begins with the largest."""
         return sum(
             rank.rss_bytes > handle.rss_bytes
-            and is_killed(rank.pid)
+            and self._world.is_killed(rank)
             and not self.expects_end_of(rank)
             for rank in self._world.present
         )
@@ -164,8 +168,7 @@ class Repair:
 
     def _close_incident(self) -> None:
         self._incident = None
-        for handle in self._world.ranks:
-            handle.asked_bytes = None
+        self._world.forget_stacks()
 
     def name_stragglers(self) -> None:
         """Name ranks that are persistently slow, once each; nothing is done to them."""
@@ -199,7 +202,7 @@ class Repair:
     def _who_does_not_end(self, now_s: float) -> list[Fault]:
         """Ranks that a plan has killed, and whose successors wait for that."""
         return [
-            hung(handle, f"not ended {REAP_TIMEOUT_S:g} s after SIGKILL")
+            self._hangs.hung(handle, f"not ended {REAP_TIMEOUT_S:g} s after SIGKILL")
             for handle in self._world.ranks
             if handle.needs_process and handle.does_not_end(now_s)
         ]
@@ -213,11 +216,10 @@ class Repair:
         pending = self._incident.pending_kills
         new = {fault.rank for fault in faults if fault.kind is FaultKind.RANK_HUNG} - set(pending)
         for rank in new:
-            handle = self._world.ranks[rank]
-            handle.member.advance(MembershipEvent.FOUND_HUNG)
-            pending[rank] = PendingKill(time.monotonic(), handle.mark_asked())
-        force_stacks(self._world.ranks, new)
-        wake(self._world.ranks)
+            self._world.ranks[rank].member.advance(MembershipEvent.FOUND_HUNG)
+            pending[rank] = self._clock.monotonic()
+        self._world.force_stacks(new)
+        self._world.wake(self._world.ranks)
 
     def _gather(self, incident: OpenIncident, now_s: float) -> GiveUp | None:
         """Take in what else is found, and close the incident once nobody is still inside it."""
@@ -226,14 +228,19 @@ class Repair:
         # Nobody's communicators may be aborted while one of the ranks might still commit.
         unanswered = self._cutting.unanswered(now_s)
         self._take_in(
-            [hung(one, UNANSWERED) for one in unanswered if one.membership is Membership.MEMBER]
+            [
+                self._hangs.hung(one, UNANSWERED)
+                for one in unanswered
+                if one.membership is Membership.MEMBER
+            ]
         )
-        for rank, pending in incident.pending_kills.items():
+        for rank, asked_s in incident.pending_kills.items():
             handle = self._world.ranks[rank]
-            if handle.is_alive and pending.is_due(
-                handle.written_bytes, now_s, said_since=handle.said_since
+            has_had_its_time = now_s >= asked_s + STACKS_TIME_S
+            if handle.is_alive and (
+                has_had_its_time or self._world.has_written_stacks(handle, now_s)
             ):
-                self._world.kill_rank(handle)
+                self._world.kill_rank(handle, now_s)
         waiting = [
             handle
             for handle in self._world.present
@@ -247,7 +254,9 @@ class Repair:
             waited_s = now_s - incident.began_s
             self._take_in(
                 [
-                    hung(handle, f"did not leave its generation within {waited_s:.1f} s")
+                    self._hangs.hung(
+                        handle, f"did not leave its generation within {waited_s:.1f} s"
+                    )
                     for handle in waiting
                     if handle.membership is Membership.MEMBER
                     and self._hangs.watcher.is_overdue(handle)
@@ -284,7 +293,7 @@ class Repair:
         if self._loader is not None and not self._world.ranks[self._loader].needs_process:
             self._loader = None  # of the plan before
         incident.fork_ahead(ranks)
-        self._kill_and_respawn(dead)
+        self._kill_and_respawn(dead, now_s)
 
     @staticmethod
     def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
@@ -375,29 +384,30 @@ class Repair:
         # Who was forked ahead has no state, which the one that is to load needs.
         there = {rank for rank in forked_ahead if self._world.ranks[rank].is_alive} - {plan.loader}
         lost = [self._world.ranks[rank] for rank in plan.ranks if rank not in there]
-        self._kill_and_respawn(lost)
+        self._kill_and_respawn(lost, now_s)
 
     def _respawn(self, now_s: float) -> None:
         """Fork what is missing as soon as its predecessors are reaped; the spare needs no zygote."""
         if self._world.can_fork:
-            if self._world.store is None:
+            if not self._world.has_store:
                 self._world.start_store()
-            self._replace_who_finished()
+            self._replace_who_finished(now_s)
         missing = [handle for handle in self._world.ranks if handle.needs_process]
         if now_s < self._respawn_at_s or any(handle.is_alive for handle in missing):
             return
         for handle in missing:
             if not (self._world.can_fork or self._world.has_spare_for(handle)):
                 return  # the next zygote forks it
-            self._spawn(handle)
+            self._spawn(handle, now_s)
 
-    def _spawn(self, handle: RankHandle) -> None:
+    def _spawn(self, handle: RankHandle, now_s: float) -> None:
         began = self._world.spawn_rank(
             handle,
             loads=handle.rank == self._loader,
             resume=self._resume_word(),
             injections_left=self._striker.left_for(handle.rank),
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
+            now_s=now_s,
         )
         if began:
             handle.member.advance(MembershipEvent.REPLACED)
@@ -405,7 +415,7 @@ class Repair:
         if handle.was_spare:
             self._recorder.record(events.SpareTaken(rank=handle.rank, pid=handle.pid))
 
-    def _replace_who_finished(self) -> None:
+    def _replace_who_finished(self, now_s: float) -> None:
         """A rank may finish in the very moment in which the others leave for one that is back.
 
         They wait for it to form with them; its successor does, and finishes again.
@@ -418,13 +428,13 @@ class Repair:
         if all(handle.state is RankState.READY for handle in left):
             filled = any(handle.is_filled for handle in left)
             self._loader = None if filled else gone[0].rank
-            self._kill_and_respawn(gone)
+            self._kill_and_respawn(gone, now_s)
 
-    def _kill_and_respawn(self, handles: list[RankHandle]) -> None:
+    def _kill_and_respawn(self, handles: list[RankHandle], now_s: float) -> None:
         """Kill what is left of these ranks and have them forked again."""
         for handle in handles:
             self.schedule_respawn(handle)
-            self._world.kill_rank(handle)
+            self._world.kill_rank(handle, now_s)
 
     def _resume_word(self) -> str:
         """What a loading rank resumes: the user's choice, until this launch has saved something."""

@@ -18,12 +18,11 @@ from ddp_runner.core.spare import (
 )
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Spare
-from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from ddp_runner.system import proc_state
-from ddp_runner.system.proc_state import StoppedWatch
+from ddp_runner.supervisor.world import World
 
 WARM_TIMEOUT_S = 20.0  # from the fork of a spare to its being ready; it takes a tenth of a second
 # Of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
@@ -34,14 +33,21 @@ class SpareKeeper:
     """Driven by :class:`Supervisor`: ``look`` at each turn, ``lost`` when one has ended unused."""
 
     def __init__(
-        self, plan: LaunchPlan, facts: RunFacts, *, world: World, recorder: Recorder, repair: Repair
+        self,
+        plan: LaunchPlan,
+        facts: RunFacts,
+        *,
+        node: Node,
+        world: World,
+        recorder: Recorder,
+        repair: Repair,
     ) -> None:
         self._settings = plan.settings.recovery
         self._facts = facts
+        self._node = node
         self._world = world
         self._recorder = recorder
         self._repair = repair
-        self._stopped = StoppedWatch()
         self._generation = 0
         self._formed_at_step = 0
         self._lost_in_a_row = 0
@@ -71,17 +77,17 @@ class SpareKeeper:
             for handle in self._world.ranks
             if handle.state is RankState.STARTING and not handle.was_spare
         }
-        spare = self._world.spare
+        spare = self._node.spare
         if spare is not None and must_end(
             spare.plan, plan, fault_free=fault_free, starting=starting, refused=self._refused
         ):
             self._dismissed = spare
-            self._world.kill_spare()
+            self._node.kill(spare)
         elif spare is not None and (
-            self._stopped.stopped_s(spare.pid, now_s) > self._settings.hang_min_s
+            self._node.helper_stopped_s(spare, now_s) > self._settings.hang_min_s
             or (not spare.is_ready and now_s > spare.since_s + _warm_timeout_s(spare.plan))
         ):
-            self._world.kill_spare()
+            self._node.kill(spare)
         facts = SpareFacts(
             fault_free=fault_free,
             stepped=self._facts.committed_step > self._formed_at_step,
@@ -90,10 +96,10 @@ class SpareKeeper:
             lost_in_a_row=self._lost_in_a_row,
             since_lost_s=now_s - self._lost_at_s,
         )
-        if self._world.can_fork and wants_spare(facts):
+        if self._node.can_fork and wants_spare(facts):
             self._asked_at_s = now_s
-            self._world.start_spare(plan)
-            self._newest = self._world.spare
+            self._node.start_spare(plan)
+            self._newest = self._node.spare
 
     def _note_short_of_memory(self) -> None:
         for rank in sorted(self._facts.short_of_memory):
@@ -113,15 +119,15 @@ class SpareKeeper:
                 continue
             if must_give_back(
                 has_begun=handle.has_begun,
-                is_stopped=proc_state.is_stopped(handle.pid),
+                is_stopped=self._world.is_stopped(handle),
                 since_s=now_s - handle.spawned_at_s,
             ):
                 self._repair.schedule_respawn(handle)
-                self._world.kill_rank(handle)
+                self._world.kill_rank(handle, now_s)
 
     def is_ready(self, message: SpareReady) -> None:
         """It waits to be made a rank."""
-        spare = self._world.spare
+        spare = self._node.spare
         if spare is None:
             return
         spare.is_ready = True
@@ -146,7 +152,7 @@ class SpareKeeper:
 
     def was_forked(self, forked: Forked) -> None:
         """The zygote has answered; it may be held up until the spare is ready, and that is told now."""
-        spare = self._world.spare
+        spare = self._node.spare
         if spare is not None and spare.token == forked.token and spare.is_ready:
             self._tell_ready(spare)
 

@@ -13,11 +13,11 @@ from ddp_runner.core import events
 from ddp_runner.core.messages import Forked
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from ddp_runner.system.proc_state import StoppedWatch
+from ddp_runner.supervisor.world import World
 
 ZYGOTES_LOST_MAX = 20  # within the restart window, or as many as ranks may be replaced in it
 ZYGOTES_AT_START_MAX = 3
@@ -47,16 +47,17 @@ class ZygoteKeeper:
         settings: RecoverySettings,
         facts: RunFacts,
         *,
+        node: Node,
         world: World,
         recorder: Recorder,
         repair: Repair,
     ) -> None:
         self._settings = settings
         self._facts = facts
+        self._node = node
         self._world = world
         self._recorder = recorder
         self._repair = repair
-        self._stopped = StoppedWatch()
         self._lost = 0
         self._lost_at_s: list[float] = []  # within the restart window
         self._asked_at_s: float | None = None  # where it hangs
@@ -74,22 +75,22 @@ class ZygoteKeeper:
         self._look_at_standby(now_s)
 
     def _look_at_standby(self, now_s: float) -> None:
-        standby = self._world.standby
+        standby = self._node.standby
         if standby is not None:
-            if self._stopped.stopped_s(standby.pid, now_s) > self._settings.hang_min_s:
-                self._world.kill_standby()
+            if self._node.helper_stopped_s(standby, now_s) > self._settings.hang_min_s:
+                self._node.kill(standby)
         elif (
             self._lost
             and self._settings.warm_spare
-            and self._world.can_fork
-            and self._world.fork_owed_since_s is None
+            and self._node.can_fork
+            and self._node.fork_owed_since_s is None
             and now_s >= self._no_standby_before_s
         ):
-            self._world.start_standby()
+            self._node.start_standby()
 
     def is_standby(self, forked: Forked) -> bool:
         """Whether the zygote answers for who is to stand by."""
-        standby = self._world.standby
+        standby = self._node.standby
         return standby is not None and standby.token == forked.token
 
     def standby_refused(self, now_s: float) -> None:
@@ -104,35 +105,33 @@ class ZygoteKeeper:
         self._no_standby_before_s = ended.at_ns / 1e9 + STANDBY_WAIT_S
 
     def _look_at_zygote(self, now_s: float) -> None:
-        pid = self._world.zygote_pid
-        if self._stopped.stopped_s(pid, now_s) > self._settings.hang_min_s:
-            self._world.kill_zygote()
+        if self._node.zygote_stopped_s(now_s) > self._settings.hang_min_s:
+            self._node.kill_zygote()
         elif self._asked_at_s is not None:
             if now_s > self._asked_at_s + STACKS_TIME_S:
-                self._world.kill_zygote()
+                self._node.kill_zygote()
         elif (
-            pid is not None
-            and not self._world.can_fork
-            and now_s > self._world.zygote_since_s + self._settings.startup_timeout_s
+            self._node.zygote_pid is not None
+            and not self._node.can_fork
+            and now_s > self._node.zygote_since_s + self._settings.startup_timeout_s
         ):
             limit_s = self._settings.startup_timeout_s
             self._ask_where_it_hangs(now_s, f"was not ready within {limit_s:g} s")
-        elif self._has_had(FORK_TIMEOUT_S, self._world.fork_owed_since_s, now_s):
+        elif self._has_had(FORK_TIMEOUT_S, self._node.fork_owed_since_s, now_s):
             self._ask_where_it_hangs(now_s, f"did not fork within {FORK_TIMEOUT_S:g} s")
 
     def _ask_where_it_hangs(self, now_s: float, hangs: str) -> None:
         self._asked_at_s, self._hangs = now_s, hangs
-        self._world.ask_zygote_for_stacks()
+        self._node.ask_zygote_for_stacks()
 
     def _look_at_store(self, now_s: float) -> None:
-        store = self._world.store
-        pid = None if store is None else store.pid
-        stands_s = self._stopped.stopped_s(pid, now_s)
-        if store is None or pid is None:
+        store = self._node.store
+        if store is None or store.pid is None:
             return
+        stands_s = self._node.helper_stopped_s(store, now_s)
         late = not store.is_ready and self._has_had(STORE_TIMEOUT_S, store.since_s, now_s)
         if late or stands_s > self._settings.hang_min_s:
-            self._world.kill_store()
+            self._node.kill(store)
 
     def _has_had(self, limit_s: float, since_s: float | None, now_s: float) -> bool:
         """Whether what has been waited for since then had so much time in which this process ran."""
@@ -150,16 +149,16 @@ class ZygoteKeeper:
             reason = hung or f"died: {last}"
             return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
         # Forks that it still owed will never be answered.
-        self._world.forget_owed()
+        self._node.forget_owed()
         for handle in self._world.ranks:
             if handle.is_alive and handle.pid is None:
                 self._world.forget_start(handle)
                 self._repair.schedule_respawn(handle)
-        if self._world.promote_standby():
-            self._recorder.record(events.ZygoteReplaced(pid=self._world.zygote_pid))
+        if self._node.promote_standby():
+            self._recorder.record(events.ZygoteReplaced(pid=self._node.zygote_pid))
         else:
             self._recorder.say("the zygote died; another one is being started", level="WARNING")
-            self._world.start_zygote()
+            self._node.start_zygote()
         return None
 
     def _may_start_another(self, ended: Ended, *, hung: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from ddp_runner.checkpoint.unreported import Published
@@ -15,6 +14,7 @@ from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
 from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.system.clock import Clock
 
 
 class Recorder:
@@ -23,10 +23,13 @@ class Recorder:
     What is no event (how far a start has come, advice) is said only.
     """
 
-    def __init__(self, outputs: Outputs, *, facts: RunFacts, published: Published) -> None:
+    def __init__(
+        self, outputs: Outputs, *, facts: RunFacts, published: Published, clock: Clock
+    ) -> None:
         self.outputs = outputs
+        self._clock = clock
         self.facts = facts
-        self.accounting = RunAccounting(began_s=time.monotonic())
+        self.accounting = RunAccounting(began_s=clock.monotonic())
         self._event_log = EventLog(outputs)
         self._published = published
 
@@ -38,7 +41,7 @@ class Recorder:
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
         self.facts.take(event)
-        self.accounting.take(event, now_s=time.monotonic(), cause=cause)
+        self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         return self._event_log.take(event, cause=cause)
 
     def say(self, text: str, *, level: str = "INFO") -> None:
@@ -98,7 +101,7 @@ class Recorder:
         if self._published.is_news(message):
             self.record(saved)
         else:
-            self.accounting.take(saved, now_s=time.monotonic())
+            self.accounting.take(saved, now_s=self._clock.monotonic())
 
     def saved_unreported(self) -> None:
         """Checkpoints that are on disk, of ranks that may not have lived to report them."""

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import time
-
-import psutil
 
 from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
 from ddp_runner.observe.view import RankView, RunView
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-
-
-def measure_memory(handles: list[RankHandle]) -> None:
-    """Refresh each rank's resident memory; a few microseconds each. One that ends has what it had."""
-    for handle in handles:
-        if handle.pid is not None:
-            with contextlib.suppress(psutil.Error):
-                size = psutil.Process(handle.pid).memory_info().rss
-                handle.rss_bytes = size or handle.rss_bytes
 
 
 def run_view(
@@ -37,10 +24,10 @@ def run_view(
     began_s: float,
     faults_total: int,
     restarts: int,
+    now_ns: int,
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
-    now_ns = time.monotonic_ns()
     first = next(handle for handle in handles if handle.membership in IN_WORLD)
     step = max(reading.committed_step for reading in readings)
     total = max(reading.total_steps for reading in readings)

@@ -10,10 +10,11 @@ from ddp_runner.core.lifecycle import NO_PROCESS_LEFT, RankState
 from ddp_runner.core.messages import Built
 from ddp_runner.core.phases import Stage
 from ddp_runner.observe.console import LogTail
-from ddp_runner.supervisor.processes.process_table import World
-from ddp_runner.supervisor.processes.rank_process import RankHandle
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.world import World
 
 IMPORTING, FORMING, FIRST_STEP = "importing", "forming", "first step"
 _CHECKPOINT_SHOWN_FROM_S = 0.1  # to look for one, and find none, is not worth a line
@@ -30,8 +31,11 @@ class _Follow:
 class Start:
     """Owned by the supervisor's loop; over when the first step is. Later starts are repairs."""
 
-    def __init__(self, facts: RunFacts, *, world: World, recorder: Recorder, debug: bool) -> None:
+    def __init__(
+        self, facts: RunFacts, *, node: Node, world: World, recorder: Recorder, debug: bool
+    ) -> None:
         self._facts = facts
+        self._node = node
         self._world = world
         self._recorder = recorder
         self._debug = debug
@@ -123,9 +127,9 @@ class Start:
         """Show what the zygote and rank 0 have printed, as long as there is no log file."""
         if self._recorder.may_write:
             return
-        world, first = self._world, self._world.present[0]
-        zygote = ("zygote", world.zygote_pid or 0), world.zygote_output
-        rank = ("rank", first.token), first.output
+        first = self._world.present[0]
+        zygote = ("zygote", self._node.zygote_pid or 0), self._node.zygote_output
+        rank = ("rank", first.processes), self._node.processes[first.rank].output
         self._zygote = self._followed(self._zygote, *zygote)
         self._rank = self._followed(self._rank, *rank)
 
@@ -141,7 +145,7 @@ class Start:
             follow.tail.close()
         if output is None:
             return None
-        tail = LogTail([output], ranks=1, debug=self._debug, seal=self._world.log_seal)
+        tail = LogTail([output], ranks=1, debug=self._debug, seal=self._node.log_seal)
         new = _Follow(who=who, tail=tail)
         self._show(new)
         return new

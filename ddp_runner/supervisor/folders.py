@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from ddp_runner.core import events
 from ddp_runner.core.messages import ReopenLog
-from ddp_runner.supervisor.processes.process_table import World
+from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.world import World
 from ddp_runner.system.run_directories import RunDirectories
 
 
@@ -18,11 +19,13 @@ class FolderKeeper:
         self,
         directories: RunDirectories,
         *,
+        node: Node,
         world: World,
         recorder: Recorder,
         ask_save: Callable[[], None],
     ) -> None:
         self._directories = directories
+        self._node = node
         self._world = world
         self._recorder = recorder
         self._ask_save = ask_save
@@ -40,5 +43,5 @@ class FolderKeeper:
             if change.is_new and change.option == "--checkpoint-dir":
                 self._ask_save()  # whatever was there cannot be gone back to
         for handle in self._world.present:
-            if handle.has_log and handle.log_is_gone():
+            if handle.has_log and self._node.processes[handle.rank].log_is_gone():
                 self._world.send(handle, ReopenLog())

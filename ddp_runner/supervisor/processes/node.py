@@ -1,0 +1,467 @@
+"""The processes of one machine: forks, signals, reaps and reads them. Performs, never decides.
+
+Whoever decides knows ranks by their numbers; pids, channels, files and signals stay in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddp_runner import config
+from ddp_runner.core.board import Slot
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
+from ddp_runner.core.spare import SparePlan
+from ddp_runner.observe.logger import new_seal
+from ddp_runner.supervisor.processes.children import Ended, read_output
+from ddp_runner.supervisor.processes.departures import (
+    HELPER_ENDED,
+    Departure,
+    RankEnded,
+    ZygoteEnded,
+)
+from ddp_runner.supervisor.processes.environment import zygote_environment
+from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
+from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
+from ddp_runner.supervisor.processes.rank_process import RankProcess
+from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
+from ddp_runner.supervisor.processes.resources import BoardMemory, bind_store_port
+from ddp_runner.system.clock import Clock
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.proc_state import StoppedWatch
+
+STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
+
+
+class Node:
+    """Owned by the supervisor's loop. Channels of live processes are kept registered for reading.
+
+    Raises BadInputError where no port can be had for the store.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        selector: selectors.BaseSelector,
+        *,
+        system: OperatingSystem,
+        clock: Clock,
+    ) -> None:
+        self._plan = plan
+        self._selector = selector
+        self._system = system
+        self._clock = clock
+        self._settings_record = config.to_record(plan.settings)
+        self._listening = bind_store_port(plan.settings.ddp.port)
+        self._memory = BoardMemory(plan.world_size)
+        self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
+        log_dir = Path(plan.settings.run.log_dir)
+        # One for each rank; what they are at present, and not where the ranks stand.
+        self.processes = [RankProcess(rank, log_dir=log_dir) for rank in range(plan.world_size)]
+        self.store: StoreHost | None = None
+        self.spare: Spare | None = None
+        self.standby: Standby | None = None
+        self.drill: Drill | None = None
+        self._zygote: ZygoteProcess | None = None
+        self._guardian = system.make_guardian()
+        self.kernel_kills = system.kernel_kills()
+        self._stopped = StoppedWatch(system.is_stopped)
+        self.log_seal = new_seal()
+        self.zygote_since_s = 0.0
+        self._next_token = 1
+        # A fork may end before the zygote's answer that names it has been read.
+        self._unclaimed: dict[int, Ended] = {}
+
+    @property
+    def store_port(self) -> int:
+        """The loopback port of the store, for the whole run."""
+        return int(self._listening.getsockname()[1])
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether the zygote is ready."""
+        return self._zygote is not None and self._zygote.ready
+
+    @property
+    def has_ready_store(self) -> bool:
+        """Whether ranks can find each other."""
+        return self.store is not None and self.store.is_ready
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """The process that forks the others; None while there is none."""
+        return None if self._zygote is None else self._zygote.pid
+
+    @property
+    def zygote_output(self) -> int | None:
+        """What the zygote writes to; None while there is none."""
+        return None if self._zygote is None else self._zygote.output
+
+    @property
+    def fork_owed_since_s(self) -> float | None:
+        """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
+        asked_s = [one.asked_at_s for one in self.processes if one.asked_at_s and one.is_owed]
+        asked_s += [helper.since_s for helper in self._helpers if helper.pid is None]
+        return min(asked_s, default=None)
+
+    def slot(self, rank: int) -> Slot:
+        """The cells of a rank on the board."""
+        return self._slots[rank]
+
+    def start_guardian(self) -> None:
+        """Start the process that ends what is left, should this one be killed. May raise OSError."""
+        self._guardian.start()
+
+    def start_zygote(self) -> None:
+        """Start a zygote; ``ZygoteReady`` follows."""
+        environment = zygote_environment(self._plan, os.environ)
+        self._zygote = self._system.start_zygote(
+            task=self._plan.settings.run.task, environment=self._guardian.marked(environment)
+        )
+        self.zygote_since_s = self._clock.monotonic()
+        self._watch(self._zygote.channel, None)
+
+    def start_standby(self) -> None:
+        """Fork the next zygote ahead of need."""
+        self.standby = Standby(token=self._take_token(), now_s=self._clock.monotonic())
+        self._start(self.standby, {})
+
+    def promote_standby(self) -> bool:
+        """Have who stands by fork from now on; False where nobody does, or it is stopped."""
+        standby = self.standby
+        if standby is None or self._system.is_stopped(standby.pid):
+            return False
+        zygote = standby.take_over()
+        if zygote is None:
+            return False
+        self.standby, self._zygote = None, zygote
+        self.zygote_since_s = self._clock.monotonic()
+        return True
+
+    def zygote_is_ready(self) -> None:
+        """Note that forks are cheap from now on."""
+        if self._zygote is not None:
+            self._zygote.ready = True
+
+    def store_is_ready(self) -> None:
+        """Note that ranks can find each other from now on."""
+        if self.store is not None:
+            self.store.is_ready = True
+
+    def start_store(self) -> None:
+        """Fork a store host on the listening socket; ``StoreReady`` follows."""
+        self.store = StoreHost(token=self._take_token(), now_s=self._clock.monotonic())
+        self._start(self.store, {}, self._listening.fileno())
+
+    def start_drill(self, rank: int, *, step: int, folder: str) -> None:
+        """Fork a process that computes the share of ``rank`` of ``step``; ``Drilled`` follows."""
+        self.drill = Drill(token=self._take_token(), now_s=self._clock.monotonic())
+        spec = {**self._surroundings(rank), "rank": rank, "step": step, "folder": folder}
+        self._start(self.drill, spec)
+
+    def start_spare(self, plan: SparePlan) -> None:
+        """Fork a process ahead of need; ``SpareReady`` follows."""
+        self.spare = Spare(plan, token=self._take_token(), now_s=self._clock.monotonic())
+        spec = {"settings": self._settings_record, "threads": self._plan.threads_per_rank}
+        self._start(self.spare, {**spec, "kind": plan.kind.value, "device": plan.device})
+
+    def start_rank(self, rank: int, start: RankStart) -> StartedBy:
+        """A process for a rank that has none: the spare, or else a fork, which is owed then."""
+        process = self.processes[rank]
+        token = self._take_token()
+        theirs, output = process.open_lines(token=token, now_s=self._clock.monotonic())
+        assert process.channel is not None
+        process.channel.set_blocking(blocking=False)
+        self._watch(process.channel, rank)
+        spec = {
+            **self._surroundings(rank),
+            "loads": start.loads,
+            "resume": start.resume,
+            "short_of_memory_in": start.short_of_memory_in,
+            "device_free_bytes": start.device_free_bytes * self._plan.has_own_device(rank),
+            "injections_left": dict(start.injections_left),
+            "log_seal": self.log_seal,
+        }
+        request = Fork(token=token, rank=rank, local_rank=rank, spec=spec)
+        descriptors = [theirs, self._memory.descriptor, output]
+        started = StartedBy.NOBODY
+        if start.may_take_spare and self._spare_becomes(process, request, descriptors):
+            started = StartedBy.SPARE
+        elif self.can_fork:
+            self._fork(request, descriptors)
+            started = StartedBy.ZYGOTE
+        else:
+            self.release(rank)
+        os.close(theirs)
+        return started
+
+    def has_spare_for(self, device: str) -> bool:
+        """Whether a process waits that may become a rank on this device."""
+        spare = self.spare
+        return spare is not None and self._is_warm(spare) and spare.plan.serves(device)
+
+    def claim(self, forked: Forked) -> tuple[int | None, Ended | None]:
+        """Learn a fork's pid. Returns which rank it is, if any, and its end if it was reaped already."""
+        its_rank = None
+        for helper in self._helpers:
+            if helper.token == forked.token:
+                helper.pid, helper.since_s = forked.pid, self._clock.monotonic()
+                if forked.pid == NO_PROCESS:
+                    self._close(helper)
+                elif helper is self.drill:  # it runs what users have written
+                    self._guardian.watch(forked.pid)
+        for process in self.processes:
+            if process.token == forked.token and process.is_owed:
+                process.pid, its_rank = forked.pid, process.rank
+                self._guardian.watch(forked.pid)
+        ended = self._unclaimed.pop(forked.pid, None)
+        if self.fork_owed_since_s is None:
+            self._unclaimed.clear()  # orphans; their numbers may be given out again
+        return its_rank, ended
+
+    def forget_owed(self) -> None:
+        """What was asked of a zygote that died, without an answer, will never come; ranks aside."""
+        for helper in self._helpers:
+            if helper.pid is None:
+                self._close(helper)
+
+    def receive(self, channel: Channel, rank: int | None) -> tuple[Message, int | None] | None:
+        """Read a channel that is ready; with the rank that it is of, None for one that is no rank.
+
+        None where there is nothing: its process was replaced in this very round, or its end is closed.
+        """
+        if rank is not None and self.processes[rank].channel is not channel:
+            return None
+        if channel.fileno() < 0:
+            return None
+        try:
+            message, _ = channel.receive()
+        except ChannelClosedError:
+            self._forget_channel(channel)
+            return None
+        return message, rank
+
+    def last_messages(self, pid: int) -> Iterator[tuple[Message, int | None]]:
+        """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
+        process = next((one for one in self.processes if one.pid == pid), None)
+        rank = None if process is None else process.rank
+        channel = None if process is None else process.channel
+        if self.drill is not None and self.drill.pid == pid:
+            channel = self.drill.channel
+        if self._zygote is not None and self._zygote.pid == pid:
+            channel = self._zygote.channel
+        while channel is not None:
+            channel.set_blocking(blocking=False)
+            try:
+                message, _ = channel.receive()
+            except (ChannelClosedError, BlockingIOError):
+                return
+            yield message, rank
+
+    def reap(self) -> Iterator[Ended]:
+        """Every child that has ended since the last call, orphans that we adopted included."""
+        return self._system.reap()
+
+    def departed(self, ended: Ended) -> Departure | None:
+        """Whose process ended; None for an orphan that we merely adopted."""
+        if self._zygote is not None and ended.pid == self._zygote.pid:
+            zygote, self._zygote = self._zygote, None
+            output = read_output(zygote.output)
+            zygote.mark_reaped(ended.exit_code if ended.exit_code is not None else -1)
+            self._forget_channel(zygote.channel)
+            zygote.close()
+            return ZygoteEnded(ended=ended, output=output)
+        for helper in self._helpers:
+            if helper.pid == ended.pid:
+                output = helper.last_words()
+                kind = HELPER_ENDED[type(helper)]
+                if helper is self.drill:
+                    self._guardian.rank_ended(ended.pid, known=self._pids)
+                self._close(helper)
+                return kind(ended=ended, output=output)
+        for process in self.processes:
+            if process.pid == ended.pid:
+                self._guardian.rank_ended(ended.pid, known=self._pids)
+                wrote = process.what_it_wrote()
+                self.release(process.rank)
+                return RankEnded(ended=ended, rank=process.rank, wrote=wrote)
+        if self.fork_owed_since_s is not None:
+            self._unclaimed[ended.pid] = ended
+        return None
+
+    def release(self, rank: int) -> None:
+        """Close the lines of a rank whose process was reaped, or never comes."""
+        process = self.processes[rank]
+        if process.channel is not None:
+            self._forget_channel(process.channel)
+        process.close_lines()
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to a rank; one that has just ended will be reaped, so that is no error here."""
+        channel = self.processes[rank].channel
+        if channel is not None:
+            # One that is stopped may have a full buffer; it will be found hung.
+            with contextlib.suppress(ChannelClosedError, BlockingIOError):
+                channel.send(message)
+
+    def kill_rank(self, rank: int) -> bool:
+        """SIGKILL a rank; its end follows. False where its pid is not known yet: it is cut off."""
+        process = self.processes[rank]
+        if process.pid is not None:
+            self._system.signal(process.pid, signal.SIGKILL)
+            return True
+        if process.channel is not None:
+            self._forget_channel(process.channel)
+            process.channel.close()  # it ends itself when it finds nobody listening
+            process.channel = None
+        return False
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Signal the process of a rank, if it is known."""
+        pid = self.processes[rank].pid
+        if pid is not None:
+            self._system.signal(pid, number)
+
+    def force_stacks(self, rank: int) -> None:
+        """Have the main thread of a rank that answers nothing write where it is, once it is awake."""
+        pid = self.processes[rank].pid
+        if pid is not None:
+            self._system.signal_main_thread(pid, STACKS_SIGNAL)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the system holds the process of this rank stopped."""
+        return self._system.is_stopped(self.processes[rank].pid)
+
+    def stopped_s(self, rank: int, now_s: float) -> float:
+        """How long it has been seen stopped without a break; 0.0 where it is not now."""
+        return self._stopped.stopped_s(self.processes[rank].pid, now_s)
+
+    def is_killed(self, rank: int) -> bool:
+        """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
+        return self._system.is_killed(self.processes[rank].pid)
+
+    def resident_bytes(self, rank: int) -> int:
+        """Memory of the process of this rank; 0 where it is not known."""
+        pid = self.processes[rank].pid
+        return 0 if pid is None else self._system.resident_bytes(pid)
+
+    def helper_stopped_s(self, helper: Helper | None, now_s: float) -> float:
+        """As :meth:`stopped_s`, of a process that is no rank."""
+        return self._stopped.stopped_s(None if helper is None else helper.pid, now_s)
+
+    def zygote_stopped_s(self, now_s: float) -> float:
+        """As :meth:`stopped_s`, of the zygote."""
+        return self._stopped.stopped_s(self.zygote_pid, now_s)
+
+    def kill_zygote(self) -> None:
+        """SIGKILL the zygote; its end follows."""
+        if self._zygote is not None:
+            self._system.signal(self._zygote.pid, signal.SIGKILL)
+
+    def ask_zygote_for_stacks(self) -> None:
+        """Have the zygote say where it is; that is in its output once it has ended."""
+        if self._zygote is not None:
+            self._system.signal(self._zygote.pid, STACKS_SIGNAL)
+
+    def kill(self, helper: Helper | None) -> None:
+        """SIGKILL a process that is no rank, if it is there; its end follows."""
+        if helper is not None and helper.pid is not None:
+            self._system.signal(helper.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of everything; the processes have been ended."""
+        for process in self.processes:
+            self.release(process.rank)
+        if self._zygote is not None:
+            self._zygote.mark_reaped(-9)
+            self._forget_channel(self._zygote.channel)
+            self._zygote.close()
+            self._zygote = None
+        for helper in self._helpers:
+            self._close(helper)
+        self._guardian.close()
+        self._listening.close()
+        for slot in self._slots:
+            slot.release()
+        self._memory.close()
+
+    def _surroundings(self, rank: int) -> dict[str, object]:
+        """What user code finds around it in this rank."""
+        plan = self._plan
+        return {
+            "settings": self._settings_record,
+            "device": plan.devices[rank].device,
+            "world_size": plan.world_size,
+            "local_world_size": plan.world_size,
+            "threads": plan.threads_per_rank,
+            "store_host": "127.0.0.1",
+            "store_port": self.store_port,
+            "detect_anomaly": plan.settings.run.detect_anomaly,
+        }
+
+    def _is_warm(self, spare: Spare) -> bool:
+        """Whether it waits, and is not stopped."""
+        return spare.is_ready and spare.pid is not None and not self._system.is_stopped(spare.pid)
+
+    def _spare_becomes(self, process: RankProcess, request: Fork, descriptors: list[int]) -> bool:
+        spare = self.spare
+        if spare is None or not self._is_warm(spare) or not spare.becomes(request, descriptors):
+            return False
+        assert spare.pid is not None
+        process.pid = spare.pid
+        self._guardian.watch(spare.pid)
+        self._close(spare)
+        return True
+
+    @property
+    def _pids(self) -> set[int]:
+        """The run's own processes, as far as they are known."""
+        pids = {process.pid for process in self.processes}
+        pids |= {helper.pid for helper in self._helpers} | {self.zygote_pid}
+        return {pid for pid in pids if pid is not None}
+
+    @property
+    def _helpers(self) -> list[Helper]:
+        helpers = (self.store, self.spare, self.standby, self.drill)
+        return [helper for helper in helpers if helper is not None]
+
+    def _close(self, helper: Helper) -> None:
+        self._forget_channel(helper.channel)
+        helper.close()
+        if helper is self.store:
+            self.store = None
+        elif helper is self.spare:
+            self.spare = None
+        elif helper is self.drill:
+            self.drill = None
+        else:
+            self.standby = None
+
+    def _start(self, helper: Helper, spec: dict[str, object], *inherited: int) -> None:
+        self._watch(helper.channel, None)
+        descriptors = helper.descriptors(*inherited)
+        self._fork(helper.request(spec), descriptors)
+        os.close(descriptors[0])
+
+    def _take_token(self) -> int:
+        self._next_token += 1
+        return self._next_token
+
+    def _fork(self, request: Fork, descriptors: list[int]) -> None:
+        assert self._zygote is not None
+        # A zygote that has just died is reaped in the next round, and what it owes asked for again.
+        with contextlib.suppress(ChannelClosedError):
+            self._zygote.fork(request, descriptors)
+
+    def _watch(self, channel: Channel, rank: int | None) -> None:
+        self._selector.register(channel, selectors.EVENT_READ, (channel, rank))
+
+    def _forget_channel(self, channel: Channel) -> None:
+        """Stop reading a channel whose other end is closed; its process is reaped by itself."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(channel)

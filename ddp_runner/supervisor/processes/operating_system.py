@@ -1,0 +1,136 @@
+"""What a node asks of the operating system: starting, signalling and reaping processes. Decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import psutil
+
+from ddp_runner.core.messages import Fork
+from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.supervisor.processes import children
+from ddp_runner.supervisor.processes.children import Ended, Zygote
+from ddp_runner.supervisor.processes.guardian import Guardian
+from ddp_runner.system import proc_state
+from ddp_runner.system.control_channel import Channel
+
+
+class ZygoteProcess(Protocol):
+    """The process that forks the others, however it came to be: :class:`children.Zygote` has the fields."""
+
+    ready: bool
+
+    @property
+    def channel(self) -> Channel:
+        """Requests go out by it; open until close()."""
+
+    @property
+    def output(self) -> int:
+        """A file in memory that it writes to; open until close()."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
+        """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
+
+    def mark_reaped(self, exit_code: int) -> None:
+        """Its process is gone."""
+
+    def close(self) -> None:
+        """Close channel and output."""
+
+
+class GuardianProcess(Protocol):
+    """Ends what ranks have started, also should the supervisor be killed: :class:`guardian.Guardian`."""
+
+    def marked(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """``environment`` for the processes of this run."""
+
+    def start(self) -> None:
+        """Start the process. May raise OSError."""
+
+    def watch(self, rank_pid: int) -> None:
+        """A rank has begun: its session is this run's."""
+
+    def rank_ended(self, rank_pid: int, *, known: Collection[int]) -> list[int]:
+        """End what the rank of this pid, which was reaped, had started; returns their pids."""
+
+    def close(self) -> None:
+        """Let go of the process."""
+
+
+class OperatingSystem(Protocol):
+    """Handed to a :class:`Node`, so that a test can pass simulated processes."""
+
+    def start_zygote(self, *, task: str, environment: Mapping[str, str]) -> ZygoteProcess:
+        """Start the process that forks the others; ``ZygoteReady`` follows on its channel."""
+
+    def make_guardian(self) -> GuardianProcess:
+        """The guardian of a run; its process is not started yet."""
+
+    def kernel_kills(self) -> KernelKills:
+        """Counts from now on what the kernel kills for memory."""
+
+    def reap(self) -> Iterator[Ended]:
+        """Every child that has ended since the last call, orphans that we adopted included."""
+
+    def signal(self, pid: int, number: int) -> None:
+        """Signal a child that has not been reaped."""
+
+    def signal_main_thread(self, pid: int, number: int) -> None:
+        """Signal a child's main thread, which acts on it before its next instruction."""
+
+    def is_stopped(self, pid: int | None) -> bool:
+        """Whether the kernel holds the process stopped by a signal."""
+
+    def is_killed(self, pid: int | None) -> bool:
+        """Whether a child that is not reaped has got SIGKILL."""
+
+    def resident_bytes(self, pid: int) -> int:
+        """Resident memory of a process; 0 where it is not known, as of one that ends."""
+
+
+class Linux:
+    """The real one."""
+
+    def start_zygote(self, *, task: str, environment: Mapping[str, str]) -> ZygoteProcess:
+        """Start our own interpreter, with our own module."""
+        return Zygote(task=task, environment=environment)
+
+    def make_guardian(self) -> GuardianProcess:
+        """One whose process is not started yet."""
+        return Guardian()
+
+    def kernel_kills(self) -> KernelKills:
+        """By the counters of this container."""
+        return KernelKills()
+
+    def reap(self) -> Iterator[Ended]:
+        """By waitpid(2)."""
+        return children.reap_children()
+
+    def signal(self, pid: int, number: int) -> None:
+        """By kill(2)."""
+        children.kill(pid, number)
+
+    def signal_main_thread(self, pid: int, number: int) -> None:
+        """By tgkill(2)."""
+        children.signal_main_thread(pid, number)
+
+    def is_stopped(self, pid: int | None) -> bool:
+        """By proc(5)."""
+        return proc_state.is_stopped(pid)
+
+    def is_killed(self, pid: int | None) -> bool:
+        """By proc(5)."""
+        return children.is_killed(pid)
+
+    def resident_bytes(self, pid: int) -> int:
+        """By proc(5)."""
+        with contextlib.suppress(psutil.Error):
+            return int(psutil.Process(pid).memory_info().rss)
+        return 0

@@ -1,0 +1,33 @@
+"""How the process of a rank begins, and where it comes from, as values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class StartedBy(enum.Enum):
+    """Where the process of a rank comes from."""
+
+    ZYGOTE = "zygote"  # a fork, which is owed until the zygote answers
+    SPARE = "spare"  # one that waited; it is there
+    NOBODY = "nobody"  # the spare has just ended, and no zygote is ready
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What the process of a rank is to begin with."""
+
+    # Whether it reads the checkpoint, because no other rank has a state to give it; and which one.
+    loads: bool
+    resume: str
+    # Number -> times, of the injections that are still to happen to it.
+    injections_left: Mapping[str, int]
+    # The phase in which its predecessor had too little memory, so that this one halves the micro-batch,
+    # or what it evaluates at a time; empty where it did not.
+    short_of_memory_in: str
+    # Free on its device when the first process of the rank came; 0: not known.
+    device_free_bytes: int
+    # One that is tried again may take its time: it leaves the spare to those that are missed.
+    may_take_spare: bool = True

@@ -1,0 +1,203 @@
+"""One rank as the supervisor sees it: its states and newest reports. Knows no process to act upon."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress
+from ddp_runner.core.faults import PARKED_BY_RANK
+from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.lifecycle import (
+    MEMBERSHIP_TABLE,
+    NO_PROCESS_LEFT,
+    RANK_TABLE,
+    Machine,
+    Membership,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+)
+from ddp_runner.core.messages import Finished, Ready
+from ddp_runner.core.recovery import Incident, WorldFacts
+
+# For a killed process to end; freeing much memory takes seconds, a file system that does not answer for ever.
+REAP_TIMEOUT_S = 60.0
+
+
+class RankHandle:
+    """Owned by the supervisor's loop, for the whole run; the processes of the rank come and go.
+
+    Where it stands is in the two tables of ``core/lifecycle.py``. All else is a fact, and is asked for
+    its value, never for where the rank stands.
+    """
+
+    def __init__(self, rank: int, *, device: DevicePlan, slot: Slot) -> None:
+        # Of the rank, as long as the run lasts.
+
+        # Its number at launch, and its index in World.ranks. While ranks are dropped the numbers that a
+        # generation is formed with are others.
+        self.rank = rank
+        # What it computes on: the same for each of its processes.
+        self.device = device
+        # Its cells on the board. Written by its process, but for CONDEMNED; they outlive the process.
+        self.slot = slot
+        # What its process does. Moved where a message arrives, a process ends, or one is acted upon.
+        self.machine: Machine[RankState, RankEvent] = Machine(RANK_TABLE, RankState.DEAD)
+        # Whether the world counts on it. Moved by the repair alone. At launch all are missing.
+        self.member: Machine[Membership, MembershipEvent] = Machine(
+            MEMBERSHIP_TABLE, Membership.REPLACING
+        )
+        # When it was dropped, or its newest return failed. Means nothing while it is in the world.
+        self.dropped_at_s = 0.0
+        # Free on its device when the first process of the rank came, by its first Ready; 0 before that.
+        self.device_free_bytes = 0
+
+        # Processes that were asked for so far: which one is meant, where one follows another.
+        self.processes = 0
+
+        # Of its process: each begins anew with the next one, in begin().
+
+        # For people: its node acts upon the process by the rank's number. None while the zygote has not
+        # answered, and once it was reaped. A rank may have sent Ready before that.
+        self.pid: int | None = None
+        # When the process was asked for; what the board has from before is its predecessor's.
+        self.spawned_at_s = 0.0
+        # Whether it is to read the checkpoint, because no other rank has a state to give it.
+        self.loads = False
+        # Steps that were done in this slot by the processes before this one.
+        self.steps_before = 0
+        # Its newest Ready: the step it holds. None: it has not built what it trains.
+        self.ready: Ready | None = None
+        # Its report at the end; there exactly while the state is FINISHED or ENDED.
+        self.finished: Finished | None = None
+        # Whether the process waited as a spare before it became this rank, and was not forked for it.
+        self.was_spare = False
+        # Whether it was asked to join a generation: it writes to its log file from then on.
+        self.has_log = False
+        # Whether it has been in a generation that trained: it holds a state.
+        self.has_formed = False
+        # When it was first sent SIGKILL; None before, and in KILLING until its pid is known.
+        self.killed_at_s: float | None = None
+        # Its loader workers, by its newest report.
+        self.loader_pids: tuple[int, ...] = ()
+        # Its newest Metrics, by name.
+        self.metrics: dict[str, float] = {}
+        # Resident memory, measured once a second. The kernel kills the largest first.
+        self.rss_bytes = 0
+
+    @property
+    def state(self) -> RankState:
+        """What its process does."""
+        return self.machine.state
+
+    @property
+    def membership(self) -> Membership:
+        """Whether the world counts on it."""
+        return self.member.state
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process was asked for and has not been reaped."""
+        return self.state not in NO_PROCESS_LEFT
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether its process has done all that it had to; it may have been reaped since."""
+        return self.state in (RankState.FINISHED, RankState.ENDED)
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether another process is to be forked for it, at once or after this one was reaped."""
+        if self.membership is Membership.REJOINING:
+            return not self.is_alive  # its fork was lost
+        return self.membership is Membership.REPLACING
+
+    @property
+    def own_step_s(self) -> float | None:
+        """A step's mean time outside collectives, over all processes of this rank; None: no step yet."""
+        steps = self.slot.get(Cell.OWN_STEPS)
+        return self.slot.get(Cell.OWN_NS) / 1e9 / steps if steps else None
+
+    def does_not_end(self, now_s: float) -> bool:
+        """Whether it was killed and has not been reaped for too long: it waits inside the kernel."""
+        killed_at_s = self.killed_at_s
+        return self.is_alive and killed_at_s is not None and now_s > killed_at_s + REAP_TIMEOUT_S
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process has shown itself on the board since it was asked for."""
+        return self.slot.get(Cell.PHASE_SINCE_NS) >= int(self.spawned_at_s * 1e9)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the process has a state to give, or will have one once it is ready."""
+        if self.state is RankState.STARTING:
+            return self.loads
+        return self.state is RankState.READY and self.standing.committed_step > EMPTY_STEP
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its process holds a state that could be given to others."""
+        return self.has_formed or self.standing.committed_step > EMPTY_STEP
+
+    @property
+    def committed_step(self) -> int:
+        """By the board."""
+        return self.slot.get(Cell.COMMITTED_STEP)
+
+    @property
+    def standing(self) -> ReplicaProgress:
+        """What the process could offer, by its newest report."""
+        step = EMPTY_STEP if self.ready is None else self.ready.committed_step
+        return ReplicaProgress(rank=self.rank, committed_step=step)
+
+    def begin(self, *, now_s: float, loads: bool) -> None:
+        """A process is asked for: what is known of the one before is over."""
+        self.slot.set(Cell.CONDEMNED, 0)  # its predecessor was
+        self.processes += 1
+        self.pid, self.spawned_at_s, self.killed_at_s, self.loads = None, now_s, None, loads
+        self.ready, self.finished, self.has_log = None, None, False
+        self.has_formed, self.was_spare = False, False
+        self.steps_before = self.slot.get(Cell.OWN_STEPS)
+        self.loader_pids, self.metrics = (), {}
+        self.machine.advance(RankEvent.SPAWNED)
+
+    def released(self) -> None:
+        """Its process was reaped, and nothing is left of it."""
+        self.pid, self.loader_pids, self.rss_bytes = None, (), 0
+
+
+def who_is_left(
+    handles: Sequence[RankHandle],
+    incident: Incident,
+    *,
+    forked_ahead: Collection[int],
+    now_s: float,
+) -> WorldFacts:
+    """What the ranks of a world have, once ``incident`` has been gathered.
+
+    Ranks that are ``forked_ahead`` of it, or are being replaced, have no state that anybody could get.
+    """
+    unending = {h.rank: h.pid or 0 for h in handles if h.does_not_end(now_s)}
+    raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}
+    lost: list[int] = []
+    parked: list[ReplicaProgress] = []
+    others: list[RankHandle] = []
+    for handle in handles:
+        is_usable = handle.state in (RankState.READY, RankState.STARTING)
+        has_none = handle.membership is Membership.REPLACING or handle.rank in forked_ahead
+        if has_none or handle.rank in unending or not is_usable:
+            lost.append(handle.rank)
+        elif handle.rank in raised and handle.state is RankState.READY:
+            parked.append(handle.standing)
+        else:
+            others.append(handle)
+    return WorldFacts(
+        lost=tuple(lost),
+        filled=any(handle.is_filled for handle in others),
+        newest_step=max((one.standing.committed_step for one in others), default=EMPTY_STEP),
+        present=len(handles),
+        parked=tuple(parked),
+        unending=unending,
+    )

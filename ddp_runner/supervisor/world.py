@@ -1,0 +1,218 @@
+"""The ranks of a run, wherever their processes are: asks their node to act. Decides nothing.
+
+Knows ranks, their states and messages; pids, channels, files and clocks are the node's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections.abc import Collection, Iterable
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState
+from ddp_runner.core.messages import Abort, Cut, Form, Message, Stacks, Stop
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
+from ddp_runner.supervisor.rank_handle import RankHandle
+
+SECRET_BYTES = 32
+
+
+class World:
+    """Owned by the supervisor's loop. All ranks are on one node."""
+
+    def __init__(self, plan: LaunchPlan, node: Node) -> None:
+        self._node = node
+        self.ranks = [
+            RankHandle(rank, device=device, slot=node.slot(rank))
+            for rank, device in enumerate(plan.devices)
+        ]
+        self.aborted = (0, 0.0)  # the newest generation that ranks were told to leave, and when
+
+    @property
+    def present(self) -> list[RankHandle]:
+        """The ranks that are not dropped, in order; the first one of them is rank 0."""
+        return [handle for handle in self.ranks if handle.membership in IN_WORLD]
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether a rank that is lost can be forked at once."""
+        return self._node.can_fork
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store, or one that starts."""
+        return self._node.store is not None
+
+    @property
+    def has_ready_store(self) -> bool:
+        """Whether ranks can find each other."""
+        return self._node.has_ready_store
+
+    def start_store(self) -> None:
+        """Have a store started; ``StoreReady`` follows."""
+        self._node.start_store()
+
+    def kill_store(self) -> None:
+        """End the store, which is cheap to replace: another one takes its socket over."""
+        self._node.kill(self._node.store)
+
+    def has_spare_for(self, handle: RankHandle) -> bool:
+        """Whether a process waits that may become this rank."""
+        return self._node.has_spare_for(handle.device.device)
+
+    def spawn_rank(
+        self,
+        handle: RankHandle,
+        *,
+        loads: bool,
+        resume: str,
+        injections_left: dict[str, int],
+        short_of_memory_in: str = "",
+        now_s: float,
+    ) -> bool:
+        """A process for a rank that has none: see :class:`RankStart`.
+
+        False where there is neither a spare nor a zygote: the spare has just ended.
+        """
+        handle.begin(now_s=now_s, loads=loads)
+        start = RankStart(
+            loads=loads,
+            resume=resume,
+            injections_left=injections_left,
+            short_of_memory_in=short_of_memory_in,
+            device_free_bytes=handle.device_free_bytes,
+            may_take_spare=handle.membership is not Membership.REJOINING,
+        )
+        started = self._node.start_rank(handle.rank, start)
+        if started is StartedBy.SPARE:
+            handle.pid, handle.was_spare = self._node.processes[handle.rank].pid, True
+        elif started is StartedBy.NOBODY:
+            self._forget(handle)
+        return started is not StartedBy.NOBODY
+
+    def forget_start(self, handle: RankHandle) -> None:
+        """No process comes of what was asked for this rank."""
+        self._node.release(handle.rank)
+        self._forget(handle)
+
+    @staticmethod
+    def _forget(handle: RankHandle) -> None:
+        handle.machine.advance(RankEvent.EXITED)
+        handle.released()
+
+    def form(self, generation: int, *, run_id: str) -> None:
+        """Have every rank join ``generation``."""
+        present = self.present
+        # INVARIANT secret-by-channel: what a generation signs with travels by the control channel only.
+        # Broken if: it comes from the store, or one that was used before is used again.
+        # Guarded by: test_each_generation_is_handed_a_secret_of_its_own.
+        secret = secrets.token_hex(SECRET_BYTES)
+        for number, handle in enumerate(present):
+            handle.machine.advance(RankEvent.FORM_SENT)
+            handle.has_log = True
+            message = Form(
+                generation=generation,
+                rank=number,
+                world_size=len(present),
+                local_rank=number,
+                local_world_size=len(present),
+                run_id=run_id,
+                secret=secret,
+            )
+            self.send(handle, message)
+
+    def abort(self, generation: int, now_s: float) -> None:
+        """Have every rank leave ``generation`` at once."""
+        if generation > self.aborted[0]:
+            self.aborted = (generation, now_s)
+        for handle in self.ranks:
+            if handle.state in (RankState.FORMING, RankState.TRAINING):
+                handle.machine.advance(RankEvent.ABORT_SENT)
+                self.send(handle, Abort(generation=generation))
+
+    def cut(self, generation: int) -> None:
+        """Have every rank abort the communicators of ``generation``: all have heard of its abort."""
+        for handle in self.ranks:
+            self.send(handle, Cut(generation=generation))
+
+    def stop(self, message: Stop) -> None:
+        """Ask every live rank to stop after its step."""
+        for handle in self.ranks:
+            self.send(handle, message)
+
+    def send(self, handle: RankHandle, message: Message) -> None:
+        """Send to a rank; one that has just ended will be reaped, so that is no error here."""
+        self._node.send(handle.rank, message)
+
+    def kill_rank(self, handle: RankHandle, now_s: float) -> None:
+        """SIGKILL a rank; its end follows. One whose pid is not known yet is cut off, and ends of it."""
+        handle.machine.advance(RankEvent.KILL_SENT)
+        if self._node.kill_rank(handle.rank) and handle.killed_at_s is None:
+            handle.killed_at_s = now_s
+
+    def signal_rank(self, handle: RankHandle, number: int) -> None:
+        """Send a signal that somebody asked for."""
+        self._node.signal_rank(handle.rank, number)
+
+    def wake(self, handles: Iterable[RankHandle]) -> None:
+        """Let stopped ranks go on: those that hang to write their stacks, a spared one to leave.
+
+        The generation has been aborted by now, so a rank that wakes up finds itself fenced out.
+        """
+        for handle in handles:
+            self._node.signal_rank(handle.rank, signal.SIGCONT)
+
+    def ask_stacks(self) -> None:
+        """Have every rank that can still answer write its stacks to its log, before it is aborted."""
+        for handle in self.ranks:
+            if handle.state in (RankState.FORMING, RankState.TRAINING):
+                self._node.processes[handle.rank].mark_asked()
+                self.send(handle, Stacks())
+
+    def force_stacks(self, hung: Collection[int]) -> None:
+        """Have ranks that answer nothing write theirs by signal, once they are awake, and no file."""
+        # INVARIANT only-the-hung: a healthy rank never gets this signal. The handler walks the
+        # frames of threads that go on running, which now and then ends the process (SIGSEGV; seen in
+        # one of about 30 runs of four hangs each; CPython issue 116008).
+        # Broken if: survivors are made to dump this way.
+        # Guarded by: test_survivors_write_their_stacks_and_live.
+        for rank in hung:
+            self.ranks[rank].slot.set(Cell.CONDEMNED, 1)
+            self._node.processes[rank].mark_asked()
+            self._node.force_stacks(rank)
+
+    def has_written_stacks(self, handle: RankHandle, now_s: float) -> bool:
+        """Whether a rank that was asked where it hangs has written all of it; asked at each tick."""
+        return self._node.processes[handle.rank].has_answered(now_s)
+
+    def forget_stacks(self) -> None:
+        """What ranks are asked next is of another incident."""
+        for process in self._node.processes:
+            process.forget_asked()
+
+    def is_stopped(self, handle: RankHandle) -> bool:
+        """Whether the system holds its process stopped."""
+        return self._node.is_stopped(handle.rank)
+
+    def stopped_s(self, handle: RankHandle, now_s: float) -> float:
+        """How long its process has been seen stopped without a break; 0.0 where it is not now."""
+        return self._node.stopped_s(handle.rank, now_s)
+
+    def is_killed(self, handle: RankHandle) -> bool:
+        """Whether somebody has sent SIGKILL to its process, which has not been reaped."""
+        return self._node.is_killed(handle.rank)
+
+    def was_killed_for_memory(self, now_s: float, *, before_it: int = 0) -> bool:
+        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each.
+
+        ``before_it``: so many others have, which are likelier to have been and have not been asked of.
+        """
+        return self._node.kernel_kills.claim(now_s, before_it=before_it)
+
+    def measure_memory(self) -> None:
+        """Refresh each rank's resident memory; a few microseconds each. One that ends has what it had."""
+        for handle in self.ranks:
+            handle.rss_bytes = self._node.resident_bytes(handle.rank) or handle.rss_bytes
