@@ -30,6 +30,8 @@ LONG_PHASES_KEPT = 1000
 # Of a deadline in the first steps of a process: over the longest phase of those before it, and at least.
 FIRST_FACTOR = 10.0
 FIRST_LEAST = 5.0  # of ``hang_min_s``
+# Of a deadline, over the longest comparison of replicas so far: the same bytes are read each time.
+COMPARISON_FACTOR = 10.0
 STOPS_UNSEEN_S = 0.5  # of a phase's age: until then nobody asks the system, which costs a call
 _OWN_WORK = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
@@ -58,13 +60,15 @@ class Pace:
     """``slowest_step_s`` of the recent steps; ``verdicts_in_a_row`` without a commit in between.
 
     ``longest_phase_s``: of phases that are rare and long (:class:`LongPhases`). ``first_s``: in the
-    first steps of a process (:class:`FirstSteps`).
+    first steps of a process (:class:`FirstSteps`). ``comparison_s``: the longest comparison of replicas
+    (:class:`Comparisons`); None: there was none.
     """
 
     slowest_step_s: float
     verdicts_in_a_row: int
     longest_phase_s: float = 0.0
     first_s: float | None = None
+    comparison_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +87,17 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     """How long the rank may stay in its phase."""
     if look.phase is Phase.EVALUATE:
         return settings.evaluation_timeout_s
+    if look.phase is Phase.COMPARE and pace.comparison_s is not None:
+        known_s = max(
+            _deadline_of_own_work_s(look, pace, settings), COMPARISON_FACTOR * pace.comparison_s
+        )
+        return min(known_s, settings.checkpoint_timeout_s)
     if look.phase in (Phase.CHECKPOINT, Phase.COMPARE):  # as much to read, for both
         return settings.checkpoint_timeout_s
+    return _deadline_of_own_work_s(look, pace, settings)
+
+
+def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
     if look.steps_here >= STEPS_TO_SETTLE:
         return _usual_deadline_s(pace, settings)
     if look.phase is Phase.DATA:  # it may skip to where it was: the further that is, the longer
@@ -242,6 +255,21 @@ class FirstSteps:
         if look.phase in _OWN_WORK:
             seen_s = max(seen_s, look.age_s)
         self._now[look.rank] = process, seen_s
+
+
+class Comparisons:
+    """How long training has waited for a comparison of replicas, at the most, by what ranks have counted."""
+
+    def __init__(self) -> None:
+        self.longest_s: float | None = None  # there was none yet
+        self._counted_ns: dict[int, int] = {}
+
+    def observe(self, rank: int, counted_ns: int) -> None:
+        """``counted_ns``: of all comparisons of this rank so far. It begins anew with its process."""
+        more_ns = counted_ns - self._counted_ns.get(rank, 0)
+        self._counted_ns[rank] = counted_ns
+        if more_ns > 0:
+            self.longest_s = max(self.longest_s or 0.0, more_ns / 1e9)
 
 
 def _has_stood(look: RankLook, settings: RecoverySettings) -> bool:

@@ -8,6 +8,7 @@ import pytest
 
 from ddp_runner.core.hang_detection import (
     LONG_PHASE_STEPS,
+    Comparisons,
     FirstSteps,
     HangVerdict,
     LongPhases,
@@ -104,6 +105,35 @@ def test_the_first_steps_of_a_later_process_are_no_slower(first_s, limit_s):
     assert find_hung([old, new], pace, SETTINGS) is None
     later = replace(new, age_s=limit_s + 0.5)
     assert find_hung([old, later], pace, SETTINGS) == HangVerdict(ranks=(), waited_s=limit_s + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("comparison_s", "steps_here", "limit_s"),
+    [(None, 20, 40.0), (0.01, 20, 2.0), (1.5, 20, 15.0), (9.0, 20, 40.0), (0.01, 1, 40.0)],
+    ids=["nobody knows", "short", "long", "never longer than the setting", "its first steps"],
+)
+def test_a_comparison_may_take_ten_times_the_longest_before(comparison_s, steps_here, limit_s):
+    """The same bytes are read each time: who hangs there is found as soon as elsewhere."""
+    pace = Pace(slowest_step_s=0.1, verdicts_in_a_row=0, comparison_s=comparison_s)
+    late = look(1, Phase.COMPARE, 0.0, steps_here=steps_here)
+    assert phase_deadline_s(late, pace, SETTINGS) == limit_s
+    saves = look(1, Phase.CHECKPOINT, 0.0)
+    assert (
+        phase_deadline_s(saves, pace, SETTINGS) == 40.0
+    )  # of another length each time: the disk's
+
+
+def test_the_longest_comparison_is_what_was_counted_between_two_looks():
+    """Not the sum of all that a long run has made; a new process counts from nothing."""
+    comparisons = Comparisons()
+    comparisons.observe(0, 0)
+    assert comparisons.longest_s is None
+    for counted_s in (0.25, 0.5, 0.5, 0.75):
+        comparisons.observe(0, int(counted_s * 1e9))
+    comparisons.observe(1, int(1.5e9))
+    assert comparisons.longest_s == 1.5
+    comparisons.observe(1, int(0.25e9))
+    assert comparisons.longest_s == 1.5
 
 
 def test_first_steps_count_once_a_process_has_got_through_them():

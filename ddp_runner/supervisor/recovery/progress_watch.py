@@ -7,6 +7,7 @@ from collections import deque
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.hang_detection import (
     STOPS_UNSEEN_S,
+    Comparisons,
     FirstSteps,
     HangVerdict,
     LongPhases,
@@ -47,6 +48,7 @@ class Watcher:
         self._pauses = SharedPauses()
         self._long_phases = LongPhases()
         self._first_steps = FirstSteps()
+        self._comparisons = Comparisons()
         self._anew_since_ns: dict[int, int] = {}  # ranks that were the last of a shared pause
         self._finished = 0  # ranks
         self._own: dict[int, tuple[int, int]] = {}
@@ -65,6 +67,7 @@ class Watcher:
         looks = [self._look_at(handle) for handle in training]
         for handle, look in zip(training, looks, strict=True):
             self._first_steps.observe(look, process=handle.processes)
+            self._comparisons.observe(handle.rank, handle.slot.get(Cell.COMPARISON_NS))
             self._long_phases.observe(
                 look,
                 process=handle.processes,
@@ -163,6 +166,7 @@ class Watcher:
             verdicts_in_a_row=self._verdicts_in_a_row,
             longest_phase_s=self._long_phases.longest_s(self._seen_step),
             first_s=self._first_steps.longest_s,
+            comparison_s=self._comparisons.longest_s,
         )
 
     def _keep_pace(self, handles: list[RankHandle]) -> None:
