@@ -1,4 +1,4 @@
-"""One optimizer step over one global batch, and its commit. Never saves, evaluates or logs."""
+"""One optimizer step over one global batch. Never saves, evaluates or logs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from ddp_runner.collective.loss import Loss, no_graph
 from ddp_runner.collective.replica import Alone, Replica, Signal
-from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.board import Slot
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.phases import Moment, Phase
+from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import OptimSettings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.batch_copy import to_device
+from ddp_runner.training.commit import Commit
 from ddp_runner.training.components.loss_spikes import Limits
 from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
 from ddp_runner.training.components.rng import seed_step
@@ -82,6 +83,7 @@ class Stepper:
         self._replica = replica
         self._rules = rules
         self._slot = slot
+        self._commit = Commit(state, replica, slot=slot, watch_use=rules.watch_use)
         self._parameters = state.trainable()
         self._flags = state.flags()
         self._notes: ShareNotes | None = None  # of the step in hand, where somebody wants them
@@ -118,76 +120,49 @@ class Stepper:
         may_commit: Callable[[], bool] = lambda: True,
         while_reducing: Callable[[], None] = lambda: None,
     ) -> StepResult | None:
-        """Forward, backward, reduce, check, commit. Raises whatever a part of it raises.
+        """Forward, backward, reduce, check, update, commit. Raises whatever a part of it raises.
 
-        ``while_reducing`` is called once all work of the step is on its way to the device, just
-        before the host waits for it.
-        Just before the commit ``may_commit`` is asked, on every rank: None where it says no. Nothing that survives has been changed when it raises before the commit; a rank that fails
-        inside the commit stands as dirty on the board.
+        ``while_reducing`` and ``may_commit``: as of :meth:`Commit.ready_to_change`; None where it says no.
         """
-        limits = self._state.loss_spikes.limits()
-        self._accumulate(micro_batches, votes, limits, step=self._state.committed_step)
-        # INVARIANT check-before-step: no optimizer runs before every rank's gradients are known to
-        # be reduced. Broken if: commit() moves above check_reduced().
-        # Guarded by: test_an_unfinished_reduction_is_found_before_the_optimizer.
-        self._replica.check_reduced()
-        self._replica.note_reduced()
-        all_used = self._rules.watch_use and self._replica.every_parameter_was_used()
-        scaler = self._state.precision.scaler
+        state, scaler = self._state, self._state.precision.scaler
+        limits = state.loss_spikes.limits()
+        self._accumulate(micro_batches, votes, limits, step=state.committed_step)
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
-        # Of gradients that are scaled the norm is known once they are not; elsewhere it is read with
-        # the signals, since each look at a device waits for it.
-        early = None if scaler.is_enabled() else self._gradient_norm()
-        while_reducing()
-        signals, norm = self._replica.signals(scale=scale, beside=early)
-        self._slot.reach(Moment.REDUCED)
-        if signals[Signal.RELAID] > 0:
-            self._replica.share_layouts(self._state.buffers, step=self._state.committed_step)
-        self._replica.share_buffers(self._state.buffers.live())
-        if not may_commit():
-            return None
-        # INVARIANT copied-before-change: a checkpoint is of exactly one committed step: weights,
-        # optimizer and average wait for the copy that a save may still be making of them.
-        # Broken if: something that changes them runs without before_change().
-        # Guarded by: test_a_save_beside_the_next_step_holds_its_own_step.
-        self._state.before_change()
-        self._slot.stamp(Phase.OPTIMIZER, time.monotonic_ns())
-        if norm is None:
-            scaler.unscale_(self._state.optimizer)
-            norm = float(self._gradient_norm())
-        if self._state.committed_step == 0 and norm == 0.0 and not self._replica.has_graph:
-            raise no_graph()
-        # INVARIANT confirmed-before-commit: a step is committed only if its collectives came to
-        # their end. Broken if: what was read from the device is used before confirm().
-        # Guarded by: test_a_step_that_an_abort_may_have_cut_short_is_not_committed.
-        self._replica.group.confirm()
-        scheduled = learning_rate(
-            self._state.committed_step,
-            total_steps=self._rules.total_steps,
-            settings=self._rules.optim,
+        agreed = self._commit.ready_to_change(
+            scale=scale,
+            # Of gradients that are scaled the norm is known once they are not.
+            measure=lambda: None if scaler.is_enabled() else self._gradient_norm(),
+            while_reducing=while_reducing,
+            may_commit=may_commit,
         )
-        rate = scheduled * self._state.tuning.rate_factor
-        loss = signals[Signal.LOSS]
+        if agreed is None:
+            return None
+        norm, loss = agreed.measured, agreed.signals[Signal.LOSS]
+        if norm is None:
+            scaler.unscale_(state.optimizer)
+            norm = float(self._gradient_norm())
+        if state.committed_step == 0 and norm == 0.0 and not self._replica.has_graph:
+            raise no_graph()
+        rate = self._learning_rate()
         explosion = limits.exceeded_by(loss=loss, grad_norm=norm)
         applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
         if applied:
-            self._state.loss_spikes.observe(
-                step=self._state.committed_step, loss=loss, grad_norm=norm
-            )
-        self._state.all_used_steps = self._state.all_used_steps + 1 if all_used else 0
-        self._commit(rate, applied=applied)
+            state.loss_spikes.observe(step=state.committed_step, loss=loss, grad_norm=norm)
+        self._commit.begin_change()
+        self._update(rate, applied=applied)
+        self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)
         return StepResult(
-            step=self._state.committed_step,
+            step=state.committed_step,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
             applied=applied,
             explosion=explosion,
-            overflowed=math.isfinite(loss) and self._state.precision.has_lowered(scale),
-            broken_ranks=_ranks_in(int(signals[Signal.TROUBLE])),
+            overflowed=math.isfinite(loss) and state.precision.has_lowered(scale),
+            broken_ranks=_ranks_in(int(agreed.signals[Signal.TROUBLE])),
             waited_ns=self._replica.waited_ns(),
-            stop=_agreed_stop(signals),
-            save=signals[Signal.SAVE] > 0,
+            stop=_agreed_stop(agreed.signals),
+            save=agreed.signals[Signal.SAVE] > 0,
         )
 
     def own_gradient_norm(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -239,32 +214,28 @@ class Stepper:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
 
-    def _commit(self, rate: float, *, applied: bool) -> None:
-        state, slot = self._state, self._slot
-        # INVARIANT dirty-around-update: the board says dirty while weights are half updated.
-        # Broken if: the optimizer runs outside the two stores.
-        # Guarded by: test_half_updated_weights_never_spread.
-        slot.set(Cell.DIRTY, 1)
-        state.buffers.notice()
+    def _learning_rate(self) -> float:
+        """Of the step in hand, as the schedule has it and what was lowered since."""
+        scheduled = learning_rate(
+            self._state.committed_step,
+            total_steps=self._rules.total_steps,
+            settings=self._rules.optim,
+        )
+        return scheduled * self._state.tuning.rate_factor
+
+    def _update(self, rate: float, *, applied: bool) -> None:
+        """Optimizer, loss scale and average; of a step that is not ``applied`` the scale alone."""
+        state, scaler = self._state, self._state.precision.scaler
         if applied:
             apply_learning_rate(state.optimizer, rate)
-            if state.precision.scaler.is_enabled():
-                state.precision.scaler.step(state.optimizer)
+            if scaler.is_enabled():
+                scaler.step(state.optimizer)
             else:
                 state.optimizer.step()
             if state.ema is not None:
                 state.ema.update(state.model)
-        if state.precision.scaler.is_enabled():
-            state.precision.scaler.update()
-        if applied:
-            state.buffers.keep()
-        else:
-            state.buffers.drop()
-        state.committed_step += 1
-        state.samples += self._rules.global_batch
-        state.side.keep(state.committed_step)
-        slot.set(Cell.COMMITTED_STEP, state.committed_step)
-        slot.set(Cell.DIRTY, 0)
+        if scaler.is_enabled():
+            scaler.update()
 
 
 def accumulate(
