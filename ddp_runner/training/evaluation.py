@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
+from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss import checked_loss
 from ddp_runner.collective.replica import Replica
+from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
+from ddp_runner.core.messages import Metrics
+from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.rng import seed_step
+from ddp_runner.training.helpers import Helpers
+from ddp_runner.training.loaders import make_validation_loader
+from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.task import Task
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.
@@ -115,3 +125,68 @@ def _one_round(
         loss_sum += float(loss) * size
         samples += size
     return loss_sum, samples
+
+
+class Validation:
+    """The evaluations of one generation on one rank, from the samples to what is said of them."""
+
+    def __init__(self, parts: RankParts, group: Group) -> None:
+        self._parts = parts
+        self._group = group
+        self._helpers = Helpers(parts.workload.task, warn=self._warn_once)
+
+    def evaluate(self, replica: Replica) -> StopReason | None:
+        """Evaluate the state as it is, where there is something to evaluate; every rank must call it.
+
+        Returns why it was left early, if it was.
+        """
+        parts, state, slot = self._parts, self._parts.state, self._parts.runtime.slot
+        if not parts.workload.validation_samples:
+            return None
+        began_ns = time.monotonic_ns()
+        slot.stamp(Phase.EVALUATE, began_ns)
+        state.side.look()
+        with (
+            contextlib.nullcontext() if state.ema is None else state.ema.swapped_in(state.model),
+            make_validation_loader(parts, self._group) as loader,
+            parts.memory.beside(lambda: loader.worker_pids),
+        ):
+            evaluation = evaluate(
+                parts.workload.task,
+                state.model,
+                loader,
+                replica=replica,
+                precision=state.precision,
+                seed=parts.settings.run.seed,
+                step=state.committed_step,
+                stop_asked=parts.runtime.stop_asked,
+                after_round=partial(parts.memory.in_evaluation, state.committed_step),
+                round_done=partial(slot.count_done, state.committed_step),
+            )
+        # What is saved, and compared at the end, is what the steps made.
+        state.drop_evaluation()
+        slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
+        if evaluation.loss is None:
+            return evaluation.stop
+        parts.progress.validation_loss = evaluation.loss
+        parts.progress.figures = self._figures(evaluation.loss)
+        self._report(time.monotonic_ns() - began_ns)
+        return None
+
+    def _figures(self, loss: float) -> dict[str, float]:
+        figures = self._helpers.figures(loss)
+        return {"validation_loss": loss} | {f"validation_{name}": v for name, v in figures.items()}
+
+    def _warn_once(self, text: str) -> None:
+        """What holds on every rank alike is said by one."""
+        if self._group.rank == 0:
+            self._parts.runtime.logger.warning(text)
+
+    def _report(self, took_ns: int) -> None:
+        if self._group.rank != 0:
+            return
+        runtime, step = self._parts.runtime, self._parts.state.committed_step
+        figures = self._parts.progress.figures
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        runtime.logger.info(f"evaluated: {shown}  ({took_ns / 1e9:.1f} s)", step=step)
+        runtime.tell(Metrics(rank=runtime.place.rank, step=step, values=dict(figures)))

@@ -54,6 +54,7 @@ from ddp_runner.training.failure import fault_of
 from ddp_runner.training.fitting import warn_of_values
 from ddp_runner.training.fork_safety import rehearse_threads
 from ddp_runner.training.given import give_average, with_task_named
+from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.loaders import (
@@ -69,6 +70,7 @@ from ddp_runner.training.saving import ROOM_SHARE_MAX, Saving
 from ddp_runner.training.session import Session
 from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of, start_notes
 from ddp_runner.training.workload import (
     Workload,
@@ -328,10 +330,12 @@ class DDPTrainer:
             open_quarantine(parts, is_first=not self._began)
             if group.rank == 0 and generation.membership.generation == 1:
                 warn_of_room(parts.state, parts.store, self._runtime)
-            session = Session(parts, group=group)
+            guard = NumericsGuard(parts, group)
+            steps = TaskSteps(parts, group=group, guard=guard)
+            session = Session(parts, group=group, guard=guard, maker=steps)
             self._began = True
             with contextlib.closing(session):
-                session.settle()
+                steps.settle()
                 tell_lost(parts)
                 slot.stamp(Phase.FORMING, time.monotonic_ns())
                 self._runtime.tell(
@@ -347,10 +351,10 @@ class DDPTrainer:
                 )
                 # Forming has a deadline of its own, which ends with the world being formed.
                 slot.stamp(Phase.COMPARE, time.monotonic_ns())
-                reason = session.train()
-                while not session.finish(reason):
-                    reason = session.train()
-            return self._conclude(group, parts, reason)
+                while step := session.begin():
+                    with session.step(step):
+                        step.result = steps.make(step.micro_batches, votes=step.votes)
+            return self._conclude(group, parts, session.reason)
 
     def _agree_on_state(self, group: Group, parts: RankParts) -> int:
         """Bring every rank to the newest committed step; returns the rank it came from."""

@@ -10,7 +10,7 @@ import torch
 from ddp_runner import DDPTrainer
 from ddp_runner.core.messages import Adjusted, RepairedInPlace
 from ddp_runner.data.workers.pool import WorkerPool
-from ddp_runner.training import session
+from ddp_runner.training import task_steps
 from tests.processes import run_ranks
 
 from .test_session import STEPS, RecordingRuntime, settings, told
@@ -42,7 +42,7 @@ def _train(me, config, is_ahead):
         return senders[-1]
 
     if is_ahead:
-        session.copy_ahead, WorkerPool.arrived = made, 99
+        task_steps.copy_ahead, WorkerPool.arrived = made, 99
     runtime = RecordingRuntime(config)
     report = replace(DDPTrainer(config=config, runtime=runtime).train(), model=None)
     return report, runtime.told, sum(len(sender.taken) for sender in senders)

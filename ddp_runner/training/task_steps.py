@@ -1,0 +1,310 @@
+"""A Task in one formed generation on one rank: its replica, batches and steps, and what each step says.
+
+Never decides when a step comes, nor what else is due: ``session.py`` does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.replica import Replica
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Adjusted, Metrics
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.step_schedule import DueActions
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.stream import StreamLoader
+from ddp_runner.training.audit import audit_line, open_audit
+from ddp_runner.training.batch_copy import copy_ahead
+from ddp_runner.training.components.loss_monitor import Verdict
+from ddp_runner.training.components.tuning import AdaptRules, adapt
+from ddp_runner.training.evaluation import Validation
+from ddp_runner.training.exactness.first_step import FirstStep
+from ddp_runner.training.exactness.stream_check import StreamWatch
+from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.session import Outcome, StepInHand
+from ddp_runner.training.step import FlagsChangedError, Stepper, StepResult, StepRules, Votes
+
+WRAPS_MAX = 3  # of one step
+
+
+class TaskSteps:
+    """Makes the steps of a Task in one generation. Every rank calls its methods at the same places."""
+
+    def __init__(self, parts: RankParts, *, group: Group, guard: NumericsGuard) -> None:
+        settings, workload, state = parts.settings, parts.workload, parts.state
+        self._parts = parts
+        self._settings = settings
+        self._workload = workload
+        self._state = state
+        self._loader = parts.loader
+        self._copies = copy_ahead(workload.device, parts.loader)
+        self._memory = parts.memory
+        self._runtime = parts.runtime
+        self._progress = parts.progress
+        self._drills = parts.drills
+        self._group = group
+        self._guard = guard
+        self._adapt_rules = AdaptRules.of(settings)
+        state.buffers.form_anew()
+        self._first = FirstStep(parts, group)
+        if not self.at_end:
+            self._first.rehearse(self._rules(), take=self._take_copy)
+        parts.device.begin(group.membership.generation)
+        self._wrap()
+        self._wraps = 0  # in a row, of the step in hand
+        self._validation = Validation(parts, group)
+        self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
+        self._audit = open_audit(settings, self._rank, warn=parts.runtime.logger.warning)
+        self._logged_at_ns = time.monotonic_ns()
+        self._trained_samples = 0  # since then; those of the state go back with it
+        self._waited_ns = 0
+        self._streams = StreamWatch(group, parts.runtime, first_step=state.committed_step)
+
+    def close(self) -> None:
+        """Unwrap the model and close the audit file."""
+        self._replica.close()
+        if self._audit is not None:
+            self._audit.close()
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all steps of the run are made."""
+        return self._state.committed_step >= self._workload.length.total_steps
+
+    def make(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
+        """Make one step of ``micro_batches``; None where the state is now an older one.
+
+        Raises FlagsChangedError where the step is to be begun again, after :meth:`wrap_anew`.
+        """
+        with (
+            self._drills.beside(self._stepper, self._group),
+            self._first.watched(self._stepper),
+        ):
+            result = self._stepper.run(
+                micro_batches,
+                votes=votes,
+                may_commit=self._guard.may_commit,
+                while_reducing=self._send_next,
+            )
+        self._wraps = 0
+        return result
+
+    def take(self, step: int) -> list[MicroBatch]:
+        """Give this rank's share of ``step``, also of a former one; blocks until it is loaded."""
+        self._turn_to_data(step)
+        return self._arrived(self._loader.take(step))
+
+    def settle(self) -> None:
+        """Bring DDP's bucket layout to its final form where that needs a first backward."""
+        for _ in range(WRAPS_MAX):
+            if self._state.tuning.find_unused_parameters or self.at_end:
+                return
+            try:
+                self._stepper.settle(self._take_copy(self._state.committed_step))
+            except FlagsChangedError:
+                self._wrap_as_it_is()
+            else:
+                return
+        raise _flips()
+
+    def wrap_anew(self) -> None:
+        """After forward has changed which parameters require a gradient, which DDP does not expect.
+
+        Raises FaultError where a step does so again and again.
+        """
+        self._wraps += 1
+        if self._wraps == WRAPS_MAX:
+            raise _flips()
+        self._wrap_as_it_is()
+        self.settle()
+
+    def adapt(self) -> None:
+        """Try what may be faster, on all ranks at the same step; a fault takes it back."""
+        state = self._state
+        change = adapt(
+            state.tuning,
+            self._adapt_rules,
+            committed_step=state.committed_step,
+            all_used_steps=state.all_used_steps,
+        )
+        if change is None:
+            return
+        rewraps = change.tuning.find_unused_parameters != state.tuning.find_unused_parameters
+        state.tuning = change.tuning
+        if self._group.rank == 0:
+            self._runtime.logger.info(change.remedy, step=state.committed_step)
+            self._runtime.tell(
+                Adjusted(
+                    rank=self._rank,
+                    step=state.committed_step,
+                    remedy=change.remedy,
+                    inexact_reason=change.inexact_reason,
+                    fault_free=True,
+                )
+            )
+        if rewraps:
+            self._replica.close()
+            self._wrap()
+            self.settle()
+        else:
+            self._loader.assign(
+                rank=self._group.rank,
+                world_size=self._group.world_size,
+                micro_batch_size=state.tuning.micro_batch_size,
+            )
+
+    def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
+        """Take in a step that was made; may say so, skip it for good or go back to an older state."""
+        self._waited_ns += step.waited_ns
+        self._trained_samples += self._workload.global_batch
+        epoch = self._workload.length.epoch_of(result.step - 1)
+        verdict = self._state.monitor.observe(
+            step=result.step,
+            epoch=epoch,
+            loss=result.loss,
+            applied=result.applied,
+            overflowed=result.overflowed,
+        )
+        self._progress.loss = result.loss
+        self._first.compare(result.step)
+        self._runtime.slot.set_loss(result.loss)
+        self._write_audit(result, epoch, step.micro_batches)
+        if not result.applied and self._guard.skipped(
+            result,
+            verdict,
+            step.micro_batches,
+            recompute=partial(self._own_gradient_norm, result.step - 1),
+        ):
+            return Outcome.WENT_BACK
+        self._memory.after_step(result.step)
+        if verdict is Verdict.TARGET_REACHED:
+            self._runtime.logger.info(
+                f"target loss {self._settings.run.target_loss:g} reached", step=result.step
+            )
+            return Outcome.ALL_DONE
+        if isinstance(self._loader, StreamLoader):
+            self._streams.compare(self._loader, step=result.step, is_due=due.compare)
+        if due.log:
+            self._log(result, epoch)
+        return Outcome.GOES_ON
+
+    def evaluate(self) -> StopReason | None:
+        """Evaluate the state as it is; why that was left early, if it was."""
+        return self._validation.evaluate(self._replica)
+
+    def _wrap(self) -> None:
+        """A new DDP replica around the same model, as the tuning has it. On all ranks alike."""
+        tuning, workload = self._state.tuning, self._workload
+        self._replica = Replica(
+            self._state.model,
+            self._runtime.training_loss(workload.task.loss),
+            group=self._group,
+            settings=replace(
+                self._settings.ddp, find_unused_parameters=tuning.find_unused_parameters
+            ),
+            slot=self._runtime.slot,
+            is_relaid=self._state.buffers.is_relaid,
+            device=self._parts.device,
+        )
+        self._stepper = Stepper(
+            self._state, self._replica, rules=self._rules(), slot=self._runtime.slot
+        )
+
+    def _rules(self) -> StepRules:
+        workload = self._workload
+        return StepRules(
+            seed=self._settings.run.seed,
+            rank=self._group.rank,
+            global_batch=workload.global_batch,
+            total_steps=workload.length.total_steps,
+            optim=self._settings.optim,
+            device=workload.device,
+            watch_use=self._adapt_rules.watch_use(self._state.tuning),
+        )
+
+    def _wrap_as_it_is(self) -> None:
+        """Wrap the model with the parameters that require a gradient by now."""
+        self._state.drop_unfinished_step()
+        self._state.train_unfrozen()
+        self._replica.close()
+        self._wrap()
+
+    def _own_gradient_norm(self, step: int) -> float | None:
+        """Of ``step``, from what it was given; None where that cannot be had again in short time."""
+        if not self._loader.gives_again(step):
+            return None
+        return self._stepper.own_gradient_norm(self.take(step))
+
+    def _take_copy(self, step: int) -> list[MicroBatch]:
+        self._turn_to_data(step)
+        return self._arrived(self._loader.take_copy(step))
+
+    def _arrived(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        if self._copies is not None:
+            self._copies.arrive(batches)
+        return batches
+
+    def _send_next(self) -> None:
+        if self._copies is not None:
+            self._copies.send(self._state.committed_step + 1)
+
+    def _turn_to_data(self, step: int) -> None:
+        slot = self._runtime.slot
+        slot.set(Cell.STEP, step)
+        slot.set(Cell.EPOCH, self._workload.length.epoch_of(step))
+        slot.stamp(Phase.DATA, time.monotonic_ns())
+        self._runtime.logger.step = step
+        self._loader.use_order(self._state.order_version)
+
+    def _log(self, result: StepResult, epoch: int) -> None:
+        now_ns = time.monotonic_ns()
+        seconds = max(1e-9, (now_ns - self._logged_at_ns) / 1e9)
+        values = {
+            "loss": result.loss,
+            "learning_rate": result.learning_rate,
+            "grad_norm": result.grad_norm,
+            "epoch": float(epoch),
+            "samples_per_s": self._trained_samples / seconds,
+            "data_wait_share": min(1.0, self._waited_ns / 1e9 / seconds),
+            "step_s": self._runtime.slot.get(Cell.STEP_NS) / 1e9,
+        }
+        self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
+        self._runtime.tell(Metrics(rank=self._rank, step=result.step, values=values))
+        self._runtime.logger.progress(
+            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3f}  "
+            f"{values['samples_per_s']:.0f} samples/s  data {values['data_wait_share']:.0%}",
+            step=result.step,
+        )
+
+    def _write_audit(self, result: StepResult, epoch: int, micro_batches: list[MicroBatch]) -> None:
+        if self._audit is None:
+            return
+        line = audit_line(
+            generation=self._group.membership.generation,
+            step=result.step,
+            epoch=epoch,
+            indices=[index for micro_batch in micro_batches for index in micro_batch.indices],
+            loss=result.loss,
+        )
+        self._audit.append(line)
+
+
+def _flips() -> FaultError:
+    """The error of a loss that changes requires_grad to something else each time it is called."""
+    return FaultError(
+        Fault(
+            kind=FaultKind.RANK_RAISED,
+            rank=-1,
+            step=0,
+            cause="loss() changes requires_grad of parameters each time it is called, also for one step",
+            at_ns=time.monotonic_ns(),
+            may_retry=False,
+        )
+    )
