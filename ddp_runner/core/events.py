@@ -243,7 +243,7 @@ class Plan(Event):
     """What is done about an incident: ``plan`` is the name of the class in ``core.recovery``.
 
     ``began_s``: when the incident was opened; ``since_s``: when the last step was committed;
-    ``detect_s``: how long the culprit had shown no sign of life before it was noticed;
+    ``detect_s``: how long the culprit had shown no sign of life before it was noticed (None: nobody watched);
     ``outcome`` and ``line``: the repair in words, done and to be done; ``action``: all that was done.
     """
 
@@ -259,7 +259,7 @@ class Plan(Event):
     began_s: float = field(metadata=_UNWRITTEN)
     generation: int = field(metadata=_UNWRITTEN)
     since_s: float = field(metadata=_UNWRITTEN)
-    detect_s: float = field(metadata=_UNWRITTEN)
+    detect_s: float | None = field(metadata=_UNWRITTEN)
     outcome: str = field(default="", metadata=_UNWRITTEN)
     line: str = field(default="", metadata=_UNWRITTEN)
     action: str = field(default="", metadata=_UNWRITTEN)

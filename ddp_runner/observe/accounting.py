@@ -136,8 +136,9 @@ class RunAccounting:
             ),
             all_ranks_dead=plan.all_ranks_dead,
         )
-        fault.seconds["detect"] = plan.detect_s
-        fault.seconds["abort"] = plan.incident.at_s - plan.began_s
+        if plan.detect_s is not None:
+            fault.seconds["detect"] = plan.detect_s
+            fault.seconds["abort"] = plan.incident.at_s - plan.began_s
         self.faults.append(fault)
         self.restarts += plan.plan == ReplaceRanks.__name__
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +25,6 @@ from ddp_runner.collective.group import holds_communicators
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.config.relations import check_relations
 from ddp_runner.core.board import Cell
-from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.exits import (
     EXIT_CODE_OF_STATUS,
     STATUS_OF_REASON,
@@ -43,9 +40,7 @@ from ddp_runner.core.messages import (
     Formed,
     Message,
     Metrics,
-    Proved,
     Ready,
-    RepairedInPlace,
     RestartProgress,
     Saved,
 )
@@ -54,16 +49,9 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
-from ddp_runner.observe.summary import ExactProof, RunSummary, read_summary, write_summary
+from ddp_runner.observe.summary import read_summary, write_summary
 from ddp_runner.rank.restart_log import Told, read_told, told_path
-from ddp_runner.rank.restarts import (
-    SPENT,
-    faults_between,
-    mended_record,
-    restarts_of,
-    seconds_since,
-    time_shares,
-)
+from ddp_runner.rank.restarts import SPENT, replay
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system import parent_death
 from ddp_runner.system.run_directories import RunDirectories
@@ -74,7 +62,7 @@ from ddp_runner.training.runtime import (
     RankInfo,
     without_secrets_in,
 )
-from ddp_runner.training.train_report import TrainReport
+from ddp_runner.training.train_report import TrainReport, finished_message
 from ddp_runner.training.trainer import DDPTrainer
 
 _STOP_SIGNALS = {
@@ -304,33 +292,19 @@ def _write_summary(
     told = {
         rank: list(read_told(told_path(log_dir, rank))) for rank in range(runtime.place.world_size)
     }
-    messages = [message for own in told.values() for message in own]
-    # Rank 0's own file may be on a disk that is full.
-    restarts = restarts_of([*told[0], runtime.lived()])
-    faults = faults_between(restarts, told)
-    mended = [mended_record(one, restarts) for one in messages if isinstance(one, RepairedInPlace)]
-    reasons = tuple(dict.fromkeys(filter(None, map(_inexact_reason, messages))))
-    summary = RunSummary(
-        run_id=runtime.run_id,
+    told[0].append(runtime.lived())  # its own file may be on a disk that is full
+    run = replay(told)
+    run.findings.run_id = runtime.run_id
+    summary = run.accounting.summary(
         status=status,
-        exit_code=int(EXIT_CODE_OF_STATUS[status]),
-        steps=report.steps,
-        epochs=report.epochs,
-        samples=report.samples,
+        exit_code=EXIT_CODE_OF_STATUS[status],
         world_size=runtime.place.world_size,
-        final_loss=report.loss if math.isfinite(report.loss) else None,
-        weights_sha256=report.weights_sha256,
-        exact=not reasons,
-        inexact_reasons=reasons,
-        exact_proof=ExactProof.of(_proved(messages)),
-        wall_s=round(seconds_since(restarts, time.monotonic_ns()), 3),
-        time_s=time_shares(restarts, faults),
-        faults=tuple(sorted([*faults, *mended], key=lambda record: record.detected_s)),
-        checkpoint=report.checkpoint or None,
-        checkpoint_step=report.steps if report.checkpoint else None,
-        peak_rss_bytes=report.peaks.get("peak_rss_bytes"),
-        peak_device_bytes=report.peaks.get("peak_device_bytes") or None,
-        figures=dict(report.figures),
+        reading=run.reading_of_all(runtime.slot.read()),
+        steps_per_epoch=0,  # the report has the epochs
+        finished=[finished_message(report, 0)],
+        facts=run.findings,
+        own_step_s={},
+        now_s=time.monotonic(),
     )
     write_summary(log_dir / "summary.json", summary)
 
@@ -347,26 +321,6 @@ def _has_summed_up(log_dir: Path, run_id: str, report: TrainReport) -> bool:
         report.weights_sha256,
     )
     return is_it and old.status is RunStatus.COMPLETED
-
-
-def _proved(messages: Iterable[Message]) -> dict[str, set[int]]:
-    """The steps that were computed twice with the same bits, by what was done with them."""
-    proved: dict[str, set[int]] = {}
-    for one in messages:
-        if isinstance(one, Proved):
-            proved.setdefault(one.what, set()).add(one.step)
-    return proved
-
-
-def _inexact_reason(message: Message) -> str:
-    """Why the run is not exact because of what was told; empty where it still is."""
-    match message:
-        case Adjusted(inexact_reason=reason) | RepairedInPlace(inexact_reason=reason):
-            return reason
-        case Faulted(fault=fault) if fault.kind is FaultKind.REPLICA_DIVERGED:
-            return inexact_by(fault)
-        case _:
-            return ""
 
 
 def _boot() -> str:

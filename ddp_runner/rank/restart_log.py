@@ -14,6 +14,7 @@ from pathlib import Path
 from ddp_runner.core.messages import (
     Adjusted,
     Faulted,
+    FaultTolerated,
     Finished,
     Message,
     Proved,
@@ -27,7 +28,16 @@ from ddp_runner.core.messages import (
 from ddp_runner.observe.files import LineFile
 from ddp_runner.system.run_files import read_lines
 
-KEPT = (Adjusted, Faulted, Finished, RestartProgress, RepairedInPlace, Proved, Saved)
+KEPT = (
+    Adjusted,
+    Faulted,
+    FaultTolerated,
+    Finished,
+    RestartProgress,
+    RepairedInPlace,
+    Proved,
+    Saved,
+)
 
 
 class Told:

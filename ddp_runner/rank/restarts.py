@@ -1,26 +1,45 @@
-"""The restarts of one job as one run: their times on one line, and what ended each of them. Pure.
+"""The restarts of one job as one run: what its ranks reported, replayed into the account of a run. Pure.
 
 Under an outside launcher nobody watches the ranks. What is known of an earlier restart is what its
-ranks told before they ended; a rank that told nothing of a fault is the one that was lost.
+ranks reported before they ended; a rank that reported nothing of a fault is the one that was lost.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
+from ddp_runner.core import events
+from ddp_runner.core.board import SlotReading
 from ddp_runner.core.classify import attribute
+from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Faulted, Finished, Message, RepairedInPlace, RestartProgress
-from ddp_runner.observe.summary import FaultRecord, TimeShares
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    FaultTolerated,
+    Finished,
+    Message,
+    Proved,
+    RepairedInPlace,
+    RestartProgress,
+    Saved,
+)
+from ddp_runner.core.recovery import Incident, ReplaceRanks
+from ddp_runner.core.reports import Reported, events_of
+from ddp_runner.observe.accounting import RunAccounting
+from ddp_runner.observe.findings import RunFindings
 
 SPENT = ("productive", "data_wait", "checkpoint", "comparison", "evaluation")
+# What one rank reported, by the number of the restart.
+_ByRestart = Mapping[int, Sequence[Message]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """One of them, by what its rank 0 told; ``shift_ns`` brings its times to the newest one's clock."""
+    """One of them, by what its rank 0 reported; ``shift_ns`` brings its times to the newest one's clock."""
 
     lives: tuple[RestartProgress, ...]
     shift_ns: int
@@ -31,172 +50,224 @@ class Restart:
         return self.lives[0].generation
 
     @property
-    def began_ns(self) -> int:
+    def began_s(self) -> float:
         """When its process began."""
-        return self.lives[0].began_ns + self.shift_ns
+        return (self.lives[0].began_ns + self.shift_ns) / 1e9
 
     @property
-    def formed_ns(self) -> int:
-        """When its ranks began to train; 0: they never did."""
+    def formed_s(self) -> float | None:
+        """When its ranks began to train; None where they never did."""
         formed_ns = self.lives[-1].formed_ns
-        return formed_ns + self.shift_ns if formed_ns else 0
+        return self.at_s(formed_ns) if formed_ns else None
 
     @property
-    def first_step(self) -> int | None:
-        """The step that it went on from; None where it never trained."""
-        return next((life.step for life in self.lives if life.formed_ns), None)
+    def first_step_s(self) -> float | None:
+        """When its first step began; None where none did."""
+        first_ns = self.lives[-1].first_step_ns
+        return self.at_s(first_ns) if first_ns else None
 
-    def spent_ns(self, name: str, *, up_to_step: int | None = None) -> int:
-        """Of one share, until ``up_to_step`` was committed."""
-        counted = [one for one in self.lives if up_to_step is None or one.step <= up_to_step]
-        return counted[-1].spent_ns.get(name, 0) if counted else 0
+    @property
+    def first_step(self) -> int:
+        """The step that it went on from; 0 where it never trained."""
+        return next((life.step for life in self.lives if life.formed_ns), 0)
+
+    def at_s(self, at_ns: int) -> float:
+        """A time of its own; never before it began, for a rank may be on another machine."""
+        return max((at_ns + self.shift_ns) / 1e9, self.began_s)
 
 
-def restarts_of(told: Iterable[Message]) -> list[Restart]:
-    """The restarts that rank 0 told of, oldest first, on one clock: that of the newest."""
-    lives: dict[int, list[RestartProgress]] = {}
+@dataclass(slots=True)
+class Replay:
+    """What the restarts of a job come to: the account as a supervisor would have kept it."""
+
+    accounting: RunAccounting
+    findings: RunFindings = field(default_factory=RunFindings)
+    spent_ns: Counter[str] = field(default_factory=Counter)  # where the time of all went, by share
+
+    def reading_of_all(self, newest: SlotReading) -> SlotReading:
+        """What rank 0's slot would have, had it outlived all restarts."""
+        return replace(
+            newest,
+            productive_ns=self.spent_ns["productive"],
+            data_wait_ns=self.spent_ns["data_wait"],
+            checkpoint_ns=self.spent_ns["checkpoint"],
+            comparison_ns=self.spent_ns["comparison"],
+            evaluation_ns=self.spent_ns["evaluation"],
+        )
+
+    def record(self, event: events.Event, at_s: float) -> None:
+        """Something has happened."""
+        self.findings.take(event)
+        self.accounting.take(event, now_s=at_s)
+
+
+def replay(told_by_rank: Mapping[int, Sequence[Message]]) -> Replay:
+    """Record all that the ranks of a job reported, oldest restart first. Rank 0 has reported something."""
+    first = min(
+        message.generation
+        for told in told_by_rank.values()
+        for message in told
+        if isinstance(message, RestartProgress)
+    )
+    reported = {
+        rank: _by_restart(told, otherwise=first) for rank, told in sorted(told_by_rank.items())
+    }
+    restarts = _restarts(reported.values())
+    run = Replay(RunAccounting(began_s=restarts[0].began_s))
+    run.accounting.first_step_s = next(
+        (one.first_step_s for one in restarts if one.first_step_s is not None), None
+    )
+    for restart, after in zip_longest(restarts, restarts[1:]):
+        _form(run, restart)
+        for at_s, event in _events_within(restart, reported, before_ns=run.spent_ns["productive"]):
+            run.record(event, at_s)
+        if after is not None and (plan := _what_ended(restart, reported)) is not None:
+            run.record(plan, plan.began_s)
+        run.spent_ns.update(restart.lives[-1].spent_ns)
+    return run
+
+
+def _by_restart(told: Iterable[Message], *, otherwise: int) -> _ByRestart:
+    """What a rank reported in each restart: from its first sign of life there to that in the next one."""
+    found: dict[int, list[Message]] = {}
+    number = otherwise
     for message in told:
         if isinstance(message, RestartProgress):
-            lives.setdefault(message.generation, []).append(message)
-    found: list[Restart] = []
-    for _, own in sorted(lives.items(), reverse=True):
+            number = message.generation
+        found.setdefault(number, []).append(message)
+    return found
+
+
+def _restarts(reported: Iterable[_ByRestart]) -> list[Restart]:
+    """The restarts, oldest first, on one clock: that of the newest."""
+    lives: dict[int, tuple[RestartProgress, ...]] = {}
+    for own in reported:  # rank 0's count, and those of the next one where it has none
+        for number, messages in own.items():
+            found = tuple(one for one in messages if isinstance(one, RestartProgress))
+            lives[number] = lives.get(number) or found
+    restarts: list[Restart] = []
+    for _, ours in sorted(lives.items(), reverse=True):
         shift_ns = 0
-        if found:
-            after = found[-1]
-            same = own[-1].clock == after.lives[0].clock
+        if restarts:
+            after = restarts[-1]
+            same = ours[-1].clock == after.lives[0].clock
             # Another machine, or boot: nobody knows how long nothing ran, so it counts as no time.
-            shift_ns = after.shift_ns if same else after.began_ns - own[-1].at_ns
-        found.append(Restart(lives=tuple(own), shift_ns=shift_ns))
-    return found[::-1]
+            after_began_ns = after.lives[0].began_ns + after.shift_ns
+            shift_ns = after.shift_ns if same else after_began_ns - ours[-1].at_ns
+        restarts.append(Restart(lives=ours, shift_ns=shift_ns))
+    return restarts[::-1]
 
 
-def faults_between(
-    restarts: Sequence[Restart], told_by_rank: Mapping[int, Sequence[Message]]
-) -> list[FaultRecord]:
-    """What ended each restart but the newest, as far as its ranks could tell."""
-    records = []
-    for restart, after in pairwise(restarts):
-        culprit, victims = _culprit(restart, told_by_rank)
-        if culprit is None:
-            continue
-        first_step = after.first_step
-        detected_s = seconds_since(restarts, culprit.at_ns + restart.shift_ns)
-        recovered_s = seconds_since(restarts, after.formed_ns) if after.formed_ns else None
-        lost = 0 if first_step is None else culprit.step - first_step
-        records.append(
-            FaultRecord(
-                kind=culprit.kind.value,
-                rank=culprit.rank,
-                step=culprit.step,
-                cause=culprit.cause,
-                detected_s=round(detected_s, 3),
-                recovered_s=None if recovered_s is None else round(recovered_s, 3),
-                steps_lost=max(0, lost),
-                generation=restart.generation,
-                detail=culprit.detail,
-                victims=victims,
-                seconds={}
-                if recovered_s is None
-                else {"total": round(recovered_s - detected_s, 4)},
-            )
-        )
-    return records
+def _form(run: Replay, restart: Restart) -> None:
+    """Its ranks begin to train, which ends what the restarts before it broke off for."""
+    if restart.formed_s is None:
+        return
+    repairs = run.accounting.repairs_at(
+        restart.formed_s,
+        generation=restart.generation,
+        step=restart.first_step,
+        productive_ns=run.spent_ns["productive"],
+    )
+    if not repairs:
+        formed = events.WorldFormed(generation=restart.generation, step=restart.first_step)
+        run.record(formed, restart.formed_s)
+    for repaired, _ in repairs:
+        run.record(repaired, restart.formed_s)
 
 
-def _culprit(
-    restart: Restart, told_by_rank: Mapping[int, Sequence[Message]]
-) -> tuple[Fault | None, tuple[int, ...]]:
-    """Who ended this restart, and who merely lost a peer; None where it ended in order."""
-    number = restart.generation
+def _events_within(
+    restart: Restart, reported: Mapping[int, _ByRestart], *, before_ns: int
+) -> list[tuple[float, events.Event]]:
+    """What its ranks reported, by time; ``before_ns``: productive time of the restarts before it."""
+    found: list[tuple[float, events.Event]] = []
+    for rank, own in reported.items():
+        life = restart.lives[0]
+        for message in own.get(restart.generation, ()):
+            match message:
+                case RestartProgress():
+                    life = message
+                case Saved():
+                    productive_ns = before_ns + life.spent_ns.get("productive", 0)
+                    saved = events.CheckpointSaved(
+                        step=message.step,
+                        path=message.path,
+                        blocked_s=message.blocked_s,
+                        size_bytes=message.size_bytes,
+                        productive_ns=None if rank else productive_ns,  # the run's is rank 0's
+                    )
+                    found.append((restart.at_s(life.at_ns), saved))
+                case Adjusted() | Proved() | FaultTolerated() | RepairedInPlace():
+                    at_s = _when(message, restart, life)
+                    made = events_of(message, generation=restart.generation)
+                    found += [(at_s, event) for event in made]
+                case _:
+                    pass
+    return sorted(found, key=lambda timed: timed[0])
+
+
+def _when(message: Reported, restart: Restart, life: RestartProgress) -> float:
+    match message:
+        case RepairedInPlace(fault=fault, seconds=seconds):
+            return restart.at_s(fault.at_ns) + seconds
+        case FaultTolerated(fault=fault):
+            return restart.at_s(fault.at_ns)
+        case _:
+            return restart.at_s(life.at_ns)
+
+
+def _what_ended(restart: Restart, reported: Mapping[int, _ByRestart]) -> events.Plan | None:
+    """The incident that ended a restart, and what the launcher did; None where it ended in order."""
+    faults = _faults(restart, reported)
+    if not faults:
+        return None
+    attribution = attribute(faults)
+    culprit = attribution.culprit
+    at_s = restart.at_s(culprit.at_ns)
+    has_formed = restart.formed_s is not None
+    odd = [fault for fault in faults if fault.kind is FaultKind.REPLICA_DIVERGED]
+    return events.Plan(
+        plan=ReplaceRanks.__name__,
+        culprit=culprit.rank,
+        kind=culprit.kind.value,
+        replaced=tuple(reported),
+        dropped=(),
+        kept=None,
+        all_ranks_dead=has_formed,
+        victims=tuple(fault.rank for fault in attribution.victims),
+        incident=Incident(
+            attribution=attribution,
+            at_s=at_s,
+            committed_step=culprit.step,
+            ever_formed=has_formed,
+            generation=restart.generation,
+        ),
+        began_s=at_s,
+        generation=restart.generation,
+        since_s=at_s,
+        detect_s=None,
+        action="all ranks restarted by the launcher",
+        inexact_reason="; ".join(dict.fromkeys(map(inexact_by, odd))),
+    )
+
+
+def _faults(restart: Restart, reported: Mapping[int, _ByRestart]) -> list[Fault]:
+    """What its ranks reported as they ended, and that some reported nothing."""
     faults: list[Fault] = []
     silent: list[int] = []
-    for rank, told in told_by_rank.items():
-        own = _of_restart(told, number)
+    for rank, by_restart in reported.items():
+        own = by_restart.get(restart.generation, ())
         faults += [one.fault for one in own if isinstance(one, Faulted)]
         if own and not any(isinstance(one, (Faulted, Finished)) for one in own):
             silent.append(rank)
-    if not faults and not silent:
-        return None, ()
-    at_ns = min((fault.at_ns for fault in faults), default=restart.lives[-1].at_ns)
-    step = max((fault.step for fault in faults), default=max(0, restart.lives[-1].step))
     if silent:
+        newest = restart.lives[-1]
         who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {','.join(map(str, silent))}"
         lost = Fault(
             kind=FaultKind.RANK_EXITED,
             rank=silent[0] if len(silent) == 1 else -1,
-            step=step,
+            step=max((fault.step for fault in faults), default=max(0, newest.step)),
             cause=f"{who} ended without a word: killed, or exited",
-            at_ns=at_ns,
+            at_ns=min((fault.at_ns for fault in faults), default=newest.at_ns),
         )
         faults.append(lost)
-    found = attribute(faults)
-    return found.culprit, tuple(sorted({victim.rank for victim in found.victims}))
-
-
-def _of_restart(told: Sequence[Message], number: int) -> list[Message]:
-    """What a rank told in this restart: from its first sign of life there to that in the next one."""
-    own: list[Message] = []
-    current = 0
-    for message in told:
-        if isinstance(message, RestartProgress):
-            current = message.generation
-        if current == number:
-            own.append(message)
-    return own
-
-
-def mended_record(message: RepairedInPlace, restarts: Sequence[Restart]) -> FaultRecord:
-    """A fault that a rank mended within its restart."""
-    fault = message.fault
-    own = [restart for restart in restarts if restart.lives[0].began_ns <= fault.at_ns]
-    home = own[-1] if own else None
-    at_ns = fault.at_ns + (home.shift_ns if home else 0)
-    detected_s = max(0.0, seconds_since(restarts, at_ns))
-    return FaultRecord(
-        kind=fault.kind.value,
-        rank=fault.rank,
-        step=fault.step,
-        cause=fault.cause,
-        detected_s=round(detected_s, 3),
-        recovered_s=round(detected_s + message.seconds, 3),
-        steps_lost=message.steps_lost,
-        generation=home.generation if home else 0,
-        detail=fault.detail,
-        seconds={"total": round(message.seconds, 4)},
-    )
-
-
-def seconds_since(restarts: Sequence[Restart], at_ns: int) -> float:
-    """From the beginning of the first restart to ``at_ns``, a time of the newest one's clock."""
-    return (at_ns - restarts[0].began_ns) / 1e9
-
-
-def time_shares(restarts: Sequence[Restart], faults: Sequence[FaultRecord]) -> TimeShares:
-    """Where the time of all restarts went; what was computed behind the checkpoint was lost."""
-    totals = dict.fromkeys(SPENT, 0)
-    lost_ns = 0
-    for restart in restarts:
-        for name in SPENT:
-            totals[name] += restart.spent_ns(name)
-    for restart, after in pairwise(restarts):
-        kept_ns = restart.spent_ns("productive", up_to_step=after.first_step)
-        lost_ns += restart.spent_ns("productive") - kept_ns
-    began_at_ns = [
-        one.lives[-1].first_step_ns + one.shift_ns
-        for one in restarts
-        if one.lives[-1].first_step_ns
-    ]
-    startup_s = seconds_since(
-        restarts, began_at_ns[0] if began_at_ns else restarts[-1].lives[-1].at_ns
-    )
-    recovery_s = sum(one.recovered_s - one.detected_s for one in faults if one.recovered_s)
-    return TimeShares(
-        startup=round(max(0.0, startup_s), 3),
-        productive=round((totals["productive"] - lost_ns) / 1e9, 3),
-        data_wait=round(totals["data_wait"] / 1e9, 3),
-        checkpoint=round(totals["checkpoint"] / 1e9, 3),
-        comparison=round(totals["comparison"] / 1e9, 3),
-        evaluation=round(totals["evaluation"] / 1e9, 3),
-        recovery=round(recovery_s, 3),
-        lost=round(lost_ns / 1e9, 3),
-    )
+    return faults

@@ -9,7 +9,16 @@ import pytest
 from ddp_runner.config import from_flat
 from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.messages import Adjusted, Faulted, Metrics, Proved, RepairedInPlace, Saved
+from ddp_runner.core.messages import (
+    Adjusted,
+    Faulted,
+    FaultTolerated,
+    Metrics,
+    Proved,
+    RepairedInPlace,
+    RestartProgress,
+    Saved,
+)
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import Told, read_told, told_path
 from ddp_runner.training.runtime import RankInfo
@@ -19,6 +28,7 @@ HALVED = Adjusted(
     rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
 )
 SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
+BEGUN = RestartProgress(rank=1, generation=1, run_id="r", clock="", began_ns=1, at_ns=1)
 IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", fault_free=True)
 
 
@@ -90,6 +100,7 @@ MENDED = RepairedInPlace(
 )
 def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message, reason):
     """As in a supervised run: also where another process, before a restart, told it, and once."""
+    told(tmp_path, is_restart=True, rank=1).keep(BEGUN)  # as every process does at first
     for _ in range(2):
         told(tmp_path, is_restart=True, rank=1).keep(message)
     summary = summary_of(runtime, tmp_path)
@@ -97,16 +108,23 @@ def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message
 
 
 def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
-    """Control: a worker that was replaced, a lost peer, a save, a change in peace."""
+    """Control: a worker that was replaced, a lost peer, saves that failed and did not, a change in peace."""
     runtime[0].tell(RepairedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
                                   remedy="new workers", seconds=0.5))  # fmt: skip
     runtime[0].tell(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
+    full = fault(FaultKind.STORAGE_FAILED, rank=0)
+    runtime[0].tell(FaultTolerated(rank=0, fault=full, remedy="training goes on"))
     runtime[0].tell(SAVED)
     runtime[0].tell(IN_PEACE)
     summary = summary_of(runtime, tmp_path)
     assert (summary["exact"], summary["inexact_reasons"]) == (True, [])
     (record,) = summary["faults"]
     assert (record["kind"], record["detail"]) == ("loader_worker_died", "a traceback")
+    assert (record["action"], record["seconds"]) == ("new workers", {"total": 0.5})
+    (failed,) = summary["tolerated"]
+    assert (failed["kind"], failed["action"]) == ("storage_failed", "training goes on")
+    assert failed["recovered_s"] is not None, "the next save succeeded"
+    assert (summary["checkpoint"], summary["checkpoint_step"]) == ("p", 10)
 
 
 def test_steps_that_were_computed_twice_are_counted_over_restarts(runtime, tmp_path):
