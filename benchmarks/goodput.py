@@ -40,7 +40,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """``share``: of the time, in steps that count. ``told``: what the run says of itself."""
+    """``share``: of the time, in steps that count. ``reported``: what the run says of itself."""
 
     contender: str
     world: int
@@ -51,13 +51,13 @@ class Outcome:
     redone_steps: int
     step_s: float
     share: float
-    told: float | None
+    reported: float | None
 
     def line(self) -> str:
-        told = "" if self.told is None else f"{self.told:.3f}"
+        reported = "" if self.reported is None else f"{self.reported:.3f}"
         return (
             f"| {self.contender} | {self.world} | {self.state_mb:g} | {self.faults} | "
-            f"{self.new_steps} | {self.redone_steps} | {self.step_s * 1e3:.1f} | {self.share:.3f} | {told} |"
+            f"{self.new_steps} | {self.redone_steps} | {self.step_s * 1e3:.1f} | {self.share:.3f} | {reported} |"
         )
 
 
@@ -112,10 +112,10 @@ def measure(contender: type[Faulted], job: Job, asked: argparse.Namespace) -> Ou
             show(contender.name, time.monotonic() - began_s, asked.seconds, faults)
         watch(run, looks, until_s=began_s + asked.seconds)
         took_s = time.monotonic() - began_s
-        told = run.finish()["goodput"] if isinstance(run, Ours) else None
+        reported = run.finish()["goodput"] if isinstance(run, Ours) else None
     sys.stderr.write("\n")
     return summed_up(
-        contender.name, job, looks, faults=faults, seconds=took_s, step_s=step_s, told=told
+        contender.name, job, looks, faults=faults, seconds=took_s, step_s=step_s, reported=reported
     )
 
 
@@ -132,7 +132,7 @@ def summed_up(
     faults: int,
     seconds: float,
     step_s: float,
-    told: float | None,
+    reported: float | None,
 ) -> Outcome:
     furthest = looks[0].mark.step
     new = redone = 0
@@ -152,7 +152,7 @@ def summed_up(
         redone_steps=redone,
         step_s=step_s,
         share=new * step_s / seconds,
-        told=told,
+        reported=reported,
     )
 
 
@@ -181,7 +181,7 @@ def main() -> None:
     show_machine(facts)
     job = Job(world=asked.world, state_mb=asked.state_mb, pace_s=asked.pace_s)
     print(
-        "| contender | ranks | state MB | faults | new steps | redone | ms a step | share | told |"
+        "| contender | ranks | state MB | faults | new steps | redone | ms a step | share | reported |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for contender in (Ours, Torchrun):

@@ -99,9 +99,9 @@ def harm_all(
                 done.append(cell)
                 run.wait_past(run.mark().step + settled, timeout_s=START_TIMEOUT_S)
         if isinstance(run, Ours):
-            told = run.finish()["faults"]
-            if len(told) == len(done):
-                for cell, fault in zip(done, told, strict=True):
+            reported = run.finish()["faults"]
+            if len(reported) == len(done):
+                for cell, fault in zip(done, reported, strict=True):
                     cell.seconds.append(fault["seconds"])
 
 

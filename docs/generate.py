@@ -32,7 +32,7 @@ class Invariant:
 
 _RESUME = {
     OnResume.REFUSED: "refused",
-    OnResume.TOLD: "reported",
+    OnResume.REPORTED: "reported",
     OnResume.CANNOT_MATTER: "-",
 }
 _MADE = "<!-- Made by docs/generate.py from the code's tables; changes here are lost. -->\n"

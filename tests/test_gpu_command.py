@@ -19,7 +19,7 @@ from tests.gpu.driver import NO_DEVICE, why_no_device
 from tests.processes import poll
 
 ROOT = Path(__file__).resolve().parents[1]
-TELLS = """
+REPORTS = """
 NEEDS_GPU = False
 def measure(facts):
     facts.note("here", True)
@@ -103,8 +103,8 @@ def test_the_parts_together_end_before_the_machine_is_taken_back():
 
 def test_a_part_that_hangs_is_killed_and_the_others_still_run(tmp_path):
     """With all that it has started."""
-    environment = _parts(tmp_path, hangs=HANGS, tells=TELLS)
-    only = "first=hangs_part:2,second=tells_part:20"
+    environment = _parts(tmp_path, hangs=HANGS, tells=REPORTS)
+    only = "first=hangs_part:2,second=reports_part:20"
     done, known = _run(tmp_path / "out", "--only", only, environment=environment)
     assert known["first"]["outcome"] == "timeout", done.stdout
     assert "killed at its limit of 2 s" in known["first"]["why"]
@@ -120,8 +120,8 @@ def test_a_part_that_hangs_is_killed_and_the_others_still_run(tmp_path):
 
 def test_a_part_that_crashes_is_told_and_what_it_knew_is_kept(tmp_path):
     """By SIGKILL, as the kernel ends one for lack of memory."""
-    environment = _parts(tmp_path, dies=DIES, tells=TELLS)
-    only = "first=dies_part:20,second=tells_part:20"
+    environment = _parts(tmp_path, dies=DIES, tells=REPORTS)
+    only = "first=dies_part:20,second=reports_part:20"
     done, known = _run(tmp_path / "out", "--only", only, environment=environment)
     first = known["first"]
     assert (first["outcome"], first["why"]) == ("failed", "killed by SIGKILL"), done.stdout
@@ -174,9 +174,9 @@ def test_wheels_are_found_by_the_parts(tmp_path):
     """What a machine without network lacks comes along."""
     with zipfile.ZipFile(tmp_path / "brought-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("brought_along.py", "WORD = 'brought'\n")
-    source = TELLS + "    import brought_along\n    facts.note('word', brought_along.WORD)\n"
+    source = REPORTS + "    import brought_along\n    facts.note('word', brought_along.WORD)\n"
     environment = _parts(tmp_path, tells=source)
-    words = ("--only", "one=tells_part:20", "--wheels", tmp_path)
+    words = ("--only", "one=reports_part:20", "--wheels", tmp_path)
     done, known = _run(tmp_path / "out", *words, environment=environment)
     assert known["one"]["facts"] == {"here": True, "word": "brought"}, done.stdout
     assert "wheels: brought-1-py3-none-any.whl" in done.stdout

@@ -71,7 +71,7 @@ def test_every_setting_is_sorted_by_what_a_resume_makes_of_a_change():
 def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
     """What is refused is in the meaning, what is told in the recipe, and the rest in neither."""
     tasks = ("synthetic", "bytes") if key.startswith("model.") else ("bytes",)
-    refused, told = False, False
+    refused, reported = False, False
     for task in tasks:
         old = resolve(command_line=[("run.task", task)]).settings
         words = [("run.task", task), (key, other_value(key))]
@@ -79,14 +79,14 @@ def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
         section, _, name = key.partition(".")
         assert getattr(getattr(old, section), name) != getattr(getattr(new, section), name)
         refused |= meaning(old, world_size=2) != meaning(new, world_size=2)
-        told |= recipe_of(old) != recipe_of(new)
+        reported |= recipe_of(old) != recipe_of(new)
     match ON_RESUME[key]:
         case OnResume.REFUSED:
             assert refused
-        case OnResume.TOLD:
-            assert (refused, told) == (False, True)
+        case OnResume.REPORTED:
+            assert (refused, reported) == (False, True)
         case OnResume.CANNOT_MATTER:
-            assert (refused, told) == (False, False)
+            assert (refused, reported) == (False, False)
 
 
 def test_a_task_that_is_given_all_settings_may_read_the_model():
@@ -128,8 +128,8 @@ def test_a_secret_written_by_an_older_version_is_never_shown(key):
     )
     old = {f"task.{key}": value}
     assert difference(old, task_meaning(secretive(**{key: value}), like=old)) == []
-    told = difference(old, task_meaning(secretive(**{key: changed}), like=old))
-    assert told == [f"task.{key}: *** -> ***"]
+    reported = difference(old, task_meaning(secretive(**{key: changed}), like=old))
+    assert reported == [f"task.{key}: *** -> ***"]
 
 
 def test_written_settings_and_their_digest_have_no_secret_and_need_it_anew():

@@ -86,7 +86,7 @@ class CheckpointStore:
         self.catalog = Catalog(self.directory, disk=self._disk)
         self._has_cleaned = False
         self._proved: set[int] = set()  # steps whose files were read once more and found whole
-        self._told_damaged: set[int] = set()
+        self._reported_damaged: set[int] = set()
         self._notes: list[str] = []
 
     def save(
@@ -280,8 +280,8 @@ class CheckpointStore:
                 damage = str(error)
         if damage is None:
             self._proved.add(entry.step)
-        elif entry.step not in self._told_damaged:
-            self._told_damaged.add(entry.step)
+        elif entry.step not in self._reported_damaged:
+            self._reported_damaged.add(entry.step)
             self._notes.append(f"{entry.path} is unusable ({damage}): an older one is kept for it")
         return damage is None
 

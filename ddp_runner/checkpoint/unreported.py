@@ -9,7 +9,7 @@ from ddp_runner.checkpoint.catalog import Catalog, read_manifest
 from ddp_runner.checkpoint.manifest import Manifest, step_of
 from ddp_runner.core.messages import Saved
 
-TOLD_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
+REPORTED_KEPT_MIN = 64  # before those are forgotten that are no longer on disk
 
 
 class Published:
@@ -19,7 +19,7 @@ class Published:
         self.directory = directory
         self._catalog = Catalog(directory)
         self._before = self._seen = self._catalog.published()
-        self._told: set[tuple[int, str]] = set()  # by their ranks
+        self._reported: set[tuple[int, str]] = set()  # by their ranks
         self._found: set[tuple[int, str]] = set()  # here; a rank that lives will tell of it too
 
     @property
@@ -42,8 +42,8 @@ class Published:
     def is_news(self, saved: Saved) -> bool:
         """Note that a rank tells of its save; False where it was found before."""
         key = (saved.step, saved.sha256)
-        self._told.add(key)
-        if len(self._told) > TOLD_KEPT_MIN:
+        self._reported.add(key)
+        if len(self._reported) > REPORTED_KEPT_MIN:
             self._forget_deleted()
         return key not in self._found
 
@@ -58,7 +58,7 @@ class Published:
             with contextlib.suppress(OSError, ValueError):  # retention works beside us
                 manifest = read_manifest(self.directory / name)
                 key = (manifest.step, manifest.sha256)
-                if key not in self._told and manifest.step == step_of(name):
+                if key not in self._reported and manifest.step == step_of(name):
                     self._found.add(key)
                     found.append(manifest)
         return found
@@ -67,4 +67,4 @@ class Published:
         """A run tells of any number of saves; what retention has deleted is not found again."""
         steps = {step_of(name) for name, _ in self._catalog.published()}
         if steps:  # else the disk cannot be read now
-            self._told = {key for key in self._told if key[0] in steps}
+            self._reported = {key for key in self._reported if key[0] in steps}

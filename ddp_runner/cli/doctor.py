@@ -179,10 +179,10 @@ def wanted_packages() -> list[str]:
     if IS_CHECKOUT and file.is_file():
         return requirement_lines(file.read_text(encoding="utf-8"))
     try:
-        told = metadata.requires("ddp_runner") or []
+        reported = metadata.requires("ddp_runner") or []
     except metadata.PackageNotFoundError:
         return []
-    return [line for line in told if "extra ==" not in line]
+    return [line for line in reported if "extra ==" not in line]
 
 
 def check_torch() -> Check:

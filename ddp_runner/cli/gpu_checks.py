@@ -178,7 +178,7 @@ def judge_memory(
     known = [gpu for gpu in gpus if gpu.index in memory]
     if not known:
         return _unknown("GPU memory", "nvidia-smi does not tell what is free")
-    told, is_short = [], False
+    reported, is_short = [], False
     for gpu in known:
         free, total = memory[gpu.index]
         theirs = [_shown_holder(holder) for holder in holders if holder.uuid == gpu.uuid]
@@ -187,8 +187,8 @@ def judge_memory(
         if lacks and not theirs:
             theirs = ["processes that nvidia-smi does not show (of another container?)"]
         held = f", held by {' and '.join(theirs)}" if theirs else ""
-        told.append(f"{gpu.index}: {byte_size(free)} of {byte_size(total)} free{held}")
-    found = "; ".join(told)
+        reported.append(f"{gpu.index}: {byte_size(free)} of {byte_size(total)} free{held}")
+    found = "; ".join(reported)
     if not is_short:
         return Check(name="GPU memory", verdict=Verdict.OK, found=found)
     cure = "end what holds it, or choose other GPUs with -g"

@@ -227,7 +227,7 @@ def _only_maker(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _tell("another launch is making .venv; waiting for it")
+            _say("another launch is making .venv; waiting for it")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -238,9 +238,9 @@ def _create(repository: Repository) -> None:
     """A virtual environment with pip; one that was made here before and works is kept."""
     venv = repository.venv
     if os.access(repository.python, os.X_OK) and (venv / _OURS).read_text() == "with pip":
-        _tell(f"bringing {venv} up to date")
+        _say(f"bringing {venv} up to date")
         return
-    _tell(f"making {venv} (once) with Python {sys.version.split()[0]}")
+    _say(f"making {venv} (once) with Python {sys.version.split()[0]}")
     try:
         if venv.exists():
             shutil.rmtree(venv)
@@ -270,7 +270,7 @@ def _create(repository: Repository) -> None:
 
 
 def _install(repository: Repository) -> None:
-    _tell("installing the requirements; this can take some minutes")
+    _say("installing the requirements; this can take some minutes")
     command = [str(repository.python), "-I", "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--no-input", "-r", str(repository.file), *repository.extra_requirements]
     # pip draws its progress on standard error here: standard output carries our one answer.
@@ -281,7 +281,7 @@ def _install(repository: Repository) -> None:
         )
 
 
-def _tell(text: str) -> None:
+def _say(text: str) -> None:
     sys.stderr.write(f"ddp_runner: {text}\n")
     sys.stderr.flush()
 

@@ -43,7 +43,7 @@ _EXIT_CODES = (
 
 _ON_RESUME = {
     OnResume.REFUSED: " Refused on resume.",
-    OnResume.TOLD: " Reported on resume.",
+    OnResume.REPORTED: " Reported on resume.",
     OnResume.CANNOT_MATTER: "",
 }
 INJECTIONS = (

@@ -37,7 +37,7 @@ class DeviceProgress(Protocol):
         ...
 
 
-class Untold:
+class NoDeviceProgress:
     """Where host and device are one, so that the phase on the board says it, or nobody looks."""
 
     def begin(self, generation: int) -> None:
@@ -88,13 +88,13 @@ def device_progress(
     """For a rank that computes on ``device``; where its memory cannot be pinned, one line and nothing more."""
     slot.set(Cell.DEVICE_SUMS, 0)  # of the process before this one
     if device.type != "cuda":
-        return Untold()
+        return NoDeviceProgress()
     try:
         return WrittenByDevice(slot, device, unpin=_pinned(cell_of(slot), device))
     except (AssertionError, RuntimeError) as error:  # torch's, without CUDA, is the former
         why = str(error).splitlines()[0]
         warn(f"the progress board cannot be pinned ({why}): a device that hangs is found later")
-        return Untold()
+        return NoDeviceProgress()
 
 
 def cell_of(slot: Slot) -> Tensor:

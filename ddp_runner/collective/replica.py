@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_runner.collective.device_progress import DeviceProgress, Untold
+from ddp_runner.collective.device_progress import DeviceProgress, NoDeviceProgress
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss import Loss, checked_loss
 from ddp_runner.collective.wait_clock import wait_clock
@@ -69,12 +69,12 @@ class _LossModule(nn.Module):
         self._loss_mask[Signal.LOSS] = 1.0
         self._trouble = torch.zeros(len(Signal), device=device)
         self._trouble[Signal.TROUBLE] = 2.0 ** min(rank, 20)
-        self._untold = torch.ones((), device=device)
+        self._unreported = torch.ones((), device=device)
         self.has_graph = False  # of a loss of this step, to any parameter
 
     def begin_step(self) -> None:
         """No micro-batch of this step has been in trouble yet."""
-        self._untold.fill_(1.0)
+        self._unreported.fill_(1.0)
         self.has_graph = False
 
     def forward(self, batch: Any, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
@@ -85,8 +85,8 @@ class _LossModule(nn.Module):
         own = weighted.detach()
         # Once a step, however many micro-batches are broken: the numbers are summed over those too.
         fine = own.isfinite().logical_and(own <= loss_limit * weight)
-        broken = fine.logical_not().float() * self._untold
-        self._untold.sub_(broken)
+        broken = fine.logical_not().float() * self._unreported
+        self._unreported.sub_(broken)
         carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
         if self._is_relaid():
             carried[Signal.RELAID] += 1.0
@@ -172,7 +172,7 @@ class Replica:
         )
         self._slot = slot
         self._waits = wait_clock(group.device)
-        self._device = device or Untold()
+        self._device = device or NoDeviceProgress()
         self._ddp = DistributedDataParallel(
             self._module,
             process_group=group.of_reducer(map_begun=self._finish_sums),

@@ -40,7 +40,7 @@ class OnResume(Enum):
     """What it means that a setting differs from the run's that is resumed."""
 
     REFUSED = "another run"  # part of meaning()
-    TOLD = "goes on, with other steps"  # part of recipe(); what is computed alike is not told
+    REPORTED = "goes on, with other steps"  # part of recipe(); what is computed alike is not told
     CANNOT_MATTER = "the same steps"
 
 
@@ -55,7 +55,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             model.num_layers model.num_heads model.dropout data.path data.batch_size
             data.validation_fraction
         """,
-        OnResume.TOLD: """
+        OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
             run.deterministic data.micro_batch_size optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.schedule optim.warmup_steps optim.min_learning_rate

@@ -79,7 +79,7 @@ class CheckpointInterval:
         self._beside_s = 0.0  # of the steps beside the save under way
         self._beside_steps = 0
         self._last_s = now_s
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def is_due(self, *, now_s: float, step_s: float) -> bool:
         """Whether the interval since the last save, or since the start, is over."""
@@ -138,9 +138,9 @@ class CheckpointInterval:
         """The choice in words when it is new, or has doubled or halved since; else empty."""
         interval_s = self.interval_s(now_s=now_s, step_s=step_s)
         cost = self._cost
-        if cost is None or self._told_s / 2 < interval_s < self._told_s * 2:
+        if cost is None or self._reported_s / 2 < interval_s < self._reported_s * 2:
             return ""
-        self._told_s = interval_s
+        self._reported_s = interval_s
         hours = self._observed_s(now_s) / 3600
         return (
             f"saving every {interval_s:.0f} s (save_every_steps=auto): a save takes"

@@ -165,7 +165,7 @@ class FaultError(Exception):
         self.fault = fault
 
 
-class ToldFaultError(FaultError):
+class ReportedFaultError(FaultError):
     """A fault that has been reported already: all that is left is to end."""
 
 

@@ -66,7 +66,7 @@ class LoaderKills:
 
     def __init__(self, kills: KillCounter) -> None:
         self._kills = kills
-        self._untold = 0
+        self._unreported = 0
 
     def look_sometimes(self, now_s: float) -> None:
         """As :class:`KillCounter`."""
@@ -76,13 +76,13 @@ class LoaderKills:
         """Whether the kernel has killed ``worker`` for memory; to be asked once."""
         by_sigkill = pool.process(worker).exitcode == -signal.SIGKILL
         killed = by_sigkill and self._kills.claim(time.monotonic())
-        self._untold += killed
+        self._unreported += killed
         return killed
 
-    def take_untold(self) -> int:
+    def take_unreported(self) -> int:
         """How many were claimed since the last call."""
-        untold, self._untold = self._untold, 0
-        return untold
+        unreported, self._unreported = self._unreported, 0
+        return unreported
 
 
 def fault_of_worker(

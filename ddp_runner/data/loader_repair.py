@@ -139,11 +139,11 @@ class Mender:
         if batches:
             self._good = list(batches[-1].indices[-1:])
         now_s = time.monotonic()
-        told = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
+        reported = [replace(one, seconds=now_s - began_s) for began_s, one in self._unreported]
         self._unreported.clear()
-        if told:
-            told[0] = replace(told[0], kernel_kills=self._kills.take_untold())
-        return told
+        if reported:
+            reported[0] = replace(reported[0], kernel_kills=self._kills.take_unreported())
+        return reported
 
     def _find_bad(self, trouble: Trouble, *, workers: int) -> Indices:
         """What cannot be loaded of a batch that broke workers, or that raised."""

@@ -134,7 +134,7 @@ class StreamLoader:
         self._on_wait = on_wait
         self._log = log
         self._on_other = on_other
-        self._has_told = False
+        self._has_warned = False
         self._collate = Unshared(collate_fn or default_collate)
         self._iterator: Iterator[Any] | None = None
         self._mark = _Mark(step=0, epoch=0, items=0, state=None)
@@ -274,9 +274,9 @@ class StreamLoader:
             begin = self._open(epoch=0, state=None, begin=None if is_new else {})
             self._mark = _Mark(step=0, epoch=0, items=0, state=None, begin=begin)
             self._note(0)
-            told_s = time.monotonic()
+            logged_s = time.monotonic()
             while self._mark.step < step:
-                told_s = self._tell(self._mark.step, step, "steps", told_s)
+                logged_s = self._log_progress(self._mark.step, step, "steps", logged_s)
                 self._draw_batch()
             return
         self._open(epoch=mark.epoch, state=mark.state, begin=mark.begin)
@@ -287,9 +287,9 @@ class StreamLoader:
     def _skip(self, mark: _Mark) -> None:
         self._mark = replace(mark, items=0)
         self._log(f"the stream has no state_dict: skipping {mark.items:,} items of its epoch")
-        told_s, newest = time.monotonic(), None
+        logged_s, newest = time.monotonic(), None
         while self._mark.items < mark.items:
-            told_s = self._tell(self._mark.items, mark.items, "items", told_s)
+            logged_s = self._log_progress(self._mark.items, mark.items, "items", logged_s)
             newest = self._draw()
             if newest is None:
                 raise BadInputError("--task", "", f"its stream ends before item {mark.items} now")
@@ -306,18 +306,18 @@ class StreamLoader:
                 if unknown
                 else "their order is not all in its attributes"
             )
-            self._tell_of_others(f"a stream without a state, read again, gave other items: {why}")
+            self._warn_of_others(f"a stream without a state, read again, gave other items: {why}")
         self._mark = mark
 
-    def _tell_of_others(self, text: str) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _warn_of_others(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             self._on_other(text)
 
-    def _tell(self, done: int, total: int, what: str, told_s: float) -> float:
+    def _log_progress(self, done: int, total: int, what: str, logged_s: float) -> float:
         now_s = time.monotonic()
-        if now_s - told_s < _PROGRESS_S:
-            return told_s
+        if now_s - logged_s < _PROGRESS_S:
+            return logged_s
         self._log(f"skipped {done:,} of {total:,} {what} of the stream")
         return now_s
 
@@ -397,7 +397,7 @@ class StreamLoader:
         """Remember that the stream stands before ``step``."""
         known = self._position.before(step)  # where a step is drawn once more
         if known is not None and _are_others(self._mark.newest, known.newest):
-            self._tell_of_others(
+            self._warn_of_others(
                 "a stream gave other items when a step was drawn again from its state"
             )
         self._mark = replace(self._mark, step=step, state=self._state())

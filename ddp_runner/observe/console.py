@@ -181,8 +181,8 @@ class LogTail:
         first.held_back = len(ranks) - len(set(ranks))
         first.ranks.update(ranks if first.held_back else ())
         self._alarms[level, text] = first
-        told = rank_list(ranks) if step is None else f"{rank_list(ranks)}, step {step}"
-        return [ConsoleLine(rank=ranks[0], level=level, text=_with_note(text, told))]
+        reported = rank_list(ranks) if step is None else f"{rank_list(ranks)}, step {step}"
+        return [ConsoleLine(rank=ranks[0], level=level, text=_with_note(text, reported))]
 
     def _repeats(self, *, final: bool) -> list[ConsoleLine]:
         """The counts of what was held back, once its window is over (or the log ends)."""

@@ -24,7 +24,7 @@ class Journal:
     def __init__(self, path: Path, *, warn: Warn | None = None) -> None:
         self._file = LineFile(path, warn=warn)
         self._next_id = last_id(path) + 1
-        self._lost_told = 0
+        self._lost_reported = 0
 
     @property
     def lines_lost(self) -> int:
@@ -35,9 +35,9 @@ class Journal:
         """Append one event; its id, for use as the ``cause`` of what follows from it."""
         event_id = self._next_id
         written = self._append(event, cause, fields)
-        lost = self._file.lines_lost - self._lost_told
+        lost = self._file.lines_lost - self._lost_reported
         if written and lost and self._append("journal_lines_lost", None, {"lines": lost}):
-            self._lost_told += lost
+            self._lost_reported += lost
         return event_id
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import read_summary, write_summary
-from ddp_runner.rank.restart_log import Told, read_told, told_path
+from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.rank.restarts import SPENT, replay
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system import parent_death
@@ -90,12 +90,12 @@ class OutsideRuntime(LocalRuntime):
         restarts = sum(int(os.environ.get(name, "0")) for name in _RESTART_COUNTS)
         # The launcher keeps its store over restarts: the keys of each must differ.
         self.generation = 1 + restarts
-        self._told = Told(
+        self._restart_log = RestartLog(
             log_dir, rank=place.rank, is_restart=restarts > 0, warn=self.logger.warning
         )
-        self.place = replace(place, learnt=self._told.learnt)
-        # Told once the ranks have agreed: rank 0 says which run it is.
-        self.run_id = self._told.run_id or self.run_id
+        self.place = replace(place, learnt=self._restart_log.learnt)
+        # RestartLog once the ranks have agreed: rank 0 says which run it is.
+        self.run_id = self._restart_log.run_id or self.run_id
         self._began_ns, self._formed_ns, self._lived_at_ns = time.monotonic_ns(), 0, 0
         self._clock = _boot()
         self._notes = check_relations(settings)  # nobody else shows them here
@@ -109,7 +109,7 @@ class OutsideRuntime(LocalRuntime):
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             numbers.remove(signal.SIGHUP)
         take_signals(numbers, self._on_signal)
-        self._told.keep(self.lived(step=-1))
+        self._restart_log.keep(self.lived(step=-1))
 
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation of this restart; rank 0 prints what there is to say before."""
@@ -132,12 +132,12 @@ class OutsideRuntime(LocalRuntime):
             )
         return link
 
-    def tell(self, message: Message) -> None:
+    def report(self, message: Message) -> None:
         """Keep what the next restart must know; rank 0 keeps metrics.jsonl and prints a line a step."""
         message = without_secrets_in(message, self.logger.hidden)
         self._look_after_folders(message)
         self._keep_time(message)
-        self._told.keep(message)
+        self._restart_log.keep(message)
         if isinstance(message, Adjusted) and self.place.rank == 0 and message.remedy:
             print(message.remedy, flush=True)
         if isinstance(message, Metrics) and self._metrics is not None:
@@ -159,15 +159,15 @@ class OutsideRuntime(LocalRuntime):
         match message:
             case Formed(committed_step=step):
                 self._formed_ns = time.monotonic_ns()
-                self._told.keep(self.lived(step=step))
+                self._restart_log.keep(self.lived(step=step))
             case _ if self.place.rank:
                 pass  # the run's time is that of its rank 0
             case Saved(step=step):
-                self._told.keep(self.lived(step=step))
+                self._restart_log.keep(self.lived(step=step))
             case Faulted():
-                self._told.keep(self.lived())
+                self._restart_log.keep(self.lived())
             case Metrics() if time.monotonic_ns() - self._lived_at_ns > _LIVED_EVERY_S * 1e9:
-                self._told.keep(self.lived())
+                self._restart_log.keep(self.lived())
             case _:
                 pass
 
@@ -190,7 +190,7 @@ class OutsideRuntime(LocalRuntime):
 
     def resume_word(self, asked: str) -> str:
         """What this process resumes: the user's choice, until this launch has saved something."""
-        return "auto" if self._told.has_saved else asked
+        return "auto" if self._restart_log.has_saved else asked
 
     def stop_asked(self) -> StopReason | None:
         """What a signal asked for."""
@@ -283,17 +283,18 @@ def _write_summary(
     settings: Settings, runtime: OutsideRuntime, report: TrainReport, *, status: RunStatus
 ) -> None:
     """Of all restarts of this job, which are one run."""
-    # Every rank has told all it had to tell before the ranks compared their weights.
+    # Every rank has reported all that it had to before the ranks compared their weights.
     log_dir = Path(settings.run.log_dir)
     if _has_summed_up(log_dir, runtime.run_id, report):
         line = f"already complete: {report.steps:,} steps, nothing to train; the result is kept\n"
         sys.stdout.write(line)
         return
-    told = {
-        rank: list(read_told(told_path(log_dir, rank))) for rank in range(runtime.place.world_size)
+    reports = {
+        rank: list(read_restart_log(restart_log_path(log_dir, rank)))
+        for rank in range(runtime.place.world_size)
     }
-    told[0].append(runtime.lived())  # its own file may be on a disk that is full
-    run = replay(told)
+    reports[0].append(runtime.lived())  # its own file may be on a disk that is full
+    run = replay(reports)
     run.findings.run_id = runtime.run_id
     summary = run.accounting.summary(
         status=status,

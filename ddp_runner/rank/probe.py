@@ -30,7 +30,7 @@ from ddp_runner.collective.group import Group, Membership, joined
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.system import parent_death
 
-IMPORTED = "imported"  # what the parent is told first: from here on the limit counts
+IMPORTED = "imported"  # what the parent hears first: from here on the limit counts
 FORMING, SUM, ABORT = "forming", "all-reduce", "abort"
 AGAIN, SUM_AGAIN = "second forming", "second all-reduce"
 _NUMBERS = 2**20  # that each rank adds
@@ -211,7 +211,7 @@ def _how_it_ended(rank: _Rank, *, wait_s: float = _REAP_S) -> str:
 
 
 def _reaped(rank: _Rank, wait_s: float) -> int | None:
-    """The exit code of a rank that ends within ``wait_s``, negative for a signal; told once."""
+    """The exit code of a rank that ends within ``wait_s``, negative for a signal; given once."""
     by_s = time.monotonic() + wait_s
     while not rank.is_reaped:
         pid, status = os.waitpid(rank.pid, os.WNOHANG)
@@ -277,7 +277,7 @@ def _forked(listening: socket.socket, probed: RankOfProbe) -> _Rank:
     return _Rank(number=probed.membership.rank, pid=pid, line=mine)
 
 
-_SAID_SO = 3  # the exit code of a rank that has told how it failed
+_SAID_SO = 3  # the exit code of a rank that has said how it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,14 +291,14 @@ class RankOfProbe:
     limit_s: float
 
     def run(self, line: socket.socket) -> NoReturn:
-        """Do it all, tell the lead of each part, and end the process."""
+        """Do it all, report each part to the lead, and end the process."""
         code = _SAID_SO
         try:
             self._do_all(line)
             line.send(b"done")
             code = 0
-        except BaseException as error:  # noqa: BLE001 - top of a process: the lead is told
-            _tell(line, error)
+        except BaseException as error:  # noqa: BLE001 - top of a process: reported to the lead
+            _report(line, error)
         finally:
             os._exit(code)
 
@@ -306,24 +306,24 @@ class RankOfProbe:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         link = StoreLink("127.0.0.1", self.port, timeout_s=self.limit_s)
-        switch, is_told = AbortSwitch(), threading.Event()
-        switch.on_trip(is_told.set)
+        switch, is_aborted = AbortSwitch(), threading.Event()
+        switch.on_trip(is_aborted.set)
         threading.Thread(target=_listen, args=(line, switch), daemon=True).start()
         _at(line, FORMING)
         try:
             with self._joined(1, link, switch) as group:
                 _at(line, SUM)
-                with _told_first(line):
+                with _reported_first(line):
                     self.add_up(group)
                 _at(line, ABORT)
-                self._wait_in_vain(group, is_told)
+                self._wait_in_vain(group, is_aborted)
         except (RuntimeError, ConnectionError):
             if not switch.tripped:
                 raise
         _at(line, AGAIN)
         with self._joined(2, link, AbortSwitch()) as group:
             _at(line, SUM_AGAIN)
-            with _told_first(line):
+            with _reported_first(line):
                 self.add_up(group)
 
     def _joined(
@@ -355,27 +355,27 @@ class RankOfProbe:
         if (low, high) != (expected, expected):
             raise ProbeFailedError(f"the sum is {low:g} to {high:g} and not {expected:g}")
 
-    def _wait_in_vain(self, group: Group, is_told: threading.Event) -> NoReturn:
+    def _wait_in_vain(self, group: Group, is_aborted: threading.Event) -> NoReturn:
         """Enter a collective that the last rank does not; an abort ends that, or nothing."""
         if group.rank < group.world_size - 1:
             numbers = torch.ones(_NUMBERS, device=self.device)
             group.all_reduce(numbers)
             numbers[0].item()  # where a device's collective is waited for
-        is_told.wait(self.limit_s)
+        is_aborted.wait(self.limit_s)
         raise ConnectionError("the generation was aborted")
 
 
 @contextlib.contextmanager
-def _told_first(line: socket.socket) -> Iterator[None]:
-    """Tell how the block fails before the peers can see that this rank leaves."""
+def _reported_first(line: socket.socket) -> Iterator[None]:
+    """Report how the block fails before the peers can see that this rank leaves."""
     try:
         yield
     except Exception as error:
-        _tell(line, error)
+        _report(line, error)
         raise
 
 
-def _tell(line: socket.socket, error: BaseException) -> None:
+def _report(line: socket.socket, error: BaseException) -> None:
     text = " ".join(str(error).split())[: _LINE_BYTES // 2]
     with contextlib.suppress(OSError):  # the lead has ended, and so does this process
         line.send(f"failed {time.monotonic_ns()} {type(error).__name__}: {text}".encode())

@@ -18,7 +18,7 @@ import torch
 from ddp_runner import config
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.core.board import Board, Cell, Slot
-from ddp_runner.core.faults import ToldFaultError
+from ddp_runner.core.faults import ReportedFaultError
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Faulted, Fork
 from ddp_runner.core.phases import Phase
@@ -143,7 +143,7 @@ def _train(settings: Any, runtime: SupervisedRuntime) -> int:
             config=settings,
             runtime=runtime,
         ).train()
-    except ToldFaultError:
+    except ReportedFaultError:
         return 1
     except BaseException as error:  # noqa: BLE001 - the rank boundary
         reading = runtime.slot.read()
@@ -155,6 +155,6 @@ def _train(settings: Any, runtime: SupervisedRuntime) -> int:
             aborted=False,
         )
         runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
-        runtime.tell(Faulted(generation=reading.generation, fault=fault))
+        runtime.report(Faulted(generation=reading.generation, fault=fault))
         return 1
     return 0

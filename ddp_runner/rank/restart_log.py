@@ -1,4 +1,4 @@
-"""What a rank under an outside launcher has told, in a file of its own: it outlives restarts.
+"""What a rank under an outside launcher has reported, in a file of its own: it outlives restarts.
 
 A supervisor remembers which run this is, why it is not exact, what was learnt of its memory, whether it
 has saved anything and where its time went. Without one the ranks of the next restart read it here.
@@ -40,10 +40,10 @@ KEPT = (
 )
 
 
-class Told:
+class RestartLog:
     """Appends the messages of this rank.
 
-    ``learnt`` is the newest tuning that an earlier process told, ``run_id`` the run that it was of.
+    ``learnt`` is the newest tuning that an earlier process reported, ``run_id`` the run it was of.
     Another launch, which is no restart, begins a new file: it may be of another job, and what a
     checkpoint was made with stands in the checkpoint.
     """
@@ -51,8 +51,10 @@ class Told:
     def __init__(
         self, log_dir: Path, *, rank: int, is_restart: bool, warn: Callable[[str], None]
     ) -> None:
-        path = told_path(log_dir, rank)
-        earlier = list(read_told(path)) if is_restart else []
+        path = restart_log_path(log_dir, rank)
+        with contextlib.suppress(OSError):  # its name in older versions
+            (log_dir / f"told_rank_{rank}.jsonl").replace(path)
+        earlier = list(read_restart_log(path)) if is_restart else []
         tunings = [one for one in earlier if isinstance(one, Adjusted) and one.tuning]
         self.learnt = tunings[-1] if tunings else None
         self.has_saved = any(isinstance(one, Saved) for one in earlier)
@@ -70,13 +72,13 @@ class Told:
             self._file.append(encode(message) + b"\n")
 
 
-def told_path(log_dir: Path, rank: int) -> Path:
+def restart_log_path(log_dir: Path, rank: int) -> Path:
     """The file of a rank."""
-    return log_dir / f"told_rank_{rank}.jsonl"
+    return log_dir / f"restart_log_rank_{rank}.jsonl"
 
 
-def read_told(path: Path) -> Iterator[Message]:
-    """What a rank has told, oldest first; a torn line is passed over."""
+def read_restart_log(path: Path) -> Iterator[Message]:
+    """What a rank has reported, oldest first; a torn line is passed over."""
     with contextlib.suppress(OSError):
         for line in read_lines(path):
             with contextlib.suppress(WireError):

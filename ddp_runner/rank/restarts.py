@@ -101,16 +101,17 @@ class Replay:
         self.accounting.take(event, now_s=at_s)
 
 
-def replay(told_by_rank: Mapping[int, Sequence[Message]]) -> Replay:
+def replay(messages_by_rank: Mapping[int, Sequence[Message]]) -> Replay:
     """Record all that the ranks of a job reported, oldest restart first. Rank 0 has reported something."""
     first = min(
         message.generation
-        for told in told_by_rank.values()
-        for message in told
+        for messages in messages_by_rank.values()
+        for message in messages
         if isinstance(message, RestartProgress)
     )
     reported = {
-        rank: _by_restart(told, otherwise=first) for rank, told in sorted(told_by_rank.items())
+        rank: _by_restart(messages, otherwise=first)
+        for rank, messages in sorted(messages_by_rank.items())
     }
     restarts = _restarts(reported.values())
     run = Replay(RunAccounting(began_s=restarts[0].began_s))
@@ -127,11 +128,11 @@ def replay(told_by_rank: Mapping[int, Sequence[Message]]) -> Replay:
     return run
 
 
-def _by_restart(told: Iterable[Message], *, otherwise: int) -> _ByRestart:
+def _by_restart(messages: Iterable[Message], *, otherwise: int) -> _ByRestart:
     """What a rank reported in each restart: from its first sign of life there to that in the next one."""
     found: dict[int, list[Message]] = {}
     number = otherwise
-    for message in told:
+    for message in messages:
         if isinstance(message, RestartProgress):
             number = message.generation
         found.setdefault(number, []).append(message)

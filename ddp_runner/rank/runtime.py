@@ -146,7 +146,7 @@ class SupervisedRuntime:
     def next_generation(self, ready: Ready) -> Generation | None:
         """Report, then wait for a Form; the first one also opens this rank's log file."""
         self._ends_in_silence = ready.ends_in_silence
-        self.tell(ready)
+        self.report(ready)
         formed = self._forms.get()
         if formed is None:
             return None
@@ -154,7 +154,7 @@ class SupervisedRuntime:
         self._output.attach()
         return generation
 
-    def tell(self, message: Message) -> None:
+    def report(self, message: Message) -> None:
         """Send to the supervisor; without one there is nothing left to do."""
         message = without_secrets_in(message, self.logger.hidden)
         if isinstance(message, LoaderWorkers):
@@ -200,7 +200,7 @@ class SupervisedRuntime:
         return InjectingSlot(
             slot,
             injections,
-            announce=lambda number, kind: self.tell(
+            announce=lambda number, kind: self.report(
                 Injected(
                     rank=self.place.rank,
                     number=number,
@@ -216,7 +216,7 @@ class SupervisedRuntime:
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""
         del number
-        self.tell(StopAsked(rank=self.place.rank, reason=StopReason.PREEMPTED))
+        self.report(StopAsked(rank=self.place.rank, reason=StopReason.PREEMPTED))
 
     def _listen(self) -> None:
         """Thread: act on what the supervisor says. Its end is this rank's end."""
@@ -243,7 +243,7 @@ class SupervisedRuntime:
                 for generation in self._of(number):
                     generation.switch.trip()
                 if self._ends_in_silence:
-                    self.tell(AbortHeard(rank=self.place.rank, generation=number))
+                    self.report(AbortHeard(rank=self.place.rank, generation=number))
             case Cut(generation=number):
                 for generation in self._of(number):
                     generation.switch.cut()
@@ -251,7 +251,7 @@ class SupervisedRuntime:
                 write_stacks()
                 count = collectives_begun() - self.slot.get(Cell.COLLECTIVES)
                 step = self.slot.get(Cell.COMMITTED_STEP)
-                self.tell(CollectivesBegun(rank=self.place.rank, step=step, count=count))
+                self.report(CollectivesBegun(rank=self.place.rank, step=step, count=count))
             case Stop(reason=reason):
                 self._stop = reason
             case Checkpoint():

@@ -14,7 +14,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
 from ddp_runner.supervisor.reporting.recorder import Recorder
-from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, told
+from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts, fault_line
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
@@ -96,7 +96,7 @@ class RunEnd:
             return
         has_log = self._recorder.may_write
         log = f"; see {self._log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
-        reason = f"{told(fault)} ({plan.reason}){log}"
+        reason = f"{fault_line(fault)} ({plan.reason}){log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
             reason, detail = fault.cause, ""  # which says it all; our own lines explain nothing

@@ -45,7 +45,7 @@ def recalled(parts: RankParts) -> Tuning | None:
     if learnt is None or learnt.step < state.committed_step:
         return None  # a checkpoint that was made since then has it
     runtime.logger.warning(f"as the process before this one had it: {learnt.remedy}")
-    runtime.tell(replace(learnt, fault_free=True))
+    runtime.report(replace(learnt, fault_free=True))
     return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
 
@@ -65,7 +65,7 @@ def _halved(parts: RankParts, phase: str) -> Tuning:
     if mended is None:
         raise FaultError(fault)
     runtime.logger.warning(f"the process before this one ran out of memory: {mended.remedy}")
-    runtime.tell(
+    runtime.report(
         Adjusted(
             rank=fault.rank,
             step=fault.step,

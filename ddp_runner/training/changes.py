@@ -57,7 +57,7 @@ def tell_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -
         is_news = line not in known
         if is_news:
             runtime.logger.info(f"changed: {line}")
-        runtime.tell(
+        runtime.report(
             Adjusted(
                 rank=runtime.place.rank,
                 step=state.committed_step,

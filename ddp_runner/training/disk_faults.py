@@ -49,6 +49,6 @@ class DiskFaults:
 
     def _note(self, fault: Fault, remedy: str) -> None:
         rank = self._runtime.place.rank
-        self._runtime.tell(
+        self._runtime.report(
             FaultTolerated(rank=rank, fault=replace(fault, rank=rank), remedy=remedy)
         )

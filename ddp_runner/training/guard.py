@@ -97,7 +97,7 @@ class NumericsGuard:
                 at_ns=time.monotonic_ns(),
             )
             remedy = "step skipped on all ranks"
-            self._runtime.tell(FaultTolerated(rank=self._rank, fault=fault, remedy=remedy))
+            self._runtime.report(FaultTolerated(rank=self._rank, fault=fault, remedy=remedy))
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
@@ -398,7 +398,7 @@ class NumericsGuard:
             inexact = f"not searching for unused parameters, as learnt by step {step}"
         if lowered:
             inexact = f"learning rate lowered after step {step}"
-        self._runtime.tell(
+        self._runtime.report(
             Adjusted(
                 rank=self._rank,
                 step=step,
@@ -410,7 +410,7 @@ class NumericsGuard:
 
     def _report_roll_back(self, fault: Fault, remedy: str, *, began_s: float) -> None:
         took_s = time.monotonic() - began_s
-        self._runtime.tell(
+        self._runtime.report(
             RepairedInPlace(
                 rank=self._rank,
                 fault=fault,

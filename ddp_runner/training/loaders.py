@@ -100,7 +100,7 @@ def make_loader(
         pin_memory=data.pin_memory and workload.device.type == "cuda",
         timeout_s=data.loader_timeout_s,
         start_step=max(0, state.committed_step),
-        on_workers=lambda pids: runtime.tell(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
+        on_workers=lambda pids: runtime.report(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
         on_mended=lambda mended: _tell(mended, runtime),
         on_wait=on_wait,
         log=runtime.logger.info,
@@ -115,7 +115,7 @@ def make_loader(
 def _tell_inexact(runtime: Runtime, reason: str) -> None:
     rank, step = runtime.place.rank, runtime.slot.get(Cell.STEP)
     runtime.logger.warning(reason, step=step)
-    runtime.tell(Adjusted(rank=rank, step=step, remedy="", inexact_reason=reason))
+    runtime.report(Adjusted(rank=rank, step=step, remedy="", inexact_reason=reason))
 
 
 def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
@@ -161,7 +161,7 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         local_world_size=local_world_size,
         prefetch_factor=settings.data.prefetch_factor,
         timeout_s=settings.data.loader_timeout_s,
-        on_workers=lambda pids: runtime.tell(
+        on_workers=lambda pids: runtime.report(
             LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
         ),
         on_mended=on_mended,
@@ -198,7 +198,7 @@ def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
         parts.state.validation_quarantine.attach(validation_file, run_id=runtime.run_id)
     if len(quarantine) and is_first:
         runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
-        runtime.tell(
+        runtime.report(
             Adjusted(
                 rank=runtime.place.rank,
                 step=parts.state.committed_step,
@@ -222,7 +222,7 @@ def _left_waiting(runtime: Runtime) -> Fault:
 def _tell(mended: LoadingMended, runtime: Runtime) -> None:
     fault, remedy, rank = mended.fault, mended.remedy, runtime.place.rank
     runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
-    runtime.tell(
+    runtime.report(
         RepairedInPlace(
             rank=rank,
             fault=fault,

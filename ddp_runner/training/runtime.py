@@ -87,7 +87,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def tell(self, message: Message) -> None:
+    def report(self, message: Message) -> None:
         """Pass a message on; never blocks for long, never raises for a lost listener."""
         ...
 
@@ -170,7 +170,7 @@ class LocalRuntime:
             ) from None
         return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
-    def tell(self, message: Message) -> None:
+    def report(self, message: Message) -> None:
         """Nobody listens; the log has what matters, and a person may see how far it is."""
         if self._line is not None and isinstance(message, Metrics):
             self._line.show(message.step, self.slot.get(Cell.TOTAL_STEPS), message.values)

@@ -230,7 +230,7 @@ class Saving:
         except Exception as error:  # noqa: BLE001 - a named boundary: what cannot be saved is told
             cause = f"{type(error).__name__}: {error}"
         if cause:
-            self._runtime.tell(
+            self._runtime.report(
                 messages.NotSaved(
                     rank=self._runtime.place.rank,
                     step=state.committed_step,
@@ -428,7 +428,7 @@ class Saving:
         )
         for note in saved.notes:
             self._runtime.logger.info(note, step=step)
-        self._runtime.tell(
+        self._runtime.report(
             messages.Saved(
                 rank=self._runtime.place.rank,
                 step=step,

@@ -25,5 +25,5 @@ class StageClock:
         if self._stage is not Stage.NONE:
             took_s = round(now_s - self._since_s, 4)
             rank = self._runtime.place.rank
-            self._runtime.tell(Built(rank=rank, stage=int(self._stage), seconds=took_s))
+            self._runtime.report(Built(rank=rank, stage=int(self._stage), seconds=took_s))
         self._stage, self._since_s = stage, now_s

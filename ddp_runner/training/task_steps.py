@@ -140,7 +140,7 @@ class TaskSteps:
         state.tuning = change.tuning
         if self._group.rank == 0:
             self._runtime.logger.info(change.remedy, step=state.committed_step)
-            self._runtime.tell(
+            self._runtime.report(
                 Adjusted(
                     rank=self._rank,
                     step=state.committed_step,
@@ -276,7 +276,7 @@ class TaskSteps:
             "step_s": self._runtime.slot.get(Cell.STEP_NS) / 1e9,
         }
         self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
-        self._runtime.tell(Metrics(rank=self._rank, step=result.step, values=values))
+        self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))
         self._runtime.logger.progress(
             f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3f}  "
             f"{values['samples_per_s']:.0f} samples/s  data {values['data_wait_share']:.0%}",

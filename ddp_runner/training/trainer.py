@@ -20,7 +20,7 @@ from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.collective.device import prove_device
-from ddp_runner.collective.device_progress import Untold, device_progress
+from ddp_runner.collective.device_progress import NoDeviceProgress, device_progress
 from ddp_runner.collective.group import Group, joined
 from ddp_runner.collective.transfer import receive_state, send_state
 from ddp_runner.collective.waiting import waiting_for_peers
@@ -34,7 +34,7 @@ from ddp_runner.core.faults import (
     Fault,
     FaultError,
     FaultKind,
-    ToldFaultError,
+    ReportedFaultError,
 )
 from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
 from ddp_runner.core.phases import Phase, Stage
@@ -129,7 +129,7 @@ class DDPTrainer:
             while True:
                 generation = self._runtime.next_generation(_ready(parts, self._place, run_id))
                 if generation is None:
-                    raise ToldFaultError(parts.saving.save_alone())
+                    raise ReportedFaultError(parts.saving.save_alone())
                 outcome = self._train_generation(generation, parts)
                 if isinstance(outcome, TrainReport):
                     parts.device.close()
@@ -139,11 +139,11 @@ class DDPTrainer:
                 parts.saving.report_ended()
                 outcome = self._mended(outcome, parts)
                 self._log_fault(outcome)
-                self._runtime.tell(
+                self._runtime.report(
                     Faulted(generation=generation.membership.generation, fault=outcome)
                 )
                 if not self._runtime.survives(outcome):
-                    raise ToldFaultError(outcome)
+                    raise ReportedFaultError(outcome)
                 prove_device(
                     parts.workload.device, rank=self._place.rank, step=parts.state.committed_step
                 )
@@ -167,7 +167,7 @@ class DDPTrainer:
             return replace(fault, may_retry=False)
         state.tuning = self._tuning_mended = mended.tuning
         self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
-        self._runtime.tell(
+        self._runtime.report(
             Adjusted(
                 rank=self._place.rank,
                 step=fault.step,
@@ -261,7 +261,7 @@ class DDPTrainer:
             same_data=same_data,
             device=device_progress(slot, workload.device, warn=self._runtime.logger.warning)
             if self._runtime.is_watched
-            else Untold(),
+            else NoDeviceProgress(),
         )
         if loaded is not None:
             parts.saving.resumed(loaded)
@@ -338,7 +338,7 @@ class DDPTrainer:
                 steps.settle()
                 tell_lost(parts)
                 slot.stamp(Phase.FORMING, time.monotonic_ns())
-                self._runtime.tell(
+                self._runtime.report(
                     Formed(
                         rank=self._place.rank,
                         generation=generation.membership.generation,
@@ -453,7 +453,7 @@ class DDPTrainer:
                 )
             )
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
-        self._runtime.tell(finished_message(report, self._place.rank))
+        self._runtime.report(finished_message(report, self._place.rank))
         if self._runtime.is_watched:
             return report
         return replace(report, model=give_average(parts.state.model, parts.state.ema))

@@ -24,14 +24,14 @@ def test_differences_are_told_in_words():
     expected = {"w": torch.zeros(2, 3), "b": torch.zeros(()), "n": torch.zeros(1)}
     assert check_state_dict(expected, expected) == []
     for kind in (torch.float16, torch.float64, torch.int64, torch.complex64):
-        (told,) = check_state_dict({**expected, "w": torch.zeros(2, 3, dtype=kind)}, expected)
-        assert told == f"type: w {str(kind)[6:]} where the model has float32"
+        (reported,) = check_state_dict({**expected, "w": torch.zeros(2, 3, dtype=kind)}, expected)
+        assert reported == f"type: w {str(kind)[6:]} where the model has float32"
     for built, how in (
         (torch.zeros(2, 3).to_sparse(), "sparse_coo"),
         (torch.zeros(2, 3, device="meta"), "without values"),
     ):
-        (told,) = check_state_dict({**expected, "w": built}, expected)
-        assert told == f"type: w float32 ({how}) where the model has float32"
+        (reported,) = check_state_dict({**expected, "w": built}, expected)
+        assert reported == f"type: w float32 ({how}) where the model has float32"
     stored = {"w": torch.zeros(3, 2), "b": 1.0, **{f"x{i}": torch.zeros(1) for i in range(7)}}
     assert check_state_dict(stored, expected) == [
         "missing: n",

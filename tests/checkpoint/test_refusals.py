@@ -45,7 +45,7 @@ class RefusingDisk(RealDisk):
         return super().__getattribute__(name)
 
 
-def _told_by_a_save(directory: Path, disk: RefusingDisk) -> Fault | tuple[str, ...]:
+def _reported_by_a_save(directory: Path, disk: RefusingDisk) -> Fault | tuple[str, ...]:
     """The fault, or the notes of a save that counts."""
     try:
         return save(directory, 40, monitored=1.0, disk=disk).notes
@@ -68,20 +68,20 @@ def test_any_refused_operation_is_told_and_keeps_what_was_announced(
         for step in (10, 20, 30):
             save(directory, step, monitored=float(step))
         disk = RefusingDisk(at, code, for_good)
-        told = _told_by_a_save(directory, disk)
+        reported = _reported_by_a_save(directory, disk)
         if disk.count < at:
             assert at > 12, "the save took fewer operations than it must"
-            assert told == ()
+            assert reported == ()
             return
         loaded = CheckpointStore(directory, keep_last=2).load()
-        if isinstance(told, tuple):
+        if isinstance(reported, tuple):
             assert loaded.manifest.step == 40
-            (note,) = told
+            (note,) = reported
             assert "step_00000040.pt is saved, but not all" in note
         else:
             assert loaded.manifest.step in (30, 40)
-            assert told.kind is FaultKind.STORAGE_FAILED
-            assert "step_00000040.pt" in told.cause
+            assert reported.kind is FaultKind.STORAGE_FAILED
+            assert "step_00000040.pt" in reported.cause
         assert loaded.rejected == ()
         assert loaded.state["counters"]["step"] == loaded.manifest.step
         save(directory, 50, monitored=9.0)

@@ -136,12 +136,12 @@ def test_what_holds_no_weights_is_bad_input(tmp_path, monkeypatch, kind):
     make(path)
     with pytest.raises(BadInputError) as caught:
         load_weights(path)
-    told = str(caught.value)
+    reported = str(caught.value)
     assert caught.value.option == "--init-from"
-    assert told.startswith(f"--init-from={path}: ")
-    assert reason in told
-    assert told.isprintable()
-    assert "weights_only" not in told
+    assert reported.startswith(f"--init-from={path}: ")
+    assert reason in reported
+    assert reported.isprintable()
+    assert "weights_only" not in reported
     assert not Path(MADE_BY_CODE).exists()
 
 

@@ -64,10 +64,10 @@ def test_all_holds_of_a_sound_task(start, tmp_path):
     check = start("--json", "--task", SOUND, "num_workers=1")
     text, progress = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 0, text + progress
-    told = json.loads(text)
-    assert told["holds"] is True
-    assert re.fullmatch(r"[0-9a-f]{64}", told["weights_sha256"])
-    rows = {row["what"]: row for row in told["rows"]}
+    reported = json.loads(text)
+    assert reported["holds"] is True
+    assert re.fullmatch(r"[0-9a-f]{64}", reported["weights_sha256"])
+    rows = {row["what"]: row for row in reported["rows"]}
     assert {"without faults", *(what for what, _ in KILLS), "stopped and resumed"} <= rows.keys()
     assert all(row["holds"] and not row["says"] for row in rows.values() if row["seconds"])
     for what, _ in KILLS:
@@ -108,8 +108,8 @@ def test_wrong_input_is_one_line(start, tmp_path, words, line):
     check = start(*words)
     text, errors = check.communicate(timeout=DEADLINE_S)
     assert check.returncode == 2, text + errors
-    (told,) = [one for one in errors.splitlines() if one.startswith("ddp_runner: error: ")]
-    assert line in told
+    (reported,) = [one for one in errors.splitlines() if one.startswith("ddp_runner: error: ")]
+    assert line in reported
     assert folders(tmp_path) == []
 
 

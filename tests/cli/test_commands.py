@@ -384,14 +384,14 @@ def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("state", "shown", "told"),
+    ("state", "shown", "reported"),
     [
         ("running", "last seen running at step 5 of 9", "its end was not recorded"),
         ("done", "done at step 5 of 9", "its summary.json could not be written"),
         ("failed", "failed at step 5 of 9", "its summary.json could not be written"),
     ],
 )
-def test_a_report_on_a_dead_run_does_not_call_it_alive(tmp_path, capsys, state, shown, told):
+def test_a_report_on_a_dead_run_does_not_call_it_alive(tmp_path, capsys, state, shown, reported):
     """Killed, or with nothing but a full disk to write to: only what is known is said."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -403,7 +403,7 @@ def test_a_report_on_a_dead_run_does_not_call_it_alive(tmp_path, capsys, state, 
     assert main(["report", "-l", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert f"run r1: {shown}" in text
-    assert told in text
+    assert reported in text
     assert "goes on" not in text
 
 

@@ -118,9 +118,9 @@ def test_a_torch_for_other_gpus_is_refused_not_run_on_cpu(torch_version, line, c
     torch_version(f"__version__ = '2.9.0+other'\ncuda: Optional[str] = None\n{line}\n")
     with pytest.raises(BadInputError) as caught:
         plan_launch(parse_train([]), words=[])
-    told = str(caught.value)
-    assert told.startswith("run.device=auto: torch 2.9.0+other is built for ")
-    assert told.endswith("only NVIDIA's GPUs (CUDA) can be used; --cpu trains on the CPU")
+    reported = str(caught.value)
+    assert reported.startswith("run.device=auto: torch 2.9.0+other is built for ")
+    assert reported.endswith("only NVIDIA's GPUs (CUDA) can be used; --cpu trains on the CPU")
     with pytest.raises(BadInputError, match=r"no GPU can be used: torch 2\.9\.0.other is built"):
         plan_launch(parse_train(["-g", "0"]), words=[])
     assert plan_launch(parse_train(["--cpu"]), words=[]).devices[0].device == "cpu"
@@ -223,9 +223,9 @@ def _launch(monkeypatch, *words):
 def test_a_spare_for_gpus_is_ordinary_on_the_cpu_and_says_so(monkeypatch, word):
     """One line where the word asks for more; on a GPU none, nor where it says only whether."""
     setting = f"recovery.warm_spare={word}"
-    told = [f"{setting} is for GPUs; on the CPU it means true"]
+    reported = [f"{setting} is for GPUs; on the CPU it means true"]
     on_cpu = [note for note in _launch(monkeypatch, "--cpu", setting).notes if "spare" in note]
-    assert on_cpu == (told if word in ("libraries", "device") else [])
+    assert on_cpu == (reported if word in ("libraries", "device") else [])
     plan = _launch(monkeypatch, "-g", "0", setting)
     assert not any("spare" in note for note in plan.notes)
     assert plan.settings.recovery.warm_spare == {"true": True, "false": False}.get(word, word)
@@ -233,16 +233,16 @@ def test_a_spare_for_gpus_is_ordinary_on_the_cpu_and_says_so(monkeypatch, word):
 
 def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_told(monkeypatch):
     """`-g 0,0` is for trying out on one GPU; ranks with a GPU each have NCCL, and no such line."""
-    told = "GPU 0 is shared by 2 ranks over gloo: for trying out, slow"
+    reported = "GPU 0 is shared by 2 ranks over gloo: for trying out, slow"
     shared = _launch(monkeypatch, "-g", "0,0")
     assert shared.notes[:3] == (
         "rank 0 -> GPU 0 (NVIDIA H200)",
         "rank 1 -> GPU 0 (NVIDIA H200)",
-        told,
+        reported,
     )
     assert group_backend(shared.settings, is_on_gpu=True) == "gloo"
     asked = _launch(monkeypatch, "-g", "0", "-n", "2", "ddp.backend=gloo")
-    assert told in asked.notes
+    assert reported in asked.notes
     apart = _launch(monkeypatch, "-g", "0,1")
     assert not any("shared" in note for note in apart.notes)
     assert group_backend(apart.settings, is_on_gpu=True) == "cpu:gloo,cuda:nccl"

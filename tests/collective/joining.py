@@ -65,7 +65,7 @@ def join(
     )
 
 
-def trip_when_told(me, switch):
+def trip_when_asked(me, switch):
     """Trip ``switch`` from another thread when the test says so; gives a list for the moment."""
     moments = []
 

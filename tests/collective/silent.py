@@ -34,27 +34,27 @@ class Device:
     """
 
     def __init__(self):
-        self._told = queue.SimpleQueue()
+        self._acts = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._runs = False  # not in the process that ranks are forked from
 
-    def tell(self, act, *arguments):
+    def enqueue(self, act, *arguments):
         """Have ``act`` done, and return at once."""
         with self._starting:
             if not self._runs:
                 self._runs = True
                 threading.Thread(target=self._run, name="device", daemon=True).start()
-        self._told.put((act, arguments))
+        self._acts.put((act, arguments))
 
     def comes_here(self):
         """An event that is set when all that it was told has been done."""
         here = threading.Event()
-        self.tell(here.set)
+        self.enqueue(here.set)
         return here
 
     def _run(self):
         while True:
-            act, arguments = self._told.get()
+            act, arguments = self._acts.get()
             act(*arguments)
 
 

@@ -18,7 +18,7 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.sockets import address_of_peer
 from tests.processes import host_store, hosted_store, poll, ranks, results, run_ranks
 
-from .joining import freed_after_s, held, held_once_left, is_stopped, join, trip_when_told
+from .joining import freed_after_s, held, held_once_left, is_stopped, join, trip_when_asked
 from .stalling import form_and_stop
 
 # Far below every timeout of these tests, so that only an abort can be what freed a rank. How soon it
@@ -42,7 +42,7 @@ def _summed(value):
 def _blocked_then_aborted(me, port, generation):
     """All-reduce once; then rank 0 alone begins another, which nobody joins."""
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
     sums = []
 
     def begin_one_that_nobody_joins():
@@ -87,7 +87,7 @@ def test_a_blocked_all_reduce_is_freed_and_the_next_group_forms():
 
 def _freed_alone(me, port):
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
     with pytest.raises(RuntimeError), join(me, port, switch=switch):
         _say_formed_and_sum(me)
     return freed_after_s(moments)
@@ -122,7 +122,7 @@ def _receive_behind_a_failed_operation(me, port):
             me.say("sent")
             return me.hear()
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
 
     def receive_for_ever():
         failed = dist.irecv(torch.empty(1), 1, tag=1)
@@ -149,7 +149,7 @@ def test_an_operation_behind_the_message_of_a_failed_one_is_freed():
 
 def _all_reduce_until_freed(me, port):
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
 
     def sum_for_ever():
         me.say("formed")
@@ -178,7 +178,7 @@ def test_a_rank_killed_inside_an_all_reduce_frees_the_others():
 
 def _join_a_world_that_is_not_complete(me, port):
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
     me.say("forming")
     with (
         pytest.raises((RuntimeError, ConnectionError)),
@@ -215,7 +215,7 @@ def _form_with_one_that_stops(me, port, stop_at):
         form_and_stop(me, port, stop_at=stop_at)
         raise AssertionError("was to stop while forming")
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
     me.say("forming")
     with (
         pytest.raises((RuntimeError, ConnectionError)),
@@ -259,7 +259,7 @@ def _join_with_a_store_that_is_stopped(me, port):
     me.say("connected")
     me.hear()
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
     me.say("forming")
     with (
         pytest.raises((RuntimeError, ConnectionError)),
@@ -343,14 +343,14 @@ def _raises_while_others_reduce(me, port):
     switch = AbortSwitch()
     if me.rank == 0:
         with pytest.raises(ZeroDivisionError), join(me, port, switch=switch):
-            _say_formed_and_raise_when_told(me)
+            _say_formed_and_raise_when_asked(me)
         return 0.0
     with pytest.raises(RuntimeError), join(me, port, switch=switch):
         _say_formed_and_sum(me)
     return 1.0
 
 
-def _say_formed_and_raise_when_told(me):
+def _say_formed_and_raise_when_asked(me):
     me.say("formed")
     me.hear()
     raise ZeroDivisionError

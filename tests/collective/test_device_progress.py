@@ -11,7 +11,7 @@ import torch
 
 from ddp_runner.collective.device_progress import (
     COUNT_BITS,
-    Untold,
+    NoDeviceProgress,
     WrittenByDevice,
     device_progress,
 )
@@ -57,7 +57,7 @@ def test_on_the_cpu_nothing_is_written_and_old_values_are_gone():
     progress.begin(1)
     progress.come_to_sum()
     progress.close()
-    assert isinstance(progress, Untold)
+    assert isinstance(progress, NoDeviceProgress)
     assert (slot.get(Cell.DEVICE_SUMS), said) == (0, [])
 
 
@@ -77,7 +77,7 @@ def test_a_board_that_cannot_be_pinned_is_said_and_not_written():
 
 class _Later(WrittenByDevice):
     def _write(self):
-        device.tell(self._cell.copy_, self._count.clone())
+        device.enqueue(self._cell.copy_, self._count.clone())
 
 
 def _sums_behind_a_kernel(me, port):
@@ -92,7 +92,7 @@ def _sums_behind_a_kernel(me, port):
         progress.begin(1)
         device.comes_here().wait(10.0)
         if me.rank == 1:
-            device.tell(kernel.wait)
+            device.enqueue(kernel.wait)
         threading.Thread(target=_say_what_is_shown, args=(me, slot, kernel)).start()
         shown = []
         for act in (

@@ -31,7 +31,7 @@ def test_a_graph_is_not_asked_for_here():
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reported"),
     [
         ((LOSS, "logits"), "a tuple of 2 (return the loss of it)"),
         ([LOSS], "a list of 1"),
@@ -47,12 +47,12 @@ def test_a_graph_is_not_asked_for_here():
         (torch.tensor(2j, requires_grad=True), "a tensor of complex64"),
     ],
 )
-def test_anything_else_is_a_fault_that_no_retry_mends(value, told):
+def test_anything_else_is_a_fault_that_no_retry_mends(value, reported):
     """It says what came, and what is expected, in one line."""
     with pytest.raises(FaultError) as raised:
         checked_loss(value)
     fault = raised.value.fault
-    assert fault.cause.startswith(f"loss() gave {told}"), fault.cause
+    assert fault.cause.startswith(f"loss() gave {reported}"), fault.cause
     assert fault.cause.endswith(", not a scalar tensor, the mean loss of the batch")
     assert "\n" not in fault.cause
     assert fault.kind not in NEVER_RETRIED  # it is user code that is wrong, not a setting

@@ -21,7 +21,7 @@ from ddp_runner.core.settings import DdpSettings
 from tests.processes import hosted_store, poll, poll_settled, ranks, results, run_ranks
 from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 
-from .joining import freed_after_s, is_stopped, join, trip_when_told
+from .joining import freed_after_s, is_stopped, join, trip_when_asked
 
 WIDTH = 400  # two layers of 640 kB: more than one bucket
 FREED_WITHIN_S = 12.0  # far below the group's timeout
@@ -203,7 +203,7 @@ def _find_unfinished(me, port, ranks_that_use_second, trips):
     try:
         with join(me, port, switch=switch) as group:
             replica = make_replica(model, group, find_unused_parameters=False)
-            moments = trip_when_told(me, switch) if trips and me.rank == 1 else None
+            moments = trip_when_asked(me, switch) if trips and me.rank == 1 else None
             batch = batch_of(me.rank, use_second=me.rank in ranks_that_use_second)
             replica.zero_gradients()
             me.say("backward")
@@ -483,7 +483,7 @@ def test_one_rank_alone_needs_no_store():
 def _stay_in_the_map_of_used_parameters(me, port):
     """Rank 1 sums its gradients and comes no further; rank 0's gloo never ends what it has begun."""
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch) if me.rank == 0 else []
+    moments = trip_when_asked(me, switch) if me.rank == 0 else []
     if me.rank == 0:
         group_module._fail_operations = lambda _group: None
         AbortSwitch._shut_down_all = lambda *_, **__: None
@@ -515,7 +515,7 @@ BACKWARD, BUFFERS, SUM = "backward", "buffers", "sum"
 def _be_stopped_where_the_others_are_awaited(me, port, what, find_unused):
     """One step whole; then rank 0 waits in ``what``, where rank 1 joins it when it is told to."""
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch) if me.rank == 0 else []
+    moments = trip_when_asked(me, switch) if me.rank == 0 else []
     model = fresh_model(normalise=True)
 
     def step(replica):

@@ -53,14 +53,14 @@ def _wait_for_one_that_never_comes(me, port):
             me.say("there")
             me.hear()
             raise ConnectionError("left")
-        threading.Thread(target=_abort_when_told, args=(me, group), daemon=True).start()
+        threading.Thread(target=_abort_when_asked, args=(me, group), daemon=True).start()
         outcome += _summed(group, me.rank + 1)
         switch.trip()
         group.confirm()
     return outcome
 
 
-def _abort_when_told(me, group):
+def _abort_when_asked(me, group):
     me.say("there")
     me.hear()
     if me.rank == 0:

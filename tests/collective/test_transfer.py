@@ -22,7 +22,7 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.transfer import receive_state, send_state
 from tests.processes import hosted_store, poll, ranks, run_ranks
 
-from .joining import freed_after_s, is_stopped, join, trip_when_told
+from .joining import freed_after_s, is_stopped, join, trip_when_asked
 
 SMALL_PIECE_BYTES = 37  # prime: pieces end inside elements
 FREED_WITHIN_S = 5.0  # of a group whose timeout is 20 s
@@ -290,7 +290,7 @@ def _stop_inside_a_piece(me, pid, pieces):
 
 def _transfer_until_freed(me, port, stopped):
     switch = AbortSwitch()
-    moments = trip_when_told(me, switch)
+    moments = trip_when_asked(me, switch)
     state = {"bytes": torch.ones(transfer.PIECE_BYTES, dtype=torch.uint8)}
     pieces = deque(maxlen=1)
     transfer._back_with_memory = lambda piece: pieces.append(piece.zero_())

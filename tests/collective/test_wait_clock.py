@@ -12,12 +12,12 @@ class _Stream:
 
     def __init__(self):
         self.now_ms = 0.0
-        self.told = []
+        self.reported = []
 
     def run(self):
-        for act in self.told:
+        for act in self.reported:
             act()
-        self.told.clear()
+        self.reported.clear()
 
 
 class _Event:
@@ -26,7 +26,7 @@ class _Event:
         self.at_ms = None
 
     def record(self):
-        self._stream.told.append(lambda: setattr(self, "at_ms", self._stream.now_ms))
+        self._stream.reported.append(lambda: setattr(self, "at_ms", self._stream.now_ms))
 
     def elapsed_time(self, other):
         assert self.at_ms is not None, "a device that has not come here has no time to tell"
@@ -34,7 +34,7 @@ class _Event:
 
 
 def _pass(stream, ms):
-    stream.told.append(lambda: setattr(stream, "now_ms", stream.now_ms + ms))
+    stream.reported.append(lambda: setattr(stream, "now_ms", stream.now_ms + ms))
 
 
 def test_a_device_tells_its_own_time_from_the_time_for_others():

@@ -124,10 +124,10 @@ def test_the_choice_is_told_once_until_it_doubles_or_halves():
     pace = CheckpointInterval(now_s=0.0)
     assert pace.news(now_s=1.0, step_s=0.1) == ""
     pace.measured(blocked_s=0.5, write_s=2.0)
-    told = pace.news(now_s=1.0, step_s=0.1)
-    assert "saving every 120 s" in told
-    assert "0.500 s from training" in told
-    assert "2.00 s in all" in told
+    reported = pace.news(now_s=1.0, step_s=0.1)
+    assert "saving every 120 s" in reported
+    assert "0.500 s from training" in reported
+    assert "2.00 s in all" in reported
     assert pace.news(now_s=2.0, step_s=0.1) == ""
     pace.faults += 20
     assert "20 faults" in pace.news(now_s=3.0, step_s=0.1)

@@ -166,7 +166,7 @@ def left_over(pids):
     return [pid for pid in pids if psutil.pid_exists(pid)] + names
 
 
-def take_until(told, loader, first_step=0, *, count=1):
+def take_until(reported, loader, first_step=0, *, count=1):
     """Take steps, each of them exact, until so much was told; the step and seconds of the last take."""
     for step in range(first_step, first_step + 200):
         pids = loader.worker_pids
@@ -175,7 +175,7 @@ def take_until(told, loader, first_step=0, *, count=1):
         took_s = time.monotonic() - began_s
         assert taken.indices == indices_of(step)
         assert torch.as_tensor(taken.batch).tolist() == list(taken.indices)
-        if len(told) >= count:
+        if len(reported) >= count:
             assert left_over(pids) == []
             return step, took_s
     pytest.fail("nothing was told in 200 steps")

@@ -87,8 +87,8 @@ def test_a_sample_that_hangs_every_worker_is_found(hangs_are_shown):
 @pytest.mark.parametrize("dataset", [Raises(), Kills(), KillsMany()], ids=["raises", "one", "many"])
 def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
     """The stand-in takes its place in every epoch; the workers stay; the rest is untouched."""
-    told, known = [], quarantine()
-    with make(dataset, on_mended=told.append, quarantine=known) as loader:
+    reported, known = [], quarantine()
+    with make(dataset, on_mended=reported.append, quarantine=known) as loader:
         for step in range(40):
             (taken,) = loader.take(step)
             expected = tuple(known.stand_in(index) for index in indices_of(step))
@@ -96,10 +96,10 @@ def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
             assert taken.batch.tolist() == list(expected)
         assert loader.workers == 1
     assert known.stand_in(BAD) != BAD
-    assert told[-1].fault.kind is FaultKind.BAD_SAMPLE
-    assert "not tried again" in told[-1].remedy
-    assert told[-1].inexact_reason
-    assert [mended.fault.kind for mended in told].count(FaultKind.BAD_SAMPLE) == 1
+    assert reported[-1].fault.kind is FaultKind.BAD_SAMPLE
+    assert "not tried again" in reported[-1].remedy
+    assert reported[-1].inexact_reason
+    assert [mended.fault.kind for mended in reported].count(FaultKind.BAD_SAMPLE) == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -110,9 +110,9 @@ def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
 )
 def test_several_samples_that_kill_every_worker_are_all_replaced(bad, workers, many):
     """In one batch or in successive ones, which workers load at a time: none reaches the rank."""
-    told, known = [], quarantine(bad_max=len(bad))
+    reported, known = [], quarantine(bad_max=len(bad))
     dataset = KillsOrHangs(*bad, many=many)
-    with make(dataset, num_workers=workers, on_mended=told.append, quarantine=known) as loader:
+    with make(dataset, num_workers=workers, on_mended=reported.append, quarantine=known) as loader:
         loader.workers = workers  # also where the machine has one core
         for step in range(20):
             (taken,) = loader.take(step)
@@ -121,7 +121,7 @@ def test_several_samples_that_kill_every_worker_are_all_replaced(bad, workers, m
         assert loader.workers >= 1
     assert [known.stand_in(index) == index for index in bad] == [False] * len(bad)
     assert len(known) == len(bad)
-    named = [one.fault for one in told if one.fault.kind is FaultKind.BAD_SAMPLE]
+    named = [one.fault for one in reported if one.fault.kind is FaultKind.BAD_SAMPLE]
     assert len(named) == len(bad)
 
 
@@ -166,11 +166,11 @@ def test_a_batch_that_only_hangs_as_a_whole_is_named_as_one(hangs_are_shown):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_loads_when_it_is_tried_again_is_kept(workers):
     """Control: a moment without its storage makes no bad sample, and no bit differs."""
-    told = []
-    with make(RaisesOnce(), num_workers=workers, on_mended=told.append) as loader:
-        take_until(told, loader)
+    reported = []
+    with make(RaisesOnce(), num_workers=workers, on_mended=reported.append) as loader:
+        take_until(reported, loader)
         take_on(loader, 5)
-    (mended,) = told
+    (mended,) = reported
     assert mended.remedy == "loaded when it was tried again"
     assert mended.inexact_reason == ""
 

@@ -40,25 +40,25 @@ class Many:
 
 def _load_with_few_files(me, tensors):
     resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
-    told = []
-    with make(Many(tensors), num_workers=1, on_mended=told.append) as loader:
+    reported = []
+    with make(Many(tensors), num_workers=1, on_mended=reported.append) as loader:
         for step in range(6):
             (taken,) = loader.take(step)
             assert len(taken.batch) == tensors
             for tensor in taken.batch:
                 assert [row[0].item() for row in tensor] == list(indices_of(step)), tensor
         assert loader.workers == 1
-    return [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in told]
+    return [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in reported]
 
 
 @pytest.mark.parametrize("tensors", [2, 100], ids=["enough", "too few"])
 def test_without_open_files_batches_come_through_a_pipe(tensors):
     """One clear line, the same batches; the control has files enough and hears nothing."""
-    (told,) = run_ranks(_load_with_few_files, 1, tensors)
+    (reported,) = run_ranks(_load_with_few_files, 1, tensors)
     if tensors == 2:
-        assert told == []
+        assert reported == []
         return
-    ((kind, cause, remedy),) = told
+    ((kind, cause, remedy),) = reported
     assert kind is FaultKind.LOADER_WORKER_DIED
     assert cause.startswith("too many open files (ulimit -n is 80): ")
     assert remedy.endswith("batches are copied through a pipe, which needs no open files")
@@ -66,21 +66,21 @@ def test_without_open_files_batches_come_through_a_pipe(tensors):
 
 def _load_with_many_workers(me, workers):
     resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
-    told = []
-    with make(Many(2), num_workers=workers, on_mended=told.append) as loader:
+    reported = []
+    with make(Many(2), num_workers=workers, on_mended=reported.append) as loader:
         for step in range(6):
             (taken,) = loader.take(step)
             assert [row[0].item() for row in taken.batch[0]] == list(indices_of(step))
         left = loader.workers
-    return left, [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in told]
+    return left, [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in reported]
 
 
 def test_more_workers_than_there_are_files_for_are_fewer_and_said():
     """A number that is asked for is kept as far as they can be started; the control can."""
     assert run_ranks(_load_with_many_workers, 1, 4) == [(4, [])]
-    ((left, told),) = run_ranks(_load_with_many_workers, 1, 40)
+    ((left, reported),) = run_ranks(_load_with_many_workers, 1, 40)
     assert 0 < left < 40
-    for kind, cause, remedy in told:
+    for kind, cause, remedy in reported:
         assert kind is FaultKind.LOADER_WORKER_DIED
         assert "workers could not be started: OSError" in cause, cause
         assert "workers" in remedy

@@ -213,13 +213,13 @@ def test_shrinking_the_prefetch_keeps_the_position(reference):
 
 def test_workers_last_over_epochs_and_are_reported():
     """No worker is restarted at an epoch's end; start and end are told to the caller."""
-    told = []
-    with make(num_workers=1, on_workers=told.append) as loader:
+    reported = []
+    with make(num_workers=1, on_workers=reported.append) as loader:
         for step in range(TOTAL_STEPS):
             loader.take(step)
         pids = loader.worker_pids
         assert len(pids) == loader.workers == 1
-    assert told == [pids, ()]
+    assert reported == [pids, ()]
 
 
 def test_rank_without_a_share_takes_nothing():

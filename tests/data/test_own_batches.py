@@ -159,18 +159,18 @@ class DiesAgain(Rows):
 
 def test_workers_that_die_as_they_load_again_are_mended_as_any(tmp_path):
     """One death costs the workers that were ahead, and nothing else; another one is told."""
-    told = []
+    reported = []
     for times, faults in ((1, 0), (2, 1)):
         folder = tmp_path / str(times)
         folder.mkdir()
         dataset = DiesAgain(folder, index=9, times=times)
-        told.clear()
-        with make(dataset, num_workers=1, collate_fn=listed, on_mended=told.append) as loader:
+        reported.clear()
+        with make(dataset, num_workers=1, collate_fn=listed, on_mended=reported.append) as loader:
             before = _shown(loader.take(2))
             assert 9 in loader.take(2)[0].indices
             assert _shown(loader.take(2)) == before
             assert loader.take(3)[0].indices == (12, 13, 14, 15)
-        assert len(told) == faults
+        assert len(reported) == faults
 
 
 def test_another_share_is_loaded_after_assign():

@@ -111,7 +111,7 @@ def make(
     position=None,
     rank=0,
     world_size=1,
-    told=None,
+    reported=None,
     on_wait=lambda: None,
     collate_fn=None,
     on_other=lambda _: None,
@@ -125,7 +125,7 @@ def make(
         world_size=world_size,
         micro_batch_size=4,
         on_wait=on_wait,
-        log=(lambda _: None) if told is None else told.append,
+        log=(lambda _: None) if reported is None else reported.append,
         collate_fn=collate_fn,
         on_other=on_other,
     )
@@ -170,12 +170,12 @@ def test_another_process_goes_on_exactly_there(kind, step):
     expected = all_steps(first, range(8))[step:]
     source = make(kind(), position=before)
     all_steps(source, range(step + 1))  # a survivor has taken the step that is in progress
-    position, dataset, told = StreamPosition(), kind(), []
+    position, dataset, reported = StreamPosition(), kind(), []
     position.restore(before.to_record(step))
-    again = all_steps(make(dataset, position=position, told=told), range(step, 8))
+    again = all_steps(make(dataset, position=position, reported=reported), range(step, 8))
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
     skips = kind is Stream and step > 0
-    assert any("skipping" in line for line in told) == skips
+    assert any("skipping" in line for line in reported) == skips
     if kind is not Stream and step == 5:
         assert dataset.drawn == 20 - 12 + 12, "nothing before the mark was drawn"
 
@@ -184,16 +184,16 @@ def test_skipping_shows_how_far_it_is(monkeypatch):
     """It may take long: a line for each stretch of time; control: none when it is quick."""
     before = StreamPosition()
     all_steps(make(position=before), range(3))
-    told = {}
+    reported = {}
     for name, interval_s in (("slow", 0.0), ("quick", 60.0)):
         monkeypatch.setattr("ddp_runner.data.stream._PROGRESS_S", interval_s)
-        position, told[name] = StreamPosition(), []
+        position, reported[name] = StreamPosition(), []
         position.restore(before.to_record(2))
-        make(position=position, told=told[name]).take(2)
+        make(position=position, reported=reported[name]).take(2)
     first = "the stream has no state_dict: skipping 12 items of its epoch"
-    skipped = [line for line in told["slow"] if "skip" in line]
+    skipped = [line for line in reported["slow"] if "skip" in line]
     assert skipped == [first] + [f"skipped {n} of 12 items of the stream" for n in range(12)]
-    assert [line for line in told["quick"] if "skip" in line] == [first]
+    assert [line for line in reported["quick"] if "skip" in line] == [first]
 
 
 class NamesItsEpoch(Stateful):
@@ -277,19 +277,21 @@ def test_a_state_is_known_before_and_after_the_last_step():
 @pytest.mark.parametrize("kind", [Stream, Stateful])
 def test_where_a_copy_is_kept_is_said_once(kind):
     """Only of a stream without a state."""
-    told = []
-    all_steps(make(kind(), told=told), range(6))
+    reported = []
+    all_steps(make(kind(), reported=reported), range(6))
     line = (
         "the stream has no state_dict: a copy of each step's batches is kept, for the case that"
         " the step is done again"
     )
-    assert told == ([line] if kind is Stream else [])
+    assert reported == ([line] if kind is Stream else [])
 
 
 def test_batches_that_cannot_be_copied_are_skipped_to():
     """It is said, and the step is exact all the same."""
-    told, dataset = [], Stream()
-    loader = make(dataset, told=told, collate_fn=lambda items: [*items, (each for each in ())])
+    reported, dataset = [], Stream()
+    loader = make(
+        dataset, reported=reported, collate_fn=lambda items: [*items, (each for each in ())]
+    )
     loader.take(0)
     first = loader.take(1)
     before = first[0].batch[0].clone()
@@ -301,7 +303,7 @@ def test_batches_that_cannot_be_copied_are_skipped_to():
         "the stream has no state_dict, and its batches cannot be copied (TypeError: cannot pickle"
         " 'generator' object): for a step that is done again the items before it are skipped"
     )
-    assert told == [cannot, "the stream has no state_dict: skipping 6 items of its epoch"]
+    assert reported == [cannot, "the stream has no state_dict: skipping 6 items of its epoch"]
 
 
 @KINDS
@@ -403,8 +405,8 @@ def test_what_a_stream_carries_over_epochs_is_put_back(kind, step):
     expected = all_steps(make(kind()), range(14))
     if kind is Shuffled:
         assert not torch.equal(expected[0], expected[3]), "control"
-    position, told = StreamPosition(), []
-    loader = make(kind(), position=position, on_other=told.append)
+    position, reported = StreamPosition(), []
+    loader = make(kind(), position=position, on_other=reported.append)
     all_steps(loader, range(step))
     record = stored(position.to_record(step))
     loader.take(min(step, 13))
@@ -412,7 +414,7 @@ def test_what_a_stream_carries_over_epochs_is_put_back(kind, step):
         if whose == "other":
             position_there = StreamPosition()
             position_there.restore(record)
-            loader_there = make(kind(), position=position_there, on_other=told.append)
+            loader_there = make(kind(), position=position_there, on_other=reported.append)
         else:
             position.restore(record)
             loader_there = loader
@@ -422,7 +424,7 @@ def test_what_a_stream_carries_over_epochs_is_put_back(kind, step):
             continue  # nothing was drawn before the first step
         for later, rows_then in enumerate(expected[step:], step):
             assert torch.equal(rows(loader_there.take(later)), rows_then)
-    assert told == []
+    assert reported == []
 
 
 def stored(record):
@@ -480,20 +482,20 @@ class Forgetful(Stateful):
 )
 def test_a_stream_whose_order_cannot_be_put_back_is_told(kind, why):
     """Once, of a step that is redone and in a process that goes on there."""
-    told, position = [], StreamPosition()
-    loader = make(kind(), position=position, on_other=told.append)
+    reported, position = [], StreamPosition()
+    loader = make(kind(), position=position, on_other=reported.append)
     all_steps(loader, range(5))
     record = position.to_record(4)
-    assert told == [], "control"
+    assert reported == [], "control"
     if kind is Forgetful:
         loader.take(4)
         loader.take(4)
     else:
         _GLOBAL.seed(77)
         position.restore(record)
-        make(kind(), position=position, on_other=told.append).take(4)
-    assert len(told) == 1
-    assert told[0].endswith(why)
+        make(kind(), position=position, on_other=reported.append).take(4)
+    assert len(reported) == 1
+    assert reported[0].endswith(why)
 
 
 def test_going_back_and_another_share_are_exact():

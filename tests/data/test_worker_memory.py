@@ -56,15 +56,19 @@ class RaisesThenNeedsMemory(NeedsMemory):
 @pytest.mark.parametrize("where", ["sample", "collate"])
 def test_refused_memory_in_a_worker_costs_workers_and_no_sample(where):
     """Two workers, then one, then the rank itself: no good sample is called bad."""
-    dataset, told, known = NeedsMemory(3, where), [], quarantine()
+    dataset, reported, known = NeedsMemory(3, where), [], quarantine()
     with make(
-        dataset, num_workers=2, on_mended=told.append, quarantine=known, collate_fn=dataset.collate
+        dataset,
+        num_workers=2,
+        on_mended=reported.append,
+        quarantine=known,
+        collate_fn=dataset.collate,
     ) as loader:
         take_on(loader, 0)
         assert loader.workers == 0
-    assert [mended.fault.kind for mended in told] == [FaultKind.OUT_OF_MEMORY] * 3
-    assert [mended.inexact_reason for mended in told] == [""] * 3
-    assert str(BAD) in told[0].fault.cause
+    assert [mended.fault.kind for mended in reported] == [FaultKind.OUT_OF_MEMORY] * 3
+    assert [mended.inexact_reason for mended in reported] == [""] * 3
+    assert str(BAD) in reported[0].fault.cause
     assert not len(known)
 
 
@@ -125,12 +129,12 @@ class KilledForMemory(Plain):
 @pytest.mark.parametrize("counts", [True, False])
 def test_kills_for_memory_during_the_search_are_claimed_and_told(tmp_path, counts):
     """None is left over for a rank that is killed by hand later; control: SIGKILLs that were no such kills."""
-    told, dataset = [], KilledForMemory(tmp_path, counts=counts)
+    reported, dataset = [], KilledForMemory(tmp_path, counts=counts)
     kills = KernelKills(tmp_path)
-    with make(dataset, on_mended=told.append, quarantine=quarantine(), kills=kills) as loader:
+    with make(dataset, on_mended=reported.append, quarantine=quarantine(), kills=kills) as loader:
         take_on(loader, 0, 4)
         loader.take(4)
-    assert [mended.fault.kind for mended in told][-1] is FaultKind.BAD_SAMPLE
+    assert [mended.fault.kind for mended in reported][-1] is FaultKind.BAD_SAMPLE
     assert dataset.kills > 2
-    assert sum(mended.kernel_kills for mended in told) == (dataset.kills if counts else 0)
+    assert sum(mended.kernel_kills for mended in reported) == (dataset.kills if counts else 0)
     assert not kills.claim(time.monotonic())

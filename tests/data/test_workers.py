@@ -43,17 +43,17 @@ from tests.processes import poll
 
 def test_killed_worker_is_replaced_at_once(pin):
     """A SIGKILL is told by worker, pid, signal and memory; no batch is lost, doubled or changed."""
-    told, pids = [], []
+    reported, pids = [], []
     loader = make(
-        Plain(), num_workers=2, pin_memory=pin, on_workers=pids.append, on_mended=told.append
+        Plain(), num_workers=2, pin_memory=pin, on_workers=pids.append, on_mended=reported.append
     )
     with loader:
         loader.take(0)
         victim = loader.worker_pids[0]
         os.kill(victim, signal.SIGKILL)
-        step, took_s = take_until(told, loader, 1)
+        step, took_s = take_until(reported, loader, 1)
         workers = loader.workers
-        (mended,) = told
+        (mended,) = reported
         fault = mended.fault
         assert (fault.kind, fault.step) == (FaultKind.LOADER_WORKER_DIED, step)
         assert f"worker 0 (pid {victim}) was killed by SIGKILL" in fault.cause
@@ -68,20 +68,20 @@ def test_killed_worker_is_replaced_at_once(pin):
         assert victim not in loader.worker_pids
         assert pids[-1] == loader.worker_pids
         take_on(loader, step + 1)
-        assert len(told) == 1
+        assert len(reported) == 1
 
 
 def test_death_while_the_rank_waits_is_seen_at_once():
     """The rank blocked on a slow worker learns of its death within the second, not by timeout."""
-    told = []
+    reported = []
     dataset = OnceStuck()
-    with make(dataset, num_workers=1, on_mended=told.append) as loader:
+    with make(dataset, num_workers=1, on_mended=reported.append) as loader:
         loader.take(0)
         killer = threading.Thread(target=_kill_once_stuck, args=(dataset, loader.worker_pids[0]))
         killer.start()
-        _, took_s = take_until(told, loader, 1)
+        _, took_s = take_until(reported, loader, 1)
         killer.join()
-    fault = told[0].fault
+    fault = reported[0].fault
     assert fault.kind is FaultKind.LOADER_WORKER_DIED
     assert "loading sample 17 of samples 16, 17, 18, 19" in fault.cause
     assert took_s < SOON_S
@@ -95,12 +95,12 @@ def _kill_once_stuck(dataset, pid):
 
 def test_exit_inside_a_sample_names_code_and_samples():
     """A worker that leaves by itself is reported with its exit code and what it was loading."""
-    told = []
-    with make(OnceExits(), on_mended=told.append) as loader:
-        take_until(told, loader)
-    assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
-    assert "exited with code 7, " in told[0].fault.cause
-    assert "loading sample 17 of samples 16, 17, 18, 19" in told[0].fault.cause
+    reported = []
+    with make(OnceExits(), on_mended=reported.append) as loader:
+        take_until(reported, loader)
+    assert reported[0].fault.kind is FaultKind.LOADER_WORKER_DIED
+    assert "exited with code 7, " in reported[0].fault.cause
+    assert "loading sample 17 of samples 16, 17, 18, 19" in reported[0].fault.cause
 
 
 class OnceDeaf(Once):
@@ -123,47 +123,47 @@ class OnceDeaf(Once):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "reap_s", "told_as"),
+    ("seconds", "reap_s", "reported_as"),
     [(1.0, LONG_S, "exited with code 7, "), (600.0, 0.3, "MB resident; ")],
     ids=["ends", "lives on"],
 )
 def test_a_worker_without_its_files_is_told_by_its_end_or_replaced(
-    monkeypatch, seconds, reap_s, told_as
+    monkeypatch, seconds, reap_s, reported_as
 ):
     """Between the two a machine may hold it up; one that user code has cut off is not waited for."""
     monkeypatch.setattr("ddp_runner.data.workers.pool._REAP_S", reap_s)
-    told = []
-    with make(OnceDeaf(seconds), on_mended=told.append) as loader:
-        take_until(told, loader)
-    assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
-    assert told_as in told[0].fault.cause
+    reported = []
+    with make(OnceDeaf(seconds), on_mended=reported.append) as loader:
+        take_until(reported, loader)
+    assert reported[0].fault.kind is FaultKind.LOADER_WORKER_DIED
+    assert reported_as in reported[0].fault.cause
 
 
 def test_a_row_of_faults_ends_in_the_rank_itself():
     """Workers that die while they start: each fault in a row halves them, and no batch is lost."""
-    told = []
-    with make(DiesInAnyWorker(os.getpid()), num_workers=2, on_mended=told.append) as loader:
+    reported = []
+    with make(DiesInAnyWorker(os.getpid()), num_workers=2, on_mended=reported.append) as loader:
         loader.workers = 2  # also where the machine has one core
-        step, _ = take_until(told, loader)
+        step, _ = take_until(reported, loader)
         assert (step, loader.workers, loader.worker_pids) == (0, 0, ())
         take_on(loader, 1)
-    assert [mended.remedy for mended in told] == [
+    assert [mended.remedy for mended in reported] == [
         "2 loader workers started anew",
         "1 loader worker instead of 2 after 2 faults in a row",
         "loading in the rank itself after 3 faults in a row",
     ]
-    assert {mended.fault.kind for mended in told} == {FaultKind.LOADER_WORKER_DIED}
+    assert {mended.fault.kind for mended in reported} == {FaultKind.LOADER_WORKER_DIED}
 
 
 def test_workers_come_back_when_it_is_calm_again():
     """Two quick kills cost the only worker; a calm stretch later it is there again, and told."""
-    told, lines = [], []
-    with make(Plain(), on_mended=told.append, log=lines.append) as loader:
+    reported, lines = [], []
+    with make(Plain(), on_mended=reported.append, log=lines.append) as loader:
         loader.take(0)
         os.kill(loader.worker_pids[0], signal.SIGKILL)
-        step, _ = take_until(told, loader, 1)
+        step, _ = take_until(reported, loader, 1)
         os.kill(loader.worker_pids[0], signal.SIGKILL)
-        step, _ = take_until(told, loader, step + 1, count=2)
+        step, _ = take_until(reported, loader, step + 1, count=2)
         assert loader.workers == 0
         take_on(loader, step + 1, CALM_STEPS + 1)
         assert len(loader.worker_pids) == 1
@@ -172,32 +172,32 @@ def test_workers_come_back_when_it_is_calm_again():
 
 def test_faults_with_progress_in_between_keep_the_workers():
     """Control: what is killed now and then, by chance, does not cost the rank its workers."""
-    told = []
-    with make(Plain(), on_mended=told.append) as loader:
+    reported = []
+    with make(Plain(), on_mended=reported.append) as loader:
         step = 0
         for count in range(1, 5):
             take_on(loader, step, 10)
             os.kill(loader.worker_pids[0], signal.SIGKILL)
-            step = 1 + take_until(told, loader, step + 10, count=count)[0]
+            step = 1 + take_until(reported, loader, step + 10, count=count)[0]
         assert loader.workers == 1
-    assert {mended.remedy for mended in told} == {"1 loader worker started anew"}
+    assert {mended.remedy for mended in reported} == {"1 loader worker started anew"}
 
 
 def test_no_death_interrupts_the_rank_elsewhere():
     """Between takes, a worker's death raises nothing in the rank's own code."""
-    told = []
-    with make(Plain(), num_workers=1, on_mended=told.append) as loader:
+    reported = []
+    with make(Plain(), num_workers=1, on_mended=reported.append) as loader:
         loader.take(0)
         process = psutil.Process(loader.worker_pids[0])
         process.kill()
         poll(lambda: process.status() == psutil.STATUS_ZOMBIE, what="its end")
-        take_until(told, loader, 1)
-    assert told[0].fault.kind is FaultKind.LOADER_WORKER_DIED
+        take_until(reported, loader, 1)
+    assert reported[0].fault.kind is FaultKind.LOADER_WORKER_DIED
 
 
 def test_a_death_while_the_first_batches_are_handed_out_is_told():
     """A bad sample may end its worker sooner than the rank has asked all workers for their first batch."""
-    told, dataset, held_up = [], OnceExits(), []
+    reported, dataset, held_up = [], OnceExits(), []
 
     class HeldUp(SampleOrder):
         def share_of(self, step, **options):
@@ -208,17 +208,17 @@ def test_a_death_while_the_first_batches_are_handed_out_is_told():
             return super().share_of(step, **options)
 
     order = HeldUp(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
-    with make(dataset, order=order, on_mended=told.append) as loader:
-        take_until(told, loader, 4)
-    assert "exited with code 7, " in told[0].fault.cause
-    assert "loading sample 17 of samples 16, 17, 18, 19" in told[0].fault.cause
+    with make(dataset, order=order, on_mended=reported.append) as loader:
+        take_until(reported, loader, 4)
+    assert "exited with code 7, " in reported[0].fault.cause
+    assert "loading sample 17 of samples 16, 17, 18, 19" in reported[0].fault.cause
 
 
 def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
     """A worker that stops is reported with its state and memory after timeout_s, and replaced."""
     monkeypatch.setattr("ddp_runner.data.workers.timeouts.STOPPED_S", LONG_S)  # the next test's
-    told, dataset = [], Counted()
-    loader = make(dataset, num_workers=2, pin_memory=pin, on_mended=told.append)
+    reported, dataset = [], Counted()
+    loader = make(dataset, num_workers=2, pin_memory=pin, on_mended=reported.append)
     with loader:
         loader.take(0)
         _wait_until_loaded_ahead(dataset, loader)
@@ -226,9 +226,9 @@ def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
         number = loader.workers - 1  # a machine may have one core only
         victim = loader.worker_pids[number]
         os.kill(victim, signal.SIGSTOP)
-        _, took_s = take_until(told, loader, 1)
-        cause = told[0].fault.cause
-    assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
+        _, took_s = take_until(reported, loader, 1)
+        cause = reported[0].fault.cause
+    assert reported[0].fault.kind is FaultKind.LOADER_TIMEOUT
     assert (
         f"no batch within {SHORT_S:g} s: loader worker {number} (pid {victim}) is stopped" in cause
     )
@@ -238,30 +238,30 @@ def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
 
 def test_stopped_worker_is_not_waited_for_as_long_as_a_slow_one(pin):
     """What the system says is stopped is replaced after two seconds, whatever timeout_s is."""
-    told = []
-    with make(Plain(), pin_memory=pin, on_mended=told.append) as loader:
+    reported = []
+    with make(Plain(), pin_memory=pin, on_mended=reported.append) as loader:
         loader.take(0)
         victim = loader.worker_pids[0]
         os.kill(victim, signal.SIGSTOP)
-        _, took_s = take_until(told, loader, 1)
-    assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
-    assert f"stopped for 2 s: loader worker 0 (pid {victim}) is stopped" in told[0].fault.cause
+        _, took_s = take_until(reported, loader, 1)
+    assert reported[0].fault.kind is FaultKind.LOADER_TIMEOUT
+    assert f"stopped for 2 s: loader worker 0 (pid {victim}) is stopped" in reported[0].fault.cause
     assert took_s < 2.0 + SOON_S
 
 
 def test_batches_of_a_stopped_worker_that_are_ready_are_served():
     """What a worker has finished can be had without it: unpacking never waits for the sender."""
-    told = []
+    reported = []
     dataset = Counted()
-    with make(dataset, prefetch_factor=4, on_mended=told.append) as loader:
+    with make(dataset, prefetch_factor=4, on_mended=reported.append) as loader:
         loader.take(0)
         _wait_until_loaded_ahead(dataset, loader)
         os.kill(loader.worker_pids[0], signal.SIGSTOP)
         for step in range(1, 5):
             assert loader.take(step)[0].batch.tolist() == list(indices_of(step))
-        assert told == []
-        take_until(told, loader, 5)
-    assert told[0].fault.kind is FaultKind.LOADER_TIMEOUT
+        assert reported == []
+        take_until(reported, loader, 5)
+    assert reported[0].fault.kind is FaultKind.LOADER_TIMEOUT
 
 
 def _wait_until_loaded_ahead(dataset, loader):
@@ -284,10 +284,10 @@ def _wait_until_idle(pid):
 
 def threads_of(pid):
     """Of each thread its state and how often it has given up the processor."""
-    told = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
+    reported = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
     texts = {task: (task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()}
     return {
-        task: [line for line in text.splitlines() if line.startswith(told)]
+        task: [line for line in text.splitlines() if line.startswith(reported)]
         for task, text in texts.items()
     }
 
@@ -299,15 +299,15 @@ def all_asleep(threads):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_slow_worker_within_the_timeout_is_no_fault(workers):
     """Control: a slow sample is waited for, and the wait is measured."""
-    dataset, told = Slow(), []
-    settings = {"prefetch_factor": 1, "on_wait": dataset.note_wait, "on_mended": told.append}
+    dataset, reported = Slow(), []
+    settings = {"prefetch_factor": 1, "on_wait": dataset.note_wait, "on_mended": reported.append}
     with make(dataset, num_workers=workers, **settings) as loader:
         waits = []
         for step in range(8):
             assert loader.take(step)[0].indices[0] == step * 4
             waits.append(loader.waited_s)
     assert max(waits) > SLICE_S / 2
-    assert told == []
+    assert reported == []
 
 
 def test_workers_ignore_the_signals_of_the_run():

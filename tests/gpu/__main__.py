@@ -165,10 +165,10 @@ def last_line(parts, file, path):
         why = file.of(parts[0].name)["why"]
         return f"nothing was measured: {why}; facts: {path}"
     bad = [part.name for part in parts if file.of(part.name)["outcome"] in ("failed", "timeout")]
-    told = f"not whole: {', '.join(bad)}" if bad else "every part came to its end"
+    reported = f"not whole: {', '.join(bad)}" if bad else "every part came to its end"
     wrong = sum(len(errors_in(file.of(part.name)["facts"])) for part in parts)
-    told += f", {wrong} measurements failed" if wrong else ""
-    return f"{outcomes.count('ok')} of {len(parts)} parts ok; {told}; facts: {path}"
+    reported += f", {wrong} measurements failed" if wrong else ""
+    return f"{outcomes.count('ok')} of {len(parts)} parts ok; {reported}; facts: {path}"
 
 
 def unpacked(wheels, folder):

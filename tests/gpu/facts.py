@@ -34,7 +34,7 @@ def device_name():
     return "cpu" if rehearses() else "cuda:0"
 
 
-def told_error(error):
+def error_text(error):
     """An exception in one line."""
     return f"{type(error).__name__}: {error}"[:TEXT_MAX]
 
@@ -81,7 +81,7 @@ class Facts:
             value = function(*arguments, **options)
         except Exception as error:  # noqa: BLE001 - the error is the fact
             traceback.print_exc()
-            self.note(name, {"error": told_error(error)})
+            self.note(name, {"error": error_text(error)})
             return None
         if value is not None:
             self.note(name, value)
@@ -99,7 +99,7 @@ class Facts:
         try:
             return Fork(self.under(name), function, arguments, environment)
         except OSError as error:
-            self.note(name, {"error": told_error(error)})
+            self.note(name, {"error": error_text(error)})
             return None
 
     def _has_time(self, name):
@@ -172,7 +172,7 @@ def _be_fork(parent, facts, function, arguments, environment):
     except BaseException as error:  # noqa: BLE001 - the error is the fact
         traceback.print_exc()
         with contextlib.suppress(OSError):
-            facts.note("error", told_error(error))
+            facts.note("error", error_text(error))
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()

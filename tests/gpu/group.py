@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from tests.gpu.facts import Timed, device_name, rehearses, told_error
+from tests.gpu.facts import Timed, device_name, error_text, rehearses
 
 PRODUCT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -133,17 +133,17 @@ class Beside:
             try:
                 self.value = function(*arguments)
             except Exception as error:  # noqa: BLE001 - the error is the fact
-                self.error = told_error(error)
+                self.error = error_text(error)
         self.s = spent.s
 
-    def told(self, timeout_s=30.0):
+    def reported(self, timeout_s=30.0):
         """As a fact."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return {"lasts": f"not over after {timeout_s:g} s"}
-        told = {"s": self.s}
+        reported = {"s": self.s}
         if self.error:
-            told["raised"] = self.error
+            reported["raised"] = self.error
         elif self.value is not None:
-            told["value"] = self.value
-        return told
+            reported["value"] = self.value
+        return reported

@@ -122,7 +122,7 @@ class Launch:
         """Of its weights; None if it did not get so far."""
         return self.summary().get("weights_sha256")
 
-    def tell(self, facts, *, peace=None, culprits=None):
+    def write_facts(self, facts, *, peace=None, culprits=None):
         """What came of it, as facts. ``peace``: the run to compare with; ``culprits``: who is to be named."""
         summary = self.summary()
         code = self._process.returncode
@@ -156,7 +156,7 @@ class Launch:
             is_equal = summary.get("weights_sha256") == peace and peace
             said.append("weights of peace" if is_equal else "OTHER WEIGHTS than in peace")
         if summary:
-            said.append("exact" if summary.get("exact") else "told inexact")
+            said.append("exact" if summary.get("exact") else "reported inexact")
         if culprits is not None:
             named = [[fault.get("kind"), fault.get("rank"), fault.get("step")] for fault in faults]
             is_right = named == culprits if all(len(one) == 3 for one in culprits) else None
@@ -193,10 +193,14 @@ def parent_of(pid):
 def _fault_in_short(fault):
     seconds = fault.get("seconds") or {}
     where = f"{fault.get('kind')} rank {fault.get('rank')} step {fault.get('step')}"
-    told = {"who": where, "cause": str(fault.get("cause"))[:120], "lost": fault.get("steps_lost")}
+    reported = {
+        "who": where,
+        "cause": str(fault.get("cause"))[:120],
+        "lost": fault.get("steps_lost"),
+    }
     if isinstance(seconds, dict):
-        told["seconds"] = seconds
-    return told
+        reported["seconds"] = seconds
+    return reported
 
 
 def finish(launches, *, limit_s):

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.gpu import driver
-from tests.gpu.facts import Fork, Timed, told_error
+from tests.gpu.facts import Fork, Timed, error_text
 
 GB = 10**9
 KEPT_BYTES = 60 * GB
@@ -106,7 +106,7 @@ def _said_by(*words):
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return told_error(error)
+        return error_text(error)
     return (said.stdout or said.stderr).strip()
 
 
@@ -158,7 +158,7 @@ def start(facts, usage, kind=""):
         try:
             piece(name, function)
         except Exception as error:  # noqa: BLE001 - the error is the fact
-            facts.note(name, {"error": told_error(error)})
+            facts.note(name, {"error": error_text(error)})
 
     if kind:
         tried("ahead", lambda: _be_spare(facts, kind))
@@ -382,9 +382,9 @@ def board(facts):
     _finish(torch)
     facts.note("begun", slot.get(Cell.DEVICE_SUMS))
     torch.cuda._sleep(10**9)
-    with Timed() as told:
+    with Timed() as reported:
         progress.come_to_sum()
-    facts.note("told_s", told.s)
+    facts.note("told_s", reported.s)
     facts.note("behind_kernel", slot.get(Cell.DEVICE_SUMS))
     _finish(torch)
     facts.note("after_kernel", slot.get(Cell.DEVICE_SUMS))

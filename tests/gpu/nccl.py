@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from tests.gpu import driver
 from tests.gpu import group as by_hand
-from tests.gpu.facts import Timed, rehearses, spread, told_error
+from tests.gpu.facts import Timed, error_text, rehearses, spread
 
 CYCLES = 50
 STRIKES = 200
@@ -110,11 +110,11 @@ def behind_kernel(facts, seconds):
         facts.measure("wait", lambda: str(work.wait()))
         facts.measure("tolist", lambda: tensor.tolist()[:2])
     facts.note("main_waited_s", waited.s)
-    told = abort.told(seconds + 4)
-    facts.note("abort", told)
-    facts.note("abort_s", told.get("s"))
-    facts.note("sum_after_abort", by_hand.Beside(by_hand.summed).told(2.0))
-    facts.note("leave", by_hand.Beside(by_hand.leave).told(2.0))
+    reported = abort.reported(seconds + 4)
+    facts.note("abort", reported)
+    facts.note("abort_s", reported.get("s"))
+    facts.note("sum_after_abort", by_hand.Beside(by_hand.summed).reported(2.0))
+    facts.note("leave", by_hand.Beside(by_hand.leave).reported(2.0))
     with Timed() as again:
         by_hand.join(store, 1)
         facts.note("sum_of_next_generation", by_hand.summed())
@@ -151,8 +151,8 @@ def while_enqueuing(facts, is_locked):
             float(tensor[0])
             raised["nothing"] += 1
         except Exception as error:  # noqa: BLE001 - the error is the fact
-            raised[told_error(error)[:120]] += 1
-        aborted[str(abort.told(10.0).get("raised", "well"))[:120]] += 1
+            raised[error_text(error)[:120]] += 1
+        aborted[str(abort.reported(10.0).get("raised", "well"))[:120]] += 1
         by_hand.leave()
         if number % 10 == 0:
             facts.note("strikes", number + 1)
@@ -178,8 +178,8 @@ def without_peer(facts, is_eager):
 
     forming = by_hand.Beside(form)
     time.sleep(2.0)
-    facts.measure("aborted", lambda: by_hand.Beside(by_hand.abort).told(MISSING_S))
-    facts.note("forming", forming.told(MISSING_S))
+    facts.measure("aborted", lambda: by_hand.Beside(by_hand.abort).reported(MISSING_S))
+    facts.note("forming", forming.reported(MISSING_S))
 
 
 def product_without_peer(facts):
@@ -198,7 +198,7 @@ def product_without_peer(facts):
         switch.trip()
         switch.cut()
     facts.note("trip_and_cut_s", tripped.s)
-    facts.note("forming", forming.told(MISSING_S))
+    facts.note("forming", forming.reported(MISSING_S))
 
 
 def _own_store():
@@ -260,12 +260,12 @@ def product_generations(facts):
                 group.all_reduce(tensor)
                 act = by_hand.Beside(lambda switch=switch: (switch.trip(), switch.cut()))
                 float(tensor[0])
-                act.told(10.0)
+                act.reported(10.0)
                 left_s = time.perf_counter()
                 group.confirm()
                 ends["committed"] += 1
         except Exception as error:  # noqa: BLE001 - the error is the fact
-            ends[told_error(error)[:120]] += 1
+            ends[error_text(error)[:120]] += 1
         if left_s is not None:
             spent["leave"].append(time.perf_counter() - left_s)
         with Timed() as timed:

@@ -100,13 +100,13 @@ def _faults(facts, folder):
     for name, run in runs.items():
         like, culprits = compared.get(name, (None, None))
         at = facts.under(name)
-        facts.measure(name, _tell, run, at, like, culprits)
+        facts.measure(name, _write_facts, run, at, like, culprits)
         if name.startswith("half"):
             at.measure("noted", _notes, run)
 
 
-def _tell(run, facts, peace, culprits):
-    run.tell(facts, peace=peace, culprits=culprits)
+def _write_facts(run, facts, peace, culprits):
+    run.write_facts(facts, peace=peace, culprits=culprits)
 
 
 def _notes(run):
@@ -130,7 +130,7 @@ def _overhead(facts, folder):
     words = (*quiet, "--max-steps", tasks.Paced.STEPS)
     run = Launch(folder / "paced", *words, task="Paced", world=1)
     finish([run], limit_s=min(ALONE_S, facts.left_s - 3))
-    facts.measure("paced", _tell, run, facts.under("paced"), None, None)
+    facts.measure("paced", _write_facts, run, facts.under("paced"), None, None)
     facts.measure("syncs", _read, run.folder / "syncs.json")
     times = _read(run.folder / "paced.json")
     facts.note("ours_ms", sections(times))
@@ -196,7 +196,7 @@ def _saves(facts, folder):
     words += ["task.on_cpu=true"] if rehearses() else []
     run = Launch(folder / "large", *words, task="Large", world=1)
     finish([run], limit_s=min(SAVES_S, facts.left_s - 3))
-    _tell(run, facts, None, None)
+    _write_facts(run, facts, None, None)
     saved = run.events("checkpoint_saved")
     facts.note("saved", [[one["step"], one["blocked_s"], one["size_bytes"] / 1e9] for one in saved])
     facts.note("blocked_s", [one["blocked_s"] for one in saved])

@@ -13,7 +13,7 @@ from ddp_runner.cli.machine import torch_build
 from ddp_runner.system import parent_death
 from tests.gpu import driver
 from tests.gpu.conducting import STACKS_SIGNAL
-from tests.gpu.facts import Facts, rehearses, told_error
+from tests.gpu.facts import Facts, error_text, rehearses
 
 SPARED_S = 1.5  # of its limit: a part knows that it has to come to its end
 
@@ -48,7 +48,7 @@ def main(arguments):
             module.measure(facts)
     except Exception as error:  # noqa: BLE001 - the error is the outcome
         traceback.print_exc()
-        facts.outcome("failed", told_error(error))
+        facts.outcome("failed", error_text(error))
         return 1
     return 0
 

@@ -77,12 +77,17 @@ def _measure(facts, folder):
     peace = {name: run.digest for name, run in runs.items()}
     for name, run in runs.items():
         beside = peace["peace_2"] if name in ("peace_2_again", "not_deterministic") else None
-        facts.measure(name, _tell, run, facts.under(name), beside)
+        facts.measure(name, _write_facts, run, facts.under(name), beside)
 
     faults_2 = Launch(folder / "f2", *TWO, *words, *inject(HARMS_2), task="Normed", world=2)
     finish([faults_2], limit_s=min(FAULTS_S, facts.left_s - 5))
     facts.measure(
-        "faults_2", _tell, faults_2, facts.under("faults_2"), peace["peace_2"], expected(HARMS_2)
+        "faults_2",
+        _write_facts,
+        faults_2,
+        facts.under("faults_2"),
+        peace["peace_2"],
+        expected(HARMS_2),
     )
 
     limit_s = min(repairs.LIMIT_S, facts.left_s - LAST_LEAST_S)
@@ -126,11 +131,11 @@ def _measure(facts, folder):
     }
     finish([run for run, _, _ in last.values()], limit_s=min(LAST_S, facts.left_s - 3))
     for name, (run, like, culprits) in last.items():
-        facts.measure(name, _tell, run, facts.under(name), like, culprits)
+        facts.measure(name, _write_facts, run, facts.under(name), like, culprits)
 
 
-def _tell(run, facts, peace=None, culprits=None):
-    run.tell(facts, peace=peace, culprits=culprits)
+def _write_facts(run, facts, peace=None, culprits=None):
+    run.write_facts(facts, peace=peace, culprits=culprits)
 
 
 def _sums(facts, world_size):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from tests.gpu import group as by_hand
-from tests.gpu.facts import Timed, told_error
+from tests.gpu.facts import Timed, error_text
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_MIN_CTAS": "1"}
 RIGHT = 6.0  # 1 + 2 + 3
@@ -64,7 +64,7 @@ def sum_together(facts, path, rank, world_size):
             facts.note("sum", by_hand.summed(rank + 1))
         facts.note("seconds", spent.s)
     except Exception as error:
-        facts.note("error", told_error(error))
+        facts.note("error", error_text(error))
         raise
 
 
@@ -87,9 +87,9 @@ def abort_alone(facts, path, rank, world_size):
     waiting = by_hand.Beside(_first_values, tensor)
     time.sleep(1.0)
     if rank == 0:
-        facts.note("abort", by_hand.Beside(by_hand.abort).told(2.5))
-    told = waiting.told(2.5)
-    facts.note("came_out", told)
-    values = told.get("value")
+        facts.note("abort", by_hand.Beside(by_hand.abort).reported(2.5))
+    reported = waiting.reported(2.5)
+    facts.note("came_out", reported)
+    values = reported.get("value")
     if rank == 1 and values is not None:
         facts.note("is_wrong_and_whole", values != [RIGHT])

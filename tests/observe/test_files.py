@@ -88,22 +88,22 @@ def full_disk(path):
 
 def test_a_full_disk_costs_lines_and_one_warning(tmp_path, monkeypatch):
     """Writes to a full disk are counted, warned about once, and never raised."""
-    told = []
+    reported = []
     monkeypatch.setattr(files, "open_to_append_anywhere", full_disk)
-    journal = Journal(tmp_path / "events.jsonl", warn=told.append)
+    journal = Journal(tmp_path / "events.jsonl", warn=reported.append)
     assert [journal.write("a"), journal.write("b"), journal.write("c")] == [0, 1, 2]
     journal.close()
     assert journal.lines_lost == 3
-    assert len(told) == 1
-    assert "No space left" in told[0]
+    assert len(reported) == 1
+    assert "No space left" in reported[0]
 
 
 @pytest.mark.parametrize("gone", ["file", "folder", "moved"])
 def test_a_file_that_was_removed_is_made_again(tmp_path, gone):
     """The next line is in a new file of that name, where people look for it; nothing is reported lost."""
-    folder, told = tmp_path / "logs", []
+    folder, reported = tmp_path / "logs", []
     folder.mkdir()
-    journal = Journal(folder / "events.jsonl", warn=told.append)
+    journal = Journal(folder / "events.jsonl", warn=reported.append)
     journal.write("before")
     with DDPLogger(rank=0, path=folder / "rank_0.log") as log:
         log.info("before")
@@ -123,7 +123,7 @@ def test_a_file_that_was_removed_is_made_again(tmp_path, gone):
     assert [line["event"] for line in read_lines(folder / "events.jsonl")] == ["after", "still"]
     lines = (folder / "rank_0.log").read_text().splitlines()
     assert [line.rpartition("| ")[2] for line in lines] == ["after", "still"]
-    assert (told, journal.lines_lost) == ([], 0)
+    assert (reported, journal.lines_lost) == ([], 0)
 
 
 FULL_THEN_FREE = """
@@ -164,8 +164,8 @@ def test_metrics_are_a_line_per_logged_step(tmp_path):
     metrics.write(20, 0, {"loss": 2.5, "grad_norm": math.inf})
     metrics.close()
     (line,) = read_lines(path)
-    told = (line["step"], line["rank"], line["loss"], line["grad_norm"])
-    assert told == (20, 0, 2.5, None)
+    reported = (line["step"], line["rank"], line["loss"], line["grad_norm"])
+    assert reported == (20, 0, 2.5, None)
 
 
 def test_status_is_whole_at_every_moment(tmp_path):
@@ -197,14 +197,14 @@ def test_status_is_whole_at_every_moment(tmp_path):
 
 def test_status_outlives_a_vanished_directory(tmp_path):
     """A write that fails is counted and warned about once per outage."""
-    told = []
+    reported = []
     folder = tmp_path / "logs"
-    status = StatusFile(folder / "status.json", warn=told.append)
+    status = StatusFile(folder / "status.json", warn=reported.append)
     assert [status.write({"n": 1}), status.write({"n": 2})] == [False, False]
     folder.mkdir()
     assert status.write({"n": 3})
-    assert (status.writes_lost, len(told)) == (2, 2)
-    assert "2 writes were lost" in told[1]
+    assert (status.writes_lost, len(reported)) == (2, 2)
+    assert "2 writes were lost" in reported[1]
 
 
 def test_status_has_the_keys_that_scripts_rely_on():

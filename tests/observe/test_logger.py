@@ -64,9 +64,9 @@ def test_records_go_to_the_file_with_the_default_step(tmp_path):
     with DDPLogger(rank=1, path=path, debug=True) as log:
         log.debug("d")
     lines = [parse_line(line) for line in path.read_text().splitlines()]
-    told = [(line.level, line.step, line.message) for line in lines]
+    reported = [(line.level, line.step, line.message) for line in lines]
     expected = [("INFO", None, "a"), ("WARNING", 7, "b"), ("ERROR", 9, "c"), ("DEBUG", None, "d")]
-    assert told == expected
+    assert reported == expected
 
 
 def test_records_of_many_processes_never_interleave(tmp_path):

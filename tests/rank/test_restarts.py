@@ -37,14 +37,14 @@ def mended(at_s, rank=0):
     return RepairedInPlace(rank=rank, fault=fault, remedy="m", seconds=2.0)
 
 
-def summed_up(told, *, now_s=180):
+def summed_up(reported, *, now_s=180):
     """The summary, as rank 0 writes it at ``now_s``."""
-    run = replay(told)
+    run = replay(reported)
     slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
     return run.accounting.summary(
         status=RunStatus.COMPLETED,
         exit_code=ExitCode.DONE,
-        world_size=len(told),
+        world_size=len(reported),
         reading=run.reading_of_all(slot.read()),
         steps_per_epoch=8,
         finished=[Finished(rank=0, reason=StopReason.COMPLETED, step=40)],
@@ -74,7 +74,7 @@ def silent(generation, began_s):
 
 
 def of(*rest, first=(), second=()):
-    """What two ranks told: rank 0 the lives above, rank 1 ``rest``."""
+    """What two ranks reported: rank 0 the lives above, rank 1 ``rest``."""
     return {0: [*FIRST, *first, *SECOND, *second], 1: list(rest)}
 
 
@@ -97,8 +97,8 @@ def test_the_rank_that_told_nothing_is_the_one_that_was_lost():
 def test_a_rank_that_told_its_own_fault_is_the_culprit():
     """Control: nobody was silent."""
     raised = faulted(1, 1, FaultKind.RANK_RAISED)
-    told = of(silent(1, 100), raised, silent(2, 150), first=[faulted(1, 0, at_s=139)])
-    [record] = summed_up(told).faults
+    reported = of(silent(1, 100), raised, silent(2, 150), first=[faulted(1, 0, at_s=139)])
+    [record] = summed_up(reported).faults
     assert (record.kind, record.rank, record.detail) == ("rank_raised", 1, "d")
     assert record.victims == (0,)
 
@@ -106,12 +106,12 @@ def test_a_rank_that_told_its_own_fault_is_the_culprit():
 def test_a_restart_that_ended_in_order_has_no_fault():
     """Control: asked to stop, and started again by its scheduler."""
     done = [Finished(rank=rank, reason=StopReason.PREEMPTED, step=30) for rank in (0, 1)]
-    told = of(silent(1, 100), done[1], silent(2, 150), first=[done[0]])
-    assert summed_up(told).faults == ()
+    reported = of(silent(1, 100), done[1], silent(2, 150), first=[done[0]])
+    assert summed_up(reported).faults == ()
 
 
 def test_several_silent_ranks_are_named_together():
-    """All were killed at once: nobody can tell who began."""
+    """All were killed at once: nobody knows who began."""
     [record] = summed_up(of(silent(1, 100), silent(2, 150))).faults
     assert (record.rank, record.cause) == (-1, "ranks 0,1 ended without a word: killed, or exited")
 
@@ -132,9 +132,9 @@ def test_two_restarts_that_lose_the_same_steps_count_their_own_work():
         lived(3, 196, 20, began_s=190, formed_s=196),
         lived(3, 220, 60, began_s=190, formed_s=196, productive_s=20),
     ]
-    told = of(silent(1, 100), silent(2, 150), silent(3, 190))
-    told[0] += third
-    made = summed_up(told, now_s=220)
+    reported = of(silent(1, 100), silent(2, 150), silent(3, 190))
+    reported[0] += third
+    made = summed_up(reported, now_s=220)
     assert [(record.step, record.steps_lost) for record in made.faults] == [(30, 10), (40, 20)]
     assert (made.time_s.lost, made.time_s.productive) == (8.0 + 12.0, 10.0 + 20.0)
 
@@ -145,11 +145,11 @@ def test_a_restart_that_never_trained_is_part_of_one_recovery():
         lived(3, 190, -1, began_s=190),
         lived(3, 196, 20, began_s=190, formed_s=196),
     ]
-    told = {
+    reported = {
         0: [*FIRST, faulted(1, 0), SECOND[0], faulted(2, 0, at_s=160, step=0), *third],
         1: [silent(1, 100), silent(2, 150), silent(3, 190)],
     }
-    made = summed_up(told, now_s=200)
+    made = summed_up(reported, now_s=200)
     assert [record.recovered_s for record in made.faults] == [96.0, 96.0]
     assert [record.steps_lost for record in made.faults] == [0, 10]
     assert [record.all_ranks_dead for record in made.faults] == [True, False]
@@ -159,8 +159,8 @@ def test_a_restart_that_never_trained_is_part_of_one_recovery():
 def test_a_restart_without_word_of_rank_0_is_known_by_others():
     """Its own file may be on a disk that is full."""
     one = lived(1, 105, 0, began_s=100, formed_s=105, rank=1)
-    told = {0: SECOND, 1: [one, faulted(1, 1, FaultKind.REPLICA_DIVERGED), silent(2, 150)]}
-    made = summed_up(told)
+    reported = {0: SECOND, 1: [one, faulted(1, 1, FaultKind.REPLICA_DIVERGED), silent(2, 150)]}
+    made = summed_up(reported)
     [record] = made.faults
     assert (record.kind, record.rank, record.generation) == ("replica_diverged", 1, 1)
     assert (record.detected_s, record.recovered_s, made.wall_s) == (40.0, 56.0, 80.0)

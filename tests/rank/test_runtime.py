@@ -176,7 +176,7 @@ def test_a_rank_reports_ready_and_gets_the_generation_it_is_sent(tmp_path):
 def _report_what_is_asked(me, runtime):
     generation = runtime.next_generation(READY)
     me.say((runtime.stop_asked(), runtime.save_asked(), generation.switch.tripped))
-    runtime.tell(Forked(token=1, pid=1))
+    runtime.report(Forked(token=1, pid=1))
     poll(runtime.save_asked, what="the request to save")
     me.say(runtime.save_asked())
     poll(runtime.stop_asked, what="the stop")
@@ -208,7 +208,7 @@ def test_stop_and_save_wait_for_the_trainer_unlike_an_abort(tmp_path):
 def _survive_a_late_abort(me, runtime):
     runtime.next_generation(READY)
     second = runtime.next_generation(READY)
-    runtime.tell(Forked(token=1, pid=1))
+    runtime.report(Forked(token=1, pid=1))
     poll(runtime.save_asked, what="what is sent after the abort")
     me.say(second.switch.tripped)
 
@@ -267,7 +267,7 @@ def test_survivors_write_their_stacks_and_live(tmp_path):
 def _live_with_stderr_closed(me, runtime):
     runtime.next_generation(READY)
     sys.stderr.close()
-    runtime.tell(Forked(token=1, pid=1))
+    runtime.report(Forked(token=1, pid=1))
     poll(runtime.stop_asked, what="the stop")
 
 
@@ -291,7 +291,7 @@ def test_stacks_of_a_rank_that_has_closed_its_stderr_are_written_too(tmp_path):
 
 
 def _compute_with_the_lock_of_the_interpreter_free(me, runtime):
-    runtime.tell(Forked(token=1, pid=1))
+    runtime.report(Forked(token=1, pid=1))
     time.sleep(60)
 
 
@@ -337,7 +337,7 @@ def test_a_signal_to_one_rank_asks_the_whole_run_to_stop(tmp_path, number):
 
 
 def _wait_for_a_stop(me, runtime):
-    runtime.tell(Forked(token=1, pid=1))
+    runtime.report(Forked(token=1, pid=1))
     poll(runtime.stop_asked, what="the stop")
 
 
@@ -391,7 +391,7 @@ def _fail_with_words_left(me, runtime):
     sys.stdout.write("the last words")
     sys.stderr.close()
     fault = Fault(kind=FaultKind.RANK_RAISED, rank=0, step=1, cause="a cause")
-    runtime.tell(Faulted(generation=1, fault=fault))
+    runtime.report(Faulted(generation=1, fault=fault))
     runtime.next_generation(READY)
 
 

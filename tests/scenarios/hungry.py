@@ -107,8 +107,8 @@ class RefusedInOptimizerTask(SmoothTask):
         return nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), *middle, nn.Linear(1024, 1))
 
     def _before_update(self, optimizer, _arguments, _keywords):
-        told = Path(f"half_made_{os.environ['RANK']}")
-        if self._is_inside or told.exists():
+        reported = Path(f"half_made_{os.environ['RANK']}")
+        if self._is_inside or reported.exists():
             return
         self._is_inside = True
         if self._all_are:
@@ -117,7 +117,7 @@ class RefusedInOptimizerTask(SmoothTask):
         try:
             optimizer.step()
         except (RuntimeError, MemoryError):  # of torch; of Python, for something small beside it
-            told.write_text(str(sum("exp_avg_sq" in kept for kept in optimizer.state.values())))
+            reported.write_text(str(sum("exp_avg_sq" in kept for kept in optimizer.state.values())))
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             raise
 

@@ -27,7 +27,7 @@ class LaterProgress(WrittenByDevice):
     """Written when the device comes there, as a GPU does it."""
 
     def _write(self):
-        silent.device.tell(self._cell.copy_, self._count.clone())
+        silent.device.enqueue(self._cell.copy_, self._count.clone())
 
 
 silent.register()
@@ -42,5 +42,5 @@ class SilencedTask(PacedTask):
 
     def loss(self, model, batch):
         if not is_beside():
-            silent.device.tell(make_trouble, "device" if model.training else "device_evaluating")
+            silent.device.enqueue(make_trouble, "device" if model.training else "device_evaluating")
         return super().loss(model, batch)

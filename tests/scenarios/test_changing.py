@@ -60,7 +60,7 @@ def test_a_stopped_run_goes_on_with_what_its_steps_have_changed(tmp_path, task):
 def test_a_step_that_cannot_be_repeated_is_told_or_ends_all(tmp_path):
     """A state in a global: seen by what the first step comes to when it is computed twice."""
     settings = (*SETTINGS, "num_workers=0")
-    with Run(tmp_path / "told", *settings, task=f"{TASKS}:HasAGlobal") as run:
+    with Run(tmp_path / "reported", *settings, task=f"{TASKS}:HasAGlobal") as run:
         assert run.wait() == 0, run.console
     summary = run.summary()
     assert (summary["exact"], summary["exact_proof"]["repeated"]) == (False, 0)

@@ -113,9 +113,9 @@ def test_python_gets_the_kept_result(complete):
     (complete.folder / "program.py").write_text(textwrap.dedent(program))
     with Run(complete.folder, task=None, command=PYTHON) as run:
         assert run.wait() == 0, run.console
-    told = json.loads(run.console.strip().splitlines()[-1])
-    assert told["kept"] == before
-    first, second = told["alone"]
+    reported = json.loads(run.console.strip().splitlines()[-1])
+    assert reported["kept"] == before
+    first, second = reported["alone"]
     assert first == second
     assert first[0] == STEPS
     assert first[1] > 0

@@ -22,8 +22,8 @@ def test_a_crash_is_told_with_its_place_and_a_kill_without(tmp_path):
     assert crashed["detail"].startswith("Fatal Python error: Segmentation fault\n")
     assert re.search(r'workload\.py", line \d+ in loss\n', crashed["detail"])
     assert "Extension modules" not in crashed["detail"]
-    [told] = [event for event in run.events("fault") if event["text"] == crashed["cause"]]
-    assert told["detail"] == crashed["detail"]
+    [reported] = [event for event in run.events("fault") if event["text"] == crashed["cause"]]
+    assert reported["detail"] == crashed["detail"]
     # When it happens, and when it is repaired.
     assert run.console.count(f"{crashed['cause']} at step {crashed['step']}") == 2, run.console
     assert "Extension modules" not in run.console

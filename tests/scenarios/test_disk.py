@@ -63,7 +63,7 @@ def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(peace, tmp_path):
 def test_a_save_that_its_rank_could_not_report_is_told_once(tmp_path, restarts):
     """Killed between the last rename and the word to the supervisor: who looks next says it."""
     asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", *PATIENT)
-    task = f"{WORKLOAD}:DiesBeforeItTells"
+    task = f"{WORKLOAD}:DiesBeforeItReports"
     with Run(tmp_path, *asked, "--max-restarts", restarts, task=task) as run:
         assert run.wait() == (0 if restarts else 3), run.console
     (fault,) = run.summary()["faults"]

@@ -221,11 +221,11 @@ def check_split(run, plan):
     """The survivors were a step apart when they were freed: the newest gave the others its state."""
     for step in [step for step, blow in plan if blow is SPLITS]:
         assert step % SAVE_EVERY, "the step after a save waits for everybody's verdict on it"
-        told = run.events("fault")
-        (killed,) = [one for one in told if (one["kind"], one["step"]) == ("rank_killed", step)]
+        reported = run.events("fault")
+        (killed,) = [one for one in reported if (one["kind"], one["step"]) == ("rank_killed", step)]
         freed = {
             one["rank"]: one["step"]
-            for one in told
+            for one in reported
             if one["generation"] == killed["generation"] and one["rank"] != killed["rank"]
         }
         assert freed[0] == step
@@ -249,8 +249,8 @@ def check_processes(run, plan, world):
             mine.append(record["pid"])
     for rank, seen in pids.items():
         replaced = sum(rank in blow.replaced for _, blow in plan) - kept.count(rank)
-        told = [(fault["rank"], fault["kind"], fault["text"]) for fault in run.events("fault")]
-        assert len(seen) == 1 + replaced, f"rank {rank} had processes {seen}: {told}"
+        reported = [(fault["rank"], fault["kind"], fault["text"]) for fault in run.events("fault")]
+        assert len(seen) == 1 + replaced, f"rank {rank} had processes {seen}: {reported}"
 
 
 def kept_ranks(run):
@@ -402,7 +402,7 @@ def test_an_exception_that_comes_again_at_the_same_step_is_the_users(tmp_path):
     assert summary["status"] == "failed"
     tries = 2 + len(kept_ranks(run))  # a process that was kept does not count as another one
     assert [fault["kind"] for fault in summary["faults"]] == ["rank_raised"] * tries
-    told = [line for line in run.console.splitlines() if line.startswith("ERROR:")]
-    assert "the same error at the same step again" in told[-1], (
+    reported = [line for line in run.console.splitlines() if line.startswith("ERROR:")]
+    assert "the same error at the same step again" in reported[-1], (
         "the last word, after all that ranks wrote"
     )

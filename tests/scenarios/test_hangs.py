@@ -184,8 +184,10 @@ def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(tmp_path):
     spins = ("--inject", "spin:rank=1,step=20,phase=reducing,times=2")
     with Run(tmp_path / "spins", *QUICK, *steps, *spins, world=3) as run:
         assert run.wait() == 0, run.console
-    told = run.summary()["faults"]
-    assert [(one["kind"], one["rank"], one["step"]) for one in told] == [("rank_hung", 1, 20)] * 2
+    reported = run.summary()["faults"]
+    assert [(one["kind"], one["rank"], one["step"]) for one in reported] == [
+        ("rank_hung", 1, 20)
+    ] * 2
     assert [plan["replaced"] for plan in run.events("plan")] == [[1], [1]]
     assert (run.digest, run.summary()["exact"]) == (digest, True)
 
@@ -212,5 +214,5 @@ def test_a_collective_that_one_rank_alone_waits_in_is_named(tmp_path):
         assert run.wait() == 0, run.console
     [fault] = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["steps_lost"]) == ("rank_hung", 1, 0)
-    told = r" \(in _make, workload\.py:\d+\); collectives begun in this step: rank 1 1, every other \d+$"
-    assert re.search(told, fault["cause"]), fault["cause"]
+    reported = r" \(in _make, workload\.py:\d+\); collectives begun in this step: rank 1 1, every other \d+$"
+    assert re.search(reported, fault["cause"]), fault["cause"]

@@ -23,8 +23,8 @@ def test_a_rank_above_its_memory_limit_ends_the_run_by_name(tmp_path):
     settings = ("max_memory_gb=0.01", "memory_check_interval=1")
     with Run(tmp_path, *SETTINGS, *settings) as run:
         assert run.wait() == 1, run.console
-    told = [line for line in run.console.splitlines() if line.startswith("ERROR:")]
-    assert "max_memory_gb=0.01" in told[-1]
+    reported = [line for line in run.console.splitlines() if line.startswith("ERROR:")]
+    assert "max_memory_gb=0.01" in reported[-1]
     assert run.summary()["faults"][0]["kind"] == "out_of_memory"
 
 
@@ -59,9 +59,9 @@ def test_a_disk_too_small_for_a_checkpoint_does_not_stop_the_training(tmp_path):
         assert not list(folder.glob("step_*"))
     console = run.console
     assert console.count("training goes on") >= 2, console
-    told = [line for line in console.splitlines() if line.startswith("ERROR:")]
-    assert len(told) <= 2, "once by the rank, once as the end of the run"
-    assert str(folder) in told[-1]
+    reported = [line for line in console.splitlines() if line.startswith("ERROR:")]
+    assert len(reported) <= 2, "once by the rank, once as the end of the run"
+    assert str(folder) in reported[-1]
     summary = run.summary()
     assert (summary["status"], summary["exit_code"]) == ("failed", 1)
     assert run.audit(2)[0].keys() == set(range(1, STEPS + 1))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ddp_runner.core.messages import RestartProgress
-from ddp_runner.rank.restart_log import read_told, told_path
+from ddp_runner.rank.restart_log import read_restart_log, restart_log_path
 from tests.scenarios.conftest import SETTINGS, STEPS
 from tests.scenarios.harness import DEADLINE_S, Run, assert_every_sample_once, poll
 from tests.scenarios.workload import TROUBLE_NAME
@@ -60,8 +60,8 @@ def check_one_run(run, *, wall_s):
     for path in run.checkpoints.glob("step_*.json"):
         run_ids.add(json.loads(path.read_text(encoding="utf-8"))["run_id"])
     for rank in (0, 1):
-        told = read_told(told_path(run.logs, rank))
-        formed = [one for one in told if isinstance(one, RestartProgress) and one.formed_ns]
+        reported = read_restart_log(restart_log_path(run.logs, rank))
+        formed = [one for one in reported if isinstance(one, RestartProgress) and one.formed_ns]
         assert {one.generation for one in formed} == {1, 2}
         run_ids |= {one.run_id for one in formed}
     assert len(run_ids) == 1, run_ids

@@ -68,7 +68,7 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
     faults = summary["faults"]
     assert [(f["kind"], f["rank"], f["step"]) for f in faults] == [
-        (KIND[kind], rank, told_step(kind, phase, step)) for kind, phase, rank, step in specs
+        (KIND[kind], rank, reported_step(kind, phase, step)) for kind, phase, rank, step in specs
     ], "\n".join(map(str, faults))
     assert all(f["recovered_s"] is not None and f["steps_lost"] == 0 for f in faults)
     assert_every_sample_once(run, world, samples=192)
@@ -76,7 +76,7 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path
     check_saves(run)
 
 
-def told_step(kind, phase, step):
+def reported_step(kind, phase, step):
     """The step that a fault is told at; an exception after a step is one at the next."""
     return step + (kind == "raise" and phase in ("evaluate", "checkpoint"))
 

@@ -99,8 +99,10 @@ def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(peace, tmp_p
         )
     (formed,) = [one for one in run.events("rank_formed") if one["generation"] == 2]
     (killed,) = run.events("fault")
-    told = [one["step"] for one in run.events("checkpoint_saved") if one["id"] < killed["id"]]
-    assert formed["committed_step"] >= max([10, *told]), "the newest save may still be under way"
+    reported = [one["step"] for one in run.events("checkpoint_saved") if one["id"] < killed["id"]]
+    assert formed["committed_step"] >= max([10, *reported]), (
+        "the newest save may still be under way"
+    )
     assert fault["steps_lost"] + formed["committed_step"] in (fault["step"], fault["step"] + 1)
 
 
@@ -148,12 +150,12 @@ def test_a_fault_is_told_when_it_happens_and_when_it_is_repaired(tmp_path):
     settings = (*SETTINGS, "--max-steps", 24, "log.display=plain", "task.pace_s=0")
     with Run(tmp_path, *settings, *harm, world=2) as run:
         assert run.wait() == 0, run.console
-    for told, replaced in (
+    for reported, replaced in (
         (r"rank 1 killed \(SIGKILL\) at step 10 in reduce", "rank 1"),
         (r"rank 0: InjectedError: an injected exception at step 16 in backward", "rank 0"),
     ):
-        assert len(re.findall(f"{told}; replacing {replaced}\n", run.console)) == 1, run.console
-        repaired = rf"{told} -> respawned, 0 steps lost, \d+\.\d\d s\n"
+        assert len(re.findall(f"{reported}; replacing {replaced}\n", run.console)) == 1, run.console
+        repaired = rf"{reported} -> respawned, 0 steps lost, \d+\.\d\d s\n"
         assert len(re.findall(repaired, run.console)) == 1, run.console
     killed, raised = run.summary()["faults"]
     assert (killed["rank"], killed["victims"], killed["detail"]) == (1, [0], "")

@@ -84,7 +84,7 @@ def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finis
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         (("--seed", 5), "run.seed: 1234 -> 5"),
         (("-b", 4), "data.batch_size x ranks: 16 -> 8"),
@@ -96,12 +96,12 @@ def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finis
     ],
     ids=["seed", "batch", "model", "end"],
 )
-def test_a_launch_that_means_another_run_is_refused_with_the_difference(finished, change, told):
+def test_a_launch_that_means_another_run_is_refused_with_the_difference(finished, change, reported):
     """Exit 2, one line that names setting, old and new value; nothing is touched."""
     before = contents(finished / "checkpoints")
     with Run(finished, *SETTINGS, *change) as run:
         assert run.wait() == 2, run.console
-    assert told.format(run.checkpoints / f"step_{STEPS:08d}.pt") in run.console
+    assert reported.format(run.checkpoints / f"step_{STEPS:08d}.pt") in run.console
     assert run.console.count("ddp_runner: error:") == 1
     assert "Traceback" not in run.console
     assert contents(finished / "checkpoints") == before

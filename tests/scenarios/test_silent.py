@@ -14,7 +14,7 @@ import pytest
 
 from tests.scenarios.harness import Run, assert_every_sample_once, poll
 from tests.scenarios.silenced import SLOW_RANK
-from tests.scenarios.test_phases import KIND, told_step
+from tests.scenarios.test_phases import KIND, reported_step
 from tests.scenarios.workload import TROUBLE_NAME
 
 TASK = f"{Path(__file__).with_name('silenced.py')}:SilencedTask"
@@ -68,9 +68,9 @@ def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
     assert run.digest == peace.digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
-    told = [(f["kind"], f["rank"], f["step"]) for f in summary["faults"]]
-    assert told == [
-        ({**KIND, "hang": "rank_hung"}[kind], rank, told_step(kind, phase, step))
+    reported = [(f["kind"], f["rank"], f["step"]) for f in summary["faults"]]
+    assert reported == [
+        ({**KIND, "hang": "rank_hung"}[kind], rank, reported_step(kind, phase, step))
         for kind, phase, rank, step in HARMS
     ], "\n".join(map(str, summary["faults"]))
     assert all(f["steps_lost"] == 0 for f in summary["faults"])
@@ -89,8 +89,8 @@ def test_a_rank_whose_device_hangs_is_told_from_who_waits(tmp_path):
         trouble.write_text(f"device_evaluating {HUNG} sleep1000", encoding="utf-8")
         assert run.wait(120.0) == 0, run.console
     faults = run.summary()["faults"]
-    told = [(fault["kind"], fault["rank"], fault["step"]) for fault in faults]
-    assert told == [("rank_hung", HUNG, 14), ("rank_hung", HUNG, 29)], faults
+    reported = [(fault["kind"], fault["rank"], fault["step"]) for fault in faults]
+    assert reported == [("rank_hung", HUNG, 14), ("rank_hung", HUNG, 29)], faults
     assert all("its device has not come to the sum" in fault["cause"] for fault in faults)
     assert [plan["replaced"] for plan in run.events("plan")] == [[HUNG], [HUNG]]
     pids = [

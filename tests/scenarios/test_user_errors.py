@@ -24,8 +24,8 @@ def test_an_exception_that_always_comes_ends_the_run_with_its_traceback(tmp_path
     last = summary["faults"][-1]
     assert (last["kind"], last["recovered_s"]) == ("rank_raised", None)
     assert str(run.logs / f"rank_{last['rank']}.log") in console
-    told = [event for event in run.events("fault") if event["kind"] == "rank_raised"]
-    for detail in (last["detail"], *(event["detail"] for event in told)):
+    reported = [event for event in run.events("fault") if event["kind"] == "rank_raised"]
+    for detail in (last["detail"], *(event["detail"] for event in reported)):
         assert detail.rstrip().endswith("RuntimeError: this step never works"), detail
         assert "in loss\n" in detail
     victims = [event for event in run.events("fault") if event["kind"] == "collective_failed"]
@@ -55,7 +55,7 @@ def test_a_task_that_cannot_be_built_ends_before_anything_is_written(tmp_path, n
     """An error while building is told once, and no folder is made."""
     with Run(tmp_path, *SETTINGS, task=f"{WORKLOAD}:{name}") as run:
         assert run.wait() in (1, 2), run.console
-    check_told_once(run, f'raise RuntimeError("{cause}")')
+    check_reported_once(run, f'raise RuntimeError("{cause}")')
 
 
 def test_a_task_that_cannot_be_imported_ends_before_anything_is_written(tmp_path):
@@ -65,7 +65,7 @@ def test_a_task_that_cannot_be_imported_ends_before_anything_is_written(tmp_path
     )
     with Run(tmp_path, *SETTINGS, task=f"{tmp_path / 'broken.py'}:Task") as run:
         assert run.wait() in (1, 2), run.console
-    check_told_once(run, "no_such_module_anywhere")
+    check_reported_once(run, "no_such_module_anywhere")
 
 
 def test_a_rank_that_dies_at_every_start_ends_the_run(tmp_path):
@@ -77,7 +77,7 @@ def test_a_rank_that_dies_at_every_start_ends_the_run(tmp_path):
     assert not run.checkpoints.exists()
 
 
-def check_told_once(run, text):
+def check_reported_once(run, text):
     console = run.console
     assert console.count("Traceback (most recent call last)") <= 1, console
     assert sum(text in line for line in console.splitlines()) in (1, 2), console

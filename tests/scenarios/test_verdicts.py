@@ -57,8 +57,8 @@ def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, peace):
     assert all(fault["steps_lost"] == 0 for fault in faults)
     assert (run.digest, run.summary()["exact"]) == (peace.digest, True)
     # Until somebody died for it, nothing was written of that step; then once.
-    told = [(event["event"], event.get("step")) for event in run.events()]
-    seen = [one for one in told if one[0] in ("repaired", "checkpoint_saved")]
+    reported = [(event["event"], event.get("step")) for event in run.events()]
+    seen = [one for one in reported if one[0] in ("repaired", "checkpoint_saved")]
     assert [name for name, _ in seen] == ["repaired", "checkpoint_saved"] * 2 + ["checkpoint_saved"]
     first, second, last = saved_steps(run)
     # A step later where the thread of the save that was dropped had not ended yet.

@@ -272,7 +272,7 @@ class WritesSlowly(PacedTask):
         return super().build_model()
 
 
-class DiesBeforeItTells(PacedTask):
+class DiesBeforeItReports(PacedTask):
     """Its rank 0 is killed once, when its first checkpoint is on disk and nobody knows of it."""
 
     def build_model(self):

@@ -137,12 +137,12 @@ def run_once(folder: Path, *, steps: int, world: int, seed: int, digest: str) ->
 
 def unexplained_loss(faults: list[dict[str, object]]) -> int:
     """Steps lost where no incident since the repair before says that all ranks were dead."""
-    lost, is_told = 0, False
+    lost, is_reported = 0, False
     for fault in faults:
-        is_told |= bool(fault["all_ranks_dead"])
+        is_reported |= bool(fault["all_ranks_dead"])
         if fault["steps_lost"]:
-            lost += 0 if is_told else int(str(fault["steps_lost"]))
-            is_told = False
+            lost += 0 if is_reported else int(str(fault["steps_lost"]))
+            is_reported = False
     return lost
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.scenarios.harness import Run
-from tests.strangers.table import EXACT, REFUSED, TOLD, Stranger
+from tests.strangers.table import EXACT, REFUSED, REPORTED, Stranger
 
 STEPS = 24  # of six an epoch
 STOPPED_AT = 16
@@ -145,7 +145,7 @@ def _found(stranger: Stranger, outcome: Outcome, calm: Outcome) -> str:  # noqa:
         return "wrong: exact, it says, and the weights are others"
     reasons = "; ".join(outcome.reasons)
     if any(word in reasons.lower() for word in stranger.words):
-        return TOLD
+        return REPORTED
     return f"wrong: not exact, and the reason does not name it: {reasons}"
 
 

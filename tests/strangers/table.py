@@ -10,7 +10,7 @@ TASKS = Path(__file__).with_name("tasks")
 # What may become of a run: the weights of a run without a fault and ``exact: true``; or ``exact: false``
 # with a reason that names why; or refused before the first step, with exit code 2 and a line.
 EXACT = "exact"
-TOLD = "told"
+REPORTED = "reported"
 REFUSED = "refused"
 
 
@@ -58,7 +58,7 @@ def _of(file: str, *names: str, **how: object) -> list[Stranger]:
 
 
 RELAXED = ("find_unused_parameters=false",)
-KNOWN_OR_TOLD = (EXACT, TOLD)
+KNOWN_OR_REPORTED = (EXACT, REPORTED)
 # What is said of a state that nobody can see, by the repeat check or by a drill. Of one that each rank
 # has its own of, the reason has its name.
 UNSEEN = ("cannot be repeated", "would not compute the same")
@@ -130,9 +130,9 @@ TABLE = {
         *_of(
             "memories", "RegisteredLate", allowed=(REFUSED,), words=("center came",), is_plain=False
         ),
-        *_of("memories", "PlainTensor", allowed=KNOWN_OR_TOLD, words=("running",)),
-        *_of("memories", "History", allowed=KNOWN_OR_TOLD, words=("history",)),
-        *_of("memories", "Prototypes", allowed=KNOWN_OR_TOLD, words=("prototypes",)),
+        *_of("memories", "PlainTensor", allowed=KNOWN_OR_REPORTED, words=("running",)),
+        *_of("memories", "History", allowed=KNOWN_OR_REPORTED, words=("history",)),
+        *_of("memories", "Prototypes", allowed=KNOWN_OR_REPORTED, words=("prototypes",)),
         *_of("memories", "Moco", "Codebook", "Smoothed", "BatchNorms", "CumulativeNorm"),
         # Trained for a part of the time.
         *_of("freezing", "FreezeLater", "FreezeThenThaw"),
@@ -141,29 +141,29 @@ TABLE = {
         # Counters and generators.
         *_of("counting", "ExtraState", "CounterAttribute", "ModuleGenerator", "ForwardHook"),
         *_of("counting", "TaskGenerator", "TaskRandom", "TaskNumpy", "Curriculum", "GradientHook"),
-        *_of("counting", "RunningLoss", allowed=KNOWN_OR_TOLD, words=("task.mean",)),
-        *_of("counting", "AccumulateHook", allowed=KNOWN_OR_TOLD, words=("largest",)),
-        *_of("counting", "RecentLosses", allowed=KNOWN_OR_TOLD, words=("recent",)),
-        *_of("counting", "PositivesSeen", allowed=KNOWN_OR_TOLD, words=("positives",)),
+        *_of("counting", "RunningLoss", allowed=KNOWN_OR_REPORTED, words=("task.mean",)),
+        *_of("counting", "AccumulateHook", allowed=KNOWN_OR_REPORTED, words=("largest",)),
+        *_of("counting", "RecentLosses", allowed=KNOWN_OR_REPORTED, words=("recent",)),
+        *_of("counting", "PositivesSeen", allowed=KNOWN_OR_REPORTED, words=("positives",)),
         *_of(
             "counting",
             *("GlobalCount", "ClosureCount", "FileCount", "Cycled"),
-            allowed=KNOWN_OR_TOLD,
+            allowed=KNOWN_OR_REPORTED,
             words=UNSEEN,
             is_plain=False,  # the repeat check has moved it
         ),
         # Teachers.
         *_of("teachers", "MeanTeacher", "QLearning", "FrozenTeacher", "TeacherInTask"),
-        *_of("teachers", "HiddenTeacher", allowed=KNOWN_OR_TOLD, words=("_teacher",)),
-        *_of("teachers", "Averaged", allowed=KNOWN_OR_TOLD, words=("average",)),
+        *_of("teachers", "HiddenTeacher", allowed=KNOWN_OR_REPORTED, words=("_teacher",)),
+        *_of("teachers", "Averaged", allowed=KNOWN_OR_REPORTED, words=("average",)),
         # Layers.
         *_of("layers", "SpectralOld", "SpectralNew", "WeightNormOld", "WeightNormNew"),
         *_of("layers", "Orthogonal", "OwnParametrization", "Gru", "Tied", "DropPath", "Phased"),
         *_of("layers", "Recomputed", "GradientPenalty", "Brain", "Doubles", "Mixed", "Complex"),
-        *_of("layers", "Carried", allowed=KNOWN_OR_TOLD, words=("model.state",)),
+        *_of("layers", "Carried", allowed=KNOWN_OR_REPORTED, words=("model.state",)),
         *_of("layers", "LazyLayers", allowed=(REFUSED,), words=("lazy",), is_plain=False),
         *_of("layers", "MadeOnFirstUse", allowed=(REFUSED,), words=("head",), is_plain=False),
-        *_of("layers", "Heads", allowed=KNOWN_OR_TOLD, words=("order",), hash_seeds=("1", "2")),
+        *_of("layers", "Heads", allowed=KNOWN_OR_REPORTED, words=("order",), hash_seeds=("1", "2")),
         # Data.
         *_of("datasets", "ShuffledRows", "NumpySplit", "TorchSplit"),
         *_of("datasets", "Augmentation", is_plain=False),
@@ -179,14 +179,14 @@ TABLE = {
         *_of(
             "datasets",
             *("DatasetWithRng", "CountingDataset", "ReadsTheClock"),
-            allowed=KNOWN_OR_TOLD,
+            allowed=KNOWN_OR_REPORTED,
             words=("sample",),
             is_plain=False,
         ),
         *_of(
             "datasets",
             "GrowingVocabulary",
-            allowed=KNOWN_OR_TOLD,
+            allowed=KNOWN_OR_REPORTED,
             words=("sample",),
             is_plain=False,
             is_drilled=True,

@@ -92,9 +92,9 @@ def main(words: list[str]) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     took_s = time.monotonic() - began_s
-    told = ", ".join(f"{number} {what}" for what, number in counted.most_common())
+    reported = ", ".join(f"{number} {what}" for what, number in counted.most_common())
     print(
-        f"{len(chosen)} tasks and workers, {sum(counted.values())} runs in {took_s:.0f} s: {told}"
+        f"{len(chosen)} tasks and workers, {sum(counted.values())} runs in {took_s:.0f} s: {reported}"
     )
     return 1 if counted["wrong"] or not counted[EXACT] else 0
 

@@ -27,7 +27,7 @@ def process(tmp_path):
     made.close_lines()
 
 
-def told(process, ended, *, was_asked=False):
+def reported(process, ended, *, was_asked=False):
     """What its end tells, where its log can be read."""
     slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
     return exit_of(
@@ -48,7 +48,7 @@ def run_as(process, tmp_path, code):
     with (tmp_path / "rank_0.log").open("ab") as log:
         code = subprocess.run([sys.executable, str(script)], stderr=log, check=False).returncode
     ended = Ended(pid=1, exit_code=None, signal_number=-code, at_ns=time.monotonic_ns())
-    return told(process, ended)
+    return reported(process, ended)
 
 
 def test_a_process_that_aborts_says_where(process, tmp_path):
@@ -71,7 +71,7 @@ def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(process, tmp_path
     """No log is worth a run."""
     (tmp_path / "rank_0.log").mkdir()
     ended = Ended(pid=1, exit_code=None, signal_number=signal.SIGSEGV, at_ns=1)
-    end = told(process, ended, was_asked=True)
+    end = reported(process, ended, was_asked=True)
     assert classify_exit(end).cause == "rank 0 killed (SIGSEGV)"
 
 

@@ -44,15 +44,17 @@ def test_of_two_ranks_killed_at_once_the_larger_was_killed_for_memory(
     }
 
 
-@pytest.mark.parametrize(("told", "kind"), [(3, "rank_killed"), (1, "out_of_memory")])
-def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(simulate, tmp_path, told, kind):
+@pytest.mark.parametrize(("reported", "kind"), [(3, "rank_killed"), (1, "out_of_memory")])
+def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(
+    simulate, tmp_path, reported, kind
+):
     """Three of one search; control: of two of them nobody says whose they were."""
     run, events = simulate(), made_container(tmp_path)
     run.node.kernel_kills = KernelKills(tmp_path)
     run.to_step(15)
     events.write_text("oom_kill 3\n")
     fault = run.fault(run.rank(1), FaultKind.BAD_SAMPLE, "no worker survives it")
-    mended = RepairedInPlace(rank=1, fault=fault, remedy="", seconds=1.0, kernel_kills=told)
+    mended = RepairedInPlace(rank=1, fault=fault, remedy="", seconds=1.0, kernel_kills=reported)
     run.send(run.rank(1), mended)
     run.pass_time(0.1)
     run.kill(2)

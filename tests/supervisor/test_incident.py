@@ -26,8 +26,8 @@ def test_a_hung_rank_that_waits_in_a_collective_is_told_as_that(begun, note):
     incident = OpenIncident(
         faults=[hung], began_s=0.0, event_id=1, collectives=since, ended={1: ended}
     )
-    [told] = incident.told_faults()
-    assert (told.kind, told.cause) == (FaultKind.RANK_HUNG, f"rank 1 hung{note}")
+    [reported] = incident.explained_faults()
+    assert (reported.kind, reported.cause) == (FaultKind.RANK_HUNG, f"rank 1 hung{note}")
 
 
 STUCK = Fault(kind=FaultKind.COLLECTIVE_STUCK, rank=-1, step=3, cause="every rank has waited")
@@ -54,6 +54,6 @@ def test_ranks_disagree_where_they_have_begun_different_collectives_of_one_step(
     incident = OpenIncident(
         faults=[STUCK, *others], began_s=0.0, event_id=1, collectives=begun, ended={}
     )
-    told = incident.told_faults()[0]
-    assert told.is_disagreement is is_disagreement
-    assert ("not in the same one" in told.cause) is is_disagreement
+    reported = incident.explained_faults()[0]
+    assert reported.is_disagreement is is_disagreement
+    assert ("not in the same one" in reported.cause) is is_disagreement

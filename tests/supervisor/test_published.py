@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
-from ddp_runner.checkpoint.unreported import TOLD_KEPT_MIN, Published
+from ddp_runner.checkpoint.unreported import REPORTED_KEPT_MIN, Published
 from ddp_runner.core.messages import Saved
 
 
@@ -75,9 +75,9 @@ def test_what_was_told_of_is_remembered_while_it_is_on_disk_only(folder):
     published = Published(folder)
     kept = publish(folder, 20, digest="b")
     assert published.is_news(kept)
-    for step in range(30, 30 + 3 * TOLD_KEPT_MIN):
+    for step in range(30, 30 + 3 * REPORTED_KEPT_MIN):
         assert published.is_news(replace(kept, step=step))  # deleted since then
-        assert len(published._told) <= TOLD_KEPT_MIN
+        assert len(published._reported) <= REPORTED_KEPT_MIN
     assert published.find() == []
 
 

@@ -25,7 +25,7 @@ def test_one_event_reaches_every_sink(recorder):
     (line,) = recorder.outputs.written
     assert line == {"event": "checkpoint_saved", "cause": None, "step": 7, "path": "p",
                     "blocked_s": None, "size_bytes": 1}  # fmt: skip
-    assert recorder.outputs.said == [("INFO", "p is on disk; its rank has not told of it")]
+    assert recorder.outputs.said == [("INFO", "p is on disk; its rank has not reported it")]
     assert (recorder.accounting.checkpoint_step, recorder.accounting.checkpoint) == (7, "p")
     assert recorder.facts.saved_any
 

@@ -65,15 +65,15 @@ def test_each_of_two_faults_that_are_repaired_together_is_told(simulate):
     run.run_until(lambda: len(run.events("forming")) == 2)
     run.kill(0)
     assert_done(run)
-    told = [text for _, text in run.outputs.said if "steps lost" in text]
-    assert [text.split(" at ")[0] for text in told] == [
+    reported = [text for _, text in run.outputs.said if "steps lost" in text]
+    assert [text.split(" at ")[0] for text in reported] == [
         f"rank {rank} killed (SIGKILL)" for rank in (1, 0)
     ]
     repaired = run.events("repaired")
     assert [event["cause"] for event in repaired] == [plan["cause"] for plan in run.events("plan")]
     assert repaired[0]["seconds"] > repaired[1]["seconds"] > 0
     assert all(
-        f"{event['seconds']:.2f} s" in text for event, text in zip(repaired, told, strict=True)
+        f"{event['seconds']:.2f} s" in text for event, text in zip(repaired, reported, strict=True)
     )
 
 
@@ -191,11 +191,13 @@ def test_of_ranks_that_all_raised_one_is_kept_as_the_source(simulate, ranks):
     assert_done(run)
     assert [len(replaced) for _, _, replaced in plans(run)] == [ranks - 1]
     assert lost(run) == [0]
-    [told] = [
+    [reported] = [
         text for level, text in run.outputs.said if level == "WARNING" and "ValueError: no" in text
     ]
-    assert told.startswith(f"all {ranks} ranks raised, first rank " if ranks > 1 else "rank 0: ")
-    assert f"rank {stayed} stays, with the newest state" in told
+    assert reported.startswith(
+        f"all {ranks} ranks raised, first rank " if ranks > 1 else "rank 0: "
+    )
+    assert f"rank {stayed} stays, with the newest state" in reported
 
 
 def test_a_rank_that_raised_one_step_ahead_of_the_others_is_kept(simulate):

@@ -47,9 +47,9 @@ def test_a_stopped_rank_that_is_asked_to_leave_holds_no_repair(simulate, frozen)
     run.kill(1)
     run.run_until(lambda: run.events("repaired"), within_s=2.5)
     assert_done(run)
-    told = [fault["text"] for fault in run.events("fault") if fault["kind"] == "rank_hung"]
-    assert len(told) == 1
-    assert told[0].endswith(" hung: stopped by a signal")
+    reported = [fault["text"] for fault in run.events("fault") if fault["kind"] == "rank_hung"]
+    assert len(reported) == 1
+    assert reported[0].endswith(" hung: stopped by a signal")
     (replaced,) = [ranks for _, _, ranks in plans(run)]
     assert len(replaced) == 2
     assert sum(lost(run)) == 0

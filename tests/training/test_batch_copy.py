@@ -64,13 +64,13 @@ def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path,
     for is_ahead in (False, True):
         config = settings(tmp_path / str(is_ahead), num_workers=1, **changes)
         runs[is_ahead] = run_ranks(_train, 1, config, is_ahead)[0]
-    (plain, told_plain, none), (ahead, told_ahead, taken) = runs[False], runs[True]
+    (plain, reported_plain, none), (ahead, reported_ahead, taken) = runs[False], runs[True]
     assert none == 0
     assert taken >= STEPS - 1
     assert ahead.weights_sha256 == plain.weights_sha256
     for kind in (Adjusted, RepairedInPlace):
-        assert len(told(told_ahead, kind)) == len(told(told_plain, kind))
-    seen = [one.remedy.split(" after")[0] for one in told(told_ahead, Adjusted)]
+        assert len(told(reported_ahead, kind)) == len(told(reported_plain, kind))
+    seen = [one.remedy.split(" after")[0] for one in told(reported_ahead, Adjusted)]
     assert seen == remedies
 
 

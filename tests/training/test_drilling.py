@@ -36,7 +36,7 @@ class Bench:
             place=SimpleNamespace(rank=0, world_size=1),
             slot=make_slot(),
             disk=RealDisk(),
-            tell=self.told.append,
+            report=self.told.append,
         )
         workload = SimpleNamespace(length=SimpleNamespace(total_steps=100), device=CPU)
         saving = SimpleNamespace(

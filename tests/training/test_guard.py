@@ -373,7 +373,7 @@ def _trace(me, port, norms, waits):
     slot, lines = make_slot(), []
     logger = SimpleNamespace(warning=lines.append)
     place = SimpleNamespace(rank=me.rank)
-    runtime = SimpleNamespace(slot=slot, logger=logger, place=place, tell=lambda message: None)
+    runtime = SimpleNamespace(slot=slot, logger=logger, place=place, report=lambda message: None)
     parts = SimpleNamespace(
         settings=from_flat({}),
         state=build_state(),

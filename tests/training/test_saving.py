@@ -57,7 +57,7 @@ class RecordingRuntime(LocalRuntime):
         self.not_saved = []
         self._log = folder / "logs" / "rank_0.log"
 
-    def tell(self, message):
+    def report(self, message):
         if isinstance(message, Saved):
             self.saved_steps.append(message.step)
             self.waited_s[message.step] = message.blocked_s

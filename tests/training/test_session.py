@@ -111,7 +111,7 @@ class RecordingRuntime(LocalRuntime):
         self._stop_in_evaluation = stop_in_evaluation
         self._save_at = set(save_at)
 
-    def tell(self, message):
+    def report(self, message):
         reading = self.slot.read()
         self.told.append((message, reading.committed_step, reading.phase))
 

@@ -78,7 +78,7 @@ class DrillKeeper:
             self._node.kill(drill)
             self._is_given_up = True
             if fault_free and self._running is not None:
-                self._tell_skipped(why)
+                self._report_skipped(why)
             self._cut_short(why)
         if not fault_free:
             self.drop()
@@ -94,7 +94,7 @@ class DrillKeeper:
             return
         rank, step, seconds = message.rank, message.step, now_s - self._began_s
         if message.problem:
-            self._tell_skipped(message.problem)
+            self._report_skipped(message.problem)
             return
         self._running = None
         self._remove(step)
@@ -123,7 +123,7 @@ class DrillKeeper:
             signal = ended.signal_number
             how = f"exit {ended.exit_code}" if signal is None else f"signal {signal}"
             said = f": {output.splitlines()[-1]}" if output else ""
-            self._tell_skipped(f"its process ended ({how}){said}")
+            self._report_skipped(f"its process ended ({how}){said}")
 
     def drop(self) -> None:
         """Forget those that are to come: the ranks do their steps again, or end."""
@@ -139,7 +139,7 @@ class DrillKeeper:
             return
         shutil.rmtree(path, ignore_errors=True)
 
-    def _tell_skipped(self, why: str) -> None:
+    def _report_skipped(self, why: str) -> None:
         assert self._running is not None
         step, rank = self._running
         self._running = None

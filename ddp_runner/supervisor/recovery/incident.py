@@ -48,11 +48,11 @@ class OpenIncident:
             self.forked_ahead.add(rank)
             self._tried_ahead.add(rank)
 
-    def told_faults(self) -> list[Fault]:
+    def explained_faults(self) -> list[Fault]:
         """The faults, with what is known only now: what each rank was doing."""
-        return [self._told(fault) for fault in self.faults]
+        return [self._explained(fault) for fault in self.faults]
 
-    def _told(self, fault: Fault) -> Fault:
+    def _explained(self, fault: Fault) -> Fault:
         if fault.kind is FaultKind.RANK_HUNG and fault.rank in self.ended:
             stack = self.ended[fault.rank].detail
             cause = _with(fault.cause, place_in(stack)) + self._begun_while_hung(fault.rank)

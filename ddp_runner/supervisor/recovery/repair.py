@@ -312,7 +312,7 @@ class Repair:
     def _as_incident(self, opened: OpenIncident, now_s: float) -> Incident:
         step = self._facts.committed_step
         return Incident(
-            attribution=attribute(opened.told_faults()),
+            attribution=attribute(opened.explained_faults()),
             at_s=now_s,
             committed_step=step,
             ever_formed=self._facts.ever_formed,

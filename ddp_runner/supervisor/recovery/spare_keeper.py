@@ -56,7 +56,9 @@ class SpareKeeper:
         self._newest: Spare | None = None  # also once it is gone
         self._dismissed: Spare | None = None  # ended for what it held: it was no use, and no loss
         self._refused: set[str] = set()  # GPUs on which no spare is to hold anything
-        self._told: set[str] = set()  # GPUs of which people know that a spare holds memory there
+        self._reported: set[str] = (
+            set()
+        )  # GPUs of which people know that a spare holds memory there
 
     def look(self, now_s: float, *, fault_free: bool) -> None:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
@@ -132,15 +134,15 @@ class SpareKeeper:
             return
         spare.is_ready = True
         device = spare.plan.device
-        if device and device not in self._told:
-            self._told.add(device)
+        if device and device not in self._reported:
+            self._reported.add(device)
             about = f"{message.device_bytes / 1e9:.1f} GB" if message.device_bytes else "memory"
             self._recorder.say(f"a spare for {device} waits, and holds {about} of it")
         spare.device_bytes = message.device_bytes
         if spare.pid is not None:
-            self._tell_ready(spare)
+            self._report_ready(spare)
 
-    def _tell_ready(self, spare: Spare) -> None:
+    def _report_ready(self, spare: Spare) -> None:
         self._recorder.record(
             events.SpareReady(
                 pid=spare.pid,
@@ -154,7 +156,7 @@ class SpareKeeper:
         """The zygote has answered; it may be held up until the spare is ready, and that is told now."""
         spare = self._node.spare
         if spare is not None and spare.token == forked.token and spare.is_ready:
-            self._tell_ready(spare)
+            self._report_ready(spare)
 
     def lost(self, now_s: float, ended: Ended | None = None, *, output: str = "") -> None:
         """It ended before it was needed, or (None) was not forked; no fault of the run."""

@@ -10,7 +10,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Ready
 from ddp_runner.supervisor.reporting.outputs import Outputs
-from ddp_runner.supervisor.reporting.run_facts import told
+from ddp_runner.supervisor.reporting.run_facts import fault_line
 
 
 class EventLog:
@@ -43,7 +43,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.SaveAsked():
             yield "a checkpoint was asked for: saving after this step, and going on", "INFO"
         case events.CheckpointSaved(blocked_s=None, path=path):
-            yield f"{path} is on disk; its rank has not told of it", "INFO"
+            yield f"{path} is on disk; its rank has not reported it", "INFO"
         case events.FolderMadeAgain(text=text):
             yield text, "WARNING"
         case events.LastSaveAsked(rank=rank, step=step):
@@ -54,7 +54,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             where = f", going on from step {event.step}" if event.steps_lost else ""
             yield (
                 (
-                    f"{told(event.culprit)} -> {event.outcome}{where}, "
+                    f"{fault_line(event.culprit)} -> {event.outcome}{where}, "
                     f"{event.steps_lost} steps lost, {event.seconds:.2f} s"
                 ),
                 "INFO",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.recovery import GiveUp, Incident, ReplaceRanks
 from ddp_runner.observe.format import rank_list
-from ddp_runner.supervisor.reporting.run_facts import told
+from ddp_runner.supervisor.reporting.run_facts import fault_line
 
 
 def blamed_in_words(incident: Incident, *, ranks: int) -> str:
@@ -15,7 +15,9 @@ def blamed_in_words(incident: Incident, *, ranks: int) -> str:
     raised = [c for c in incident.attribution.causes if c.kind is FaultKind.RANK_RAISED]
     all_did = len(raised) == ranks > 1
     return (
-        f"all {ranks} ranks raised, first {told(raised[0])}" if all_did else told(incident.culprit)
+        f"all {ranks} ranks raised, first {fault_line(raised[0])}"
+        if all_did
+        else fault_line(incident.culprit)
     )
 
 

@@ -89,7 +89,7 @@ class RunFacts(RunFindings):
                 self.inexact_reasons[:] = dict.fromkeys([*kept, *self.inexact_reasons])
 
 
-def told(fault: Fault) -> str:
+def fault_line(fault: Fault) -> str:
     """The fault for people: who, what, when."""
     who = fault.cause
     if fault.rank >= 0 and not who.startswith((f"rank {fault.rank} ", f"rank {fault.rank}'")):

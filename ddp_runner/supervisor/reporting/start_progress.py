@@ -40,7 +40,7 @@ class Start:
         self._recorder = recorder
         self._debug = debug
         self._built_s: dict[Stage, dict[int, float]] = {}
-        self._told: set[Stage] = set()
+        self._reported: set[Stage] = set()
         self._formed_s: float | None = None
         self._is_over = False
         self._doing = ""
@@ -57,16 +57,16 @@ class Start:
     def built(self, message: Built) -> None:
         """A rank has come so far; a line when all have, with the seconds of the slowest."""
         stage = Stage(message.stage)
-        if self._facts.ever_formed or stage in self._told:
+        if self._facts.ever_formed or stage in self._reported:
             return
         took_s = self._built_s.setdefault(stage, {})
         took_s[message.rank] = message.seconds
         if stage is Stage.CHECKPOINT:
             if message.seconds >= _CHECKPOINT_SHOWN_FROM_S:
-                self._told.add(stage)
+                self._reported.add(stage)
                 self._say(stage.label, message.seconds)
         elif all(handle.rank in took_s for handle in self._world.present):
-            self._told.add(stage)
+            self._reported.add(stage)
             self._say(stage.label, max(took_s.values()))
 
     def formed(self, now_s: float) -> None:

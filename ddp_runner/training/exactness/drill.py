@@ -41,7 +41,7 @@ class _Aside(LocalRuntime):
         self._line = None
         self._formed = False
 
-    def tell(self, message: Message) -> None:
+    def report(self, message: Message) -> None:
         """To nobody."""
 
 

@@ -188,7 +188,7 @@ class Drills:
 
     def _tell(self, step: int, part: str, problem: str) -> None:
         rank = self._runtime.place.rank
-        self._runtime.tell(DrillPart(rank=rank, step=step, part=part, problem=problem))
+        self._runtime.report(DrillPart(rank=rank, step=step, part=part, problem=problem))
 
     def _release_state(self) -> None:
         """Called before anything changes what a copy may still be reading."""

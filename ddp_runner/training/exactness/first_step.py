@@ -148,7 +148,7 @@ class FirstStep:
         if not differing and _NOT_DONE not in told:
             if self._group.rank == 0:
                 rank = self._runtime.place.rank
-                self._runtime.tell(Proved(rank=rank, step=step - 1, what="repeated"))
+                self._runtime.report(Proved(rank=rank, step=step - 1, what="repeated"))
             return
         if not differing:
             return
@@ -221,7 +221,7 @@ def tell_inexact(parts: RankParts, reason: str) -> None:
     """Why the run is not exact from here on."""
     step = parts.state.committed_step
     parts.runtime.logger.warning(reason, step=step)
-    parts.runtime.tell(
+    parts.runtime.report(
         Adjusted(
             rank=parts.runtime.place.rank,
             step=step,

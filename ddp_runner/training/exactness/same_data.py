@@ -301,7 +301,7 @@ class SameData:
             self._runtime.logger.info(f"{name} is not compared between ranks and launches: {why}")
 
     def _tell_inexact(self, reason: str) -> None:
-        self._runtime.tell(
+        self._runtime.report(
             Adjusted(
                 rank=self._runtime.place.rank,
                 step=max(0, self._runtime.slot.get(Cell.COMMITTED_STEP)),

@@ -59,7 +59,7 @@ class StreamWatch:
             self._has_warned = True
             if self._group.rank == 0:
                 self._runtime.logger.warning(f"{STREAMS_DIFFER}. {WHOLE_STREAM}", step=step)
-                self._runtime.tell(
+                self._runtime.report(
                     Adjusted(
                         rank=self._runtime.place.rank,
                         step=step,

@@ -20,7 +20,7 @@ from ddp_runner.core.messages import (
     Saved,
 )
 from ddp_runner.rank import external_launcher as outside
-from ddp_runner.rank.restart_log import Told, read_told, told_path
+from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.train_report import TrainReport
 
@@ -32,8 +32,8 @@ BEGUN = RestartProgress(rank=1, generation=1, run_id="r", clock="", began_ns=1, 
 IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", fault_free=True)
 
 
-def told(folder, *, is_restart, rank=0):
-    return Told(folder, rank=rank, is_restart=is_restart, warn=pytest.fail)
+def restart_log(folder, *, is_restart, rank=0):
+    return RestartLog(folder, rank=rank, is_restart=is_restart, warn=pytest.fail)
 
 
 def fault(kind, rank=1, step=6):
@@ -42,20 +42,33 @@ def fault(kind, rank=1, step=6):
 
 def test_a_restart_goes_on_with_its_log_and_a_launch_anew(tmp_path):
     """Another launch in the same folder may be of another job, where nothing of this one is true."""
-    first = told(tmp_path, is_restart=False)
+    first = restart_log(tmp_path, is_restart=False)
     assert (first.learnt, first.has_saved) == (None, False)
     for message in (HALVED, SAVED, IN_PEACE, Metrics(rank=0, step=1, values={})):
         first.keep(message)
-    with told_path(tmp_path, 0).open("ab") as file:
+    with restart_log_path(tmp_path, 0).open("ab") as file:
         file.write(b'{"v": 1, "type": "Adj')  # torn by the end of the process
-    again = told(tmp_path, is_restart=True)
+    again = restart_log(tmp_path, is_restart=True)
     assert (again.learnt, again.has_saved) == (HALVED, True)
     again.keep(HALVED)
-    assert list(read_told(told_path(tmp_path, 0))) == [HALVED, SAVED, IN_PEACE, HALVED]
-    other = told(tmp_path, is_restart=False)
+    assert list(read_restart_log(restart_log_path(tmp_path, 0))) == [
+        HALVED,
+        SAVED,
+        IN_PEACE,
+        HALVED,
+    ]
+    other = restart_log(tmp_path, is_restart=False)
     assert (other.learnt, other.has_saved) == (None, False)
-    assert list(read_told(told_path(tmp_path, 0))) == []
-    assert told(tmp_path, is_restart=True, rank=1).learnt is None
+    assert list(read_restart_log(restart_log_path(tmp_path, 0))) == []
+    assert restart_log(tmp_path, is_restart=True, rank=1).learnt is None
+
+
+def test_a_restart_reads_the_log_that_an_older_version_named(tmp_path):
+    """What a job reported before it was updated counts for it afterwards."""
+    restart_log(tmp_path, is_restart=False).keep(HALVED)
+    restart_log_path(tmp_path, 0).rename(tmp_path / "told_rank_0.jsonl")
+    assert restart_log(tmp_path, is_restart=True).learnt == HALVED
+    assert list(read_restart_log(restart_log_path(tmp_path, 0))) == [HALVED]
 
 
 @pytest.fixture
@@ -99,23 +112,23 @@ MENDED = RepairedInPlace(
     ids=lambda value: type(value).__name__,
 )
 def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message, reason):
-    """As in a supervised run: also where another process, before a restart, told it, and once."""
-    told(tmp_path, is_restart=True, rank=1).keep(BEGUN)  # as every process does at first
+    """As in a supervised run: also where another process, before a restart, reported it, and once."""
+    restart_log(tmp_path, is_restart=True, rank=1).keep(BEGUN)  # as every process does at first
     for _ in range(2):
-        told(tmp_path, is_restart=True, rank=1).keep(message)
+        restart_log(tmp_path, is_restart=True, rank=1).keep(message)
     summary = summary_of(runtime, tmp_path)
     assert (summary["exact"], summary["inexact_reasons"]) == (False, [reason])
 
 
 def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
     """Control: a worker that was replaced, a lost peer, saves that failed and did not, a change in peace."""
-    runtime[0].tell(RepairedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
+    runtime[0].report(RepairedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
                                   remedy="new workers", seconds=0.5))  # fmt: skip
-    runtime[0].tell(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
+    runtime[0].report(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
     full = fault(FaultKind.STORAGE_FAILED, rank=0)
-    runtime[0].tell(FaultTolerated(rank=0, fault=full, remedy="training goes on"))
-    runtime[0].tell(SAVED)
-    runtime[0].tell(IN_PEACE)
+    runtime[0].report(FaultTolerated(rank=0, fault=full, remedy="training goes on"))
+    runtime[0].report(SAVED)
+    runtime[0].report(IN_PEACE)
     summary = summary_of(runtime, tmp_path)
     assert (summary["exact"], summary["inexact_reasons"]) == (True, [])
     (record,) = summary["faults"]
@@ -131,8 +144,8 @@ def test_steps_that_were_computed_twice_are_counted_over_restarts(runtime, tmp_p
     """Once each, whichever ranks tell of them."""
     for rank, step in ((1, 0), (1, 40)):
         proved = Proved(rank=rank, step=step, what="repeated")
-        told(tmp_path, is_restart=True, rank=rank).keep(proved)
-    runtime[0].tell(Proved(rank=0, step=40, what="repeated"))
+        restart_log(tmp_path, is_restart=True, rank=rank).keep(proved)
+    runtime[0].report(Proved(rank=0, step=40, what="repeated"))
     assert summary_of(runtime, tmp_path)["exact_proof"] == {"repeated": 2, "drilled": []}
 
 
@@ -140,6 +153,6 @@ def test_a_restart_resumes_what_this_launch_has_saved(runtime):
     """Not what the user named at first: ``none`` would set our own checkpoints aside."""
     made, _ = runtime
     assert made.resume_word("none") == "none"
-    made.tell(SAVED)
+    made.report(SAVED)
     restarted = outside.OutsideRuntime(place=made.place, settings=runtime[1])
     assert restarted.resume_word("none") == "auto"
