@@ -209,7 +209,7 @@ class Fault(_OfFault):
 class FaultTolerated(_OfFault):
     """A fault costs what it costs: there is nothing to repair, so it is not counted as one."""
 
-    remedy: str
+    action: str
 
 
 def of_fault(fault: faults.Fault, *, generation: int) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def of_fault(fault: faults.Fault, *, generation: int) -> dict[str, Any]:
 class RepairedInPlace(Event):
     """A rank, or all of them together, repaired a fault within the generation."""
 
-    remedy: str
+    action: str
     seconds: float
     steps_lost: int
     fault: faults.Fault = field(metadata=_UNWRITTEN)
@@ -327,12 +327,12 @@ class Injected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adjusted(Event):
+class TuningChanged(Event):
     """A rank changed how it computes; see the message of that name."""
 
     rank: int
     step: int
-    remedy: str
+    action: str
     inexact_reason: str
     fault_free: bool = field(default=False, metadata=_UNWRITTEN)
     plain_retry: bool = field(default=False, metadata=_UNWRITTEN)

@@ -40,10 +40,10 @@ class LoaderHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderRepair:
-    """Load on with ``workers`` new ones; with 0, in the rank itself. ``remedy`` is for people."""
+    """Load on with ``workers`` new ones; with 0, in the rank itself. ``action`` is for people."""
 
     workers: int
-    remedy: str
+    action: str
 
 
 def plan_loader_repair(history: LoaderHistory, *, workers: int) -> LoaderRepair:
@@ -52,12 +52,12 @@ def plan_loader_repair(history: LoaderHistory, *, workers: int) -> LoaderRepair:
     So a row ends: no worker is left that could break.
     """
     if history.in_a_row < 2:
-        return LoaderRepair(workers=workers, remedy=f"{_counted(workers)} started anew")
+        return LoaderRepair(workers=workers, action=f"{_counted(workers)} started anew")
     fewer = workers // 2
     after = f"after {history.in_a_row} faults in a row"
     if fewer == 0:
-        return LoaderRepair(workers=0, remedy=f"loading in the rank itself {after}")
-    return LoaderRepair(workers=fewer, remedy=f"{_counted(fewer)} instead of {workers} {after}")
+        return LoaderRepair(workers=0, action=f"loading in the rank itself {after}")
+    return LoaderRepair(workers=fewer, action=f"{_counted(fewer)} instead of {workers} {after}")
 
 
 def is_batch_suspect(*, broke: int, repair: LoaderRepair) -> bool:

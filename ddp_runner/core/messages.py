@@ -224,18 +224,18 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adjusted:
+class TuningChanged:
     """Rank -> supervisor: what this rank changed so that the run can go on.
 
-    ``remedy`` belongs into the line that tells of the fault; empty where no fault follows.
+    ``action`` goes into the line that reports the fault; empty where no fault follows.
     ``inexact_reason`` is empty where the weights stay what they would have been, bit for bit.
-    ``fault_free``: no repair follows; else this is the remedy of the fault that is reported next, and
-    ``tuning`` what this rank computes with from now on. ``plain_retry``: nothing was left to change.
+    ``fault_free``: no repair follows; else this was done about the fault that is reported next, and
+    ``tuning`` is what this rank computes with from now on. ``plain_retry``: nothing was left to change.
     """
 
     rank: int
     step: int
-    remedy: str
+    action: str
     inexact_reason: str
     fault_free: bool = False
     tuning: dict[str, object] = field(default_factory=dict)
@@ -246,13 +246,13 @@ class Adjusted:
 class RepairedInPlace:
     """Rank -> supervisor: a fault that was repaired within the generation, and how long it took.
 
-    ``inexact_reason``: as of :class:`Adjusted`. ``kernel_kills``: so many of this rank's loader
+    ``inexact_reason``: as of :class:`TuningChanged`. ``kernel_kills``: so many of this rank's loader
     workers the kernel has killed for memory.
     """
 
     rank: int
     fault: Fault
-    remedy: str
+    action: str
     seconds: float
     steps_lost: int = 0
     inexact_reason: str = ""
@@ -265,7 +265,7 @@ class FaultTolerated:
 
     rank: int
     fault: Fault
-    remedy: str
+    action: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -412,7 +412,7 @@ Message = (
     | NotSaved
     | LoaderWorkers
     | StopAsked
-    | Adjusted
+    | TuningChanged
     | RepairedInPlace
     | FaultTolerated
     | Proved

@@ -31,7 +31,7 @@ class LoadingMended:
     """
 
     fault: Fault
-    remedy: str
+    action: str
     seconds: float
     inexact_reason: str = ""
     kernel_kills: int = 0

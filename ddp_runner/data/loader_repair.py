@@ -87,8 +87,8 @@ class Mender:
         self._history = self._history.after_fault(fault.step)
         if trouble.files_used_up and not self.by_value:
             self.by_value = True
-            remedy = "from here on batches are copied through a pipe, which needs no open files"
-            self._note(LoadingMended(fault=fault, remedy=remedy, seconds=0.0), began_s)
+            action = "from here on batches are copied through a pipe, which needs no open files"
+            self._note(LoadingMended(fault=fault, action=action, seconds=0.0), began_s)
             return workers
         plan = plan_loader_repair(self._history, workers=workers)
         if trouble.key is not None and (
@@ -101,7 +101,7 @@ class Mender:
             if trouble.raised:
                 self._try_again(trouble, began_s=began_s)
                 return workers
-        self._note(LoadingMended(fault=fault, remedy=plan.remedy, seconds=0.0), began_s)
+        self._note(LoadingMended(fault=fault, action=plan.action, seconds=0.0), began_s)
         return plan.workers
 
     def examine(self, trouble: Trouble) -> None:
@@ -223,7 +223,7 @@ class Mender:
         self._note(
             LoadingMended(
                 fault=named,
-                remedy=f"sample {instead} takes the place of {index}, which is not tried again",
+                action=f"sample {instead} takes the place of {index}, which is not tried again",
                 seconds=0.0,
                 inexact_reason=SAMPLES_REPLACED,
             ),
@@ -234,8 +234,8 @@ class Mender:
         """It raised, and then it loaded: perhaps its storage was out of reach for a moment."""
         if self._history.in_a_row > _BATCH_TRIES_MAX:
             raise FaultError(trouble.fault)
-        remedy = "loaded when it was tried again"
-        self._note(LoadingMended(fault=trouble.fault, remedy=remedy, seconds=0.0), began_s)
+        action = "loaded when it was tried again"
+        self._note(LoadingMended(fault=trouble.fault, action=action, seconds=0.0), began_s)
 
     def _note(self, mended: LoadingMended, began_s: float) -> None:
         self._unreported.append((began_s, mended))

@@ -81,7 +81,7 @@ class RunAccounting:
                     self.saved(event.step, event.productive_ns)
             case events.Plan():
                 self.incident(event, event_id=-1 if cause is None else cause)
-            case events.Adjusted(fault_free=True, plain_retry=True):
+            case events.TuningChanged(fault_free=True, plain_retry=True):
                 self.plain_retry(event.rank)
             case events.RepairedInPlace():
                 self._minor.repair(event, now_s)

@@ -27,7 +27,7 @@ class RunFindings:
                 self.proved.setdefault(what, set()).add(step)
             case (
                 events.Plan(inexact_reason=reason)
-                | events.Adjusted(inexact_reason=reason)
+                | events.TuningChanged(inexact_reason=reason)
                 | events.RepairedInPlace(inexact_reason=reason)
                 | events.Drill(inexact_reason=reason)
             ):

@@ -87,7 +87,7 @@ class MinorFaults:
             detail=fault.detail,
             seconds={"total": round(seconds, 4)},
             phase=fault.phase,
-            action=event.remedy,
+            action=event.action,
             injected=self._injections.noticed(fault.kind, fault.rank),
         )
         if len(self._first) < REPAIRED_KEPT:
@@ -114,7 +114,7 @@ class MinorFaults:
             generation=event.generation,
             detail=event.detail,
             phase=event.phase,
-            action=event.remedy,
+            action=event.action,
             injected=self._injections.noticed(FaultKind(event.kind), event.rank),
         )
         if fails:

@@ -35,7 +35,6 @@ from ddp_runner.core.exits import (
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.messages import (
-    Adjusted,
     Faulted,
     Formed,
     Message,
@@ -43,6 +42,7 @@ from ddp_runner.core.messages import (
     Ready,
     RestartProgress,
     Saved,
+    TuningChanged,
 )
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
@@ -138,8 +138,8 @@ class OutsideRuntime(LocalRuntime):
         self._look_after_folders(message)
         self._keep_time(message)
         self._restart_log.keep(message)
-        if isinstance(message, Adjusted) and self.place.rank == 0 and message.remedy:
-            print(message.remedy, flush=True)
+        if isinstance(message, TuningChanged) and self.place.rank == 0 and message.action:
+            print(message.action, flush=True)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
             shown = (f"{name} {message.values[name]:.4g}" for name in sorted(message.values))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ddp_runner.core.messages import (
-    Adjusted,
     Faulted,
     FaultTolerated,
     Finished,
@@ -21,6 +20,7 @@ from ddp_runner.core.messages import (
     RepairedInPlace,
     RestartProgress,
     Saved,
+    TuningChanged,
     WireError,
     decode,
     encode,
@@ -29,7 +29,7 @@ from ddp_runner.observe.files import LineFile
 from ddp_runner.system.run_files import read_lines
 
 KEPT = (
-    Adjusted,
+    TuningChanged,
     Faulted,
     FaultTolerated,
     Finished,
@@ -38,6 +38,9 @@ KEPT = (
     Proved,
     Saved,
 )
+
+# What the log of an older version says instead.
+_OLDER_WORDS = ((b'"type": "Adjusted"', b'"type": "TuningChanged"'), (b'"remedy": ', b'"action": '))
 
 
 class RestartLog:
@@ -55,7 +58,7 @@ class RestartLog:
         with contextlib.suppress(OSError):  # its name in older versions
             (log_dir / f"told_rank_{rank}.jsonl").replace(path)
         earlier = list(read_restart_log(path)) if is_restart else []
-        tunings = [one for one in earlier if isinstance(one, Adjusted) and one.tuning]
+        tunings = [one for one in earlier if isinstance(one, TuningChanged) and one.tuning]
         self.learnt = tunings[-1] if tunings else None
         self.has_saved = any(isinstance(one, Saved) for one in earlier)
         self.run_id = next(
@@ -81,5 +84,8 @@ def read_restart_log(path: Path) -> Iterator[Message]:
     """What a rank has reported, oldest first; a torn line is passed over."""
     with contextlib.suppress(OSError):
         for line in read_lines(path):
+            packet = line.rstrip(b"\n")
+            for older, newer in _OLDER_WORDS:
+                packet = packet.replace(older, newer)
             with contextlib.suppress(WireError):
-                yield decode(line.rstrip(b"\n"))
+                yield decode(packet)

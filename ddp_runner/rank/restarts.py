@@ -17,7 +17,6 @@ from ddp_runner.core.classify import attribute
 from ddp_runner.core.divergence import inexact_by
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import (
-    Adjusted,
     Faulted,
     FaultTolerated,
     Finished,
@@ -26,6 +25,7 @@ from ddp_runner.core.messages import (
     RepairedInPlace,
     RestartProgress,
     Saved,
+    TuningChanged,
 )
 from ddp_runner.core.recovery import Incident, ReplaceRanks
 from ddp_runner.core.reports import Reported, events_of
@@ -197,7 +197,7 @@ def _events_within(
                         productive_ns=None if rank else productive_ns,  # the run's is rank 0's
                     )
                     found.append((restart.at_s(life.at_ns), saved))
-                case Adjusted() | Proved() | FaultTolerated() | RepairedInPlace():
+                case TuningChanged() | Proved() | FaultTolerated() | RepairedInPlace():
                     at_s = _when(message, restart, life)
                     made = events_of(message, generation=restart.generation)
                     found += [(at_s, event) for event in made]

@@ -29,7 +29,6 @@ from ddp_runner.core.lifecycle import (
 )
 from ddp_runner.core.messages import (
     AbortHeard,
-    Adjusted,
     Built,
     CollectivesBegun,
     DrillPart,
@@ -48,6 +47,7 @@ from ddp_runner.core.messages import (
     Saved,
     Stop,
     StopAsked,
+    TuningChanged,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.supervisor.node_keeper import NodeKeeper
@@ -197,9 +197,9 @@ class Supervisor:
                 self.run_end.last_save.saved(message)
             case NotSaved():
                 self.run_end.last_save.not_saved(message)
-            case Adjusted():
+            case TuningChanged():
                 self.recorder.reported(message)
-                self._repair.note_remedy(message)
+                self._repair.note_action(message)
             case RepairedInPlace():
                 for _ in range(message.kernel_kills):
                     # A loader worker's, not a rank's.

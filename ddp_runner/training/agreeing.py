@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ddp_runner.collective.group import Group
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Adjusted
+from ddp_runner.core.messages import TuningChanged
 from ddp_runner.training.components.tuning import Tuning, mend
 from ddp_runner.training.rank_context import RankParts
 
@@ -44,7 +44,7 @@ def recalled(parts: RankParts) -> Tuning | None:
     learnt = runtime.place.learnt
     if learnt is None or learnt.step < state.committed_step:
         return None  # a checkpoint that was made since then has it
-    runtime.logger.warning(f"as the process before this one had it: {learnt.remedy}")
+    runtime.logger.warning(f"as the process before this one had it: {learnt.action}")
     runtime.report(replace(learnt, fault_free=True))
     return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
@@ -66,10 +66,10 @@ def _halved(parts: RankParts, phase: str) -> Tuning:
         raise FaultError(fault)
     runtime.logger.warning(f"the process before this one ran out of memory: {mended.remedy}")
     runtime.report(
-        Adjusted(
+        TuningChanged(
             rank=fault.rank,
             step=fault.step,
-            remedy=mended.remedy,
+            action=mended.remedy,
             inexact_reason=mended.inexact_reason,
             fault_free=True,
             plain_retry=mended.plain_retry,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
-from ddp_runner.core.messages import Adjusted
+from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
 from ddp_runner.training.components.lr_schedule import learning_rate
 from ddp_runner.training.components.tuning import Tuning
@@ -58,10 +58,10 @@ def tell_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -
         if is_news:
             runtime.logger.info(f"changed: {line}")
         runtime.report(
-            Adjusted(
+            TuningChanged(
                 rank=runtime.place.rank,
                 step=state.committed_step,
-                remedy=line if is_news else "",
+                action=line if is_news else "",
                 inexact_reason=line,
                 fault_free=True,
             )

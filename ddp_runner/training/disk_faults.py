@@ -50,5 +50,5 @@ class DiskFaults:
     def _note(self, fault: Fault, remedy: str) -> None:
         rank = self._runtime.place.rank
         self._runtime.report(
-            FaultTolerated(rank=rank, fault=replace(fault, rank=rank), remedy=remedy)
+            FaultTolerated(rank=rank, fault=replace(fault, rank=rank), action=remedy)
         )

@@ -20,7 +20,7 @@ from ddp_runner.core.divergence import Comparison, compare_replicas, first_diffe
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.loss_spikes import broken_gradients
-from ddp_runner.core.messages import Adjusted, FaultTolerated, RepairedInPlace
+from ddp_runner.core.messages import FaultTolerated, RepairedInPlace, TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import rank_list
@@ -97,7 +97,7 @@ class NumericsGuard:
                 at_ns=time.monotonic_ns(),
             )
             remedy = "step skipped on all ranks"
-            self._runtime.report(FaultTolerated(rank=self._rank, fault=fault, remedy=remedy))
+            self._runtime.report(FaultTolerated(rank=self._rank, fault=fault, action=remedy))
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
@@ -399,10 +399,10 @@ class NumericsGuard:
         if lowered:
             inexact = f"learning rate lowered after step {step}"
         self._runtime.report(
-            Adjusted(
+            TuningChanged(
                 rank=self._rank,
                 step=step,
-                remedy="going back to an older state",
+                action="going back to an older state",
                 inexact_reason=inexact,
                 fault_free=True,
             )
@@ -414,7 +414,7 @@ class NumericsGuard:
             RepairedInPlace(
                 rank=self._rank,
                 fault=fault,
-                remedy=remedy,
+                action=remedy,
                 seconds=took_s,
                 steps_lost=fault.step - self._state.committed_step,
             )

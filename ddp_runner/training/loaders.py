@@ -15,7 +15,7 @@ from ddp_runner.core.hang_detection import longest_phase_s
 from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
-from ddp_runner.core.messages import Adjusted, LoaderWorkers, RepairedInPlace
+from ddp_runner.core.messages import LoaderWorkers, RepairedInPlace, TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
@@ -115,7 +115,7 @@ def make_loader(
 def _tell_inexact(runtime: Runtime, reason: str) -> None:
     rank, step = runtime.place.rank, runtime.slot.get(Cell.STEP)
     runtime.logger.warning(reason, step=step)
-    runtime.report(Adjusted(rank=rank, step=step, remedy="", inexact_reason=reason))
+    runtime.report(TuningChanged(rank=rank, step=step, action="", inexact_reason=reason))
 
 
 def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
@@ -199,10 +199,10 @@ def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
     if len(quarantine) and is_first:
         runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
         runtime.report(
-            Adjusted(
+            TuningChanged(
                 rank=runtime.place.rank,
                 step=parts.state.committed_step,
-                remedy="",
+                action="",
                 inexact_reason=SAMPLES_REPLACED,
             )
         )
@@ -220,13 +220,13 @@ def _left_waiting(runtime: Runtime) -> Fault:
 
 
 def _tell(mended: LoadingMended, runtime: Runtime) -> None:
-    fault, remedy, rank = mended.fault, mended.remedy, runtime.place.rank
+    fault, remedy, rank = mended.fault, mended.action, runtime.place.rank
     runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
     runtime.report(
         RepairedInPlace(
             rank=rank,
             fault=fault,
-            remedy=remedy,
+            action=remedy,
             seconds=mended.seconds,
             inexact_reason=mended.inexact_reason,
             kernel_kills=mended.kernel_kills,

@@ -24,7 +24,6 @@ from ddp_runner.core.board import SLOT_BYTES, Board, Cell, Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultError
 from ddp_runner.core.messages import (
-    Adjusted,
     Faulted,
     FaultTolerated,
     Finished,
@@ -32,6 +31,7 @@ from ddp_runner.core.messages import (
     Metrics,
     Ready,
     RepairedInPlace,
+    TuningChanged,
 )
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
@@ -57,7 +57,7 @@ class RankInfo:
     device: str
     loads: bool
     short_of_memory_in: str = ""
-    learnt: Adjusted | None = None
+    learnt: TuningChanged | None = None
     device_free_bytes: int = 0
 
 
@@ -176,8 +176,8 @@ class LocalRuntime:
             self._line.show(message.step, self.slot.get(Cell.TOTAL_STEPS), message.values)
         elif self._line is not None and isinstance(message, (Finished, Faulted)):
             self._line.finish()
-        elif self._line is not None and isinstance(message, Adjusted) and message.remedy:
-            self._line.say(message.remedy)
+        elif self._line is not None and isinstance(message, TuningChanged) and message.action:
+            self._line.say(message.action)
 
     def stop_asked(self) -> StopReason | None:
         """Never: Ctrl-C raises KeyboardInterrupt in a plain script."""

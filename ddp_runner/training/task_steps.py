@@ -14,7 +14,7 @@ from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Adjusted, Metrics
+from ddp_runner.core.messages import Metrics, TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
@@ -141,10 +141,10 @@ class TaskSteps:
         if self._group.rank == 0:
             self._runtime.logger.info(change.remedy, step=state.committed_step)
             self._runtime.report(
-                Adjusted(
+                TuningChanged(
                     rank=self._rank,
                     step=state.committed_step,
-                    remedy=change.remedy,
+                    action=change.remedy,
                     inexact_reason=change.inexact_reason,
                     fault_free=True,
                 )

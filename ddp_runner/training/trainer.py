@@ -36,7 +36,7 @@ from ddp_runner.core.faults import (
     FaultKind,
     ReportedFaultError,
 )
-from ddp_runner.core.messages import Adjusted, Faulted, Formed, Ready
+from ddp_runner.core.messages import Faulted, Formed, Ready, TuningChanged
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.core.secrets import secret_texts
@@ -168,10 +168,10 @@ class DDPTrainer:
         state.tuning = self._tuning_mended = mended.tuning
         self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
         self._runtime.report(
-            Adjusted(
+            TuningChanged(
                 rank=self._place.rank,
                 step=fault.step,
-                remedy=mended.remedy,
+                action=mended.remedy,
                 inexact_reason=mended.inexact_reason,
                 tuning=dict(mended.tuning.to_record()),
                 plain_retry=mended.plain_retry,

@@ -36,9 +36,9 @@ def test_no_two_events_have_one_name():
 def test_the_journal_gets_what_is_written_only():
     """What other sinks need is no JSON, and no line grows by it."""
     event = events.RepairedInPlace(
-        remedy="skipped", seconds=0.5, steps_lost=1, fault=FAULT, generation=2, inexact_reason="x"
+        action="skipped", seconds=0.5, steps_lost=1, fault=FAULT, generation=2, inexact_reason="x"
     )
-    assert event.written() == {"remedy": "skipped", "seconds": 0.5, "steps_lost": 1}
+    assert event.written() == {"action": "skipped", "seconds": 0.5, "steps_lost": 1}
     ahead = events.ForkedAhead(ranks=(1, 2)).written()
     assert json.loads(json.dumps(ahead)) == ahead == {"ranks": [1, 2]}
 

@@ -33,7 +33,7 @@ def test_a_row_of_faults_ends_without_workers(workers):
     for _ in range(10):
         plan = plan_loader_repair(history(*steps), workers=workers)
         assert plan.workers == (workers if len(steps) == 1 else workers // 2)
-        assert plan.remedy
+        assert plan.action
         workers = plan.workers
         if workers == 0:
             break

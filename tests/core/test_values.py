@@ -48,9 +48,9 @@ SAMPLES = [
         rank=0, generation=2, run_id="r", clock="boot", began_ns=1, at_ns=2, spent_ns={"productive": 1}
     ),
     messages.Finished(rank=0, reason=StopReason.COMPLETED, step=9, report={"a": [1, "b"]}),
-    messages.Adjusted(rank=0, step=3, remedy="a", inexact_reason="b"),
-    messages.RepairedInPlace(rank=0, fault=FAULT, remedy="a", seconds=0.5),
-    messages.FaultTolerated(rank=0, fault=FAULT, remedy="a"),
+    messages.TuningChanged(rank=0, step=3, action="a", inexact_reason="b"),
+    messages.RepairedInPlace(rank=0, fault=FAULT, action="a", seconds=0.5),
+    messages.FaultTolerated(rank=0, fault=FAULT, action="a"),
     messages.Proved(rank=0, step=2, what="repeated"),
     messages.DrillPart(rank=0, step=2, part="state", problem="no"),
     messages.Drilled(rank=0, step=2, differs="layer.weight", problem=""),
@@ -75,8 +75,8 @@ def test_a_fault_fits_a_packet_whatever_users_code_has_raised(filling):
                   detail=filling * 300_000 + "V")  # fmt: skip
     for message in (
         messages.Faulted(generation=1, fault=fault),
-        messages.RepairedInPlace(rank=0, fault=fault, remedy="a", seconds=0.5),
-        messages.FaultTolerated(rank=0, fault=fault, remedy="a"),
+        messages.RepairedInPlace(rank=0, fault=fault, action="a", seconds=0.5),
+        messages.FaultTolerated(rank=0, fault=fault, action="a"),
     ):
         sent = messages.decode(messages.encode(message)).fault
         assert sent.cause == fault.cause[: len(sent.cause)]

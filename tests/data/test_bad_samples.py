@@ -97,7 +97,7 @@ def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
         assert loader.workers == 1
     assert known.stand_in(BAD) != BAD
     assert reported[-1].fault.kind is FaultKind.BAD_SAMPLE
-    assert "not tried again" in reported[-1].remedy
+    assert "not tried again" in reported[-1].action
     assert reported[-1].inexact_reason
     assert [mended.fault.kind for mended in reported].count(FaultKind.BAD_SAMPLE) == 1
 
@@ -171,7 +171,7 @@ def test_a_sample_that_loads_when_it_is_tried_again_is_kept(workers):
         take_until(reported, loader)
         take_on(loader, 5)
     (mended,) = reported
-    assert mended.remedy == "loaded when it was tried again"
+    assert mended.action == "loaded when it was tried again"
     assert mended.inexact_reason == ""
 
 

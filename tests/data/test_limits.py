@@ -48,7 +48,7 @@ def _load_with_few_files(me, tensors):
             for tensor in taken.batch:
                 assert [row[0].item() for row in tensor] == list(indices_of(step)), tensor
         assert loader.workers == 1
-    return [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in reported]
+    return [(mended.fault.kind, mended.fault.cause, mended.action) for mended in reported]
 
 
 @pytest.mark.parametrize("tensors", [2, 100], ids=["enough", "too few"])
@@ -58,10 +58,10 @@ def test_without_open_files_batches_come_through_a_pipe(tensors):
     if tensors == 2:
         assert reported == []
         return
-    ((kind, cause, remedy),) = reported
+    ((kind, cause, action),) = reported
     assert kind is FaultKind.LOADER_WORKER_DIED
     assert cause.startswith("too many open files (ulimit -n is 80): ")
-    assert remedy.endswith("batches are copied through a pipe, which needs no open files")
+    assert action.endswith("batches are copied through a pipe, which needs no open files")
 
 
 def _load_with_many_workers(me, workers):
@@ -72,7 +72,7 @@ def _load_with_many_workers(me, workers):
             (taken,) = loader.take(step)
             assert [row[0].item() for row in taken.batch[0]] == list(indices_of(step))
         left = loader.workers
-    return left, [(mended.fault.kind, mended.fault.cause, mended.remedy) for mended in reported]
+    return left, [(mended.fault.kind, mended.fault.cause, mended.action) for mended in reported]
 
 
 def test_more_workers_than_there_are_files_for_are_fewer_and_said():
@@ -80,10 +80,10 @@ def test_more_workers_than_there_are_files_for_are_fewer_and_said():
     assert run_ranks(_load_with_many_workers, 1, 4) == [(4, [])]
     ((left, reported),) = run_ranks(_load_with_many_workers, 1, 40)
     assert 0 < left < 40
-    for kind, cause, remedy in reported:
+    for kind, cause, action in reported:
         assert kind is FaultKind.LOADER_WORKER_DIED
         assert "workers could not be started: OSError" in cause, cause
-        assert "workers" in remedy
+        assert "workers" in action
 
 
 SMALL_SHARED_MEMORY = """
@@ -101,7 +101,7 @@ assert told == [], told
 {fill}
 with t.make(Large(), num_workers=1, on_mended=told.append) as loader:
     assert loader.take(0)[0].batch[:, 7].tolist() == list(t.indices_of(0))
-print(told[0].fault.cause, told[-1].remedy, sep="; ")
+print(told[0].fault.cause, told[-1].action, sep="; ")
 """
 FILL = """
 with open("/dev/shm/full", "wb", buffering=0) as file:

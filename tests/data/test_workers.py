@@ -60,7 +60,7 @@ def test_killed_worker_is_replaced_at_once(pin):
         assert "MB resident at most; " in fault.cause
         assert "\n" not in fault.cause
         assert "Traceback" in fault.detail
-        assert f"{workers} loader worker" in mended.remedy
+        assert f"{workers} loader worker" in mended.action
         assert mended.inexact_reason == ""
         assert took_s < SOON_S
         assert 0 < mended.seconds <= took_s
@@ -147,7 +147,7 @@ def test_a_row_of_faults_ends_in_the_rank_itself():
         step, _ = take_until(reported, loader)
         assert (step, loader.workers, loader.worker_pids) == (0, 0, ())
         take_on(loader, 1)
-    assert [mended.remedy for mended in reported] == [
+    assert [mended.action for mended in reported] == [
         "2 loader workers started anew",
         "1 loader worker instead of 2 after 2 faults in a row",
         "loading in the rank itself after 3 faults in a row",
@@ -180,7 +180,7 @@ def test_faults_with_progress_in_between_keep_the_workers():
             os.kill(loader.worker_pids[0], signal.SIGKILL)
             step = 1 + take_until(reported, loader, step + 10, count=count)[0]
         assert loader.workers == 1
-    assert {mended.remedy for mended in reported} == {"1 loader worker started anew"}
+    assert {mended.action for mended in reported} == {"1 loader worker started anew"}
 
 
 def test_no_death_interrupts_the_rank_elsewhere():

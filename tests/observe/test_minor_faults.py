@@ -49,7 +49,7 @@ def tolerate(ledger, kind, *, at_s, rank=0, step=9):
     fields = events.of_fault(
         Fault(kind=kind, rank=rank, step=step, cause="a cause", phase="checkpoint"), generation=1
     )
-    ledger.take(events.FaultTolerated(**fields, remedy="goes on"), now_s=100.0 + at_s)
+    ledger.take(events.FaultTolerated(**fields, action="goes on"), now_s=100.0 + at_s)
 
 
 def save(ledger, *, at_s):
@@ -102,7 +102,7 @@ def test_a_fault_that_blames_nobody_has_the_injection_of_any_rank(ledger):
     """Two replicas differ, and neither can be believed; this one was repaired within the generation."""
     inject(ledger, "diverge", 1, at_s=1.0)
     rolled_back = events.RepairedInPlace(
-        remedy="rolled back to step 5", seconds=0.5, steps_lost=2, generation=1,
+        action="rolled back to step 5", seconds=0.5, steps_lost=2, generation=1,
         fault=fault(FaultKind.REPLICA_DIVERGED, -1),
     )  # fmt: skip
     ledger.take(rolled_back, now_s=103.0)

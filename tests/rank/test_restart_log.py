@@ -10,7 +10,6 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.messages import (
-    Adjusted,
     Faulted,
     FaultTolerated,
     Metrics,
@@ -18,18 +17,19 @@ from ddp_runner.core.messages import (
     RepairedInPlace,
     RestartProgress,
     Saved,
+    TuningChanged,
 )
 from ddp_runner.rank import external_launcher as outside
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.train_report import TrainReport
 
-HALVED = Adjusted(
-    rank=1, step=7, remedy="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
+HALVED = TuningChanged(
+    rank=1, step=7, action="half", inexact_reason="half from 7", tuning={"micro_batch_size": 4}
 )
 SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
 BEGUN = RestartProgress(rank=1, generation=1, run_id="r", clock="", began_ns=1, at_ns=1)
-IN_PEACE = Adjusted(rank=0, step=9, remedy="relaxed", inexact_reason="", fault_free=True)
+IN_PEACE = TuningChanged(rank=0, step=9, action="relaxed", inexact_reason="", fault_free=True)
 
 
 def restart_log(folder, *, is_restart, rank=0):
@@ -66,9 +66,13 @@ def test_a_restart_goes_on_with_its_log_and_a_launch_anew(tmp_path):
 def test_a_restart_reads_the_log_that_an_older_version_named(tmp_path):
     """What a job reported before it was updated counts for it afterwards."""
     restart_log(tmp_path, is_restart=False).keep(HALVED)
-    restart_log_path(tmp_path, 0).rename(tmp_path / "told_rank_0.jsonl")
+    log = restart_log_path(tmp_path, 0)
+    words = log.read_text(encoding="utf-8").replace("TuningChanged", "Adjusted")
+    older = tmp_path / "told_rank_0.jsonl"
+    older.write_text(words.replace('"action"', '"remedy"'), encoding="utf-8")
+    log.unlink()
     assert restart_log(tmp_path, is_restart=True).learnt == HALVED
-    assert list(read_restart_log(restart_log_path(tmp_path, 0))) == [HALVED]
+    assert list(read_restart_log(log)) == [HALVED]
 
 
 @pytest.fixture
@@ -94,7 +98,7 @@ def summary_of(runtime, tmp_path):
 
 
 MENDED = RepairedInPlace(
-    rank=1, fault=fault(FaultKind.BAD_SAMPLE), remedy="replaced", seconds=0.5,
+    rank=1, fault=fault(FaultKind.BAD_SAMPLE), action="replaced", seconds=0.5,
     inexact_reason="bad samples were replaced",
 )  # fmt: skip
 
@@ -123,10 +127,10 @@ def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message
 def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
     """Control: a worker that was replaced, a lost peer, saves that failed and did not, a change in peace."""
     runtime[0].report(RepairedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
-                                  remedy="new workers", seconds=0.5))  # fmt: skip
+                                  action="new workers", seconds=0.5))  # fmt: skip
     runtime[0].report(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
     full = fault(FaultKind.STORAGE_FAILED, rank=0)
-    runtime[0].report(FaultTolerated(rank=0, fault=full, remedy="training goes on"))
+    runtime[0].report(FaultTolerated(rank=0, fault=full, action="training goes on"))
     runtime[0].report(SAVED)
     runtime[0].report(IN_PEACE)
     summary = summary_of(runtime, tmp_path)

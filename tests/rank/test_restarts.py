@@ -34,7 +34,7 @@ def saved(step):
 
 def mended(at_s, rank=0):
     fault = Fault(kind=FaultKind.BAD_SAMPLE, rank=rank, step=3, cause="c", at_ns=at_s * S)
-    return RepairedInPlace(rank=rank, fault=fault, remedy="m", seconds=2.0)
+    return RepairedInPlace(rank=rank, fault=fault, action="m", seconds=2.0)
 
 
 def summed_up(reported, *, now_s=180):

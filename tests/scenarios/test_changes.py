@@ -36,7 +36,7 @@ def test_what_a_resume_changes_is_told_everywhere_and_for_good(tmp_path):
     assert [second.console.count(f"changed: {line}\n") for line in lines] == [1, 1, 1]
     supervisor_log = (second.logs / "supervisor.log").read_text(encoding="utf-8")
     rank_log = (second.logs / "rank_0.log").read_text(encoding="utf-8")
-    reported = [event["remedy"] for event in second.events("adjusted")]
+    reported = [event["action"] for event in second.events("tuning_changed")]
     for line in lines:
         assert line in supervisor_log
         assert line in rank_log

@@ -160,9 +160,9 @@ def test_auto_stops_searching_for_unused_parameters_until_it_is_wrong(branching,
     """A branch that is rare: relaxed too early, found by the reduction, never relaxed again."""
     run = finish(tmp_path, "find_unused_parameters=auto", "relax_after_steps=3", task=BRANCHING)
     # That a switch of the model's was not put back with the step is told beside it, if at all.
-    (relaxed, returned) = [event for event in run.events("adjusted") if event["remedy"]]
-    assert "find_unused_parameters=False" in relaxed["remedy"]
-    assert "find_unused_parameters=True" in returned["remedy"]
+    (relaxed, returned) = [event for event in run.events("tuning_changed") if event["action"]]
+    assert "find_unused_parameters=False" in relaxed["action"]
+    assert "find_unused_parameters=True" in returned["action"]
     (fault,) = run.summary()["faults"]
     assert fault["kind"] == "reduction_unfinished"
     assert "side.weight" in fault["cause"]
@@ -176,7 +176,7 @@ def test_auto_relaxes_at_the_same_step_whatever_happens(tmp_path):
     calm = finish(tmp_path / "calm", *auto, task=PLAIN, world=3)
     kills = ("--inject", "kill:rank=1,step=9,phase=reduce", "--inject", "kill:rank=2,step=17")
     run = finish(tmp_path / "run", *auto, *kills, task=PLAIN, world=3)
-    assert [event["step"] for event in run.events("adjusted")] == [12]
+    assert [event["step"] for event in run.events("tuning_changed")] == [12]
     assert len(run.summary()["faults"]) == 2
     assert run.summary()["exact"] is True
     assert run.digest == calm.digest
@@ -189,7 +189,7 @@ def test_a_micro_batch_grows_back_and_the_checkpoint_knows_the_size(tmp_path):
         "--inject", "oom:rank=1,step=5,phase=forward", "--inject", "oom:rank=0,step=12,phase=backward",
         task=PLAIN,
     )  # fmt: skip
-    changes = [(event["step"], event["remedy"]) for event in run.events("adjusted")]
+    changes = [(event["step"], event["action"]) for event in run.events("tuning_changed")]
     smaller = "micro-batches of 4 samples, same global batch"
     larger = "trying micro-batches of 8 samples"
     assert changes == [(5, smaller), (11, larger), (12, smaller), (24, larger)]

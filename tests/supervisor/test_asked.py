@@ -49,7 +49,7 @@ def test_a_checkpoint_from_before_the_roll_back_answers_the_request(simulate):
     run.supervisor.ask_save()
     fault = Fault(kind=FaultKind.NON_FINITE, rank=-1, step=13, cause="too many", at_ns=0)
     run.supervisor.on_message(
-        RepairedInPlace(rank=0, fault=fault, remedy="rolled back", seconds=0.1, steps_lost=9),
+        RepairedInPlace(rank=0, fault=fault, action="rolled back", seconds=0.1, steps_lost=9),
         0,
     )
     run.supervisor.on_message(

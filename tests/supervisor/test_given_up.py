@@ -9,7 +9,7 @@ import pytest
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.messages import Adjusted, RepairedInPlace
+from ddp_runner.core.messages import RepairedInPlace, TuningChanged
 from ddp_runner.memory.kernel_kills import KernelKills
 from tests.supervisor.judging import assert_done, lost, plans
 
@@ -54,7 +54,7 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(
     run.to_step(15)
     events.write_text("oom_kill 3\n")
     fault = run.fault(run.rank(1), FaultKind.BAD_SAMPLE, "no worker survives it")
-    mended = RepairedInPlace(rank=1, fault=fault, remedy="", seconds=1.0, kernel_kills=reported)
+    mended = RepairedInPlace(rank=1, fault=fault, action="", seconds=1.0, kernel_kills=reported)
     run.send(run.rank(1), mended)
     run.pass_time(0.1)
     run.kill(2)
@@ -79,15 +79,15 @@ def test_kernel_kills_at_every_step_end_a_run_without_remedy(simulate, tmp_path,
         run.run_until(lambda count=repaired: run.ending or len(run.events("repaired")) > count)
         if run.ending is not None:
             break
-        adjusted = Adjusted(
+        changed = TuningChanged(
             rank=1,
             step=run.best,
-            remedy="x",
+            action="x",
             inexact_reason="",
             fault_free=True,
             plain_retry=plain_retry,
         )
-        run.send(run.rank(1), adjusted)
+        run.send(run.rank(1), changed)
     if not plain_retry:
         assert_done(run)
         assert len(lost(run)) == 5

@@ -9,7 +9,7 @@ import pytest
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import FaultKind
-from ddp_runner.core.messages import Adjusted, Faulted, Proved
+from ddp_runner.core.messages import Faulted, Proved, TuningChanged
 from ddp_runner.core.stopping import StopSignal
 from tests.supervisor.judging import assert_done, plans
 from tests.supervisor.simulated import SAVE_EVERY
@@ -224,8 +224,8 @@ def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
 
 def not_exact(run, rank=1):
     """A rank tells of something that makes the run inexact."""
-    changed = Adjusted(
-        rank=rank, step=run.best, remedy="", inexact_reason="half from 7", fault_free=True
+    changed = TuningChanged(
+        rank=rank, step=run.best, action="", inexact_reason="half from 7", fault_free=True
     )
     run.send(run.rank(rank), changed)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_runner import DDPTrainer
-from ddp_runner.core.messages import Adjusted, RepairedInPlace
+from ddp_runner.core.messages import RepairedInPlace, TuningChanged
 from ddp_runner.data.workers.pool import WorkerPool
 from ddp_runner.training import task_steps
 from tests.processes import run_ranks
@@ -68,9 +68,9 @@ def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path,
     assert none == 0
     assert taken >= STEPS - 1
     assert ahead.weights_sha256 == plain.weights_sha256
-    for kind in (Adjusted, RepairedInPlace):
+    for kind in (TuningChanged, RepairedInPlace):
         assert len(told(reported_ahead, kind)) == len(told(reported_plain, kind))
-    seen = [one.remedy.split(" after")[0] for one in told(reported_ahead, Adjusted)]
+    seen = [one.action.split(" after")[0] for one in told(reported_ahead, TuningChanged)]
     assert seen == remedies
 
 

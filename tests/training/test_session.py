@@ -23,13 +23,13 @@ from ddp_runner.core.checkpoint_interval import CheckpointInterval
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import (
-    Adjusted,
     Built,
     Finished,
     Formed,
     Metrics,
     RepairedInPlace,
     Saved,
+    TuningChanged,
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.training import saving as training_saving
@@ -206,7 +206,7 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
     report, messages, _ = train(config)
     assert report.steps == STEPS
     assert [m.steps_lost for m in told(messages, RepairedInPlace)] == [3], "it was rolled back"
-    remedies = [m.remedy for m in told(messages, Adjusted)]
+    remedies = [m.action for m in told(messages, TuningChanged)]
     assert [remedy.split(" after")[0] for remedy in remedies] == [
         "find_unused_parameters=False",
         "going back to an older state",

@@ -23,7 +23,7 @@ from ddp_runner.core.lifecycle import (
     RunEvent,
     RunState,
 )
-from ddp_runner.core.messages import Adjusted, CollectivesBegun
+from ddp_runner.core.messages import CollectivesBegun, TuningChanged
 from ddp_runner.core.recovery import (
     GiveUp,
     Incident,
@@ -85,7 +85,7 @@ class Repair:
         )
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed
-        self._remedies: list[str] = []
+        self._actions: list[str] = []
         self._once_more = False  # one of them is to change nothing
         self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
         self.returning = ReturningRanks(
@@ -130,13 +130,13 @@ class Repair:
         self._incident.forked_ahead.discard(fault.rank)  # or what was forked has a fault itself
         self._incident.last_sign_s.setdefault(fault.rank, self._last_sign_s(fault))
 
-    def note_remedy(self, message: Adjusted) -> None:
+    def note_action(self, message: TuningChanged) -> None:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
         if message.fault_free:
             return
         self._once_more |= message.plain_retry
-        if message.remedy and message.remedy not in self._remedies:
-            self._remedies.append(message.remedy)
+        if message.action and message.action not in self._actions:
+            self._actions.append(message.action)
 
     def note_collectives(self, answer: CollectivesBegun) -> None:
         """How far a rank of the broken generation has come; it says so before it leaves it."""
@@ -352,8 +352,8 @@ class Repair:
                 since_s=last_commit_ns / 1e9 if last_commit_ns else opened.began_s,
                 detect_s=max(0.0, opened.began_s - opened.last_sign_s[culprit.rank]),
                 outcome=outcome_in_words(plan, culprit),
-                action=action_in_words(plan, culprit, remedies=self._remedies),
-                line=repair_line(plan, incident, remedies=self._remedies, ranks=len(ranks)),
+                action=action_in_words(plan, culprit, actions=self._actions),
+                line=repair_line(plan, incident, actions=self._actions, ranks=len(ranks)),
                 inexact_reason=inexact_by(culprit) if replaces and has_diverged else "",
             ),
             cause=opened.event_id,
@@ -376,7 +376,7 @@ class Repair:
 
     def _replace(self, plan: ReplaceRanks, now_s: float, *, forked_ahead: Collection[int]) -> None:
         """Kill what is left of the lost ranks; they are forked again once they are reaped."""
-        self._remedies.clear()
+        self._actions.clear()
         self._respawn_at_s = now_s + plan.delay_s
         self._loader = plan.loader
         for rank in plan.dropped:

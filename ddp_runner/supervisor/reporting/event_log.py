@@ -24,9 +24,9 @@ class EventLog:
         event_id = self._outputs.write(event, cause=cause)
         for text, level in _words(event):
             self._outputs.say(text, level=level)
-        if isinstance(event, events.Adjusted) and event.fault_free and event.remedy:
+        if isinstance(event, events.TuningChanged) and event.fault_free and event.action:
             # Else the line of the repair has it.
-            self._outputs.note(f"rank {event.rank}: {event.remedy}")
+            self._outputs.note(f"rank {event.rank}: {event.action}")
         return event_id
 
 

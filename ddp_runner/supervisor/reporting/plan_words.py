@@ -22,13 +22,13 @@ def blamed_in_words(incident: Incident, *, ranks: int) -> str:
 
 
 def repair_line(
-    plan: GiveUp | ReplaceRanks, incident: Incident, *, remedies: Sequence[str], ranks: int
+    plan: GiveUp | ReplaceRanks, incident: Incident, *, actions: Sequence[str], ranks: int
 ) -> str:
     """Who is blamed, and what is done about it; empty where nothing is."""
     if isinstance(plan, GiveUp):
         return ""
     wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
-    words = ", ".join([*remedies, *repair_in_words(plan)]) or "forming the world again"
+    words = ", ".join([*actions, *repair_in_words(plan)]) or "forming the world again"
     return f"{blamed_in_words(incident, ranks=ranks)}; {words}{wait}"
 
 
@@ -63,11 +63,11 @@ def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
     return f"{rank_list(plan.ranks)} respawned" if plan.ranks else "formed again"
 
 
-def action_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault, *, remedies: Sequence[str]) -> str:
+def action_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault, *, actions: Sequence[str]) -> str:
     """All that was done about an incident: by the ranks themselves, and with them."""
     if isinstance(plan, GiveUp):
         return f"given up: {plan.reason}"
-    words = list(remedies)
+    words = list(actions)
     if plan.ranks or plan.dropped:
         source = " from the newest checkpoint" if reads_checkpoint(plan) else ""
         words.append(outcome_in_words(plan, culprit) + source)

@@ -17,7 +17,7 @@ from ddp_runner.checkpoint.entry_names import bare_name
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.messages import Adjusted, Proved
+from ddp_runner.core.messages import Proved, TuningChanged
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import byte_size, rank_list
 from ddp_runner.training.components.tensor_hash import tensor_hash
@@ -222,10 +222,10 @@ def tell_inexact(parts: RankParts, reason: str) -> None:
     step = parts.state.committed_step
     parts.runtime.logger.warning(reason, step=step)
     parts.runtime.report(
-        Adjusted(
+        TuningChanged(
             rank=parts.runtime.place.rank,
             step=step,
-            remedy="",
+            action="",
             inexact_reason=reason,
             fault_free=True,
         )

@@ -19,7 +19,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.messages import Adjusted
+from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.loader_faults import LoaderKills
@@ -302,10 +302,10 @@ class SameData:
 
     def _tell_inexact(self, reason: str) -> None:
         self._runtime.report(
-            Adjusted(
+            TuningChanged(
                 rank=self._runtime.place.rank,
                 step=max(0, self._runtime.slot.get(Cell.COMMITTED_STEP)),
-                remedy="",
+                action="",
                 inexact_reason=reason,
                 fault_free=True,
             )

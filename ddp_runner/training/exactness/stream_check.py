@@ -8,7 +8,7 @@ import time
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import Adjusted
+from ddp_runner.core.messages import TuningChanged
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.runtime import Runtime
 
@@ -60,10 +60,10 @@ class StreamWatch:
             if self._group.rank == 0:
                 self._runtime.logger.warning(f"{STREAMS_DIFFER}. {WHOLE_STREAM}", step=step)
                 self._runtime.report(
-                    Adjusted(
+                    TuningChanged(
                         rank=self._runtime.place.rank,
                         step=step,
-                        remedy="",
+                        action="",
                         inexact_reason=STREAMS_DIFFER,
                     )
                 )
