@@ -18,8 +18,8 @@ from ddp_runner.config import (
     digest,
     from_flat,
     from_record,
-    meaning,
     resolve,
+    resume_key,
     to_record,
     to_yaml,
 )
@@ -528,15 +528,15 @@ def test_the_digest_names_the_settings():
     assert digest(Settings()) != digest(resolved(("epochs", "11")))
 
 
-def test_only_what_changes_the_run_is_part_of_its_meaning():
+def test_only_what_changes_the_run_is_part_of_its_resume_key():
     """Resume is refused for another model, data, global batch or seed, and for nothing else."""
-    old = meaning(resolved(("batch_size", "16")), world_size=2)
+    old = resume_key(resolved(("batch_size", "16")), world_size=2)
     same = resolved(
         ("batch_size", "32"), ("lr", "1"), ("epochs", "99"), ("log_dir", "x"), ("vocab_size", "9")
     )
-    assert difference(old, meaning(same, world_size=1)) == []
+    assert difference(old, resume_key(same, world_size=1)) == []
     other = resolved(("batch_size", "32"), ("seed", "7"), ("num_layers", "2"), ("task.a", "1"))
-    assert difference(old, meaning(other, world_size=2)) == [
+    assert difference(old, resume_key(other, world_size=2)) == [
         "data.batch_size x ranks: 32 -> 64",
         "model.num_layers: 6 -> 2",
         "run.seed: 1234 -> 7",
@@ -548,4 +548,4 @@ def test_a_users_own_task_does_not_depend_on_the_built_in_model():
     """A preset may change `model.*` between machines; a task that never reads it can resume."""
     on_gpu = resolve(preset="gpu", command_line=[("task", "m:T"), ("batch_size", "8")]).settings
     on_cpu = resolve(preset="cpu", command_line=[("task", "m:T"), ("batch_size", "8")]).settings
-    assert difference(meaning(on_gpu, world_size=2), meaning(on_cpu, world_size=2)) == []
+    assert difference(resume_key(on_gpu, world_size=2), resume_key(on_cpu, world_size=2)) == []

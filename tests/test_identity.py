@@ -11,10 +11,10 @@ from ddp_runner.config import (
     difference,
     digest,
     from_flat,
-    meaning,
     recipe,
     resolve,
-    task_meaning,
+    resume_key,
+    task_resume_key,
     to_record,
     to_yaml,
 )
@@ -69,7 +69,7 @@ def test_every_setting_is_sorted_by_what_a_resume_makes_of_a_change():
 
 @pytest.mark.parametrize("key", sorted(known_fields()))
 def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
-    """What is refused is in the meaning, what is told in the recipe, and the rest in neither."""
+    """What is refused is in the resume key, what is reported in the recipe, and the rest in neither."""
     tasks = ("synthetic", "bytes") if key.startswith("model.") else ("bytes",)
     refused, reported = False, False
     for task in tasks:
@@ -78,7 +78,7 @@ def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
         new = resolve(command_line=words).settings
         section, _, name = key.partition(".")
         assert getattr(getattr(old, section), name) != getattr(getattr(new, section), name)
-        refused |= meaning(old, world_size=2) != meaning(new, world_size=2)
+        refused |= resume_key(old, world_size=2) != resume_key(new, world_size=2)
         reported |= recipe_of(old) != recipe_of(new)
     match ON_RESUME[key]:
         case OnResume.REFUSED:
@@ -98,7 +98,7 @@ def test_a_task_that_is_given_all_settings_may_read_the_model():
     for reads in (True, False):
         found = Surroundings(**kinds, **sizes, own_task_reads_model=reads)
         assert (recipe(old, found) != recipe(new, found)) is reads
-    assert meaning(old, world_size=1) == meaning(new, world_size=1)
+    assert resume_key(old, world_size=1) == resume_key(new, world_size=1)
 
 
 def secretive(**arguments):
@@ -107,16 +107,16 @@ def secretive(**arguments):
 
 def test_of_a_secret_there_is_a_salted_hash_to_compare():
     """Equal secrets of two runs look different; with the salt of the one they are told apart or not."""
-    old = meaning(secretive(api_key="hunter2", width=3), world_size=1)
+    old = resume_key(secretive(api_key="hunter2", width=3), world_size=1)
     assert "hunter2" not in str(old)
     assert old["task.width"] == 3
-    assert meaning(secretive(api_key="hunter2", width=3), world_size=1) != old
+    assert resume_key(secretive(api_key="hunter2", width=3), world_size=1) != old
     kept = {key: value for key, value in old.items() if key.startswith("task.")}
-    same = task_meaning(secretive(api_key="hunter2", width=3), like=old)
+    same = task_resume_key(secretive(api_key="hunter2", width=3), like=old)
     assert difference(kept, same) == []
-    other = task_meaning(secretive(api_key="hunter3", width=3), like=old)
+    other = task_resume_key(secretive(api_key="hunter3", width=3), like=old)
     assert difference(kept, other) == ["task.api_key: *** -> ***"]
-    gone = task_meaning(secretive(width=3), like=old)
+    gone = task_resume_key(secretive(width=3), like=old)
     assert difference(kept, gone) == ["task.api_key: *** -> (not set)"]
 
 
@@ -127,8 +127,8 @@ def test_a_secret_written_by_an_older_version_is_never_shown(key):
         ("hunter2", "hunter3") if key == "api_key" else ({"password": "a"}, {"password": "b"})
     )
     old = {f"task.{key}": value}
-    assert difference(old, task_meaning(secretive(**{key: value}), like=old)) == []
-    reported = difference(old, task_meaning(secretive(**{key: changed}), like=old))
+    assert difference(old, task_resume_key(secretive(**{key: value}), like=old)) == []
+    reported = difference(old, task_resume_key(secretive(**{key: changed}), like=old))
     assert reported == [f"task.{key}: *** -> ***"]
 
 

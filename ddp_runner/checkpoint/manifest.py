@@ -47,8 +47,8 @@ class Manifest:
 
     ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` that of
     the whole file. ``monitored`` is the value that ``best`` is judged by (lower is better), None
-    where there was none. ``meaning`` says what the run means (model, data, global batch, seed):
-    resuming under another meaning is refused by the caller. ``created_utc`` is for people; ``pace``
+    where there was none. ``meaning`` is the resume key of the run (model, data, global batch, seed):
+    resuming under another one is refused by the caller. ``created_utc`` is for people; ``pace``
     is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
     that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks

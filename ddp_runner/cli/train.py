@@ -14,7 +14,7 @@ from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
 from ddp_runner.cli.machine import core_count, torch_build
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
-from ddp_runner.config import check_relations, digest, meaning, resolve
+from ddp_runner.config import check_relations, digest, resolve, resume_key
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
@@ -101,7 +101,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         devices=devices,
         world_size=world_size,
         threads_per_rank=threads_per_rank(resolved.settings, devices=devices, cores=cores),
-        meaning=meaning(resolved.settings, world_size=world_size),
+        resume_key=resume_key(resolved.settings, world_size=world_size),
         settings_digest=digest(resolved.settings),
         command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
         notes=(

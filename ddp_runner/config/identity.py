@@ -39,7 +39,7 @@ _MODEL_OF_TASK: Mapping[str, tuple[str, ...]] = {
 class OnResume(Enum):
     """What it means that a setting differs from the run's that is resumed."""
 
-    REFUSED = "another run"  # part of meaning()
+    REFUSED = "another run"  # part of resume_key()
     REPORTED = "goes on, with other steps"  # part of recipe(); what is computed alike is not told
     CANNOT_MATTER = "the same steps"
 
@@ -149,7 +149,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     }
 
 
-def meaning(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
+def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
     """What must not change between a checkpoint and the run that resumes from it.
 
     Task and its arguments, model, data, global batch and seed: a change of any of them makes
@@ -164,15 +164,15 @@ def meaning(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         found["data.path"] = os.path.normpath(path) if path else ""
         found["data.validation_fraction"] = settings.data.validation_fraction
     found[GLOBAL_BATCH] = settings.data.batch_size * world_size
-    return found | task_meaning(settings)
+    return found | task_resume_key(settings)
 
 
-def task_meaning(
+def task_resume_key(
     settings: Settings, *, like: Mapping[str, object] = _NOTHING
 ) -> dict[str, JsonValue]:
-    """The task's arguments in a meaning: of a secret there is only a hash.
+    """The task's arguments in a resume key: of a secret there is only a hash.
 
-    ``like``: the meaning that they are to be compared with.
+    ``like``: the resume key that they are to be compared with.
     """
     found: dict[str, JsonValue] = {}
     for name in sorted(settings.task):
@@ -197,7 +197,7 @@ def _sealed(value: object, like: object) -> str:
 
 
 def is_sealed(value: object) -> bool:
-    """Whether ``value`` stands for a secret in a meaning."""
+    """Whether ``value`` stands for a secret in a resume key."""
     return isinstance(value, str) and _SEALED.fullmatch(value) is not None
 
 

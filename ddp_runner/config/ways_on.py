@@ -27,7 +27,7 @@ def ways_on(
 ) -> str:
     """The three ways on from a checkpoint of other settings, each with the exact words to type.
 
-    ``old`` and ``new`` are what the checkpoint and this launch mean (``identity.meaning``).
+    ``old`` and ``new`` are the resume keys of the checkpoint and of this launch (``identity.resume_key``).
     """
     words, others = words_of_old(old, new, world_size=world_size)
     return (

@@ -40,7 +40,7 @@ def group_backend(settings: Settings, *, is_on_gpu: bool) -> str:
 class LaunchPlan:
     """A checked run, ready to start. ``devices[r]`` is the place of rank ``r``.
 
-    ``origins`` says by dotted key where each setting came from. ``meaning`` is what a resumed
+    ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
     checkpoint must agree with. ``notes`` are lines to show people once, before training.
     """
 
@@ -49,7 +49,7 @@ class LaunchPlan:
     devices: tuple[DevicePlan, ...]
     world_size: int
     threads_per_rank: int
-    meaning: Mapping[str, object]
+    resume_key: Mapping[str, object]
     settings_digest: str
     command: tuple[str, ...]
     notes: tuple[str, ...]

@@ -340,7 +340,7 @@ class Saving:
             epoch=self._workload.length.epoch_of(step),
             samples=self._state.samples,
             run_id=self._runtime.run_id,
-            meaning=dict(self._workload.meaning),
+            meaning=dict(self._workload.resume_key),
             settings_digest=self._workload.settings_digest,
             recipe=dict(self._workload.recipe),
             changes=self._state.changes,

@@ -60,7 +60,7 @@ class Workload:
     global_batch: int
     device: torch.device
     backend: str
-    meaning: Mapping[str, Any]
+    resume_key: Mapping[str, Any]
     recipe: Mapping[str, Any]
     settings_digest: str
     parameters: int
@@ -109,9 +109,9 @@ def build_workload(
     _refuse_shapeless(model, settings)
     model = model.to(device)
     _refuse_sparse_gradients(model, settings)
-    meaning = dict(config.meaning(settings, world_size=place.world_size))
+    key = dict(config.resume_key(settings, world_size=place.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
-    meaning["data fingerprint"] = datasets.fingerprint or named
+    key["data fingerprint"] = datasets.fingerprint or named
     workload = Workload(
         task=task,
         datasets=datasets,
@@ -120,7 +120,7 @@ def build_workload(
         global_batch=global_batch,
         device=device,
         backend=backend_of(settings, device),
-        meaning=meaning,
+        resume_key=key,
         recipe=_recipe(settings, place, task, total_steps=length.total_steps),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -425,7 +425,7 @@ def _nothing_left(cause: str) -> Fault:
 def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:
     old = loaded.manifest.meaning
     # With the salts of the file, without which no secret could be compared.
-    new = config.aligned(old, {**workload.meaning, **config.task_meaning(settings, like=old)})
+    new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})
     if changes := config.difference(old, new):
         world_size = workload.global_batch // settings.data.batch_size
         ways = config.ways_on(settings, old=old, new=new, world_size=world_size)

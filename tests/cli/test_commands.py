@@ -149,7 +149,7 @@ def test_the_version_is_the_packages(capsys):
 
 
 def test_a_plan_holds_every_decision(tmp_path, monkeypatch):
-    """What the supervisor gets: devices, threads, settings with origins, meaning and digest."""
+    """What the supervisor gets: devices, threads, settings with origins, resume key and digest."""
     monkeypatch.chdir(tmp_path)
     words = ["--cpu", "-n", "3", "--test", "-l", "L", "seed=9"]
     plan = plan_launch(parse_train(words), words=words)
@@ -162,7 +162,7 @@ def test_a_plan_holds_every_decision(tmp_path, monkeypatch):
     )
     assert plan.origins["run.seed"] == "command line"
     assert plan.origins["model.hidden_size"] == "preset"
-    assert plan.meaning["data.batch_size x ranks"] == plan.settings.data.batch_size * 3
+    assert plan.resume_key["data.batch_size x ranks"] == plan.settings.data.batch_size * 3
     assert plan.command[-len(words) :] == tuple(words)
     assert list(tmp_path.iterdir()) == []
 

@@ -65,7 +65,7 @@ def plan_for(folder, *, world_size, **changes):
         devices=(cpu,) * world_size,
         world_size=world_size,
         threads_per_rank=1,
-        meaning={},
+        resume_key={},
         settings_digest="0",
         command=("test",),
         notes=(),

@@ -109,7 +109,7 @@ def test_a_launch_that_means_another_run_is_refused_with_the_difference(finished
 
 
 def test_a_finished_run_may_be_launched_again_with_another_interval(peace, finished):
-    """What does not change the meaning is accepted; there is nothing to train, so nothing changes."""
+    """What does not change the resume key is accepted; there is nothing to train, so nothing changes."""
     with Run(finished, *SETTINGS, "log_interval=3") as run:
         assert run.wait() == 0, run.console
     summary = run.summary()

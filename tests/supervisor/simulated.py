@@ -217,7 +217,7 @@ class Simulation:
             devices=tuple(_gpu(index) for index in devices) if devices else (cpu,) * ranks,
             world_size=ranks,
             threads_per_rank=1,
-            meaning={},
+            resume_key={},
             settings_digest="0",
             command=("test",),
             notes=(),

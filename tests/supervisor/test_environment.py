@@ -19,7 +19,7 @@ def environment(own, *, debug=False, threads=3):
         devices=(),
         world_size=1,
         threads_per_rank=threads,
-        meaning={},
+        resume_key={},
         settings_digest="0",
         command=(),
         notes=(),

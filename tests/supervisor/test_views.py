@@ -48,7 +48,7 @@ def plan():
         devices=tuple(device(rank) for rank in range(WORLD)),
         world_size=WORLD,
         threads_per_rank=1,
-        meaning={},
+        resume_key={},
         settings_digest="0",
         command=("test",),
         notes=(),

@@ -49,7 +49,7 @@ def build(*, world_size=2, **changed):
 def save(store, workload, state, *, step=STEP, **facts):
     """The state as the checkpoint of ``step``, as a rank would write it."""
     state.committed_step = step
-    told = {**facts_of(step), "meaning": workload.meaning, "recipe": workload.recipe}
+    told = {**facts_of(step), "meaning": workload.resume_key, "recipe": workload.recipe}
     store.save(state.capture(), **{**told, "changes": state.changes, **facts})
 
 
@@ -158,7 +158,7 @@ def test_a_loss_scale_is_named_like_an_average(tmp_path, had, has, what):
     scales = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9}
     content["scaler"] = {**scales, "_growth_tracker": 0} if had == "fp16" else {}
     content["counters"]["committed_step"] = STEP
-    facts = {**facts_of(STEP), "meaning": workload.meaning}
+    facts = {**facts_of(STEP), "meaning": workload.resume_key}
     store.save(content, **facts, recipe={**workload.recipe, "precision": had})
     settings, workload, state = build()
     state.precision.scaler = torch.amp.GradScaler("cpu", enabled=has == "fp16")
