@@ -164,7 +164,7 @@ def test_a_wrong_value_is_told_with_what_would_be_right(name, text, message):
 
 
 def test_all_wrong_values_are_told_at_once(tmp_path):
-    """A person mends every mistake in one go; each has its own line and names its source."""
+    """A person corrects every mistake in one go; each has its own line and names its source."""
     file = written(tmp_path, "run: {epochs: 0}\nbogus_setting: 1\n")
     with pytest.raises(SettingsError) as caught:
         resolve(

@@ -1,4 +1,4 @@
-"""What the demo does: the faults of its acts, where they strike, and the settings of its runs."""
+"""What the demo does: the faults of its acts, where they happen, and the settings of its runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTINGS = (
     *("log.evaluate_every_steps=60", "log.evaluate_batches=8", "log.log_interval=20"),
     "recovery.max_restarts=100",
 )
-# Act 3 has what a run needs so that these can be noticed, or mended.
+# Act 3 has what a run needs so that these can be noticed, or repaired.
 CHANGING_SETTINGS = (
     *("ddp.find_unused_parameters=false", "data.on_bad_sample=substitute"),
     "recovery.explosion_window=50",

@@ -42,7 +42,7 @@ class Cell(IntEnum):
     BUSY_NS = 19  # of STEP_NS, what was spent neither on data nor in the reduction
     REDUCE_NS = 20  # of STEP_NS, in the reduction, the wait for later ranks included
     COLLECTIVES = 21  # begun in the generation when the newest step was committed
-    CONDEMNED = 22  # written by the supervisor: the rank hangs and is about to be killed
+    FENCED = 22  # written by the supervisor: this process may write no files any more, it is about to be killed
     SAMPLE = 23  # loaded in the rank itself: its index + 1, negative of validation; 0: none
     DONE_BETWEEN = 24  # the committed step, shifted, and what this generation has done since
     COMPARISON_NS = 25  # cumulative, of training that waited for comparisons of the replicas
@@ -75,7 +75,7 @@ class SlotReading:
 
 
 class Slot:
-    """One rank's cells. Written by that rank's main thread, but for ``CONDEMNED`` and ``DEVICE_SUMS``."""
+    """One rank's cells. Written by that rank's main thread, but for ``FENCED`` and ``DEVICE_SUMS``."""
 
     __slots__ = ("_base", "_floats", "_ints")
 

@@ -25,16 +25,16 @@ class Election:
     receivers: tuple[int, ...]
 
 
-def elect_source(standings: Sequence[ReplicaProgress]) -> Election:
+def elect_source(replicas: Sequence[ReplicaProgress]) -> Election:
     """The newest replica is the source; ties go to the lowest rank. Raises ValueError if all are empty.
 
     A rank that failed inside its optimizer never stands here: it is replaced by an empty one,
     because half-updated weights may not spread.
     """
-    filled = [standing for standing in standings if standing.committed_step > EMPTY_STEP]
+    filled = [replica for replica in replicas if replica.committed_step > EMPTY_STEP]
     if not filled:
         raise ValueError("no rank has a state to start from")
-    newest = max(standing.committed_step for standing in filled)
-    source = min(standing.rank for standing in filled if standing.committed_step == newest)
-    behind = (standing.rank for standing in standings if standing.committed_step < newest)
+    newest = max(replica.committed_step for replica in filled)
+    source = min(replica.rank for replica in filled if replica.committed_step == newest)
+    behind = (replica.rank for replica in replicas if replica.committed_step < newest)
     return Election(source=source, committed_step=newest, receivers=tuple(sorted(behind)))

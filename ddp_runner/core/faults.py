@@ -91,8 +91,8 @@ SCOPE_OF_KIND = {
 }
 
 
-# The rank where it happens mends it itself and stays; the step is redone in a new generation.
-MENDED_BY_RANK = frozenset(
+# The rank where it happens repairs it itself and stays; the step is redone in a new generation.
+REPAIRED_BY_RANK = frozenset(
     {FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED, FaultKind.REPLICA_DIVERGED}
 )
 
@@ -129,7 +129,7 @@ class Fault:
     phase: str = ""
     detail: str = ""
     at_ns: int = 0
-    may_retry: bool = True  # False: whoever could mend it has nothing left to change
+    may_retry: bool = True  # False: whoever could repair it has nothing left to change
     is_disagreement: bool = (
         False  # of a stuck collective: the ranks are known to do different things
     )

@@ -100,7 +100,7 @@ class RandomPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
+class RandomInjection:
     """One fault that a random plan has drawn; ``wait_s`` after the one before it."""
 
     wait_s: float
@@ -155,25 +155,25 @@ def bad_sample_places(
 
 
 def _drawn_places(plan: RandomPlan, *, world_size: int, total_steps: int) -> list[tuple[int, int]]:
-    """A place anywhere in the run for each strike of the plan that is a bad sample.
+    """A place anywhere in the run for each of the plan's injections that is a bad sample.
 
     Bad in every process from the start, so that it depends on no moment.
     """
-    strikes = [
-        (draw_strike(plan, number, world_size=world_size), _uniform(plan.seed, number)[3])
+    injections = [
+        (draw_injection(plan, number, world_size=world_size), _uniform(plan.seed, number)[3])
         for number in range(plan.times if InjectKind.BAD_SAMPLE in plan.kinds else 0)
     ]
     return [
-        (strike.rank, int(place * total_steps))
-        for strike, place in strikes
-        if strike.kind is InjectKind.BAD_SAMPLE
+        (injection.rank, int(place * total_steps))
+        for injection, place in injections
+        if injection.kind is InjectKind.BAD_SAMPLE
     ]
 
 
-def draw_strike(plan: RandomPlan, number: int, *, world_size: int) -> Strike:
+def draw_injection(plan: RandomPlan, number: int, *, world_size: int) -> RandomInjection:
     """Fault ``number`` of the plan, from 0: a pure function of the plan and the world size."""
     first, second, third, _ = _uniform(plan.seed, number)
-    return Strike(
+    return RandomInjection(
         wait_s=-plan.mtbf_s * math.log(1.0 - first),
         kind=plan.kinds[int(second * len(plan.kinds))],
         rank=int(third * world_size),

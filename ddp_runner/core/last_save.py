@@ -19,7 +19,7 @@ _RESUMES_NEWEST = ("auto", "last")  # words of --resume for which the same comma
 class Leaving:
     """A rank that has not left its generation yet. ``saves``: it is at the disk, which takes its time."""
 
-    standing: ReplicaProgress
+    progress: ReplicaProgress
     saves: bool
 
 
@@ -56,7 +56,7 @@ def next_saver(
     ``may_wait``: ranks that are told to leave still have time for it. One that saves has all there is.
     """
     filled = [one for one in parked if one.committed_step > EMPTY_STEP]
-    newer = [one for one in leaving if one.standing.committed_step > saved_step]
+    newer = [one for one in leaving if one.progress.committed_step > saved_step]
     if newer and (may_wait or not filled or any(one.saves for one in newer)):
         return WaitForRanks()
     if not filled:

@@ -100,7 +100,7 @@ class SaveAlone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inject:
-    """Supervisor -> rank: do this to yourself at your next phase change (a random plan's strike ``number``)."""
+    """Supervisor -> rank: do this to yourself at your next phase change (injection ``number`` of a random plan)."""
 
     kind: str
     number: int

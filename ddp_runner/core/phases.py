@@ -50,7 +50,7 @@ _STAGE_LABELS = {
 
 
 class Moment(Enum):
-    """Places inside a phase where ``--inject`` may strike. They do not stand on the board."""
+    """Places inside a phase where ``--inject`` may act. They do not stand on the board."""
 
     REDUCING = "reducing"  # in ``reduce``: this rank's last all-reduce of the step is under way
     REDUCED = "reduced"  # in ``reduce``: the sums are there, rank 0's buffers are not

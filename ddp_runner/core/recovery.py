@@ -173,13 +173,13 @@ def judge_parked(
         fault.rank for fault, earlier in _repeated(incident, history) if fault.rank == earlier.kept
     }
     ahead = [
-        standing
-        for standing in world.parked
-        if standing.committed_step > world.newest_step and standing.rank not in tired
+        replica
+        for replica in world.parked
+        if replica.committed_step > world.newest_step and replica.rank not in tired
     ]
     newest = min(ahead, key=lambda one: (-one.committed_step, one.rank), default=None)
     kept = None if newest is None else newest.rank
-    lost = {standing.rank for standing in world.parked if standing.rank != kept}
+    lost = {replica.rank for replica in world.parked if replica.rank != kept}
     return replace(
         world,
         lost=tuple(sorted({*world.lost, *lost})),

@@ -82,7 +82,7 @@ def due_after(
 def saves_to_skip(failures: int) -> int:
     """After so many failed saves in a row: how many that come due are not tried.
 
-    The interval doubles with each failure, up to 16 times: a disk that is full or broken seldom mends
+    The interval doubles with each failure, up to 16 times: a disk that is full or broken seldom recovers
     within one interval, and each try costs a copy of the state and a warning.
     """
     return int(min(2**failures, SAVE_BACKOFF_MAX)) - 1

@@ -17,13 +17,13 @@ from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     KillCounter,
     LoaderKills,
-    LoadingMended,
+    LoadingRepaired,
     NoKills,
     fault_of_failure,
     fault_of_samples,
     fault_of_worker,
 )
-from ddp_runner.data.loader_repair import Mender, Trouble
+from ddp_runner.data.loader_repair import DataRepair, Trouble
 from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share_size
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.workers import system_limits
@@ -96,7 +96,7 @@ class SafeDataLoader:
         start_step: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         on_workers: Callable[[tuple[int, ...]], None] = _ignore,
-        on_mended: Callable[[LoadingMended], None] = _ignore,
+        on_repaired: Callable[[LoadingRepaired], None] = _ignore,
         on_wait: Callable[[], None] = _ignore_wait,
         log: Callable[[str], None] = _ignore,
         quarantine: Quarantine | None = None,
@@ -116,7 +116,7 @@ class SafeDataLoader:
         self._pin_memory = pin_memory and system_limits.can_pin()
         self._timeout_s = timeout_s
         self._on_workers = on_workers
-        self._on_mended = on_mended
+        self._on_repaired = on_repaired
         self._on_wait = on_wait
         self._on_sample = on_sample
         self._suspect = suspect
@@ -125,7 +125,7 @@ class SafeDataLoader:
         if quarantine is None:
             quarantine = Quarantine(seed=seed, dataset_size=order.dataset_size, bad_max=0)
         self.quarantine = quarantine
-        self._mender = Mender(
+        self._repair = DataRepair(
             self._source,
             quarantine=self.quarantine,
             timeout_s=timeout_s,
@@ -154,7 +154,7 @@ class SafeDataLoader:
         workers of its own do that, and the others stay ahead; any other but the next restarts
         them there.
         A worker that dies or hangs is replaced meanwhile, a bad sample as the quarantine allows;
-        ``on_mended`` hears of it. Raises ``FaultError`` with no worker left: BAD_SAMPLE, or
+        ``on_repaired`` hears of it. Raises ``FaultError`` with no worker left: BAD_SAMPLE, or
         OUT_OF_MEMORY where the rank itself cannot load for want of it;
         ValueError outside the run or once closed.
         """
@@ -293,7 +293,7 @@ class SafeDataLoader:
             self.seek(step)
         self._ahead.drop()
         try:
-            batches = self._take_mending()
+            batches = self._take_with_repairs()
         except BaseException:
             # Whatever it was, a signal handler's exception included: a batch may be half read.
             self._end_pool(grace_s=0.0)
@@ -320,9 +320,9 @@ class SafeDataLoader:
             kills=self._kills,
         )
 
-    def _take_mending(self) -> list[MicroBatch]:
-        """The step's batches; what breaks is mended until they are all there."""
-        wanted = self._mender.workers_to_use(
+    def _take_with_repairs(self) -> list[MicroBatch]:
+        """The step's batches; what breaks is repaired until they are all there."""
+        wanted = self._repair.workers_to_use(
             step=self._step, workers=self.workers, asked=self._workers_asked
         )
         if wanted != self.workers:
@@ -338,11 +338,11 @@ class SafeDataLoader:
             except _BatchFailedError as error:
                 trouble = self._trouble_of_batch(error.key, error.failed)
             else:
-                for mended in self._mender.delivered(batches):
-                    self._on_mended(mended)
+                for repaired in self._repair.delivered(batches):
+                    self._on_repaired(repaired)
                 return batches
             self._end_pool(grace_s=0.0)
-            self.workers = self._mender.mend(trouble, workers=self.workers)
+            self.workers = self._repair.repair(trouble, workers=self.workers)
 
     def _examine_suspect(self) -> None:
         """A sample that hung, or broke, the process before this one would do so again."""
@@ -360,7 +360,7 @@ class SafeDataLoader:
             phase=self._phase.label,
         )
         key = BatchKey(epoch=epoch, indices=(suspect,))
-        self._mender.examine(Trouble(fault=fault, why="no process survives it", key=key))
+        self._repair.examine(Trouble(fault=fault, why="no process survives it", key=key))
 
     def _trouble_of(self, error: PoolError) -> Trouble:
         pool = self._pool
@@ -442,7 +442,7 @@ class SafeDataLoader:
             workers=self.workers,
             prefetch_factor=self.prefetch_factor,
             pin_memory=self._pin_memory,
-            by_value=self._mender.by_value,
+            by_value=self._repair.by_value,
         )
 
     def _end_pool(self, *, grace_s: float) -> None:

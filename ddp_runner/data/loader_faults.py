@@ -23,7 +23,7 @@ SAMPLES_REPLACED = "bad samples were replaced: see quarantine.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadingMended:
+class LoadingRepaired:
     """A fault of loading that was repaired inside the rank, ``seconds`` after it was noticed.
 
     ``inexact_reason`` is empty where every step gets the samples that it would have had.

@@ -1,6 +1,6 @@
-"""Mends loading inside the rank: other workers after a fault, stand-ins for bad samples.
+"""Repairs loading inside the rank: other workers after a fault, stand-ins for bad samples.
 
-Decides through ``core/loader_recovery.py`` and the quarantine; the loader performs. What cannot be mended
+Decides through ``core/loader_recovery.py`` and the quarantine; the loader performs. What cannot be repaired
 leaves as a FaultError.
 """
 
@@ -23,7 +23,7 @@ from ddp_runner.data.isolate import Attempt, Indices, is_failed, isolate, load_i
 from ddp_runner.data.loader_faults import (
     SAMPLES_REPLACED,
     LoaderKills,
-    LoadingMended,
+    LoadingRepaired,
     fault_of_samples,
 )
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
@@ -54,7 +54,7 @@ class Trouble:
     files_used_up: bool = False
 
 
-class Mender:
+class DataRepair:
     """One loader's; lives as long as it, because what it learns outlasts workers and generations."""
 
     def __init__(
@@ -75,9 +75,9 @@ class Mender:
         self._broke: dict[BatchKey, int] = {}  # how many workers broke while they loaded it
         self.by_value = False  # how workers hand their batches over
         self._good: list[int] = []  # a sample that was loaded
-        self._unreported: list[tuple[float, LoadingMended]] = []
+        self._unreported: list[tuple[float, LoadingRepaired]] = []
 
-    def mend(self, trouble: Trouble, *, workers: int) -> int:
+    def repair(self, trouble: Trouble, *, workers: int) -> int:
         """With how many workers to load the same step again; none of the old ones is left.
 
         Raises FaultError (BAD_SAMPLE) if only another sample would help, and none may be taken.
@@ -88,7 +88,7 @@ class Mender:
         if trouble.files_used_up and not self.by_value:
             self.by_value = True
             action = "from here on batches are copied through a pipe, which needs no open files"
-            self._note(LoadingMended(fault=fault, action=action, seconds=0.0), began_s)
+            self._note(LoadingRepaired(fault=fault, action=action, seconds=0.0), began_s)
             return workers
         plan = plan_loader_repair(self._history, workers=workers)
         if trouble.key is not None and (
@@ -101,13 +101,13 @@ class Mender:
             if trouble.raised:
                 self._try_again(trouble, began_s=began_s)
                 return workers
-        self._note(LoadingMended(fault=fault, action=plan.action, seconds=0.0), began_s)
+        self._note(LoadingRepaired(fault=fault, action=plan.action, seconds=0.0), began_s)
         return plan.workers
 
     def examine(self, trouble: Trouble) -> None:
         """Replace the suspect of a process that has ended, if a worker cannot load it either.
 
-        Raises FaultError (BAD_SAMPLE) as :meth:`mend` does.
+        Raises FaultError (BAD_SAMPLE) as :meth:`repair` does.
         """
         key, began_s = trouble.key, time.monotonic()
         assert key is not None
@@ -134,8 +134,8 @@ class Mender:
         """With how many workers to load ``step``; more than there are after a calm stretch."""
         return workers_to_use(self._history, step=step, workers=workers, asked=asked)
 
-    def delivered(self, batches: list[MicroBatch]) -> list[LoadingMended]:
-        """What was mended on the way to ``batches``, which have come now; each is told once."""
+    def delivered(self, batches: list[MicroBatch]) -> list[LoadingRepaired]:
+        """What was repaired on the way to ``batches``, which have come now; each is told once."""
         if batches:
             self._good = list(batches[-1].indices[-1:])
         now_s = time.monotonic()
@@ -221,7 +221,7 @@ class Mender:
             left = tuple(self._quarantine.stand_in(one) for one in key.indices)
             self._broke[key._replace(indices=left)] = self._broke.pop(key, 0)
         self._note(
-            LoadingMended(
+            LoadingRepaired(
                 fault=named,
                 action=f"sample {instead} takes the place of {index}, which is not tried again",
                 seconds=0.0,
@@ -235,7 +235,7 @@ class Mender:
         if self._history.in_a_row > _BATCH_TRIES_MAX:
             raise FaultError(trouble.fault)
         action = "loaded when it was tried again"
-        self._note(LoadingMended(fault=trouble.fault, action=action, seconds=0.0), began_s)
+        self._note(LoadingRepaired(fault=trouble.fault, action=action, seconds=0.0), began_s)
 
-    def _note(self, mended: LoadingMended, began_s: float) -> None:
-        self._unreported.append((began_s, mended))
+    def _note(self, repaired: LoadingRepaired, began_s: float) -> None:
+        self._unreported.append((began_s, repaired))

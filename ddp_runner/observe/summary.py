@@ -124,7 +124,7 @@ class RunSummary:
     # That needed no repair (a skipped step, a save that failed), so they count as no faults: the newest 500.
     tolerated: tuple[FaultRecord, ...] = ()
     injected: tuple[InjectedRecord, ...] = ()  # the newest 1,000
-    faults_left_out: int = 0  # mended by their ranks, and too many to list: in events.jsonl
+    faults_left_out: int = 0  # repaired by their ranks, and too many to list: in events.jsonl
     checkpoint: str | None
     checkpoint_step: int | None = None
     peak_rss_bytes: int | None = None

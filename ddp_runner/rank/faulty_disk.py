@@ -17,8 +17,8 @@ from ddp_runner.system.run_files import open_to_change
 class FaultyDisk(FencedDisk):
     """The system's own disk until it is asked for trouble. Asked by the training thread, used by any."""
 
-    def __init__(self, is_condemned: Callable[[], bool] = never) -> None:
-        super().__init__(is_condemned)
+    def __init__(self, is_fenced: Callable[[], bool] = never) -> None:
+        super().__init__(is_fenced)
         self._full_until_s = 0.0
         self._delay_s = 0.0
         self._fails_sync = False

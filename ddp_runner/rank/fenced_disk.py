@@ -15,25 +15,25 @@ def never() -> bool:
 
 
 class FencedDisk(RealDisk):
-    """The operating system's own until ``is_condemned``, which any thread may ask.
+    """The operating system's own until ``is_fenced``, which any thread may ask.
 
     A rank that was stopped is woken to write its stacks before it is killed. Its save would go on
     for that long: put a checkpoint in place that nobody has heard of, and delete older ones.
     """
 
-    def __init__(self, is_condemned: Callable[[], bool] = never) -> None:
-        self._is_condemned = is_condemned
+    def __init__(self, is_fenced: Callable[[], bool] = never) -> None:
+        self._is_fenced = is_fenced
 
     def replace(self, source: Path, target: Path) -> None:
         """rename(2)."""
-        self._refuse_the_condemned(target)
+        self._refuse_if_fenced(target)
         super().replace(source, target)
 
     def remove(self, path: Path) -> None:
         """unlink(2)."""
-        self._refuse_the_condemned(path)
+        self._refuse_if_fenced(path)
         super().remove(path)
 
-    def _refuse_the_condemned(self, path: Path) -> None:
-        if self._is_condemned():
+    def _refuse_if_fenced(self, path: Path) -> None:
+        if self._is_fenced():
             raise OSError(errno.EPERM, "this rank was declared dead", str(path))

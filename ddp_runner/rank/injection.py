@@ -51,8 +51,8 @@ class InjectingSlot(Slot):
         self._pending: list[tuple[InjectKind, int]] = []
         self._ruined: set[InjectKind] = set()  # what happens to the step in progress
 
-    def strike_soon(self, kind: InjectKind, *, number: int) -> None:
-        """Have ``kind`` happen at the next stamp, as strike ``number``. For the control thread."""
+    def inject_soon(self, kind: InjectKind, *, number: int) -> None:
+        """Have ``kind`` happen at the next stamp, as injection ``number``. For the control thread."""
         self._pending.append((kind, number))
 
     def stamp(self, phase: Phase, now_ns: int) -> None:
@@ -98,19 +98,19 @@ class InjectingSlot(Slot):
             if injection.kind in self._ruined:
                 continue
             due = injection.phase == place and step >= injection.step
-            if due and self._can_strike(injection.kind, place):
+            if due and self._can_inject(injection.kind, place):
                 self._count_down(number, injection)
                 self._announce(number, injection.kind)
-                self._strike(injection.kind, injection.seconds)
+                self._inject(injection.kind, injection.seconds)
         waits = place in (Phase.STARTUP.label, Phase.FORMING.label)
-        for strike in () if waits else tuple(self._pending):
-            kind, number = strike
-            if self._can_strike(kind, place):
-                self._pending.remove(strike)
-                # Numbered: two strikes at one step are two errors, not one that repeats itself.
-                self._strike(kind, 1.0, said=f"an injected exception, strike {number}")
+        for pending in () if waits else tuple(self._pending):
+            kind, number = pending
+            if self._can_inject(kind, place):
+                self._pending.remove(pending)
+                # Numbered: two injections at one step are two errors, not one that repeats itself.
+                self._inject(kind, 1.0, said=f"an injected exception, number {number}")
 
-    def _can_strike(self, kind: InjectKind, place: str) -> bool:
+    def _can_inject(self, kind: InjectKind, place: str) -> bool:
         if kind is InjectKind.CORRUPT_CHECKPOINT and not self._disk.has_checkpoint:
             return False
         if kind in KINDS_IN_LOSS:
@@ -123,7 +123,7 @@ class InjectingSlot(Slot):
         else:
             del self._left[number]
 
-    def _strike(  # noqa: C901, PLR0912 - a row a kind
+    def _inject(  # noqa: C901, PLR0912 - a row a kind
         self, kind: InjectKind, seconds: float, said: str = "an injected exception"
     ) -> None:
         match kind:

@@ -20,8 +20,8 @@ from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
-    MENDED_BY_RANK,
     PARKED_BY_RANK,
+    REPAIRED_BY_RANK,
     SAVED_BEFORE_END,
     Fault,
     FaultKind,
@@ -128,7 +128,7 @@ class SupervisedRuntime:
         self.place = place
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
-        self.disk: Disk = FencedDisk(lambda: bool(slot.get(Cell.CONDEMNED)))
+        self.disk: Disk = FencedDisk(lambda: bool(slot.get(Cell.FENCED)))
         self.slot = slot if injections is None else self._injecting(slot, injections)
         self.logger = logger
         self._channel = channel
@@ -181,13 +181,13 @@ class SupervisedRuntime:
         return True
 
     def survives(self, fault: Fault) -> bool:
-        """A victim goes on, who has mended its own fault, and who waits to be judged, or to save.
+        """A victim goes on, who has repaired its own fault, and who waits to be judged, or to save.
 
         Never one that was inside its optimizer.
         """
         innocent = VICTIM_KINDS | {FaultKind.STORE_TAMPERED}
         stays = fault.kind in innocent | PARKED_BY_RANK | SAVED_BEFORE_END or (
-            fault.kind in MENDED_BY_RANK and fault.may_retry
+            fault.kind in REPAIRED_BY_RANK and fault.may_retry
         )
         return stays and not self.slot.get(Cell.DIRTY)
 
@@ -196,7 +196,7 @@ class SupervisedRuntime:
         return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
 
     def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
-        self.disk = disk = FaultyDisk(lambda: bool(slot.get(Cell.CONDEMNED)))
+        self.disk = disk = FaultyDisk(lambda: bool(slot.get(Cell.FENCED)))
         return InjectingSlot(
             slot,
             injections,
@@ -262,7 +262,7 @@ class SupervisedRuntime:
                 self._forms.put(None)
             case Inject(kind=kind, number=number):
                 if isinstance(self.slot, InjectingSlot):
-                    self.slot.strike_soon(InjectKind(kind), number=number)
+                    self.slot.inject_soon(InjectKind(kind), number=number)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 

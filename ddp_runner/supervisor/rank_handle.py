@@ -40,7 +40,7 @@ class RankHandle:
         self.rank = rank
         # What it computes on: the same for each of its processes.
         self.device = device
-        # Its cells on the board. Written by its process, but for CONDEMNED; they outlive the process.
+        # Its cells on the board. Written by its process, but for FENCED; they outlive the process.
         self.slot = slot
         # What its process does. Moved where a message arrives, a process ends, or one is acted upon.
         self.machine: Machine[RankState, RankEvent] = Machine(RANK_TABLE, RankState.DEAD)
@@ -134,12 +134,12 @@ class RankHandle:
         """Whether the process has a state to give, or will have one once it is ready."""
         if self.state is RankState.STARTING:
             return self.loads
-        return self.state is RankState.READY and self.standing.committed_step > EMPTY_STEP
+        return self.state is RankState.READY and self.progress.committed_step > EMPTY_STEP
 
     @property
     def has_state(self) -> bool:
         """Whether its process holds a state that could be given to others."""
-        return self.has_formed or self.standing.committed_step > EMPTY_STEP
+        return self.has_formed or self.progress.committed_step > EMPTY_STEP
 
     @property
     def committed_step(self) -> int:
@@ -147,14 +147,14 @@ class RankHandle:
         return self.slot.get(Cell.COMMITTED_STEP)
 
     @property
-    def standing(self) -> ReplicaProgress:
+    def progress(self) -> ReplicaProgress:
         """What the process could offer, by its newest report."""
         step = EMPTY_STEP if self.ready is None else self.ready.committed_step
         return ReplicaProgress(rank=self.rank, committed_step=step)
 
     def begin(self, *, now_s: float, loads: bool) -> None:
         """A process is asked for: what is known of the one before is over."""
-        self.slot.set(Cell.CONDEMNED, 0)  # its predecessor was
+        self.slot.set(Cell.FENCED, 0)  # its predecessor was
         self.processes += 1
         self.pid, self.spawned_at_s, self.killed_at_s, self.loads = None, now_s, None, loads
         self.ready, self.finished, self.has_log = None, None, False
@@ -190,13 +190,13 @@ def who_is_left(
         if has_none or handle.rank in unending or not is_usable:
             lost.append(handle.rank)
         elif handle.rank in raised and handle.state is RankState.READY:
-            parked.append(handle.standing)
+            parked.append(handle.progress)
         else:
             others.append(handle)
     return WorldFacts(
         lost=tuple(lost),
         filled=any(handle.is_filled for handle in others),
-        newest_step=max((one.standing.committed_step for one in others), default=EMPTY_STEP),
+        newest_step=max((one.progress.committed_step for one in others), default=EMPTY_STEP),
         present=len(handles),
         parked=tuple(parked),
         unending=unending,

@@ -58,7 +58,7 @@ from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
-from ddp_runner.supervisor.recovery.fault_injector import Striker
+from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
 from ddp_runner.supervisor.reporting.completed_run import kept_summary
@@ -96,7 +96,7 @@ class Supervisor:
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         self._clock = clock
         self.recorder = recorder = Recorder(outputs, facts=facts, published=published, clock=clock)
-        self._striker = Striker(plan, world, recorder)
+        self._fault_injector = FaultInjector(plan, world, recorder)
         self._cutting = Cutting(world=world, recorder=recorder)
         self._repair = Repair(
             plan.settings,
@@ -104,7 +104,7 @@ class Supervisor:
             machine=self.machine,
             world=world,
             recorder=recorder,
-            striker=self._striker,
+            fault_injector=self._fault_injector,
             published=published,
             cutting=self._cutting,
             clock=clock,
@@ -214,7 +214,7 @@ class Supervisor:
             case CollectivesBegun():
                 self._repair.note_collectives(message)
             case Injected():
-                self._striker.happened(message)
+                self._fault_injector.happened(message)
             case LoaderWorkers():
                 handle.loader_pids = message.pids
             case Finished():
@@ -337,7 +337,7 @@ class Supervisor:
             self.run_end.give_up(given_up)
             return
         if self.machine.state is RunState.RUNNING:
-            self._striker.strike_if_due(now_s)
+            self._fault_injector.inject_if_due(now_s)
             self._repair.returning.try_again(now_s)
             if not self._repair.is_open and not self._is_ending:
                 self._repair.returning.take_back(now_s)

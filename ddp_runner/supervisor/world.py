@@ -180,7 +180,7 @@ class World:
         # Broken if: survivors are made to dump this way.
         # Guarded by: test_survivors_write_their_stacks_and_live.
         for rank in hung:
-            self.ranks[rank].slot.set(Cell.CONDEMNED, 1)
+            self.ranks[rank].slot.set(Cell.FENCED, 1)
             self._node.processes[rank].mark_asked()
             self._node.force_stacks(rank)
 

@@ -99,7 +99,7 @@ class LastSave:
     def _is_of_disk(self, error: FaultError) -> bool:
         """Whether a disk has refused it, and not the fence of a rank that is about to be killed."""
         is_of_disk = error.fault.kind is FaultKind.STORAGE_FAILED
-        return is_of_disk and not self._runtime.slot.get(Cell.CONDEMNED)
+        return is_of_disk and not self._runtime.slot.get(Cell.FENCED)
 
 
 def rescue_folder(settings: Settings, run_id: str) -> Path:

@@ -20,7 +20,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
 from ddp_runner.data.loader import SafeDataLoader
-from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingMended
+from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FILE_OF_VALIDATION
@@ -101,7 +101,7 @@ def make_loader(
         timeout_s=data.loader_timeout_s,
         start_step=max(0, state.committed_step),
         on_workers=lambda pids: runtime.report(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
-        on_mended=lambda mended: _tell(mended, runtime),
+        on_repaired=lambda mended: _tell(mended, runtime),
         on_wait=on_wait,
         log=runtime.logger.info,
         quarantine=state.quarantine,
@@ -145,7 +145,7 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         settings.data.num_workers, local_world_size=local_world_size, cores=cores_here()
     )
 
-    def on_mended(mended: LoadingMended) -> None:
+    def on_repaired(mended: LoadingRepaired) -> None:
         # What is trained does not depend on it; the figure does, and the line says so.
         _tell(replace(mended, fault=replace(mended.fault, step=step), inexact_reason=""), runtime)
 
@@ -164,7 +164,7 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         on_workers=lambda pids: runtime.report(
             LoaderWorkers(rank=rank, pids=(*parts.loader.worker_pids, *pids))
         ),
-        on_mended=on_mended,
+        on_repaired=on_repaired,
         on_wait=parts.on_wait,
         log=runtime.logger.info,
         quarantine=parts.state.validation_quarantine,
@@ -219,7 +219,7 @@ def _left_waiting(runtime: Runtime) -> Fault:
     )
 
 
-def _tell(mended: LoadingMended, runtime: Runtime) -> None:
+def _tell(mended: LoadingRepaired, runtime: Runtime) -> None:
     fault, remedy, rank = mended.fault, mended.action, runtime.place.rank
     runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
     runtime.report(

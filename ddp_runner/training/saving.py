@@ -395,7 +395,7 @@ class Saving:
             self._report(saved, blocked_s=ended.blocked_s, compare_s=self._compare_s or 0.0)
 
     def _failed(self, fault: Fault) -> None:
-        if self._runtime.slot.get(Cell.CONDEMNED):
+        if self._runtime.slot.get(Cell.FENCED):
             return  # no disk refused it but the fence, and this process is about to be killed
         self._failures += 1
         self._skips = saves_to_skip(self._failures)

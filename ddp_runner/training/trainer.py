@@ -30,7 +30,7 @@ from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import (
-    MENDED_BY_RANK,
+    REPAIRED_BY_RANK,
     Fault,
     FaultError,
     FaultKind,
@@ -156,7 +156,7 @@ class DDPTrainer:
         if fault.kind is FaultKind.REPLICA_DIVERGED and fault.may_retry:
             state.committed_step = EMPTY_STEP  # to receive what the majority has
             return fault
-        if fault.kind not in MENDED_BY_RANK or not fault.may_retry:
+        if fault.kind not in REPAIRED_BY_RANK or not fault.may_retry:
             return fault
         is_memory = fault.kind is FaultKind.OUT_OF_MEMORY
         if self._runtime.slot.get(Cell.DIRTY) or (is_memory and not is_short_for_steps(fault)):
@@ -186,7 +186,7 @@ class DDPTrainer:
         of_no_use = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
         for_file = fault.kind in VICTIM_KINDS | of_no_use
         for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry
-        if for_file or (fault.kind in MENDED_BY_RANK and fault.may_retry):
+        if for_file or (fault.kind in REPAIRED_BY_RANK and fault.may_retry):
             logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)
         else:
             logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)

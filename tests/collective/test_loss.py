@@ -47,7 +47,7 @@ def test_a_graph_is_not_asked_for_here():
         (torch.tensor(2j, requires_grad=True), "a tensor of complex64"),
     ],
 )
-def test_anything_else_is_a_fault_that_no_retry_mends(value, reported):
+def test_anything_else_is_a_fault_that_no_retry_repairs(value, reported):
     """It says what came, and what is expected, in one line."""
     with pytest.raises(FaultError) as raised:
         checked_loss(value)

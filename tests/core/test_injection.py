@@ -9,7 +9,7 @@ from ddp_runner.core.injection import (
     EVERY_RANK,
     InjectKind,
     bad_sample_places,
-    draw_strike,
+    draw_injection,
     parse_injection,
 )
 
@@ -57,11 +57,11 @@ def test_a_bad_sample_has_a_place():
 
 
 def test_bad_samples_of_a_random_plan_are_drawn_before_it_begins():
-    """As many as strikes of that kind, anywhere in the run, the same for the same seed."""
+    """As many as there are injections of that kind, anywhere in the run, the same for the same seed."""
     spec = "random:kinds=kill+bad_sample,times=40,seed=7"
     plan = parse_injection(spec, world_size=2)
-    strikes = [draw_strike(plan, number, world_size=2) for number in range(40)]
-    ranks = [one.rank for one in strikes if one.kind is InjectKind.BAD_SAMPLE]
+    injections = [draw_injection(plan, number, world_size=2) for number in range(40)]
+    ranks = [one.rank for one in injections if one.kind is InjectKind.BAD_SAMPLE]
     drawn = places(spec)
     assert [rank for rank, _ in drawn] == ranks
     assert 10 < len(ranks) < 30

@@ -25,7 +25,7 @@ def at(rank, step):
 
 
 def leaving(rank, step, *, saves=False):
-    return Leaving(standing=at(rank, step), saves=saves)
+    return Leaving(progress=at(rank, step), saves=saves)
 
 
 @pytest.mark.parametrize(

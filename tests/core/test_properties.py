@@ -162,17 +162,17 @@ class Model:
         self.history.append(replace(incident, kept=plan.kept, dropped=plan.dropped))
         assert isinstance(plan, ReplaceRanks)
         handled = set(plan.ranks) | set(plan.dropped)
-        kept = [standing for standing in parked if standing.rank not in handled]
+        kept = [progress for progress in parked if progress.rank not in handled]
         assert len(kept) <= 1, "one is enough"
-        for standing in kept:
-            assert standing.rank == plan.kept
-            assert standing.committed_step > best, "who raised is replaced, unless it is ahead"
-            best = standing.committed_step
+        for progress in kept:
+            assert progress.rank == plan.kept
+            assert progress.committed_step > best, "who raised is replaced, unless it is ahead"
+            best = progress.committed_step
         kept_before = {earlier.kept for earlier in self.history[:-1]}
-        for standing in parked:
-            assert standing.committed_step <= best or standing.rank in kept_before, "a lost commit"
-        expected = {*lost, *(standing.rank for standing in parked)}
-        assert handled == expected - {standing.rank for standing in kept}, "nobody is forgotten"
+        for progress in parked:
+            assert progress.committed_step <= best or progress.rank in kept_before, "a lost commit"
+        expected = {*lost, *(progress.rank for progress in parked)}
+        assert handled == expected - {progress.rank for progress in kept}, "nobody is forgotten"
         assert (plan.loader is None) == (best > EMPTY_STEP), "a checkpoint only with nobody left"
         for number in handled - set(lost):
             self.ranks[number].machine.advance(RankEvent.KILL_SENT)

@@ -63,9 +63,9 @@ def crashed(rank=1, *, where="in loss, task.py:31", phase="forward", **facts):
 
 
 def plan(now, history=(), *, lost=(1,), newest=10, parked=()):
-    standings = tuple(ReplicaProgress(rank=rank, committed_step=step) for rank, step in parked)
+    replicas = tuple(ReplicaProgress(rank=rank, committed_step=step) for rank, step in parked)
     filled = newest > EMPTY_STEP
-    world = WorldFacts(lost=lost, filled=filled, newest_step=newest, present=3, parked=standings)
+    world = WorldFacts(lost=lost, filled=filled, newest_step=newest, present=3, parked=replicas)
     return plan_recovery(now, world=world, history=history, settings=SETTINGS)
 
 
@@ -202,9 +202,9 @@ def test_an_error_from_another_line_or_of_another_type_is_another_one(changes):
     assert isinstance(answer, ReplaceRanks)
 
 
-def test_two_strikes_at_one_step_are_two_errors():
+def test_two_injections_at_one_step_are_two_errors():
     """Injected errors are all raised in the same line: their number tells one from the next."""
-    first, second = (raised(f"strike {n}", type_name="InjectedError", committed=9) for n in (1, 2))
+    first, second = (raised(f"number {n}", type_name="InjectedError", committed=9) for n in (1, 2))
     assert isinstance(plan(second, [first]), ReplaceRanks)
     assert isinstance(plan(first, [first]), GiveUp)
 
@@ -445,7 +445,7 @@ def short_again(count, **facts):
     ]
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["mended in place", "replaced"])
+@pytest.mark.parametrize("known", [True, False], ids=["repaired in place", "replaced"])
 def test_trying_once_more_for_lack_of_memory_costs_budget(known):
     """A rank that is killed in its optimizer at every step goes on with the others: only this ends it."""
     now = replace(incident(FaultKind.OUT_OF_MEMORY, phase="optimizer"), plain_retry=known)

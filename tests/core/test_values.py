@@ -162,12 +162,12 @@ def test_cells_fit_and_never_share_a_place():
 @given(st.lists(st.integers(EMPTY_STEP, 5), min_size=1, max_size=8))
 def test_the_newest_replica_is_elected(steps):
     """The source is the newest; exactly those behind it receive; with nobody filled, it raises."""
-    standings = [ReplicaProgress(rank=r, committed_step=s) for r, s in enumerate(steps)]
+    replicas = [ReplicaProgress(rank=r, committed_step=s) for r, s in enumerate(steps)]
     if max(steps) == EMPTY_STEP:
         with pytest.raises(ValueError, match="no rank"):
-            elect_source(standings)
+            elect_source(replicas)
         return
-    election = elect_source(standings)
+    election = elect_source(replicas)
     assert steps[election.source] == max(steps) == election.committed_step
     assert election.receivers == tuple(r for r, s in enumerate(steps) if s < max(steps))
 

@@ -88,7 +88,7 @@ def test_a_sample_that_hangs_every_worker_is_found(hangs_are_shown):
 def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
     """The stand-in takes its place in every epoch; the workers stay; the rest is untouched."""
     reported, known = [], quarantine()
-    with make(dataset, on_mended=reported.append, quarantine=known) as loader:
+    with make(dataset, on_repaired=reported.append, quarantine=known) as loader:
         for step in range(40):
             (taken,) = loader.take(step)
             expected = tuple(known.stand_in(index) for index in indices_of(step))
@@ -99,7 +99,7 @@ def test_a_bad_sample_is_replaced_once_and_for_all(dataset):
     assert reported[-1].fault.kind is FaultKind.BAD_SAMPLE
     assert "not tried again" in reported[-1].action
     assert reported[-1].inexact_reason
-    assert [mended.fault.kind for mended in reported].count(FaultKind.BAD_SAMPLE) == 1
+    assert [repaired.fault.kind for repaired in reported].count(FaultKind.BAD_SAMPLE) == 1
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -112,7 +112,9 @@ def test_several_samples_that_kill_every_worker_are_all_replaced(bad, workers, m
     """In one batch or in successive ones, which workers load at a time: none reaches the rank."""
     reported, known = [], quarantine(bad_max=len(bad))
     dataset = KillsOrHangs(*bad, many=many)
-    with make(dataset, num_workers=workers, on_mended=reported.append, quarantine=known) as loader:
+    with make(
+        dataset, num_workers=workers, on_repaired=reported.append, quarantine=known
+    ) as loader:
         loader.workers = workers  # also where the machine has one core
         for step in range(20):
             (taken,) = loader.take(step)
@@ -167,12 +169,12 @@ def test_a_batch_that_only_hangs_as_a_whole_is_named_as_one(hangs_are_shown):
 def test_a_sample_that_loads_when_it_is_tried_again_is_kept(workers):
     """Control: a moment without its storage makes no bad sample, and no bit differs."""
     reported = []
-    with make(RaisesOnce(), num_workers=workers, on_mended=reported.append) as loader:
+    with make(RaisesOnce(), num_workers=workers, on_repaired=reported.append) as loader:
         take_until(reported, loader)
         take_on(loader, 5)
-    (mended,) = reported
-    assert mended.action == "loaded when it was tried again"
-    assert mended.inexact_reason == ""
+    (repaired,) = reported
+    assert repaired.action == "loaded when it was tried again"
+    assert repaired.inexact_reason == ""
 
 
 def test_bad_samples_beyond_the_budget_end_the_run():

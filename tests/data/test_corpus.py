@@ -66,7 +66,7 @@ def test_single_file_is_a_corpus(folder):
     [("missing", "existing file or folder"), ("image.bin", "1 binary"), ("pipe", "found none")],
 )
 def test_no_text_is_bad_input_that_names_the_path(folder, name, message):
-    """What cannot be a corpus is the user's to mend, told by option and path."""
+    """What cannot be a corpus is the user's to fix, reported by option and path."""
     with pytest.raises(BadInputError, match=message) as caught:
         scan_text_files(folder / name)
     assert caught.value.option == "--data"

@@ -41,14 +41,14 @@ class Many:
 def _load_with_few_files(me, tensors):
     resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
     reported = []
-    with make(Many(tensors), num_workers=1, on_mended=reported.append) as loader:
+    with make(Many(tensors), num_workers=1, on_repaired=reported.append) as loader:
         for step in range(6):
             (taken,) = loader.take(step)
             assert len(taken.batch) == tensors
             for tensor in taken.batch:
                 assert [row[0].item() for row in tensor] == list(indices_of(step)), tensor
         assert loader.workers == 1
-    return [(mended.fault.kind, mended.fault.cause, mended.action) for mended in reported]
+    return [(repaired.fault.kind, repaired.fault.cause, repaired.action) for repaired in reported]
 
 
 @pytest.mark.parametrize("tensors", [2, 100], ids=["enough", "too few"])
@@ -67,12 +67,14 @@ def test_without_open_files_batches_come_through_a_pipe(tensors):
 def _load_with_many_workers(me, workers):
     resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
     reported = []
-    with make(Many(2), num_workers=workers, on_mended=reported.append) as loader:
+    with make(Many(2), num_workers=workers, on_repaired=reported.append) as loader:
         for step in range(6):
             (taken,) = loader.take(step)
             assert [row[0].item() for row in taken.batch[0]] == list(indices_of(step))
         left = loader.workers
-    return left, [(mended.fault.kind, mended.fault.cause, mended.action) for mended in reported]
+    return left, [
+        (repaired.fault.kind, repaired.fault.cause, repaired.action) for repaired in reported
+    ]
 
 
 def test_more_workers_than_there_are_files_for_are_fewer_and_said():
@@ -94,12 +96,12 @@ class Large(t.Plain):
         return t.torch.full((500_000,), index)
 assert os.statvfs("/dev/shm").f_blocks * 4096 <= 256 * 1024
 told = []
-with t.make(Large(), num_workers=1, on_mended=told.append) as loader:
+with t.make(Large(), num_workers=1, on_repaired=told.append) as loader:
     for step in range(6):
         assert loader.take(step)[0].batch[:, 7].tolist() == list(t.indices_of(step))
 assert told == [], told
 {fill}
-with t.make(Large(), num_workers=1, on_mended=told.append) as loader:
+with t.make(Large(), num_workers=1, on_repaired=told.append) as loader:
     assert loader.take(0)[0].batch[:, 7].tolist() == list(t.indices_of(0))
 print(told[0].fault.cause, told[-1].action, sep="; ")
 """

@@ -157,7 +157,7 @@ class DiesAgain(Rows):
         return super().__getitem__(index)
 
 
-def test_workers_that_die_as_they_load_again_are_mended_as_any(tmp_path):
+def test_workers_that_die_as_they_load_again_are_repaired_as_any(tmp_path):
     """One death costs the workers that were ahead, and nothing else; another one is told."""
     reported = []
     for times, faults in ((1, 0), (2, 1)):
@@ -165,7 +165,7 @@ def test_workers_that_die_as_they_load_again_are_mended_as_any(tmp_path):
         folder.mkdir()
         dataset = DiesAgain(folder, index=9, times=times)
         reported.clear()
-        with make(dataset, num_workers=1, collate_fn=listed, on_mended=reported.append) as loader:
+        with make(dataset, num_workers=1, collate_fn=listed, on_repaired=reported.append) as loader:
             before = _shown(loader.take(2))
             assert 9 in loader.take(2)[0].indices
             assert _shown(loader.take(2)) == before

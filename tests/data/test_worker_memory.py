@@ -60,14 +60,14 @@ def test_refused_memory_in_a_worker_costs_workers_and_no_sample(where):
     with make(
         dataset,
         num_workers=2,
-        on_mended=reported.append,
+        on_repaired=reported.append,
         quarantine=known,
         collate_fn=dataset.collate,
     ) as loader:
         take_on(loader, 0)
         assert loader.workers == 0
-    assert [mended.fault.kind for mended in reported] == [FaultKind.OUT_OF_MEMORY] * 3
-    assert [mended.inexact_reason for mended in reported] == [""] * 3
+    assert [repaired.fault.kind for repaired in reported] == [FaultKind.OUT_OF_MEMORY] * 3
+    assert [repaired.inexact_reason for repaired in reported] == [""] * 3
     assert str(BAD) in reported[0].fault.cause
     assert not len(known)
 
@@ -85,7 +85,7 @@ def test_refused_memory_in_the_rank_is_told_as_that(where):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_refused_memory_while_a_bad_sample_is_looked_for_condemns_none(workers):
+def test_refused_memory_while_a_bad_sample_is_looked_for_makes_none_bad(workers):
     """Nothing is known then: the batch is tried again as it is, and loads."""
     known = quarantine()
     with make(RaisesThenNeedsMemory(3), num_workers=workers, quarantine=known) as loader:
@@ -131,10 +131,10 @@ def test_kills_for_memory_during_the_search_are_claimed_and_told(tmp_path, count
     """None is left over for a rank that is killed by hand later; control: SIGKILLs that were no such kills."""
     reported, dataset = [], KilledForMemory(tmp_path, counts=counts)
     kills = KernelKills(tmp_path)
-    with make(dataset, on_mended=reported.append, quarantine=quarantine(), kills=kills) as loader:
+    with make(dataset, on_repaired=reported.append, quarantine=quarantine(), kills=kills) as loader:
         take_on(loader, 0, 4)
         loader.take(4)
-    assert [mended.fault.kind for mended in reported][-1] is FaultKind.BAD_SAMPLE
+    assert [repaired.fault.kind for repaired in reported][-1] is FaultKind.BAD_SAMPLE
     assert dataset.kills > 2
-    assert sum(mended.kernel_kills for mended in reported) == (dataset.kills if counts else 0)
+    assert sum(repaired.kernel_kills for repaired in reported) == (dataset.kills if counts else 0)
     assert not kills.claim(time.monotonic())

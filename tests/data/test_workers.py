@@ -1,4 +1,4 @@
-"""SafeDataLoader: workers that die, exit, are stopped or slow are mended inside ``take``, and told clearly."""
+"""SafeDataLoader: workers that die, exit, are stopped or slow are repaired inside ``take``, and reported clearly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_killed_worker_is_replaced_at_once(pin):
     """A SIGKILL is told by worker, pid, signal and memory; no batch is lost, doubled or changed."""
     reported, pids = [], []
     loader = make(
-        Plain(), num_workers=2, pin_memory=pin, on_workers=pids.append, on_mended=reported.append
+        Plain(), num_workers=2, pin_memory=pin, on_workers=pids.append, on_repaired=reported.append
     )
     with loader:
         loader.take(0)
@@ -53,17 +53,17 @@ def test_killed_worker_is_replaced_at_once(pin):
         os.kill(victim, signal.SIGKILL)
         step, took_s = take_until(reported, loader, 1)
         workers = loader.workers
-        (mended,) = reported
-        fault = mended.fault
+        (repaired,) = reported
+        fault = repaired.fault
         assert (fault.kind, fault.step) == (FaultKind.LOADER_WORKER_DIED, step)
         assert f"worker 0 (pid {victim}) was killed by SIGKILL" in fault.cause
         assert "MB resident at most; " in fault.cause
         assert "\n" not in fault.cause
         assert "Traceback" in fault.detail
-        assert f"{workers} loader worker" in mended.action
-        assert mended.inexact_reason == ""
+        assert f"{workers} loader worker" in repaired.action
+        assert repaired.inexact_reason == ""
         assert took_s < SOON_S
-        assert 0 < mended.seconds <= took_s
+        assert 0 < repaired.seconds <= took_s
         assert len(loader.worker_pids) == workers
         assert victim not in loader.worker_pids
         assert pids[-1] == loader.worker_pids
@@ -75,7 +75,7 @@ def test_death_while_the_rank_waits_is_seen_at_once():
     """The rank blocked on a slow worker learns of its death within the second, not by timeout."""
     reported = []
     dataset = OnceStuck()
-    with make(dataset, num_workers=1, on_mended=reported.append) as loader:
+    with make(dataset, num_workers=1, on_repaired=reported.append) as loader:
         loader.take(0)
         killer = threading.Thread(target=_kill_once_stuck, args=(dataset, loader.worker_pids[0]))
         killer.start()
@@ -96,7 +96,7 @@ def _kill_once_stuck(dataset, pid):
 def test_exit_inside_a_sample_names_code_and_samples():
     """A worker that leaves by itself is reported with its exit code and what it was loading."""
     reported = []
-    with make(OnceExits(), on_mended=reported.append) as loader:
+    with make(OnceExits(), on_repaired=reported.append) as loader:
         take_until(reported, loader)
     assert reported[0].fault.kind is FaultKind.LOADER_WORKER_DIED
     assert "exited with code 7, " in reported[0].fault.cause
@@ -133,7 +133,7 @@ def test_a_worker_without_its_files_is_told_by_its_end_or_replaced(
     """Between the two a machine may hold it up; one that user code has cut off is not waited for."""
     monkeypatch.setattr("ddp_runner.data.workers.pool._REAP_S", reap_s)
     reported = []
-    with make(OnceDeaf(seconds), on_mended=reported.append) as loader:
+    with make(OnceDeaf(seconds), on_repaired=reported.append) as loader:
         take_until(reported, loader)
     assert reported[0].fault.kind is FaultKind.LOADER_WORKER_DIED
     assert reported_as in reported[0].fault.cause
@@ -142,23 +142,23 @@ def test_a_worker_without_its_files_is_told_by_its_end_or_replaced(
 def test_a_row_of_faults_ends_in_the_rank_itself():
     """Workers that die while they start: each fault in a row halves them, and no batch is lost."""
     reported = []
-    with make(DiesInAnyWorker(os.getpid()), num_workers=2, on_mended=reported.append) as loader:
+    with make(DiesInAnyWorker(os.getpid()), num_workers=2, on_repaired=reported.append) as loader:
         loader.workers = 2  # also where the machine has one core
         step, _ = take_until(reported, loader)
         assert (step, loader.workers, loader.worker_pids) == (0, 0, ())
         take_on(loader, 1)
-    assert [mended.action for mended in reported] == [
+    assert [repaired.action for repaired in reported] == [
         "2 loader workers started anew",
         "1 loader worker instead of 2 after 2 faults in a row",
         "loading in the rank itself after 3 faults in a row",
     ]
-    assert {mended.fault.kind for mended in reported} == {FaultKind.LOADER_WORKER_DIED}
+    assert {repaired.fault.kind for repaired in reported} == {FaultKind.LOADER_WORKER_DIED}
 
 
 def test_workers_come_back_when_it_is_calm_again():
     """Two quick kills cost the only worker; a calm stretch later it is there again, and told."""
     reported, lines = [], []
-    with make(Plain(), on_mended=reported.append, log=lines.append) as loader:
+    with make(Plain(), on_repaired=reported.append, log=lines.append) as loader:
         loader.take(0)
         os.kill(loader.worker_pids[0], signal.SIGKILL)
         step, _ = take_until(reported, loader, 1)
@@ -173,20 +173,20 @@ def test_workers_come_back_when_it_is_calm_again():
 def test_faults_with_progress_in_between_keep_the_workers():
     """Control: what is killed now and then, by chance, does not cost the rank its workers."""
     reported = []
-    with make(Plain(), on_mended=reported.append) as loader:
+    with make(Plain(), on_repaired=reported.append) as loader:
         step = 0
         for count in range(1, 5):
             take_on(loader, step, 10)
             os.kill(loader.worker_pids[0], signal.SIGKILL)
             step = 1 + take_until(reported, loader, step + 10, count=count)[0]
         assert loader.workers == 1
-    assert {mended.action for mended in reported} == {"1 loader worker started anew"}
+    assert {repaired.action for repaired in reported} == {"1 loader worker started anew"}
 
 
 def test_no_death_interrupts_the_rank_elsewhere():
     """Between takes, a worker's death raises nothing in the rank's own code."""
     reported = []
-    with make(Plain(), num_workers=1, on_mended=reported.append) as loader:
+    with make(Plain(), num_workers=1, on_repaired=reported.append) as loader:
         loader.take(0)
         process = psutil.Process(loader.worker_pids[0])
         process.kill()
@@ -208,7 +208,7 @@ def test_a_death_while_the_first_batches_are_handed_out_is_told():
             return super().share_of(step, **options)
 
     order = HeldUp(seed=0, dataset_size=64, global_batch_size=4, shuffle=False)
-    with make(dataset, order=order, on_mended=reported.append) as loader:
+    with make(dataset, order=order, on_repaired=reported.append) as loader:
         take_until(reported, loader, 4)
     assert "exited with code 7, " in reported[0].fault.cause
     assert "loading sample 17 of samples 16, 17, 18, 19" in reported[0].fault.cause
@@ -218,7 +218,7 @@ def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
     """A worker that stops is reported with its state and memory after timeout_s, and replaced."""
     monkeypatch.setattr("ddp_runner.data.workers.timeouts.STOPPED_S", LONG_S)  # the next test's
     reported, dataset = [], Counted()
-    loader = make(dataset, num_workers=2, pin_memory=pin, on_mended=reported.append)
+    loader = make(dataset, num_workers=2, pin_memory=pin, on_repaired=reported.append)
     with loader:
         loader.take(0)
         _wait_until_loaded_ahead(dataset, loader)
@@ -239,7 +239,7 @@ def test_stopped_worker_is_a_timeout_that_names_it(pin, monkeypatch):
 def test_stopped_worker_is_not_waited_for_as_long_as_a_slow_one(pin):
     """What the system says is stopped is replaced after two seconds, whatever timeout_s is."""
     reported = []
-    with make(Plain(), pin_memory=pin, on_mended=reported.append) as loader:
+    with make(Plain(), pin_memory=pin, on_repaired=reported.append) as loader:
         loader.take(0)
         victim = loader.worker_pids[0]
         os.kill(victim, signal.SIGSTOP)
@@ -253,7 +253,7 @@ def test_batches_of_a_stopped_worker_that_are_ready_are_served():
     """What a worker has finished can be had without it: unpacking never waits for the sender."""
     reported = []
     dataset = Counted()
-    with make(dataset, prefetch_factor=4, on_mended=reported.append) as loader:
+    with make(dataset, prefetch_factor=4, on_repaired=reported.append) as loader:
         loader.take(0)
         _wait_until_loaded_ahead(dataset, loader)
         os.kill(loader.worker_pids[0], signal.SIGSTOP)
@@ -300,7 +300,7 @@ def all_asleep(threads):
 def test_slow_worker_within_the_timeout_is_no_fault(workers):
     """Control: a slow sample is waited for, and the wait is measured."""
     dataset, reported = Slow(), []
-    settings = {"prefetch_factor": 1, "on_wait": dataset.note_wait, "on_mended": reported.append}
+    settings = {"prefetch_factor": 1, "on_wait": dataset.note_wait, "on_repaired": reported.append}
     with make(dataset, num_workers=workers, **settings) as loader:
         waits = []
         for step in range(8):

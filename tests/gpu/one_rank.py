@@ -110,7 +110,7 @@ def _write_facts(run, facts, peace, culprits):
 
 
 def _notes(run):
-    """What was mended in place: skipped steps, overflows, roll-backs."""
+    """What was repaired in place: skipped steps, overflows, roll-backs."""
     return [
         str(event.get("text"))[:100]
         for event in run.events()

@@ -351,7 +351,7 @@ def test_very_many_checkpoints_do_not_pile_up():
 
 
 @pytest.mark.parametrize("count", [2 * REPAIRED_KEPT, 2 * REPAIRED_KEPT + 7])
-def test_of_thousands_of_mended_faults_the_first_and_the_last_are_listed(count):
+def test_of_thousands_of_repaired_faults_the_first_and_the_last_are_listed(count):
     """A long run with a bad disk or loader does not grow for ever; the rest is counted."""
     ledger = RunAccounting(began_s=0.0)
     for step in range(count):

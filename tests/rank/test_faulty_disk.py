@@ -28,29 +28,29 @@ def test_a_full_disk_is_one_that_the_system_refuses_to_write(tmp_path):
     assert steps_in(tmp_path) == [10, 30]
 
 
-class _CondemnedMeanwhile(FencedDisk):
+class _FencedMeanwhile(FencedDisk):
     """Its rank is declared dead while the file is being written."""
 
     def __init__(self, slot):
-        super().__init__(lambda: bool(slot.get(Cell.CONDEMNED)))
+        super().__init__(lambda: bool(slot.get(Cell.FENCED)))
         self._slot = slot
 
     def sync_file(self, handle):
         super().sync_file(handle)
-        self._slot.set(Cell.CONDEMNED, 1)
+        self._slot.set(Cell.FENCED, 1)
 
 
 def test_a_rank_that_is_declared_dead_publishes_and_deletes_nothing(tmp_path):
     """The save that it is in the middle of ends there, and what other processes see stays as it is."""
     slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
-    fenced = FencedDisk(lambda: bool(slot.get(Cell.CONDEMNED)))
+    fenced = FencedDisk(lambda: bool(slot.get(Cell.FENCED)))
     for step in (10, 20):
         save(tmp_path, step, disk=fenced, keep_last=2)
     visible = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
     with pytest.raises(FaultError, match="declared dead"):
-        save(tmp_path, 30, disk=_CondemnedMeanwhile(slot), keep_last=2)
+        save(tmp_path, 30, disk=_FencedMeanwhile(slot), keep_last=2)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")} == visible
-    slot.set(Cell.CONDEMNED, 0)
+    slot.set(Cell.FENCED, 0)
     save(tmp_path, 30, disk=fenced, keep_last=2)
     assert steps_in(tmp_path) == [20, 30]
 

@@ -126,11 +126,11 @@ def test_oom_is_a_refusal_of_the_system_and_passes():
     bench.slot.stamp(Phase.BACKWARD, 2)
 
 
-def test_a_random_strike_at_the_loss_waits_for_the_next_forward():
+def test_a_random_injection_at_the_loss_waits_for_the_next_forward():
     """At any other moment the step would not see it."""
     bench = Bench()
     bench.begin(5)
-    bench.slot.strike_soon(InjectKind.NAN, number=1)
+    bench.slot.inject_soon(InjectKind.NAN, number=1)
     bench.slot.stamp(Phase.REDUCE, 1)
     bench.commit()
     bench.begin(6)
@@ -146,7 +146,7 @@ def test_two_random_exceptions_at_one_step_are_two_errors():
     bench.begin(5)
     said = []
     for number in (1, 2):
-        bench.slot.strike_soon(InjectKind.RAISE, number=number)
+        bench.slot.inject_soon(InjectKind.RAISE, number=number)
         with pytest.raises(InjectedError) as raised:
             bench.slot.stamp(Phase.FORWARD, 1)
         said.append(str(raised.value))

@@ -97,7 +97,7 @@ def summary_of(runtime, tmp_path):
     return json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
 
 
-MENDED = RepairedInPlace(
+REPAIRED = RepairedInPlace(
     rank=1, fault=fault(FaultKind.BAD_SAMPLE), action="replaced", seconds=0.5,
     inexact_reason="bad samples were replaced",
 )  # fmt: skip
@@ -107,7 +107,7 @@ MENDED = RepairedInPlace(
     ("message", "reason"),
     [
         (HALVED, "half from 7"),
-        (MENDED, "bad samples were replaced"),
+        (REPAIRED, "bad samples were replaced"),
         (
             Faulted(generation=1, fault=fault(FaultKind.REPLICA_DIVERGED)),
             "rank 1's replica had diverged by step 6",

@@ -32,7 +32,7 @@ def saved(step):
     return Saved(rank=0, step=step, path=f"{step}.pt", blocked_s=0.0, size_bytes=1, sha256="0")
 
 
-def mended(at_s, rank=0):
+def repaired(at_s, rank=0):
     fault = Fault(kind=FaultKind.BAD_SAMPLE, rank=rank, step=3, cause="c", at_ns=at_s * S)
     return RepairedInPlace(rank=rank, fault=fault, action="m", seconds=2.0)
 
@@ -170,16 +170,16 @@ def test_a_restart_without_word_of_rank_0_is_known_by_others():
 def test_time_on_another_machine_s_clock_goes_before():
     """Nobody knows how long nothing ran, so it counts as no time; faults move along."""
     other = [lived(1, 1040, 30, began_s=1000, clock="other", productive_s=18, formed_s=1005)]
-    made = summed_up({0: [*other, mended(1010), *SECOND]})
+    made = summed_up({0: [*other, repaired(1010), *SECOND]})
     assert made.wall_s == 40 + 30
     record = made.faults[0]
     assert (record.detected_s, record.recovered_s, record.generation) == (10.0, 12.0, 1)
 
 
 @pytest.mark.parametrize(("at_s", "generation"), [(130, 1), (170, 2)])
-def test_what_a_rank_mended_belongs_to_its_restart(at_s, generation):
+def test_what_a_rank_repaired_belongs_to_its_restart(at_s, generation):
     """Its times count from the first launch on."""
-    [first, second] = [mended(at_s)] * (generation == 1), [mended(at_s)] * (generation == 2)
+    [first, second] = [repaired(at_s)] * (generation == 1), [repaired(at_s)] * (generation == 2)
     done = Finished(rank=0, reason=StopReason.PREEMPTED, step=30)
     made = summed_up({0: [*FIRST, *first, done, *SECOND, *second]})
     [record] = made.faults

@@ -210,7 +210,7 @@ def check_stacks(run, plan):
 def hung_in(run, rank):
     """The kinds of injection in which a rank stood when its stacks were written."""
     log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
-    stood = re.findall(r'File "(.*)", line (\d+) in _strike$', log, re.MULTILINE)
+    stood = re.findall(r'File "(.*)", line (\d+) in _inject$', log, re.MULTILINE)
     lines = {linecache.getline(path, int(number)).strip() for path, number in stood}
     return {
         kind for kind, marks in STRIKES.items() if any(m in one for m in marks for one in lines)

@@ -54,7 +54,7 @@ def test_the_one_rank_that_is_left_saves_before_the_run_gives_up(made_once, tmp_
 
 
 def test_what_came_before_a_mistake_of_the_user_is_saved(made_once, tmp_path):
-    """By the very rank that raised it, since there is no other; mended, the same command goes on."""
+    """By the very rank that raised it, since there is no other; once that is fixed, the same command goes on."""
     (tmp_path / "bug").touch()
     with stranger(tmp_path, *PATIENT, world=1) as run:
         assert run.wait() == 1, run.console

@@ -1,4 +1,4 @@
-"""Loading that breaks is mended inside its rank: the others wait, and nobody leaves the generation."""
+"""Loading that breaks is repaired inside its rank: the others wait, and nobody leaves the generation."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_sample_that_hangs_in_the_rank_itself_is_named_and_replaced(tmp_path):
     assert run.summary()["steps"] == 24
 
 
-def test_loading_for_an_evaluation_is_mended_as_well(tmp_path, peace):
+def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, peace):
     """A sample that kills its worker, then a worker that is stuck: the weights of peace."""
     evaluating = ("evaluate_every_steps=12", "evaluate_interval=0", "loader_timeout_s=4")
     breaking = ("task.place=validation", "task.bad=3", "on_bad_sample=substitute")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ddp_runner.core.injection import InjectKind, draw_strike, parse_injection
+from ddp_runner.core.injection import InjectKind, draw_injection, parse_injection
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run
 
@@ -35,19 +35,21 @@ def plan_with(*kinds):
     for seed in itertools.count():
         spec = f"random:mtbf_s={MTBF_S},seed={seed},kinds={names},times={len(kinds)}"
         plan = parse_injection(spec, world_size=WORLD)
-        strikes = [draw_strike(plan, number, world_size=WORLD) for number in range(len(kinds))]
-        if {strike.kind for strike in strikes} == set(kinds) and not is_undone(strikes):
-            lasts_s = sum(strike.wait_s + 2 * TICK_S for strike in strikes)
+        injections = [
+            draw_injection(plan, number, world_size=WORLD) for number in range(len(kinds))
+        ]
+        if {injection.kind for injection in injections} == set(kinds) and not is_undone(injections):
+            lasts_s = sum(injection.wait_s + 2 * TICK_S for injection in injections)
             return spec, int(lasts_s / PACE_S) + 20
     raise AssertionError("there is always one")
 
 
-def is_undone(strikes):
+def is_undone(injections):
     """Whether one of them ends the process in which another may still be about to happen."""
     return any(
-        strike.kind in RANK
-        and any(one.rank == strike.rank and one.kind not in RANK for one in strikes[:number])
-        for number, strike in enumerate(strikes)
+        injection.kind in RANK
+        and any(one.rank == injection.rank and one.kind not in RANK for one in injections[:number])
+        for number, injection in enumerate(injections)
     )
 
 

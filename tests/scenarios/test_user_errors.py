@@ -1,4 +1,4 @@
-"""Mistakes in user code that no retry mends: the run ends soon, with the cause told once."""
+"""Mistakes in user code that no retry repairs: the run ends soon, with the cause reported once."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from ddp_runner.core.injection import InjectKind, draw_strike, parse_injection
+from ddp_runner.core.injection import InjectKind, draw_injection, parse_injection
 from tests.scenarios.harness import TRAIN, Run
 from tests.soak.usage import Sampler, assert_no_growth
 
@@ -22,15 +22,15 @@ MTBF_S = 2.0
 PACE_S = 0.02
 RAISES_APART_S = 0.3  # two alike at one step would be taken for the user's own error
 BREAKS = "kill+stop+raise+exit+hang+spin+gil"  # a generation
-MENDED = "loader_kill+loader_stop+disk_full+disk_error+slow_disk+corrupt_checkpoint"  # or made up for later
-KINDS = f"{BREAKS}+{MENDED}"
+REPAIRED = "loader_kill+loader_stop+disk_full+disk_error+slow_disk+corrupt_checkpoint"  # or made up for later
+KINDS = f"{BREAKS}+{REPAIRED}"
 SETTINGS = (
     *("-b", 8, "num_workers=1", "log.display=plain", "log_interval=200", "evaluate_interval=0"),
     *("evaluate_every_steps=150", "save_every_steps=100", "save_interval=0"),
     # A random moment may be the first steps of a process, an evaluation or a save.
     *("recovery.hang_min_s=0.7", "recovery.first_step_timeout_s=4"),
     *("recovery.evaluation_timeout_s=4", "recovery.checkpoint_timeout_s=4"),
-    # Chance may strike several times before a step is committed.
+    # Chance may hit several times before a step is committed.
     *("recovery.max_restarts=100000", "recovery.no_progress_generations=20"),
 )
 
@@ -43,13 +43,13 @@ def random_plan():
     while True:
         spec = f"random:mtbf_s={MTBF_S},seed={seed},kinds={KINDS},times={FAULTS}"
         plan = parse_injection(spec, world_size=WORLD)
-        strikes = [draw_strike(plan, number, world_size=WORLD) for number in range(FAULTS)]
+        injections = [draw_injection(plan, number, world_size=WORLD) for number in range(FAULTS)]
         if not any(
             one.kind is two.kind is InjectKind.RAISE and two.wait_s < RAISES_APART_S
-            for one, two in itertools.pairwise(strikes)
+            for one, two in itertools.pairwise(injections)
         ):
-            breaking = sum(strike.kind.value in BREAKS.split("+") for strike in strikes)
-            return spec, sum(strike.wait_s for strike in strikes), breaking
+            breaking = sum(injection.kind.value in BREAKS.split("+") for injection in injections)
+            return spec, sum(injection.wait_s for injection in injections), breaking
         seed += 1
 
 
@@ -69,7 +69,7 @@ def check_repairs(run, *, injected_least):
         kinds[fault["kind"]] = kinds.get(fault["kind"], 0) + 1
     print(f"{len(faults)} incidents: {kinds}, {run.summary()['time_s']}")
     assert all(fault["recovered_s"] is not None for fault in faults)
-    # Chance may strike all ranks before the first is found to hang; only then is a step lost.
+    # Chance may hit all ranks before the first is found to hang; only then is a step lost.
     all_lost = sum(len(record["replaced"]) == WORLD for record in run.events("plan"))
     assert sum(fault["steps_lost"] > 0 for fault in faults) <= all_lost
     assert len(run.events("injected")) >= injected_least

@@ -625,7 +625,7 @@ class Simulation:
         if process.dead or process.stopped:
             return
         assert process.generation == 0, "it may be inside its optimizer"
-        fenced = [h.rank for h in self.world.ranks if h.slot.get(Cell.CONDEMNED)]
+        fenced = [h.rank for h in self.world.ranks if h.slot.get(Cell.FENCED)]
         assert fenced == [h.rank for h in self.world.ranks if h.rank != process.rank]
         if self.alone_refusal is None:
             self.saved_alone.append((process.rank, process.committed))

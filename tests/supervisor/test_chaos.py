@@ -12,8 +12,8 @@ from tests.supervisor.judging import assert_done, assert_generations_grow, plans
 from tests.supervisor.simulated import SPARE
 
 
-def test_a_random_plan_strikes_nobody_while_a_rank_is_dying(simulate):
-    """On a busy machine that takes a while, and what strikes it then would never be noticed."""
+def test_a_random_plan_injects_nothing_while_a_rank_is_dying(simulate):
+    """On a busy machine that takes a while, and what is injected then would never be noticed."""
     spec = "random:mtbf_s=0.01,times=3,kinds=kill"
     run = simulate(ranks=2, run_options={"inject": (spec,)})
     run.run_until(lambda: run.events("world_formed"))

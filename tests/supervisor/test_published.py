@@ -102,7 +102,7 @@ def test_a_rank_that_lived_does_not_tell_it_twice(folder):
 
 
 def test_a_manifest_written_at_the_start_is_of_an_earlier_launch(folder):
-    """Whoever resumes mends what a crash left; nothing has been trained yet."""
+    """Whoever resumes repairs what a crash left; nothing has been trained yet."""
     published = Published(folder)
     publish(folder, 20, digest="b")
     published.begin()

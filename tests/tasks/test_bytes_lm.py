@@ -88,7 +88,7 @@ def test_standard_library_is_the_default_text():
     assert len(data.validation) > 100
 
 
-def test_missing_data_is_the_users_to_mend(tmp_path):
+def test_missing_data_is_the_users_to_fix(tmp_path):
     """The error names ``--data`` and the path."""
     with pytest.raises(BadInputError, match="--data") as caught:
         task(tmp_path / "absent").build_datasets()

@@ -127,7 +127,7 @@ def test_what_no_disk_has_refused_is_raised_at_once(make, tmp_path):
     disk = Disk(tmp_path, count=10**9, kind=FaultKind.CHECKPOINT_BAD)
     with pytest.raises(FaultError, match="no room"):
         make(disk)
-    make.runtime.slot.set(Cell.CONDEMNED, 1)
+    make.runtime.slot.set(Cell.FENCED, 1)
     fenced = Disk(tmp_path, count=10**9)
     with pytest.raises(FaultError, match="no room"):
         make(fenced)

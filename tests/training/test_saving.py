@@ -313,7 +313,7 @@ def _fail_one_save(me, folder, condemned):
     state.committed_step = 1
 
     def save(self, content, **rest):
-        runtime.slot.set(Cell.CONDEMNED, int(condemned))
+        runtime.slot.set(Cell.FENCED, int(condemned))
         raise OSError(errno.EPERM, "no more")
 
     CheckpointStore.save = save

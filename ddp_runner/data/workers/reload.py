@@ -1,4 +1,4 @@
-"""Loads a step's batches a second time, beside the workers that are ahead of it. Never mends."""
+"""Loads a step's batches a second time, beside the workers that are ahead of it. Never repairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the books of ``--inject``: what is still to come, and when a random plan strikes next."""
+"""Keeps the books of ``--inject``: what is still to come, and when a random plan injects its next fault."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ddp_runner.core.injection import (
     EVERY_RANK,
     Injection,
     InjectKind,
+    RandomInjection,
     RandomPlan,
-    Strike,
-    draw_strike,
+    draw_injection,
     parse_injection,
 )
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -24,7 +24,7 @@ _SIGNALS = {InjectKind.KILL: signal.SIGKILL, InjectKind.STOP: signal.SIGSTOP}
 _ENDS_PROCESS = frozenset({InjectKind.KILL, InjectKind.EXIT})
 
 
-class Striker:
+class FaultInjector:
     """Owned by the supervisor's loop. Injections at a step happen in the rank; it says so first."""
 
     def __init__(self, plan: LaunchPlan, world: World, recorder: Recorder) -> None:
@@ -44,7 +44,7 @@ class Striker:
         self._drawn = [0] * len(self._random)
         self._due_s: list[float | None] = [None] * len(self._random)
         self._ending: tuple[int, int] | None = (
-            None  # rank and number of the process that a strike ends
+            None  # rank and number of the process that an injection ends
         )
 
     def left_for(self, rank: int) -> dict[str, int]:
@@ -69,10 +69,10 @@ class Striker:
             )
         )
 
-    def strike_if_due(self, now_s: float) -> None:
-        """Let random plans strike. Called only while the run is fault-free.
+    def inject_if_due(self, now_s: float) -> None:
+        """Let random plans inject what is due. Called only while the run is fault-free.
 
-        A process may take a while to die, and what strikes it meanwhile would be lost.
+        A process may take a while to die, and what is injected meanwhile would be lost.
         """
         if self._ending is not None:
             rank, process = self._ending
@@ -81,34 +81,34 @@ class Striker:
                 return
             self._ending = None
         for index, plan in enumerate(self._random):
-            strike = draw_strike(plan, self._drawn[index], world_size=len(self._world.ranks))
+            injection = draw_injection(plan, self._drawn[index], world_size=len(self._world.ranks))
             due_s = self._due_s[index]
             if due_s is None:
-                self._due_s[index] = now_s + strike.wait_s
+                self._due_s[index] = now_s + injection.wait_s
             elif now_s >= due_s and not (plan.times and self._drawn[index] >= plan.times):
                 self._drawn[index] += 1
                 self._due_s[index] = None
-                self._strike(strike, self._drawn[index])
+                self._inject(injection, self._drawn[index])
 
-    def _strike(self, strike: Strike, drawn: int) -> None:
-        if strike.kind is InjectKind.BAD_SAMPLE:
+    def _inject(self, injection: RandomInjection, drawn: int) -> None:
+        if injection.kind is InjectKind.BAD_SAMPLE:
             return  # in the data from the start: its turn comes at a step, not at a moment
-        handle = self._world.ranks[strike.rank]
+        handle = self._world.ranks[injection.rank]
         if handle.state is not RankState.TRAINING or handle.pid is None:
             return
         reading = handle.slot.read()
         self._recorder.record(
             events.Injected(
-                kind=strike.kind.value,
-                rank=strike.rank,
+                kind=injection.kind.value,
+                rank=injection.rank,
                 step=reading.step,
                 phase=reading.phase.label,
             )
         )
-        if strike.kind in _ENDS_PROCESS:
+        if injection.kind in _ENDS_PROCESS:
             self._ending = handle.rank, handle.processes
-        number = _SIGNALS.get(strike.kind)
+        number = _SIGNALS.get(injection.kind)
         if number is not None:
             self._world.signal_rank(handle, number)
         else:
-            self._world.send(handle, Inject(kind=strike.kind.value, number=drawn))
+            self._world.send(handle, Inject(kind=injection.kind.value, number=drawn))

@@ -10,7 +10,7 @@ from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
-from ddp_runner.supervisor.recovery.progress_watch import Watcher
+from ddp_runner.supervisor.recovery.progress_watch import ProgressWatch
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
@@ -34,7 +34,7 @@ class HangFinder:
         recorder: Recorder,
         clock: Clock,
     ) -> None:
-        self.watcher = Watcher(settings, world=world, clock=clock)
+        self.progress_watch = ProgressWatch(settings, world=world, clock=clock)
         self._settings = settings
         self._facts = facts
         self._world = world
@@ -61,7 +61,7 @@ class HangFinder:
                 self._world.kill_store()
                 cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
                 return [self._stuck(cause, Phase.FORMING)]
-        verdict = self.watcher.look(self._world.present)
+        verdict = self.progress_watch.look(self._world.present)
         return [] if verdict is None else self._faults_of(verdict)
 
     def find_stopped(self, now_s: float) -> list[Fault]:
@@ -111,13 +111,13 @@ class HangFinder:
         return self._world.stopped_s(handle, now_s) > self._settings.hang_min_s
 
     def _is_getting_on(self, handle: RankHandle) -> bool:
-        return handle.state is RankState.FORMING and self.watcher.is_getting_on(
+        return handle.state is RankState.FORMING and self.progress_watch.is_getting_on(
             handle, generation=self._facts.generation
         )
 
     def _holds_the_only_state(self, handle: RankHandle) -> bool:
-        return handle.standing.committed_step > EMPTY_STEP and not any(
-            other.is_alive and other.standing.committed_step > EMPTY_STEP
+        return handle.progress.committed_step > EMPTY_STEP and not any(
+            other.is_alive and other.progress.committed_step > EMPTY_STEP
             for other in self._world.present
             if other is not handle and other.membership is not Membership.REPLACING
         )

@@ -108,7 +108,7 @@ class LastSave:
             return
         newest = self._published.newest()
         move = next_saver(
-            [handle.standing for handle in self._world.present if self._is_parked(handle)],
+            [handle.progress for handle in self._world.present if self._is_parked(handle)],
             [self._leaving(handle) for handle in self._world.present if self._is_in(handle)],
             saved_step=-1 if newest is None else newest[0],
             may_wait=now_s <= min(self._cutting.leave_by_s(self._began_s), self._by_s),
@@ -139,9 +139,9 @@ class LastSave:
     @staticmethod
     def _leaving(handle: RankHandle) -> Leaving:
         slot = handle.slot
-        standing = ReplicaProgress(rank=handle.rank, committed_step=slot.get(Cell.COMMITTED_STEP))
+        progress = ReplicaProgress(rank=handle.rank, committed_step=slot.get(Cell.COMMITTED_STEP))
         saves = slot.read().phase is Phase.CHECKPOINT
-        return Leaving(standing=standing, saves=saves)
+        return Leaving(progress=progress, saves=saves)
 
     def _ask(self, move: AskToSave, now_s: float) -> None:
         # INVARIANT one-writer: while a rank saves alone no other one publishes or deletes a file. A save
@@ -149,7 +149,7 @@ class LastSave:
         # Broken if: a rank is asked before the others are fenced out of the disk.
         # Guarded by: test_only_the_rank_that_saves_before_the_end_may_write.
         for handle in self._world.ranks:
-            handle.slot.set(Cell.CONDEMNED, int(handle.rank != move.rank))
+            handle.slot.set(Cell.FENCED, int(handle.rank != move.rank))
         self._asked = move
         self._by_s = now_s + self._settings.checkpoint_timeout_s
         self._recorder.record(events.LastSaveAsked(rank=move.rank, step=move.step))

@@ -33,7 +33,7 @@ LOOKS_APART_S = 0.3  # three ticks: no pause, however short the deadline
 WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
 
 
-class Watcher:
+class ProgressWatch:
     """Owned by the supervisor's loop; one look a tick."""
 
     def __init__(self, settings: RecoverySettings, *, world: World, clock: Clock) -> None:

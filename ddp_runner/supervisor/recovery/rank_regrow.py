@@ -10,7 +10,7 @@ from ddp_runner.core.recovery import regrow_delay_s
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
-from ddp_runner.supervisor.recovery.fault_injector import Striker
+from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
@@ -39,7 +39,7 @@ class ReturningRanks:
         *,
         world: World,
         recorder: Recorder,
-        striker: Striker,
+        fault_injector: FaultInjector,
         hangs: HangFinder,
         cutting: Cutting,
         clock: Clock,
@@ -48,7 +48,7 @@ class ReturningRanks:
         self._facts = facts
         self._world = world
         self._recorder = recorder
-        self._striker = striker
+        self._fault_injector = fault_injector
         self._hangs = hangs
         self._cutting = cutting
         self._clock = clock
@@ -98,7 +98,7 @@ class ReturningRanks:
                 handle,
                 loads=False,
                 resume="auto",
-                injections_left=self._striker.left_for(handle.rank),
+                injections_left=self._fault_injector.left_for(handle.rank),
                 now_s=now_s,
             )
 
@@ -147,5 +147,5 @@ class ReturningRanks:
                 handle, f"did not make room within {now_s - self._regroup_since_s:.1f} s"
             )
             for handle in self._world.present
-            if handle.state in _LEAVING and self._hangs.watcher.is_overdue(handle)
+            if handle.state in _LEAVING and self._hangs.progress_watch.is_overdue(handle)
         ]

@@ -35,7 +35,7 @@ from ddp_runner.core.recovery import (
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
-from ddp_runner.supervisor.recovery.fault_injector import Striker
+from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.hang_detector import HangFinder
 from ddp_runner.supervisor.recovery.incident import STACKS_TIME_S, OpenIncident
 from ddp_runner.supervisor.recovery.rank_regrow import ReturningRanks
@@ -65,7 +65,7 @@ class Repair:
         machine: Machine[RunState, RunEvent],
         world: World,
         recorder: Recorder,
-        striker: Striker,
+        fault_injector: FaultInjector,
         published: Published,
         cutting: Cutting,
         clock: Clock,
@@ -77,7 +77,7 @@ class Repair:
         self._machine = machine
         self._world = world
         self._recorder = recorder
-        self._striker = striker
+        self._fault_injector = fault_injector
         self._cutting = cutting
         self._clock = clock
         self._hangs = HangFinder(
@@ -93,7 +93,7 @@ class Repair:
             facts,
             world=world,
             recorder=recorder,
-            striker=striker,
+            fault_injector=fault_injector,
             hangs=self._hangs,
             cutting=cutting,
             clock=clock,
@@ -174,7 +174,7 @@ class Repair:
         """Name ranks that are persistently slow, once each; nothing is done to them."""
         if self._incident is not None:
             return
-        for rank, factor in self._hangs.watcher.stragglers(self._world.present).items():
+        for rank, factor in self._hangs.progress_watch.stragglers(self._world.present).items():
             self._recorder.record(events.Straggler(rank=rank, factor=round(factor, 2)))
 
     def advance(self, now_s: float) -> GiveUp | None:
@@ -259,7 +259,7 @@ class Repair:
                     )
                     for handle in waiting
                     if handle.membership is Membership.MEMBER
-                    and self._hangs.watcher.is_overdue(handle)
+                    and self._hangs.progress_watch.is_overdue(handle)
                 ]
             )
         return None
@@ -405,7 +405,7 @@ class Repair:
             handle,
             loads=handle.rank == self._loader,
             resume=self._resume_word(),
-            injections_left=self._striker.left_for(handle.rank),
+            injections_left=self._fault_injector.left_for(handle.rank),
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
             now_s=now_s,
         )

@@ -1,4 +1,4 @@
-"""Faults that the rank mends itself: memory that does not suffice, parameters that are not used."""
+"""Faults that the rank repairs itself: memory that does not suffice, parameters that are not used."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_out_of_memory_halves_the_micro_batch_and_redoes_the_step(tmp_path, rank
         assert all(len(record["indices"]) == 8 for record in rank_audit.values())
 
 
-def test_a_rank_that_falls_behind_while_it_mends_itself_stays_mended(tmp_path):
+def test_a_rank_that_falls_behind_while_it_repairs_itself_stays_repaired(tmp_path):
     """Out of memory after the reduction: the others commit, and their state is not the last word."""
     run = finish(
         tmp_path, "--inject", "oom:rank=1,step=5,phase=optimizer", "--max-steps", 10, task=PLAIN
@@ -382,7 +382,7 @@ def test_a_gradient_broken_by_one_rank_ends_the_run_with_its_samples(tmp_path):
 
 
 def test_the_faults_of_a_step_can_be_injected(tmp_path):
-    """Each on another rank of one run: noticed, named, mended; no step and no sample is lost."""
+    """Each on another rank of one run: noticed, named, repaired; no step and no sample is lost."""
     specs = (
         "nan:rank=1,step=4",
         "oom:rank=2,step=12,phase=backward",
