@@ -75,7 +75,7 @@ def make_saving(folder, state, *, room_bytes=2**40, **settings):
     workload = Workload(
         task=None, datasets=None, order=None, global_batch=4, device=CPU, backend="gloo",
         length=RunLength(steps_per_epoch=10, total_steps=20),
-        meaning={}, recipe={}, settings_digest="", parameters=0,
+        resume_key={}, recipe={}, settings_digest="", parameters=0,
     )  # fmt: skip
     saving = Saving(
         settings=from_flat({"log_dir": str(folder / "logs"), "save_every_steps": 0, **settings}), workload=workload, state=state,
