@@ -1,16 +1,121 @@
-"""What the ranks of a generation agree on before they train: the tuning that suits every one."""
+"""What the ranks of a generation agree on before they train: the newest state, and the tuning that suits all."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ddp_runner.collective.group import Group
+from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.core.board import Cell
+from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.phases import Phase
+from ddp_runner.training.audit import GenerationMembers, complete_audits
 from ddp_runner.training.components.tuning import Tuning, mend
 from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.workload import leave_other_course, restore_newest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """All ranks stand at the newest committed step, which came from the rank ``source``."""
+
+    source: int
+    members: GenerationMembers
+
+
+def bring_to_newest(
+    group: Group, parts: RankParts, *, members: GenerationMembers | None, has_trained: bool
+) -> Brought:
+    """Bring every rank to the newest committed step. Every rank must call it.
+
+    ``members``: of the newest generation that this process stood at a step with, before this one.
+    ``has_trained``: it has come so far as to train in one.
+    """
+    settings, state, slot = parts.settings, parts.state, parts.runtime.slot
+    parts.same_data.compare(group, parts.loader)
+    answers = _standings(group, parts, "committed_step")
+    if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
+        slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
+        if group.rank == 0:
+            loaded = restore_newest(settings, parts.workload, state, parts.store)
+            parts.saving.rolled_back(loaded)
+        answers = _standings(group, parts, "restored_step")
+        slot.stamp(Phase.FORMING, time.monotonic_ns())
+    election = elect_source(
+        [ReplicaProgress(rank=rank, committed_step=step) for rank, (step, _) in enumerate(answers)]
+    )
+    if group.rank == election.source:
+        _prepare_source(parts, members, has_trained=has_trained)
+    if election.receivers and group.rank == election.source:
+        send_state(
+            group, state.capture(), to=election.receivers, on_progress=lambda: _show_progress(parts)
+        )
+    elif group.rank in election.receivers:
+        was_left = has_trained and state.committed_step == EMPTY_STEP
+        learnt = state.tuning
+        received = receive_state(
+            group, source=election.source, on_progress=lambda: _show_progress(parts)
+        )
+        state.restore(received)
+        if was_left:
+            # Of the source's and this all agree on one next; who has read the state may be new.
+            state.tuning = learnt
+    if math.isnan(parts.progress.loss) and state.monitor.last is not None:
+        parts.progress.loss = state.monitor.last  # until this process has trained a step
+    slot.set(Cell.COMMITTED_STEP, state.committed_step)
+    slot.set(Cell.SAMPLES, state.samples)
+    slot.set(Cell.DIRTY, 0)
+    now_members = GenerationMembers(
+        generation=group.membership.generation,
+        slots=tuple(place for _, place in answers),
+        first_step=state.committed_step,
+    )
+    return Brought(source=election.source, members=now_members)
+
+
+def _prepare_source(
+    parts: RankParts, members: GenerationMembers | None, *, has_trained: bool
+) -> None:
+    """Before anybody gets the newest step."""
+    state, runtime = parts.state, parts.runtime
+    complete_audits(
+        parts.settings,
+        members,
+        step=state.committed_step,
+        order=replace(parts.workload.order, version=state.order_version),
+        quarantine=state.quarantine,
+        loss=parts.progress.loss,
+        warn=runtime.logger.warning,
+    )
+    if runtime.place.loads and not has_trained:
+        # INVARIANT left-before-shared: whoever has the state of this run finds no other course.
+        # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
+        # Guarded by: test_a_rank_that_dies_leaving_the_other_branch_has_a_successor.
+        leave_other_course(
+            parts.settings,
+            parts.store,
+            begun_from=parts.progress.checkpoint,
+            say=runtime.logger.info,
+        )
+
+
+def _standings(group: Group, parts: RankParts, name: str) -> list[tuple[int, int]]:
+    """Committed step and slot of every rank of the group; all take over the first one's run id."""
+    runtime = parts.runtime
+    mine = json.dumps([parts.state.committed_step, runtime.place.rank, runtime.run_id])
+    answers = [json.loads(answer) for answer in group.exchange(name, mine)]
+    runtime.run_id = answers[0][2]  # without a supervisor each rank has made one
+    return [(step, slot) for step, slot, _ in answers]
+
+
+def _show_progress(parts: RankParts) -> None:
+    """A transfer may take longer than forming may; it shows that it goes on."""
+    parts.runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
 
 
 def agree_on_tuning(

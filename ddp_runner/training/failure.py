@@ -44,3 +44,18 @@ def fault_of(error: BaseException, *, rank: int, step: int, phase: str, aborted:
     return Fault(
         kind=kind, rank=rank, step=step, cause=cause, phase=phase, detail=detail, at_ns=at_ns
     ).bounded()
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let go of what the frames that ``error`` has left hold, and those of the errors that it came from.
+
+    Tensors of a step stay alive as long as its error does; after a lack of memory those are wanted back.
+    """
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)  # what still runs keeps what it has
+        left += [other for other in (one.__cause__, one.__context__) if other is not None]

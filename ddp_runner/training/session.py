@@ -58,6 +58,10 @@ class StepMaker(Protocol):
         """Whether all steps of the run are made."""
         ...
 
+    def settle(self) -> None:
+        """Before the first step: bring DDP's bucket layout to its final form."""
+        ...
+
     def adapt(self) -> None:
         """Before a step: try what may be faster."""
         ...
@@ -95,7 +99,7 @@ class Session:
         self._loader = parts.loader
         self._runtime = parts.runtime
         self._saving = parts.saving
-        self._group = group
+        self.group = group
         self._guard = guard
         self._maker = maker
         self._step: StepInHand | None = None
@@ -152,7 +156,7 @@ class Session:
         self._account(step, step.result)
         if step.result.save:
             self._saving.save_requests.heard(
-                step.result.step, is_mine=step.votes.save, fulfils=self._group.rank == 0
+                step.result.step, is_mine=step.votes.save, fulfils=self.group.rank == 0
             )
 
     def _pass_boundary(self) -> StopReason | None:
@@ -187,7 +191,7 @@ class Session:
         """Whether this rank votes for a save: again and again, until all have heard of it."""
         if self._runtime.save_asked():
             self._saving.save_requests.ask()
-        return self._saving.asks() if self._group.rank == 0 else self._saving.save_requests.is_open
+        return self._saving.asks() if self.group.rank == 0 else self._saving.save_requests.is_open
 
     def _aside_ns(self) -> int:
         """What of steps was given to saves and comparisons, so far."""
@@ -199,7 +203,7 @@ class Session:
         slot = self._runtime.slot
         aside_ns = self._aside_ns() - step.aside_ns
         took_ns = now_ns - step.began_ns
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             self._saving.stepped((took_ns - aside_ns) / 1e9)
         slot.add(Cell.OWN_NS, took_ns - result.waited_ns - aside_ns)
         slot.add(Cell.OWN_STEPS, 1)
@@ -214,7 +218,7 @@ class Session:
     def _may_save(self, *, wanted: bool) -> bool:
         """Not amid skipped steps: a roll-back would lead into them again. It is made up for later."""
         if wanted and not self._state.monitor.is_calm:
-            if self._group.rank == 0:
+            if self.group.rank == 0:
                 self._saving.put_off(INTERVAL)
             return False
         return wanted
@@ -231,12 +235,12 @@ class Session:
     def _make_up(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
-        saves, wanted_step = self._group.rank == 0, self._saving.save_requests.wanted_step
+        saves, wanted_step = self.group.rank == 0, self._saving.save_requests.wanted_step
         makes_up = saves and self._saving.has_to_make_up()
         covered_step = self._saving.covered_step() if saves else 0
         mine = json.dumps([self._state.boundary_done_step, makes_up, wanted_step, covered_step])
         with waiting_for_peers(self._runtime.slot):
-            answers = [json.loads(answer) for answer in self._group.exchange("attended", mine)]
+            answers = [json.loads(answer) for answer in self.group.exchange("attended", mine)]
         if self._maker.at_end:
             return None
         due = self._due(step)
@@ -258,7 +262,7 @@ class Session:
             if stop is not None:
                 return stop
         self._state.boundary_done_step = self._state.committed_step
-        if save_now and self._group.rank == 0:
+        if save_now and self.group.rank == 0:
             self._saving.due(INTERVAL)
         if save_now or compare_now:
             self._guard.begin_comparison()
@@ -278,7 +282,7 @@ class Session:
             self._state.boundary_done_step = self._state.committed_step
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             self._saving.finish(reason.value, compare_s=self._guard.compared_s)
             self._count_done()
         return True

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ddp_runner.checkpoint.codec import weights_sha256
+from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.messages import Finished
+from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.workload import is_complete
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
 
@@ -45,6 +47,27 @@ def start_notes(parts: RankParts) -> tuple[str, ...]:
     found = (*given, *parts.state.precision.notes, *getattr(parts.loader, "notes", ()))
     lines = (" ".join(without_secrets(str(note), hidden).split()) for note in found[:NOTES_MAX])
     return tuple(line[:NOTE_CHARACTERS_MAX] for line in lines if line)
+
+
+def ready_message(parts: RankParts, run_id: str) -> Ready:
+    """What this rank has, as the supervisor gets it. ``run_id``: of what is resumed, if anything is."""
+    workload, state = parts.workload, parts.state
+    return Ready(
+        rank=parts.runtime.place.rank,
+        committed_step=state.committed_step,
+        run_id=run_id,
+        total_steps=workload.length.total_steps,
+        steps_per_epoch=workload.length.steps_per_epoch,
+        train_samples=workload.order.dataset_size,
+        parameters=workload.parameters,
+        device=str(workload.device),
+        precision=state.precision.name,
+        notes=start_notes(parts),
+        is_complete=is_complete(workload, state),
+        changed_task=parts.progress.changed_task,
+        ends_in_silence=ends_in_silence(workload.backend),
+        device_free_bytes=workload.device_free_bytes,
+    )
 
 
 def report_of(parts: RankParts, reason: StopReason) -> TrainReport:

@@ -1,0 +1,290 @@
+"""Engine: has one rank train in a loop that is another's, over generation after generation.
+
+    for micro_batches in engine.steps():
+        with engine.step() as step:
+            step.result = ...
+
+Decides nothing about repair: what broke goes to the runtime as a Fault, and the next generation
+comes from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from ddp_runner.collective.device import prove_device
+from ddp_runner.collective.group import Group, joined
+from ddp_runner.core.board import Cell
+from ddp_runner.core.classify import VICTIM_KINDS
+from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
+from ddp_runner.core.messages import Faulted, Formed
+from ddp_runner.core.phases import Phase
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.agreeing import bring_to_newest
+from ddp_runner.training.audit import GenerationMembers
+from ddp_runner.training.exactness.first_step import tell_lost
+from ddp_runner.training.failure import drop_frames, fault_of
+from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.last_save import warn_of_room
+from ddp_runner.training.loaders import collective_timeout_s
+from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.runtime import Generation
+from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.session import Session, StepInHand, StepMaker
+from ddp_runner.training.train_report import ready_message
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+# Where a disk refused us, or a value was of no use, is in our own code: the plan tells it.
+OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
+
+
+class Client(Protocol):
+    """Whose loop it is, and what is trained there. Every rank calls its methods at the same places."""
+
+    def agree(self, group: Group, *, is_first: bool) -> None:
+        """Agree with the other ranks, which have the same state by now, on what else they need alike.
+
+        ``is_first``: this process has trained in no generation yet.
+        """
+        ...
+
+    def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:
+        """Get ready to make steps in a generation."""
+        ...
+
+    def repaired(self, fault: Fault) -> Fault:
+        """Change what keeps this rank from doing the step, where that is in its hands; the fault then."""
+        ...
+
+    def conclude(self, group: Group, reason: StopReason) -> None:
+        """Take in that training has ended, with the other ranks."""
+        ...
+
+
+class Engine:
+    """Forms, repairs and ends what ``client`` trains. To be closed, as a context manager."""
+
+    def __init__(self, parts: RankParts, client: Client, *, run_id: str) -> None:
+        """``run_id``: of the run that is resumed, if one is."""
+        self._parts = parts
+        self._client = client
+        self._run_id = run_id
+        self._state = parts.state
+        self._runtime = parts.runtime
+        self._rank = parts.runtime.place.rank
+        self._generation: Generation | None = None  # the newest, which may have been left
+        self._session: Session | None = None  # of the generation that this rank is in
+        self._step: StepInHand | None = None  # in there, between its beginning and the next one's
+        self._held = contextlib.ExitStack()  # what is to be left with that generation
+        self._fault: Fault | None = None  # for which the last one was left; the runtime knows it
+        self._members: GenerationMembers | None = None  # of the newest that this process was in
+        self._has_trained = False
+        self._has_ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the generation that this rank is in: with Ctrl-C, say, or where its loop was left."""
+        self._held.__exit__(kind, error, trace)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this rank is to leave its generation, if it still is in there."""
+        return self._generation is not None and self._generation.switch.tripped
+
+    @property
+    def _newest(self) -> Generation:
+        assert self._generation is not None, "there is none before the first"
+        return self._generation
+
+    def steps(self) -> Iterator[list[MicroBatch]]:
+        """Yield this rank's share of each step, until the end of the run or an agreed stop.
+
+        Whatever is due between steps is done before. After a step that broke, the next generation is
+        joined, its state received where this rank is behind, and the step of that state yielded.
+        Raises FaultError for a fault that this process does not survive, or where the run ends without it.
+        """
+        while not self._has_ended:
+            if self._session is None:
+                self._get_over_fault()
+                self._generation = self._next_generation()
+            self._step = self._next_step()
+            if self._step is not None:
+                yield self._step.micro_batches
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[StepInHand]:
+        """Around the making of the step that was yielded, whose result is to be set.
+
+        What breaks in the block is reported and goes no further: a ``for`` hands no exception to its
+        iterator, so this does, and :meth:`steps` goes on from there.
+        """
+        assert self._session is not None, "a step is made where steps() has yielded it"
+        assert self._step is not None, "as above"
+        try:
+            with self._session.step(self._step):
+                yield self._step
+        except Exception as error:  # noqa: BLE001 - the step boundary: becomes a Fault
+            self._break_off(error)
+
+    def _next_generation(self) -> Generation:
+        generation = self._runtime.next_generation(ready_message(self._parts, self._run_id))
+        if generation is None:
+            raise ReportedFaultError(self._parts.saving.save_alone())
+        return generation
+
+    def _next_step(self) -> StepInHand | None:
+        """The next step, begun; None once training has ended, or the generation has broken."""
+        try:
+            session = self._session or self._form(self._newest)
+            step = session.begin()
+            if step is None:
+                self._conclude(session)
+        except Exception as error:  # noqa: BLE001 - as in a step
+            self._break_off(error)
+            return None
+        return step
+
+    def _form(self, generation: Generation) -> Session:
+        """Join ``generation``, stand where its ranks stand, and get ready for its first step."""
+        parts, state, slot = self._parts, self._state, self._runtime.slot
+        began_s = time.monotonic()
+        slot.set(Cell.GENERATION, generation.membership.generation)
+        slot.stamp(Phase.FORMING, time.monotonic_ns())
+        timeout_s = collective_timeout_s(parts.settings, is_watched=self._runtime.is_watched)
+        group = self._held.enter_context(
+            joined(
+                generation.membership,
+                link=generation.link,
+                backend=parts.workload.backend,
+                device=parts.workload.device,
+                timeout_s=timeout_s,
+                switch=generation.switch,
+            )
+        )
+        joined_s = time.monotonic()
+        brought = bring_to_newest(
+            group, parts, members=self._members, has_trained=self._has_trained
+        )
+        self._members = brought.members
+        if state.buffers.frozen_bytes():
+            room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
+            state.hold_frozen(room_bytes=room_bytes / self._runtime.place.local_world_size)
+        transferred_s = time.monotonic()
+        self._client.agree(group, is_first=not self._has_trained)
+        if group.rank == 0 and generation.membership.generation == 1:
+            warn_of_room(state, parts.store, self._runtime)
+        guard = NumericsGuard(parts, group)
+        maker = self._client.enter(group, guard)
+        session = self._session = Session(parts, group=group, guard=guard, maker=maker)
+        self._held.callback(self._close_session)
+        self._has_trained = True
+        maker.settle()
+        tell_lost(parts)
+        slot.stamp(Phase.FORMING, time.monotonic_ns())
+        self._runtime.report(
+            Formed(
+                rank=self._rank,
+                generation=generation.membership.generation,
+                committed_step=state.committed_step,
+                source=brought.source,
+                group_s=joined_s - began_s,
+                transfer_s=transferred_s - joined_s,
+                rebuild_s=time.monotonic() - transferred_s,
+            )
+        )
+        # Forming has a deadline of its own, which ends with the world being formed.
+        slot.stamp(Phase.COMPARE, time.monotonic_ns())
+        return session
+
+    def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _conclude(self, session: Session) -> None:
+        """The end of training: unwrap, conclude with the others, and leave with them."""
+        self._close_session()
+        self._client.conclude(session.group, session.reason)
+        self._held.close()
+        self._has_ended = True
+
+    def _break_off(self, error: Exception) -> None:
+        """Leave the generation because of ``error`` and report it; what its step has changed is put back."""
+        fault = self._leave(error)
+        self._state.drop_unfinished_step()
+        self._parts.saving.report_ended()
+        self._fault = self._repaired(fault)
+        self._log(self._fault)
+        number = self._newest.membership.generation
+        self._runtime.report(Faulted(generation=number, fault=self._fault))
+
+    def _leave(self, error: Exception) -> Fault:
+        """Leave the generation; nothing of the step that broke in there is held after it."""
+        slot, step = self._runtime.slot, self._state.committed_step
+        try:
+            self._held.__exit__(type(error), error, error.__traceback__)
+        except Exception as other:  # noqa: BLE001 - what breaks in leaving takes its place
+            error = other
+        fault = fault_of(
+            error,
+            rank=self._rank,
+            step=slot.get(Cell.COMMITTED_STEP) if step == EMPTY_STEP else step,
+            phase=slot.read().phase.label,
+            aborted=self._newest.switch.aborted,
+        )
+        # INVARIANT nothing-held: what a step that broke had in memory is free before its repair asks for
+        # it: the loop that broke still has its error and its batches. Broken if: a frame keeps its tensors.
+        # Guarded by: test_a_step_that_broke_holds_nothing_when_its_fault_is_reported.
+        drop_frames(error)
+        if self._step is not None:
+            self._step.micro_batches.clear()
+            self._step = None
+        return fault
+
+    def _repaired(self, fault: Fault) -> Fault:
+        """Change what keeps this rank from doing the step, where that is in its hands."""
+        if not fault.may_retry:
+            return fault
+        if fault.kind is FaultKind.REPLICA_DIVERGED:
+            self._state.committed_step = EMPTY_STEP  # to receive what the majority has
+            return fault
+        if fault.kind not in REPAIRED_BY_RANK or self._runtime.slot.get(Cell.DIRTY):
+            return fault  # inside the optimizer this process ends, and the next one asks for less
+        return self._client.repaired(fault)
+
+    def _log(self, fault: Fault) -> None:
+        """A cause once, with its traceback, where the console sees it; a consequence in the file only."""
+        logger = self._runtime.logger
+        for_file = fault.kind in VICTIM_KINDS | OF_NO_USE
+        for_file |= fault.kind is FaultKind.RANK_RAISED and not fault.may_retry
+        if for_file or (fault.kind in REPAIRED_BY_RANK and fault.may_retry):
+            logger.progress(f"left the generation: {fault.cause}\n{fault.detail}", step=fault.step)
+        else:
+            logger.error(f"{fault.cause}\n{fault.detail}", step=fault.step)
+
+    def _get_over_fault(self) -> None:
+        """Before another generation: make sure of this process and its device. Raises FaultError."""
+        fault, self._fault = self._fault, None
+        if fault is None:
+            return
+        if not self._runtime.survives(fault):
+            raise ReportedFaultError(fault)
+        prove_device(self._parts.workload.device, rank=self._rank, step=self._state.committed_step)
+        # Which reads from the device: not before that has let go of the generation.
+        self._state.precision.drop_unfinished_step()

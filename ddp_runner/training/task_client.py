@@ -1,0 +1,116 @@
+"""A Task as the engine's client: agrees on its tuning, asks for less where that repairs, and reports.
+
+Its steps in one generation are made by ``task_steps.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.recovery import is_short_for_steps
+from ddp_runner.data.loader import MicroBatch
+from ddp_runner.training.agreeing import agree_on_tuning, recalled
+from ddp_runner.training.components.tuning import Tuning, free_memory, mend
+from ddp_runner.training.given import give_average
+from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.helpers import Helpers
+from ddp_runner.training.loaders import open_quarantine
+from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.step import StepResult, Votes
+from ddp_runner.training.task_steps import TaskSteps
+from ddp_runner.training.train_report import TrainReport, finished_message, report_of
+
+
+class TaskClient:
+    """Implements :class:`~ddp_runner.training.engine.Client` for a Task, from the rank's start to its end."""
+
+    def __init__(self, parts: RankParts) -> None:
+        self._parts = parts
+        self._runtime = parts.runtime
+        self._place = parts.runtime.place
+        self._steps: TaskSteps | None = None  # of the newest generation
+        self._short_of_memory_in = self._place.short_of_memory_in
+        self._tuning_mended: Tuning | None = None  # until the ranks have agreed on it
+        self.report: TrainReport | None = None  # once training has ended
+
+    def train_step(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
+        """Make one step; None where the state is now an older one, or raises what broke in it."""
+        assert self._steps is not None, "a step is made in a generation"
+        return self._steps.make(micro_batches, votes=votes)
+
+    def agree(self, group: Group, *, is_first: bool) -> None:
+        """Agree on the tuning, and take over what is known of bad samples."""
+        agree_on_tuning(
+            group,
+            self._parts,
+            mended=self._tuning_mended or (recalled(self._parts) if is_first else None),
+            short_of_memory_in=self._short_of_memory_in,
+        )
+        self._tuning_mended, self._short_of_memory_in = None, ""
+        open_quarantine(self._parts, is_first=is_first)
+
+    def enter(self, group: Group, guard: NumericsGuard) -> TaskSteps:
+        """Wrap the model for the steps of a generation."""
+        self._steps = TaskSteps(self._parts, group=group, guard=guard)
+        return self._steps
+
+    def repaired(self, fault: Fault) -> Fault:
+        """Ask for less memory, or have DDP search for unused parameters; the fault says if it was in vain."""
+        if fault.kind is FaultKind.OUT_OF_MEMORY and not is_short_for_steps(fault):
+            return fault  # this process ends, and the next one asks for less
+        state = self._parts.state
+        self._steps = None  # of the generation that was left
+        free_memory()
+        mended = mend(fault, state.tuning, samples=self._parts.loader.share_samples)
+        if mended is None:
+            return replace(fault, may_retry=False)
+        state.tuning = self._tuning_mended = mended.tuning
+        self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
+        self._runtime.report(
+            TuningChanged(
+                rank=self._place.rank,
+                step=fault.step,
+                action=mended.remedy,
+                inexact_reason=mended.inexact_reason,
+                tuning=dict(mended.tuning.to_record()),
+                plain_retry=mended.plain_retry,
+            )
+        )
+        return fault
+
+    def conclude(self, group: Group, reason: StopReason) -> None:
+        """Make the report. Raises FaultError where the replicas ended with different weights."""
+        parts = self._parts
+        report = report_of(parts, reason)
+        if reason is StopReason.COMPLETED and group.rank == 0:
+            parts.state.model.eval()
+            helpers = Helpers(parts.workload.task, warn=self._runtime.logger.warning)
+            # The report is of the weights before it: a sample may change them.
+            report = replace(report, sample=helpers.sample(parts.state.model))
+        with waiting_for_peers(self._runtime.slot):
+            digests = group.exchange("weights_sha256", report.weights_sha256)
+        if len(set(digests)) > 1:
+            parts.state.is_in_doubt = True
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.REPLICA_DIVERGED,
+                    rank=-1,
+                    step=report.steps,
+                    cause=f"the replicas ended with different weights: {digests}",
+                    at_ns=time.monotonic_ns(),
+                    may_retry=False,  # they were equal before the save: there is nobody to believe
+                )
+            )
+        self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
+        self._runtime.report(finished_message(report, self._place.rank))
+        if not self._runtime.is_watched:
+            model = give_average(parts.state.model, parts.state.ema)
+            report = replace(report, model=model)
+        self.report = report
