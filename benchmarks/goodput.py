@@ -83,19 +83,19 @@ def harm(run: Faulted, kind: Harm, rank: int) -> bool:
     return True
 
 
-def pace_in_peace(contender: type[Faulted], job: Job, seconds: float) -> float:
+def pace_without_faults(contender: type[Faulted], job: Job, seconds: float) -> float:
     """Seconds a step, saves and all, of the same job without a fault."""
     with contender(job) as run:
         run.wait_past(SETTLED_STEPS, timeout_s=START_TIMEOUT_S)
         looks: list[Look] = []
-        sys.stderr.write(f"{contender.name}: {seconds:.0f} s in peace\n")
+        sys.stderr.write(f"{contender.name}: {seconds:.0f} s without faults\n")
         watch(run, looks, until_s=time.monotonic() + seconds)
     first, last = looks[0], looks[-1]
     return (last.at_s - first.at_s) / (last.mark.step - first.mark.step)
 
 
 def measure(contender: type[Faulted], job: Job, asked: argparse.Namespace) -> Outcome:
-    step_s = pace_in_peace(contender, job, asked.control_s)
+    step_s = pace_without_faults(contender, job, asked.control_s)
     kinds = itertools.cycle([Harm[name.upper()] for name in asked.kinds])
     with contender(job) as run:
         run.wait_past(SETTLED_STEPS, timeout_s=START_TIMEOUT_S)
@@ -162,7 +162,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=180.0, help="of each contender")
     parser.add_argument("--every-s", type=float, default=10.0, help="between two faults")
-    parser.add_argument("--control-s", type=float, default=60.0, help="in peace, before")
+    parser.add_argument("--control-s", type=float, default=60.0, help="without faults, before")
     parser.add_argument("--world", type=int, default=3)
     parser.add_argument("--state-mb", type=float, default=2.0)
     parser.add_argument("--pace-s", type=float, default=0.016, help="a step sleeps so long")

@@ -5,7 +5,7 @@ same order; rounds alternate, so that a slow moment of the machine meets both. P
 
 ``python benchmarks/loader.py --waits`` does so for data that is waited for, with more workers than cores.
 
-``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares SafeDataLoader in peace with itself while a
+``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares SafeDataLoader without faults with itself while a
 worker gets SIGKILL every 2 seconds; the goal is a ratio of 0.9.
 """
 
@@ -183,7 +183,7 @@ def storm(datasets: dict[str, Any], *, rounds: int, seconds: float) -> None:
     print(
         f"torch {torch.__version__}, batch {BATCH}, medians of {rounds} x {seconds:g} s; samples/s"
     )
-    print(f"{'dataset':<14} {'workers':>7} {'peace':>9} {'storm':>9} {'ratio':>6}")
+    print(f"{'dataset':<14} {'workers':>7} {'fault_free':>9} {'storm':>9} {'ratio':>6}")
     for name, dataset in datasets.items():
         for workers in (1, 2):
             rates = [
@@ -193,9 +193,9 @@ def storm(datasets: dict[str, Any], *, rounds: int, seconds: float) -> None:
                 ]
                 for _ in range(rounds)
             ]
-            peace, struck = (statistics.median(side) for side in zip(*rates, strict=True))
+            fault_free, struck = (statistics.median(side) for side in zip(*rates, strict=True))
             ratio = statistics.median(pair[1] / pair[0] for pair in rates)
-            print(f"{name:<14} {workers:>7} {peace:>9.0f} {struck:>9.0f} {ratio:>6.3f}")
+            print(f"{name:<14} {workers:>7} {fault_free:>9.0f} {struck:>9.0f} {ratio:>6.3f}")
 
 
 def main() -> None:

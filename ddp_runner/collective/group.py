@@ -34,7 +34,9 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
 PROOF_TAG = UNUSED_TAG - 1  # of the first message between two ranks
-_never_freed: list[dist.ProcessGroup] = []  # groups of generations that could not be left in peace
+_never_freed: list[
+    dist.ProcessGroup
+] = []  # groups of generations that could not be left without an abort
 # Of the generation that this process has left and whose abort may not have ended; one at most.
 _left: list[Communicators] = []
 PEERS_LEAVE_S = 0.25  # from the first rank that leaves a broken generation to the last

@@ -16,8 +16,8 @@ INTERVAL_MAX_S = 1800.0
 STEPS_MIN = 10
 WRITING_SHARE_MAX = 0.5  # of the time: a disk that is busy with one save must be free for the next
 PRIOR_FAULT_S = 4 * 3600.0  # one fault in so long is assumed beside those seen
-PEACE_STEPS = 64  # the newest without a save beside them, whose mean is the usual one
-PEACE_STEPS_MIN = 8
+USUAL_STEPS = 64  # the newest without a save beside them, whose mean is the usual one
+USUAL_STEPS_MIN = 8
 _NEWEST_SHARE = 0.5  # of the newest cost in the smoothed one
 
 
@@ -75,7 +75,7 @@ class CheckpointInterval:
         self._observed_before_s = 0.0
         self._cost: SaveCost | None = None
         self._compare_s = 0.0
-        self._in_peace_s: deque[float] = deque(maxlen=PEACE_STEPS)
+        self._usual_s: deque[float] = deque(maxlen=USUAL_STEPS)
         self._beside_s = 0.0  # of the steps beside the save under way
         self._beside_steps = 0
         self._last_s = now_s
@@ -100,7 +100,7 @@ class CheckpointInterval:
             self._beside_s += step_s
             self._beside_steps += 1
         else:
-            self._in_peace_s.append(step_s)
+            self._usual_s.append(step_s)
 
     def measured(self, *, blocked_s: float, write_s: float) -> None:
         """A save has taken so long of training, and so long in all; the steps beside it are known."""
@@ -116,9 +116,9 @@ class CheckpointInterval:
 
     def _slowed_s(self) -> float:
         """What the steps beside the save took longer than as many without one."""
-        if len(self._in_peace_s) < PEACE_STEPS_MIN:
+        if len(self._usual_s) < USUAL_STEPS_MIN:
             return 0.0
-        usual_s = sum(self._in_peace_s) / len(self._in_peace_s)
+        usual_s = sum(self._usual_s) / len(self._usual_s)
         return max(0.0, self._beside_s - self._beside_steps * usual_s)
 
     def interval_s(self, *, now_s: float, step_s: float) -> float:

@@ -65,7 +65,7 @@ def must_end(facts: DrillFacts) -> str:
 
 def may_begin(facts: DrillFacts) -> bool:
     """Whether the drill that waits begins."""
-    # INVARIANT drill-in-peace: no drill runs while something is repaired, started or stopped.
+    # INVARIANT drill-without-faults: no drill runs while something is repaired, started or stopped.
     # Broken if: one is forked, or left running, while a rank is missing.
     # Guarded by: test_a_drill_is_ended_when_an_incident_opens.
     return facts.waits and facts.fault_free and facts.can_fork and not facts.is_running

@@ -93,10 +93,10 @@ class SpareFacts:
 
 def wants_spare(facts: SpareFacts) -> bool:
     """Whether a spare is to be forked now."""
-    # INVARIANT spare-in-peace: no spare is forked while something is being repaired, started or
+    # INVARIANT spare-without-faults: no spare is forked while something is being repaired, started or
     # stopped: it would take time and processes from what matters. Spares that keep dying end, too.
     # Broken if: a fork is asked for while a rank is missing.
-    # Guarded by: test_a_spare_is_forked_in_peace_only.
+    # Guarded by: test_a_spare_is_forked_without_faults_only.
     if facts.exists or facts.starts_there or not facts.fault_free or not facts.stepped:
         return False
     if facts.lost_in_a_row >= LOST_MAX:

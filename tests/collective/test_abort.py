@@ -323,7 +323,7 @@ def test_a_generation_aborted_before_it_was_joined_is_not_joined():
             assert descriptors < 12
 
 
-def _leaves_in_peace(me, port):
+def _leaves_without_faults(me, port):
     switch = AbortSwitch()
     with join(me, port, switch=switch):
         sums = _summed(1)
@@ -331,10 +331,10 @@ def _leaves_in_peace(me, port):
     return sums, switch.tripped, held()
 
 
-def test_a_generation_in_peace_is_left_without_an_abort():
+def test_a_generation_without_faults_is_left_without_an_abort():
     """Control: nothing trips by itself, and an abort of a generation that was left is ignored."""
     with hosted_store() as port:
-        for sums, tripped, _ in run_ranks(_leaves_in_peace, 3, port):
+        for sums, tripped, _ in run_ranks(_leaves_without_faults, 3, port):
             assert sums == [3.0]
             assert not tripped
 

@@ -67,7 +67,7 @@ def test_a_new_process_joins_one_that_has_formed_before():
         assert run_ranks(_join_together_after_different_pasts, 2, port) == [3.0, 3.0]
 
 
-def _form_in_peace(me, port, rounds):
+def _form_without_faults(me, port, rounds):
     counts = []
     for generation in range(1, rounds + 1):
         with join(me, port, generation=generation) as group:
@@ -76,10 +76,10 @@ def _form_in_peace(me, port, rounds):
     return counts
 
 
-def test_leaving_in_peace_leaves_nothing_open():
+def test_leaving_without_faults_leaves_nothing_open():
     """Forming and leaving again and again holds no more descriptors or threads than once."""
     with hosted_store() as port:
-        for counts in run_ranks(_form_in_peace, 3, port, 15):
+        for counts in run_ranks(_form_without_faults, 3, port, 15):
             assert counts[-1] == counts[0]
 
 

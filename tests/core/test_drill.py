@@ -54,7 +54,7 @@ def test_each_rank_has_its_turn():
     assert [drilled_rank(number, 1) for number in range(3)] == [0, 0, 0]
 
 
-def test_a_drill_begins_in_peace_and_alone():
+def test_a_drill_begins_without_faults_and_alone():
     """Where a process can be forked at once."""
     assert may_begin(WAITS)
     for change in (

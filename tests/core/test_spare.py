@@ -33,7 +33,7 @@ def facts(**changes):
     return SpareFacts(**{**known, **changes})
 
 
-def test_a_run_in_peace_wants_one():
+def test_a_run_without_faults_wants_one():
     """The ordinary case."""
     assert wants_spare(facts())
 
@@ -128,6 +128,6 @@ def test_where_a_rank_ran_out_of_memory_no_spare_holds_any():
     ],
 )
 def test_a_spare_gives_its_memory_back_where_it_is_needed(spare, changes, ends):
-    """At once for a rank that starts there or lacks memory; in peace when it serves the wrong GPU."""
+    """At once for a rank that starts there or lacks memory; without faults when it serves the wrong GPU."""
     known = {"fault_free": True, "starting": set(), "refused": set(), **changes}
     assert must_end(spare, LAST, **known) is ends

@@ -121,7 +121,7 @@ def test_what_an_epoch_began_with_is_put_back_in_any_process():
 
 
 def test_to_note_changes_nothing():
-    """A run in peace is only looked at."""
+    """A fault-free run is only looked at."""
     owner = Owner()
     before = shown(owner)
     attributes = Attributes(owner)

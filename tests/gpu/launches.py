@@ -122,8 +122,8 @@ class Launch:
         """Of its weights; None if it did not get so far."""
         return self.summary().get("weights_sha256")
 
-    def write_facts(self, facts, *, peace=None, culprits=None):
-        """What came of it, as facts. ``peace``: the run to compare with; ``culprits``: who is to be named."""
+    def write_facts(self, facts, *, fault_free=None, culprits=None):
+        """What came of it, as facts. ``fault_free``: the run to compare with; ``culprits``: who must be named."""
         summary = self.summary()
         code = self._process.returncode
         facts.note("exit", self._late or code)
@@ -142,19 +142,21 @@ class Launch:
         ]
         if by_device:
             facts.note("told_by_device", by_device)
-        facts.note("verdict", self._verdict(summary, faults, peace, culprits))
+        facts.note("verdict", self._verdict(summary, faults, fault_free, culprits))
         if self._late or code:
             facts.note("console", self._tail("console.txt", 1200))
             self._show()
         return summary
 
-    def _verdict(self, summary, faults, peace, culprits):
+    def _verdict(self, summary, faults, fault_free, culprits):
         said = []
         if self._late or self._process.returncode:
             said.append(self._late or f"exit {self._process.returncode}")
-        if peace is not None:
-            is_equal = summary.get("weights_sha256") == peace and peace
-            said.append("weights of peace" if is_equal else "OTHER WEIGHTS than in peace")
+        if fault_free is not None:
+            is_equal = summary.get("weights_sha256") == fault_free and fault_free
+            said.append(
+                "weights of a fault-free run" if is_equal else "OTHER WEIGHTS than without faults"
+            )
         if summary:
             said.append("exact" if summary.get("exact") else "reported inexact")
         if culprits is not None:

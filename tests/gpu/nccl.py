@@ -276,10 +276,10 @@ def product_generations(facts):
             facts.note(f"held_after_{generation}", by_hand.held())
             for name, values in spent.items():
                 facts.note(f"{name}_s", spread(values))
-    facts.measure("peace", _peaceful_end)
+    facts.measure("fault_free", _fault_free_end)
 
 
-def _peaceful_end():
+def _fault_free_end():
     from ddp_runner.collective.abort import AbortSwitch
 
     with Timed() as spent, _joined(99, switch=AbortSwitch()) as group:

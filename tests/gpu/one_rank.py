@@ -55,10 +55,12 @@ def _faults(facts, folder):
     exact = (*EXACT, *words)
     nonblocking = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
     runs = {
-        "peace": Launch(folder / "p", *exact, task="Normed", world=1),
+        "fault_free": Launch(folder / "p", *exact, task="Normed", world=1),
         "faults": Launch(folder / "f", *exact, *inject(HARMS), task="Normed", world=1),
         "special": Launch(folder / "s", *exact, f"task.plan={SPECIAL}", task="Normed", world=1),
-        "half_peace": Launch(folder / "hp", *exact, "use_amp=true", task="HalfPrecision", world=1),
+        "half_fault_free": Launch(
+            folder / "hp", *exact, "use_amp=true", task="HalfPrecision", world=1
+        ),
         "half": Launch(
             folder / "h",
             *(*exact, "use_amp=true", *inject(HALF_HARMS)),
@@ -90,12 +92,12 @@ def _faults(facts, folder):
     }
     facts.measure("preload_s", by_hand.preload)
     finish(runs.values(), limit_s=min(BESIDE_S, facts.left_s - 3))
-    peace, half = runs["peace"].digest, runs["half_peace"].digest
+    fault_free, half = runs["fault_free"].digest, runs["half_fault_free"].digest
     compared = {
-        "faults": (peace, expected(HARMS)),
-        "special": (peace, [["device_lost", 0], ["rank_hung", 0]]),
+        "faults": (fault_free, expected(HARMS)),
+        "special": (fault_free, [["device_lost", 0], ["rank_hung", 0]]),
         "half": (half, expected(HALF_HARMS)),
-        "nonblocking": (peace, expected(HARMS[:4])),
+        "nonblocking": (fault_free, expected(HARMS[:4])),
     }
     for name, run in runs.items():
         like, culprits = compared.get(name, (None, None))
@@ -105,8 +107,8 @@ def _faults(facts, folder):
             at.measure("noted", _notes, run)
 
 
-def _write_facts(run, facts, peace, culprits):
-    run.write_facts(facts, peace=peace, culprits=culprits)
+def _write_facts(run, facts, fault_free, culprits):
+    run.write_facts(facts, fault_free=fault_free, culprits=culprits)
 
 
 def _notes(run):

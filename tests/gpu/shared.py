@@ -40,14 +40,14 @@ NAMED = [["device_lost", 1], ["rank_hung", 0], ["device_lost", 0], ["rank_hung",
 LATE_SPECIAL = "assert-1-10-commit+kernel-0-10-reduce+kernel-1-10-commit"
 LATE_NAMED = [["device_lost", 1], ["rank_hung", 0], ["rank_hung", 1]]
 OOM = "oom-1-10-forward+oom-0-10-backward"
-PEACE_S, FAULTS_S, LAST_S = 55, 75, 70
+FAULT_FREE_S, FAULTS_S, LAST_S = 55, 75, 70
 LAST_LEAST_S = 40  # left to the last ones by the comparison of repairs
 TWO = (*EXACT, "use_amp=false", "num_workers=1")
 THREE = (*EXACT, "num_workers=0")
 
 
 def measure(facts):
-    """In peace, all at once; then the faults of two ranks and single kills, for their seconds; then the others."""
+    """Without faults, all at once; then the faults of two ranks and single kills, for their seconds; then the rest."""
     folder = Path(tempfile.mkdtemp(prefix="gpu_shared_"))
     try:
         _measure(facts, folder)
@@ -60,23 +60,27 @@ def _measure(facts, folder):
     special = ("--max-steps", SPECIAL_STEPS)
     one_kill = ("--inject", "kill:rank=1,step=20")
     runs = {
-        "peace_2": Launch(folder / "p2", *TWO, *words, task="Normed", world=2),
-        "peace_3": Launch(folder / "p3", *THREE, *words, task="Normed", world=3),
-        "peace_special": Launch(folder / "ps", *TWO, *special, task="Normed", world=2),
-        "peace_2_again": Launch(folder / "p2b", *TWO, *words, task="Normed", world=2),
+        "fault_free_2": Launch(folder / "p2", *TWO, *words, task="Normed", world=2),
+        "fault_free_3": Launch(folder / "p3", *THREE, *words, task="Normed", world=3),
+        "fault_free_special": Launch(folder / "ps", *TWO, *special, task="Normed", world=2),
+        "fault_free_2_again": Launch(folder / "p2b", *TWO, *words, task="Normed", world=2),
         "not_deterministic": Launch(
             folder / "nd", "use_amp=false", *words, *one_kill, task="Normed", world=2
         ),
     }
     facts.measure("preload_s", by_hand.preload)
     forks = [fork for world_size in (2, 3) for fork in _sums(facts, world_size)]
-    finish(runs.values(), limit_s=min(PEACE_S, facts.left_s))
+    finish(runs.values(), limit_s=min(FAULT_FREE_S, facts.left_s))
     for fork in forks:
         if fork is not None:
-            fork.finish(PEACE_S)
-    peace = {name: run.digest for name, run in runs.items()}
+            fork.finish(FAULT_FREE_S)
+    fault_free = {name: run.digest for name, run in runs.items()}
     for name, run in runs.items():
-        beside = peace["peace_2"] if name in ("peace_2_again", "not_deterministic") else None
+        beside = (
+            fault_free["fault_free_2"]
+            if name in ("fault_free_2_again", "not_deterministic")
+            else None
+        )
         facts.measure(name, _write_facts, run, facts.under(name), beside)
 
     faults_2 = Launch(folder / "f2", *TWO, *words, *inject(HARMS_2), task="Normed", world=2)
@@ -86,7 +90,7 @@ def _measure(facts, folder):
         _write_facts,
         faults_2,
         facts.under("faults_2"),
-        peace["peace_2"],
+        fault_free["fault_free_2"],
         expected(HARMS_2),
     )
 
@@ -96,24 +100,24 @@ def _measure(facts, folder):
     last = {
         "faults_3": (
             Launch(folder / "f3", *THREE, *words, *inject(HARMS_3), task="Normed", world=3),
-            peace["peace_3"],
+            fault_free["fault_free_3"],
             expected(HARMS_3),
         ),
         "special": (
             Launch(folder / "s", *TWO, *special, f"task.plan={SPECIAL}", task="Normed", world=2),
-            peace["peace_special"],
+            fault_free["fault_free_special"],
             NAMED,
         ),
         "late_special": (
             Launch(
                 folder / "l", *TWO, *special, f"task.plan={LATE_SPECIAL}", task="Normed", world=2
             ),
-            peace["peace_special"],
+            fault_free["fault_free_special"],
             LATE_NAMED,
         ),
         "oom": (
             Launch(folder / "o", *TWO, *words, f"task.plan={OOM}", task="Normed", world=2),
-            peace["peace_2"],
+            fault_free["fault_free_2"],
             [["out_of_memory", 1], ["out_of_memory", 0]],
         ),
         "named_twice": (
@@ -125,7 +129,7 @@ def _measure(facts, folder):
                 world=2,
                 where=("-g", "0,0", "ddp.backend=gloo"),
             ),
-            peace["peace_2"],
+            fault_free["fault_free_2"],
             [],
         ),
     }
@@ -134,8 +138,8 @@ def _measure(facts, folder):
         facts.measure(name, _write_facts, run, facts.under(name), like, culprits)
 
 
-def _write_facts(run, facts, peace=None, culprits=None):
-    run.write_facts(facts, peace=peace, culprits=culprits)
+def _write_facts(run, facts, fault_free=None, culprits=None):
+    run.write_facts(facts, fault_free=fault_free, culprits=culprits)
 
 
 def _sums(facts, world_size):

@@ -121,7 +121,7 @@ def repair(ledger, *, now_s, committed_step, productive_s=0.0, parts=None):
     return made
 
 
-def test_a_run_in_peace_has_no_faults_and_nothing_lost():
+def test_a_run_without_faults_has_no_faults_and_nothing_lost():
     """Control: every second is startup, productive or accounted for by the ranks."""
     ledger = RunAccounting(began_s=100.0)
     ledger.first_step_s = 104.0

@@ -29,7 +29,7 @@ HALVED = TuningChanged(
 )
 SAVED = Saved(rank=0, step=10, path="p", blocked_s=0.0, size_bytes=1, sha256="0")
 BEGUN = RestartProgress(rank=1, generation=1, run_id="r", clock="", began_ns=1, at_ns=1)
-IN_PEACE = TuningChanged(rank=0, step=9, action="relaxed", inexact_reason="", fault_free=True)
+FAULT_FREE = TuningChanged(rank=0, step=9, action="relaxed", inexact_reason="", fault_free=True)
 
 
 def restart_log(folder, *, is_restart, rank=0):
@@ -44,7 +44,7 @@ def test_a_restart_goes_on_with_its_log_and_a_launch_anew(tmp_path):
     """Another launch in the same folder may be of another job, where nothing of this one is true."""
     first = restart_log(tmp_path, is_restart=False)
     assert (first.learnt, first.has_saved) == (None, False)
-    for message in (HALVED, SAVED, IN_PEACE, Metrics(rank=0, step=1, values={})):
+    for message in (HALVED, SAVED, FAULT_FREE, Metrics(rank=0, step=1, values={})):
         first.keep(message)
     with restart_log_path(tmp_path, 0).open("ab") as file:
         file.write(b'{"v": 1, "type": "Adj')  # torn by the end of the process
@@ -54,7 +54,7 @@ def test_a_restart_goes_on_with_its_log_and_a_launch_anew(tmp_path):
     assert list(read_restart_log(restart_log_path(tmp_path, 0))) == [
         HALVED,
         SAVED,
-        IN_PEACE,
+        FAULT_FREE,
         HALVED,
     ]
     other = restart_log(tmp_path, is_restart=False)
@@ -125,14 +125,14 @@ def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message
 
 
 def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
-    """Control: a worker that was replaced, a lost peer, saves that failed and did not, a change in peace."""
+    """Control: a worker that was replaced, a lost peer, saves that failed and did not, a change by itself."""
     runtime[0].report(RepairedInPlace(rank=0, fault=fault(FaultKind.LOADER_WORKER_DIED, rank=0),
                                   action="new workers", seconds=0.5))  # fmt: skip
     runtime[0].report(Faulted(generation=1, fault=fault(FaultKind.COLLECTIVE_FAILED)))
     full = fault(FaultKind.STORAGE_FAILED, rank=0)
     runtime[0].report(FaultTolerated(rank=0, fault=full, action="training goes on"))
     runtime[0].report(SAVED)
-    runtime[0].report(IN_PEACE)
+    runtime[0].report(FAULT_FREE)
     summary = summary_of(runtime, tmp_path)
     assert (summary["exact"], summary["inexact_reasons"]) == (True, [])
     (record,) = summary["faults"]

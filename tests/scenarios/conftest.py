@@ -1,4 +1,4 @@
-"""What the scenarios share: runs in peace, made once, whose weights are everybody's measure."""
+"""What the scenarios share: fault-free runs, made once, whose weights are everybody's measure."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def made_once(tmp_path_factory, worker_id):
 
 
 @pytest.fixture(scope="session")
-def peace(made_once):
-    """``peace(world)``: the undisturbed run of that world size.
+def fault_free(made_once):
+    """``fault_free(world)``: the undisturbed run of that world size.
 
     Its weights are those of any run with its seed, batch size and steps, whatever else is set. It starts
     as a person's does, and most of those that are held against it as forks.

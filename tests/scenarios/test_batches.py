@@ -17,7 +17,7 @@ WAYS = (("key", 0), ("item", 0), ("pop", 0), ("array", 0), ("array", 2), ("list"
 
 @pytest.fixture
 def pure(made_once):
-    """A run in peace of a loss that leaves its batch alone, which computes the same."""
+    """A fault-free run of a loss that leaves its batch alone, which computes the same."""
     return made_once(*SETTINGS, "num_workers=0", task=f"{TASKS}:BatchTask")
 
 
@@ -41,7 +41,7 @@ def test_a_loss_may_change_its_batch(tmp_path, pure, way, workers):
 
 @pytest.mark.parametrize(("way", "workers"), [("key", 0), ("list", 2)])
 def test_the_pass_that_is_thrown_away_has_a_batch_of_its_own(tmp_path, pure, way, workers):
-    """Without a search for unused parameters there is one at each forming; in peace and after a kill."""
+    """Without a search for unused parameters each forming has one; without faults and after a kill."""
     with Run(
         tmp_path,
         *SETTINGS,
@@ -73,7 +73,7 @@ STREAM_SETTINGS = ("-b", 8, "--max-steps", STREAM_STEPS, "save_every_steps=5", "
 
 @pytest.fixture
 def pure_stream(made_once):
-    """The same in peace."""
+    """The same without faults."""
     return made_once(*STREAM_SETTINGS, task=f"{TASKS}:ShuffledTask")
 
 
@@ -96,10 +96,10 @@ def test_the_order_that_a_stream_carries_over_epochs_is_exact(tmp_path, pure_str
 
 
 def test_an_order_that_nobody_can_put_back_is_not_exact(tmp_path, pure_stream):
-    """The generator is a global of the task's; in peace that is no matter."""
-    with Run(tmp_path / "peace", *STREAM_SETTINGS, task=f"{TASKS}:HiddenTask") as peace:
-        assert peace.wait() == 0, peace.console
-    assert (peace.digest, peace.summary()["exact"]) == (pure_stream.digest, True)
+    """The generator is a global of the task's; without faults that is no matter."""
+    with Run(tmp_path / "fault_free", *STREAM_SETTINGS, task=f"{TASKS}:HiddenTask") as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
+    assert (fault_free.digest, fault_free.summary()["exact"]) == (pure_stream.digest, True)
     with Run(tmp_path / "killed", *STREAM_SETTINGS, task=f"{TASKS}:HiddenTask") as run:
         run.wait_for_step(15)
         run.signal(signal.SIGKILL, run.rank_pid(1))

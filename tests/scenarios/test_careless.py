@@ -15,8 +15,8 @@ SETTINGS = ("-b", 8, "--max-steps", 60, "num_workers=1", "evaluate_interval=1", 
 
 def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path):
     """Launched again with sets in another order, as in any two processes whose hash seed is not set."""
-    with Run(tmp_path / "peace", *SETTINGS, task=CARELESS) as peace:
-        assert peace.wait() == 0, peace.console
+    with Run(tmp_path / "fault_free", *SETTINGS, task=CARELESS) as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
     for seed, end in (("1", 75), ("2", 0)):
         with Run(
             tmp_path / "run", *SETTINGS, task=CARELESS, environment={"PYTHONHASHSEED": seed}
@@ -27,7 +27,7 @@ def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path):
             assert run.wait() == end, run.console
     weights = [
         torch.load(one.checkpoints / "step_00000060.pt", weights_only=True)["model"]
-        for one in (peace, run)
+        for one in (fault_free, run)
     ]
     assert list(weights[0]) != list(weights[1])
     # The norm of all gradients is a sum in the model's order: the last bit may be another.
@@ -37,20 +37,21 @@ def test_a_model_made_from_a_set_resumes_with_its_moments(tmp_path):
 
 def test_data_that_is_shuffled_where_it_is_made_is_the_same_everywhere(tmp_path):
     """On both ranks, in a replacement, at the next launch. Figures and sample that raise are a warning each."""
-    with Run(tmp_path / "peace", *SETTINGS, task=CARELESS) as peace:
-        assert peace.wait() == 0, peace.console
+    with Run(tmp_path / "fault_free", *SETTINGS, task=CARELESS) as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
     with Run(tmp_path / "killed", *SETTINGS, task=CARELESS) as run:
         run.wait_for_step(10)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
-    assert run.digest == peace.digest
+    assert run.digest == fault_free.digest
     assert run.summary()["exact"] is True
     assert (
-        run.summary()["figures"]["validation_loss"] == peace.summary()["figures"]["validation_loss"]
+        run.summary()["figures"]["validation_loss"]
+        == fault_free.summary()["figures"]["validation_loss"]
     )
     for line in (
         "the task's figures() raised OverflowError: math range error (careless.py:63); left out",
         "the task's sample() raised IndexError: list index out of range (careless.py:68); left out",
     ):
-        assert peace.console.count(line) == 1, peace.console
-    assert peace.summary()["checkpoint"].endswith("step_00000060.pt")
+        assert fault_free.console.count(line) == 1, fault_free.console
+    assert fault_free.summary()["checkpoint"].endswith("step_00000060.pt")

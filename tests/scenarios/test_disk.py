@@ -40,7 +40,7 @@ def verified_steps(run):
     return [entry.step for entry in entries]
 
 
-def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(peace, tmp_path):
+def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(fault_free, tmp_path):
     """Neither waits for the other: the save that began before the fault ends after the repair."""
     slow_disk = tmp_path / SLOW_DISK_NAME  # slower than the repair, however slow that is
     slow_disk.touch()
@@ -55,7 +55,7 @@ def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(peace, tmp_path):
     events = [(event["event"], event.get("step")) for event in run.events()]
     assert events.index(("checkpoint_saved", 10)) > [name for name, _ in events].index("repaired")
     assert saved(run)[-1] == STEPS
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert STEPS in verified_steps(run)
 
 
@@ -79,16 +79,16 @@ def test_a_save_that_its_rank_could_not_report_is_told_once(tmp_path, restarts):
     assert newest["size_bytes"] == Path(newest["path"]).stat().st_size
 
 
-def test_a_rank_killed_inside_its_save_leaves_nothing_behind(peace, tmp_path):
+def test_a_rank_killed_inside_its_save_leaves_nothing_behind(fault_free, tmp_path):
     """The next rank 0 goes on; what was half written is gone, every file that is left verifies."""
     run = finish(tmp_path, *injected("slow_disk:rank=0,step=9,seconds=30", "kill:rank=0,step=12"))
     assert 10 not in saved(run)
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert STEPS in verified_steps(run)
     assert list(run.checkpoints.glob(".*tmp*")) == []
 
 
-def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
+def test_a_disk_that_is_full_for_a_while_costs_saves_only(fault_free, tmp_path):
     """One warning that names the file; the save after the pause works, no weight differs."""
     # Full from just before the save is written, which it is once it was compared in the step after;
     # no more when the last one is, however fast the steps are.
@@ -100,7 +100,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(peace, tmp_path):
     assert (noted["kind"], noted["rank"], noted["step"]) == ("storage_failed", 0, 10)
     assert 10 not in saved(run)
     assert saved(run)[-1] == STEPS
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
 
 
 def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
@@ -125,7 +125,7 @@ def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
     assert verified_steps(run)[0] in range(10, STEPS)
 
 
-def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(peace, tmp_path):
+def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(fault_free, tmp_path):
     """It is tried again: all that was trained would be lost for one error."""
     last = f"step={STEPS - 1},phase=optimizer"
     # No other save, which the error could meet where it is still being written.
@@ -133,17 +133,17 @@ def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(peace, tmp_path
     run = finish(tmp_path, *injected(f"disk_error:rank=0,{last}"), *alone)
     assert f"step_{STEPS:08d}.pt: Input/output error; tried again for 600 s" in run.console
     assert saved(run)[-1] == STEPS
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert STEPS in verified_steps(run)
 
 
-def test_an_io_error_costs_one_save(peace, tmp_path):
+def test_an_io_error_costs_one_save(fault_free, tmp_path):
     """Told with the file, the next one left out, then all is as before, to the last bit."""
     run = finish(tmp_path, *injected("disk_error:rank=0,step=9,phase=checkpoint"))
     assert "step_00000010.pt: Input/output error; training goes on" in run.console
     assert not {10, 12} & set(saved(run))
     assert saved(run)[-1] == STEPS
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert STEPS in verified_steps(run)
 
 
@@ -232,7 +232,7 @@ def test_a_finished_run_is_kept_elsewhere_where_its_disk_stays_full(made_once, t
         assert "resumed at step 24" in again.console
 
 
-def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_path):
+def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(fault_free, tmp_path):
     """The one before it is taken, the bad one is set aside with its reason."""
     specs = injected("corrupt_checkpoint:rank=0,step=26", "kill:rank=0,step=27")
     hold = tmp_path / HOLD_NAME
@@ -248,10 +248,10 @@ def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(peace, tmp_
     assert "pointer" not in run.console, "that they name it needs no line of its own"
     (noted,) = run.events("fault_tolerated")
     assert (noted["kind"], "_00000020.pt " in noted["text"]) == ("checkpoint_bad", True)
-    assert run.digest == peace(1).digest
+    assert run.digest == fault_free(1).digest
 
 
-def test_logs_that_cannot_be_written_cost_lines_only(peace, tmp_path):
+def test_logs_that_cannot_be_written_cost_lines_only(fault_free, tmp_path):
     """Audit, log, journal and status on a full disk: said once on the console, never a fault."""
     hold = tmp_path / HOLD_NAME
     hold.write_text("12")
@@ -268,7 +268,7 @@ def test_logs_that_cannot_be_written_cost_lines_only(peace, tmp_path):
         lines = (run.logs / "audit_rank_0.jsonl").read_text(encoding="utf-8").splitlines()
         assert 8 <= len(lines) < STEPS
         loaded = CheckpointStore(run.checkpoints, keep_last=1).load()
-        reference = CheckpointStore(peace(2).checkpoints, keep_last=1).load()
+        reference = CheckpointStore(fault_free(2).checkpoints, keep_last=1).load()
         assert loaded.manifest.step == STEPS
         for name, tensor in reference.state["model"].items():
             assert loaded.state["model"][name].equal(tensor)

@@ -33,10 +33,10 @@ def finish(folder, *settings, **how):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_drills_change_no_bit_of_a_run(peace, tmp_path, world):
+def test_drills_change_no_bit_of_a_run(fault_free, tmp_path, world):
     """Nor are they a fault; they are told, and what they have written is gone."""
     run = finish(tmp_path, *DRILLS, world=world)
-    assert run.digest == peace(world).digest
+    assert run.digest == fault_free(world).digest
     summary = run.summary()
     assert summary["exact_proof"]["drilled"] == [2, 5], run.console
     assert (summary["exact"], summary["faults"]) == (True, [])
@@ -46,13 +46,13 @@ def test_drills_change_no_bit_of_a_run(peace, tmp_path, world):
     assert [event["differs"] for event in run.events("drill")] == ["", ""]
 
 
-def test_the_product_drills_by_itself(peace, tmp_path):
+def test_the_product_drills_by_itself(fault_free, tmp_path):
     """With its own setting, while a rank is killed; what was drilled before and after counts."""
     with Run(tmp_path, *SETTINGS, "drill_at=2,50,1000", "task.pace_s=0.05") as run:
         run.wait_for_event("drill", step=2)
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert run.summary()["exact"]
     assert 2 in run.summary()["exact_proof"]["drilled"]
 
@@ -112,7 +112,7 @@ def test_a_drill_that_cannot_be_done_is_said_and_proves_nothing(tmp_path, name, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_drill_that_is_killed_or_stopped_is_skipped(peace, tmp_path, number):
+def test_a_drill_that_is_killed_or_stopped_is_skipped(fault_free, tmp_path, number):
     """One that is stopped is ended; no rank is slower for it."""
     settings = ("drill_at=2", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
     with Run(tmp_path, *SETTINGS, *settings, "task.pace_s=0.1", task=task("Lingers")) as run:
@@ -121,20 +121,20 @@ def test_a_drill_that_is_killed_or_stopped_is_skipped(peace, tmp_path, number):
         assert run.wait() == 0, run.console
     how = "ended (signal 9)" if number == signal.SIGKILL else "was stopped"
     assert f"drill at step 2 of rank 0 skipped: its process {how}" in run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert run.summary()["faults"] == []
     assert "a drill of rank 0" in (run.logs / "drill.log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_drill_is_ended_when_an_incident_opens(peace, tmp_path, rank):
+def test_a_drill_is_ended_when_an_incident_opens(fault_free, tmp_path, rank):
     """It would take from what the repair needs."""
     with Run(tmp_path, *SETTINGS, "drill_at=2", "task.pace_s=0.05", task=task("Lingers")) as run:
         pid = drill_of(run)
         run.signal(signal.SIGKILL, run.rank_pid(rank))
         poll(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the drill")
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     summary = run.summary()
     assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"]
     assert (summary["exact"], summary["exact_proof"]["drilled"]) == (True, [])
@@ -160,7 +160,7 @@ def test_a_drill_ends_with_its_supervisor_and_leaves_no_file_for_long(tmp_path):
     finish(tmp_path)
 
 
-def test_a_disk_that_refuses_a_drill_costs_the_drill_only(peace, tmp_path):
+def test_a_disk_that_refuses_a_drill_costs_the_drill_only(fault_free, tmp_path):
     """First the state, which the disk has no room for, then what the drilled rank has noted."""
     full = ("--inject", "disk_full:rank=0,step=1,seconds=1")
     share = tmp_path / "checkpoints" / ".drill" / "step_00000040" / "share.json"
@@ -171,7 +171,7 @@ def test_a_disk_that_refuses_a_drill_costs_the_drill_only(peace, tmp_path):
         assert run.wait() == 0, run.console
     assert "drill at step 2 of rank 0 skipped: " in run.console
     assert f"{share} could not be written" in run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert run.summary()["exact_proof"]["drilled"] == []
     assert run.summary()["exact"]
 

@@ -71,13 +71,13 @@ def test_a_slot_that_keeps_dying_is_given_up_and_grows_back(tmp_path):
     assert (summary["steps"], summary["samples"]) == (STEPS, STEPS * 24)
 
 
-def test_without_leave_to_shrink_the_slot_is_tried_again(peace, tmp_path):
+def test_without_leave_to_shrink_the_slot_is_tried_again(fault_free, tmp_path):
     """Control: by default nothing is given up and no bit differs."""
-    as_peace = ("--max-steps", conftest.STEPS, "task.pace_s=0")
-    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *as_peace, world=3) as run:
+    as_fault_free = ("--max-steps", conftest.STEPS, "task.pace_s=0")
+    with Run(tmp_path, *SETTINGS, *DIES_TWICE, *as_fault_free, world=3) as run:
         assert run.wait() == 0, run.console
     assert run.summary()["exact"] is True
-    assert run.digest == peace(3).digest
+    assert run.digest == fault_free(3).digest
     assert_every_sample_once(run, 3, samples=192)
 
 

@@ -137,7 +137,7 @@ def blows(world):
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_kind_of_fault_is_repaired_without_a_lost_step(tmp_path, world):
-    """Weights of peace; survivors keep their process; no committed step lost while one rank lives."""
+    """Weights of a fault-free run; survivors keep their process; no step lost while a rank lives."""
     plan = [(12 + SPACING_STEPS * number, blow) for number, blow in enumerate(blows(world))]
     steps = plan[-1][0] + SPACING_STEPS
     asked = []
@@ -145,7 +145,7 @@ def test_every_kind_of_fault_is_repaired_without_a_lost_step(tmp_path, world):
         for spec in blow.specs:
             asked += ["--inject", spec.replace("@", str(step))]
     settings = (*QUICK, *(AVERAGED if world == 3 else ()), "--max-steps", steps)
-    with Run(tmp_path / "peace", *settings, *CHEAP, world=world) as run:
+    with Run(tmp_path / "fault_free", *settings, *CHEAP, world=world) as run:
         assert run.wait() == 0, run.console
         digest = run.digest
     with Run(tmp_path / "faults", *settings, "--audit", *asked, world=world) as run:
@@ -258,7 +258,7 @@ def kept_ranks(run):
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_an_exception_on_all_ranks_at_once_loses_no_step(peace, tmp_path, world):
+def test_an_exception_on_all_ranks_at_once_loses_no_step(fault_free, tmp_path, world):
     """One of them is kept as the source: nothing goes back to a checkpoint, and none was made."""
     steps = ("--max-steps", STEPS, "save_every_steps=0")
     # Nobody raises while a peer is still busy with the step before.
@@ -266,7 +266,7 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(peace, tmp_path, world)
     raises += ("--inject", "raise:rank=all,step=9,phase=backward")
     with Run(tmp_path, *QUICK, *PATIENT, *steps, *raises, world=world) as run:
         assert run.wait() == 0, run.console
-    assert run.digest == peace(world).digest
+    assert run.digest == fault_free(world).digest
     faults = run.summary()["faults"]
     assert {fault["kind"] for fault in faults} == {"rank_raised"}
     assert sum(fault["steps_lost"] for fault in faults) == 0
@@ -278,7 +278,7 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(peace, tmp_path, world)
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
     """Another survivor sends in its place: the replacement waits for nobody who is dead."""
     large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0", *PATIENT)  # 30 MB
-    with Run(tmp_path / "peace", *QUICK, *large, *CHEAP, world=3) as run:
+    with Run(tmp_path / "fault_free", *QUICK, *large, *CHEAP, world=3) as run:
         assert run.wait() == 0, run.console
         digest = run.digest
     kill = ("--inject", "slow:rank=2,step=6,seconds=0.25")

@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(tmp_path):
     The second one hangs in its first steps, whose deadline is learnt from the processes before it.
     """
     steps = ("--max-steps", 40)
-    with Run(tmp_path / "peace", *QUICK, *steps, world=3) as run:
+    with Run(tmp_path / "fault_free", *QUICK, *steps, world=3) as run:
         assert run.wait() == 0, run.console
         digest = run.digest
     spins = ("--inject", "spin:rank=1,step=20,phase=reducing,times=2")

@@ -20,12 +20,12 @@ def stranger(folder, *arguments, world, **options):
     return Run(folder, *SETTINGS, *arguments, world=world, task=STRANGER, **options)
 
 
-def assert_same_command_goes_on(folder, peace, *, step, world):
+def assert_same_command_goes_on(folder, fault_free, *, step, world):
     """To the end, from that very step, with the weights of a run that nothing has happened to."""
     with stranger(folder, *PATIENT, world=world) as run:
         assert run.wait() == 0, run.console
     assert f"resumed at step {step}" in run.console
-    undisturbed = peace(*SETTINGS, *PATIENT, world=world, task=STRANGER)
+    undisturbed = fault_free(*SETTINGS, *PATIENT, world=world, task=STRANGER)
     assert run.digest == undisturbed.digest
 
 

@@ -38,8 +38,8 @@ def quarantined(run):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path, peace):
-    """SIGKILL and SIGSTOP: the weights of peace, one generation, the same processes."""
+def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path, fault_free):
+    """SIGKILL and SIGSTOP: the weights of a fault-free run, one generation, the same processes."""
     blows = (
         "loader_kill:rank=1,step=20",
         "loader_stop:rank=1,step=35",
@@ -47,7 +47,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
     )
     run = finish(tmp_path, *SETTINGS, *(f"--inject={blow}" for blow in blows))
     summary = run.summary()
-    assert summary["weights_sha256"] == peace(2).digest
+    assert summary["weights_sha256"] == fault_free(2).digest
     assert (summary["exact"], len(run.events("forming"))) == (True, 1)
     faults = summary["faults"]
     assert [(fault["kind"], fault["rank"]) for fault in faults] == [
@@ -66,8 +66,8 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
     assert len({record["pid"] for record in run.events("rank_formed")}) == 2
 
 
-def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, peace):
-    """Each once, the sample is well when it is tried again: batches and weights of peace."""
+def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_free):
+    """Each once, the sample is well when it is tried again: batches and weights of a fault-free run."""
     troubles = ("data 0 exit7", "data 0 raise", "data 1 sleep600")
     settings = ("loader_timeout_s=4", "task.pace_s=0.06")
     with Run(tmp_path, *SETTINGS, *settings, world=2) as run:
@@ -90,15 +90,15 @@ def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, peace)
     assert "no batch within 4 s: loader worker 0 (pid " in stuck["cause"]
     assert "is sleeping" in stuck["cause"]
     assert (summary["exact"], len(run.events("forming"))) == (True, 1)
-    assert summary["weights_sha256"] == peace(2).digest
+    assert summary["weights_sha256"] == fault_free(2).digest
     assert_every_sample_once(run, 2, samples=192)
-    for ours, theirs in zip(run.audit(2), peace(2).audit(2), strict=True):
+    for ours, theirs in zip(run.audit(2), fault_free(2).audit(2), strict=True):
         assert {step: line["indices"] for step, line in ours.items()} == {
             step: line["indices"] for step, line in theirs.items()
         }
 
 
-def test_a_slow_sample_is_no_fault(tmp_path, peace):
+def test_a_slow_sample_is_no_fault(tmp_path, fault_free):
     """Control: beyond the hang deadline of a step, but below the loader's: it is waited for."""
     (tmp_path / TROUBLE).write_text("data 1 sleep3 100", encoding="utf-8")  # of step 12 or so
     with Run(tmp_path, *SETTINGS, world=2) as run:
@@ -106,7 +106,7 @@ def test_a_slow_sample_is_no_fault(tmp_path, peace):
     assert not (tmp_path / TROUBLE).exists()
     summary = run.summary()
     assert summary["faults"] == []
-    assert summary["weights_sha256"] == peace(2).digest
+    assert summary["weights_sha256"] == fault_free(2).digest
 
 
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
@@ -189,8 +189,8 @@ def test_a_sample_that_kills_workers_is_replaced_in_each_launch(tmp_path):
         assert kept["generation"] == 1
 
 
-def test_a_loader_worker_killed_by_the_kernel_for_memory_is_told_so(tmp_path, peace):
-    """In a real container: out of memory, not a mystery; loaded anew, with the weights of peace.
+def test_a_loader_worker_killed_by_the_kernel_for_memory_is_told_so(tmp_path, fault_free):
+    """In a real container: out of memory, not a mystery; loaded again, with the weights of a fault-free run.
 
     Control in the same run: a rank that is killed by hand soon after is just killed.
     """
@@ -215,7 +215,7 @@ def test_a_loader_worker_killed_by_the_kernel_for_memory_is_told_so(tmp_path, pe
     assert "loader worker 0 (pid " in first["cause"]
     assert "was killed by the kernel: out of memory" in first["cause"]
     assert (second["kind"], second["rank"]) == ("rank_killed", 0)
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
 
 
 def test_the_search_for_a_hanging_sample_outlasts_no_patience(tmp_path):
@@ -257,8 +257,8 @@ def test_a_sample_that_hangs_in_the_rank_itself_is_named_and_replaced(tmp_path):
     assert run.summary()["steps"] == 24
 
 
-def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, peace):
-    """A sample that kills its worker, then a worker that is stuck: the weights of peace."""
+def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, fault_free):
+    """A sample that kills its worker, then a worker that is stuck: the weights of a fault-free run."""
     evaluating = ("evaluate_every_steps=12", "evaluate_interval=0", "loader_timeout_s=4")
     breaking = ("task.place=validation", "task.bad=3", "on_bad_sample=substitute")
     hold = tmp_path / HOLD_NAME
@@ -284,7 +284,7 @@ def test_loading_for_an_evaluation_is_repaired_as_well(tmp_path, peace):
     lines = (run.logs / "quarantine_validation.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["index"] for line in lines] == [3]
     assert len(tries(tmp_path)) == 3, "in the first of six evaluations only"
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
 
 
 @pytest.mark.parametrize("stateful", [True, False], ids=["with a state", "by skipping"])

@@ -66,7 +66,7 @@ def assert_trained_alike(run, calm):
 
 @pytest.mark.parametrize("ranks", ["one rank", "every rank"])
 def test_lack_of_memory_in_any_phase_changes_no_sample_and_no_number(tmp_path, calm, ranks):
-    """Halved, grown back, at last single samples: nobody waits for ever, and the result is that of peace."""
+    """Halved, grown back, at last single samples: nobody waits for ever, and the result is the fault-free one."""
     asked = []
     for number, (phase, step) in enumerate(PLACES):
         rank = number % 2 if ranks == "one rank" else "all"

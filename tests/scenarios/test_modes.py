@@ -26,8 +26,8 @@ def test_the_smoke_test_is_quick_and_leaves_a_real_run_alone(tmp_path):
     assert (run.logs / "test" / "summary.json").exists()
 
 
-def test_a_run_in_debug_mode_ends_with_the_same_weights(peace, tmp_path):
+def test_a_run_in_debug_mode_ends_with_the_same_weights(fault_free, tmp_path):
     """--debug shows more and checks more; it changes no result."""
     with Run(tmp_path, *SETTINGS, "--debug") as run:
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest

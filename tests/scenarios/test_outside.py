@@ -67,7 +67,7 @@ def check_one_run(run, *, wall_s):
     assert len(run_ids) == 1, run_ids
 
 
-def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(peace, tmp_path):
+def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(fault_free, tmp_path):
     """The peers end with an exit code that makes torchrun restart all; they resume from the files."""
     began_s = time.monotonic()
     with Run(tmp_path, *SETTINGS, *SLOWLY, command=TORCHRUN) as run:
@@ -76,7 +76,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(peace, tmp_path):
         pids = {rank_process(run, rank).pid for rank in (0, 1)}
         run.signal(signal.SIGKILL, rank_process(run, 1).pid)
         assert run.wait(TWO_STARTS_S) == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
     check_one_run(run, wall_s=time.monotonic() - began_s)
@@ -86,14 +86,14 @@ def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(peace, tmp_path):
     assert_every_sample_once(run, 2, samples=192)
 
 
-def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(peace, tmp_path):
+def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(fault_free, tmp_path):
     """The rank that raised ends with an exit code that is no success, and so do its peers."""
     with Run(tmp_path, *SETTINGS, *SLOWLY, command=TORCHRUN) as run:
         run.wait_for_step(24)
         (tmp_path / TROUBLE_NAME).write_text("loss 1 raise", encoding="utf-8")
         assert run.wait(TWO_STARTS_S) == 0, run.console
     assert not (tmp_path / TROUBLE_NAME).exists(), "it was raised"
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert run.summary()["exact"] is True
     generations = {line["generation"] for line in run.audit(2)[0].values()}
     assert generations == {1, 2}, "it was restarted once"
@@ -104,7 +104,7 @@ def test_torchrun_restarts_ranks_after_an_exception_and_no_bit_differs(peace, tm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("wait_s", [8, 60], ids=["soon", "by default"])
-def test_torchrun_restarts_after_a_hang_and_no_bit_differs(peace, tmp_path, wait_s):
+def test_torchrun_restarts_after_a_hang_and_no_bit_differs(fault_free, tmp_path, wait_s):
     """Nobody watches there: its peer's collective ends in time, and torchrun ends the one that hangs."""
     patience = ("num_workers=0", f"ddp.collective_timeout_s={wait_s}")
     began_s = time.monotonic()
@@ -115,7 +115,7 @@ def test_torchrun_restarts_after_a_hang_and_no_bit_differs(peace, tmp_path, wait
         assert run.wait(400.0) == 0, run.console
     print(f"{time.monotonic() - began_s:.0f} s in all")
     assert not hung.is_running()
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
     assert {line["generation"] for line in run.audit(2)[0].values()} == {1, 2}
@@ -213,7 +213,7 @@ def free_port():
 
 
 def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
-    peace, tmp_path, monkeypatch
+    fault_free, tmp_path, monkeypatch
 ):
     """No torchrun: rank 0 hosts the store, who waits too long for a peer ends, files bring all back."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the ranks share the cores by themselves
@@ -235,6 +235,6 @@ def test_ranks_that_are_started_by_hand_resume_when_they_are_started_again(
     ):
         for rank in (first, second, third):
             assert rank.wait() == 0, rank.console
-    assert first.digest == peace(3).digest
+    assert first.digest == fault_free(3).digest
     assert first.summary()["exact"] is True
     assert_every_sample_once(first, 3, samples=192)

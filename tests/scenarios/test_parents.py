@@ -31,7 +31,7 @@ SHELL = ("bash", str(ROOT / "launch_training.sh"), "train")
     ("command", "world"), [(TRAIN, 3), (SHELL, 2)], ids=["supervisor", "shell"]
 )
 def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
-    peace, tmp_path, command, world
+    fault_free, tmp_path, command, world
 ):
     """Everything is gone soon; the same command resumes, and no lock is stale."""
     # The kill must come well before the end, however long the disk takes.
@@ -48,7 +48,7 @@ def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
         run.assert_machine_clean()
     with Run(tmp_path, *settings, **how) as run:
         assert run.wait() == 0, run.console
-    assert run.digest == peace(world).digest
+    assert run.digest == fault_free(world).digest
     assert run.events("run_begins")[-1]["resumed_step"] >= 20
 
 
@@ -63,8 +63,8 @@ def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_pat
         run.assert_machine_clean()
 
 
-def test_a_killed_loader_worker_is_named_and_costs_no_weight(peace, tmp_path):
-    """The fault says that a loader died and of which rank; the weights are those of peace."""
+def test_a_killed_loader_worker_is_named_and_costs_no_weight(fault_free, tmp_path):
+    """The fault says that a loader died and of which rank; the weights are those of a fault-free run."""
     # The second one must be missed well before the end.
     with Run(tmp_path, *SETTINGS, "log_interval=5", "task.pace_s=0.08") as run:
         for rank in (0, 1):
@@ -74,7 +74,7 @@ def test_a_killed_loader_worker_is_named_and_costs_no_weight(peace, tmp_path):
             os.kill(workers[0].pid, signal.SIGKILL)
             poll(lambda: len(run.events("repaired_in_place")) > rank, what="the repair")  # noqa: B023
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     faults = run.summary()["faults"]
     assert [(fault["kind"], fault["rank"]) for fault in faults] == [
         ("loader_worker_died", 0),
@@ -83,7 +83,7 @@ def test_a_killed_loader_worker_is_named_and_costs_no_weight(peace, tmp_path):
     assert all("loader" in fault["cause"] for fault in faults)
 
 
-def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(peace, tmp_path):
+def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(fault_free, tmp_path):
     """Ranks live on without their zygote, and a later fault is repaired by another one."""
     settings = (*SETTINGS, "task.pace_s=0.05", "recovery.warm_spare=false")
     with Run(tmp_path, *settings, world=3) as run:
@@ -92,7 +92,7 @@ def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(peace, tmp_p
         run.wait_for_event("zygote_ended")
         run.signal(signal.SIGKILL, run.rank_pid(1))
         assert run.wait() == 0, run.console
-    assert run.digest == peace(3).digest
+    assert run.digest == fault_free(3).digest
     assert [fault["kind"] for fault in run.summary()["faults"]] == ["rank_killed"]
 
 
@@ -153,7 +153,7 @@ def importing(run):
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_killed_store_is_replaced(peace, tmp_path, world):
+def test_a_killed_store_is_replaced(fault_free, tmp_path, world):
     """The store may die alone, or together with a rank that needs it for the next generation."""
     # Each kill must come well before the end.
     with Run(tmp_path, *SETTINGS, "task.pace_s=0.07", world=world) as run:
@@ -164,4 +164,4 @@ def test_a_killed_store_is_replaced(peace, tmp_path, world):
         run.signal(signal.SIGKILL, store)
         run.signal(signal.SIGKILL, rank)
         assert run.wait() == 0, run.console
-    assert run.digest == peace(world).digest
+    assert run.digest == fault_free(world).digest

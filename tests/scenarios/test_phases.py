@@ -52,7 +52,7 @@ KIND = {"kill": "rank_killed", "raise": "rank_raised", "stop": "rank_hung"}
 
 # Two ranks, of which one is left: test_every_kind_of_fault_is_repaired_without_a_lost_step.
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path, world):
+def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(fault_free, tmp_path, world):
     """What a rank was doing does not matter, saving, evaluating and half an update included."""
     specs = [(kind, phase, rank % world, step) for kind, phase, rank, step in HARMS]
     asked = []
@@ -63,7 +63,7 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(peace, tmp_path
     harmed = (*SETTINGS, "--max-steps", STEPS, "task.awaits_saves=true", *asked)
     with Run(tmp_path, *harmed, world=world, task=task) as run:
         assert run.wait(180.0) == 0, run.console  # twenty repairs, on a machine that may be busy
-    assert run.digest == peace(world).digest
+    assert run.digest == fault_free(world).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
     faults = summary["faults"]
@@ -86,15 +86,15 @@ def test_half_updated_weights_never_spread(tmp_path, world):
     """Killed or raised between two parameters, on one rank or on all: such a state is nobody's source."""
     steps = (*SETTINGS, "--max-steps", 36, "task.pace_s=0", "num_workers=0")
     with Run(
-        tmp_path / "peace", *steps, "warm_spare=false", world=world, task=HALF_UPDATES
-    ) as peace:
-        assert peace.wait() == 0, peace.console
+        tmp_path / "fault_free", *steps, "warm_spare=false", world=world, task=HALF_UPDATES
+    ) as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
     plan = "task.plan=5-1-kill+12-0-raise+19-all-raise"
     with Run(tmp_path / "faults", *steps, plan, world=world, task=HALF_UPDATES) as run:
         assert run.wait() == 0, run.console
     assert len(list(tmp_path.glob("faults/half_*"))) == 2 + world, "all of them happened"
     assert len(run.events("plan")) == 3, "the last ones together"
-    assert run.digest == peace.digest
+    assert run.digest == fault_free.digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, 36)
     first, second, *last = summary["faults"]
@@ -105,7 +105,7 @@ def test_half_updated_weights_never_spread(tmp_path, world):
     assert lost <= 19, "with no whole replica left, the newest checkpoint is the source"
 
 
-def test_a_rank_that_was_declared_dead_comes_back_to_nothing(peace, tmp_path):
+def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_path):
     """SIGCONT, again and again, in the middle of a save: it publishes nothing and joins nothing.
 
     By then the disk has taken its time: the save would be over at once.
@@ -123,7 +123,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(peace, tmp_path):
             time.sleep(0.001)
         assert not psutil.pid_exists(first), "reaped before its number is given out again"
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     saved = [event["step"] for event in run.events("checkpoint_saved")]
     assert sorted(set(saved)) == saved, "each step once, by one process"
     published = {

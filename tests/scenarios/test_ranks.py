@@ -20,7 +20,7 @@ SLOWLY = ("task.pace_s=0.06",)
 
 
 def check_recovered(run, *, kind, digest, ranks, steps=(0,), lost_most=0):
-    """Exit 0, the weights of peace, no step lost that somebody still had, a record each that says it all.
+    """Exit 0, the weights of a fault-free run, no step lost that somebody still had, a full record each.
 
     ``ranks`` in the order of their faults; ``steps``: what rank 0 had committed at least by each.
     """
@@ -45,8 +45,8 @@ def wait_for_repair(run, number):
     poll(lambda: len(run.events("repaired")) >= number, what=f"repair {number}:\n{run.console}")
 
 
-def test_a_killed_rank_costs_no_weight(peace, tmp_path):
-    """SIGKILL each rank: it is replaced, the next one can be, and the digest is that of peace."""
+def test_a_killed_rank_costs_no_weight(fault_free, tmp_path):
+    """SIGKILL each rank: it is replaced, the next one can be, and the digest is that of a fault-free run."""
     ranks, steps = (0, 1, 2), (4, 12, 20)
     with Run(tmp_path, *SETTINGS, *SLOWLY, world=3) as run:
         for rank, step in zip(ranks, steps, strict=True):
@@ -54,13 +54,13 @@ def test_a_killed_rank_costs_no_weight(peace, tmp_path):
             run.signal(signal.SIGKILL, run.rank_pid(rank))
             wait_for_repair(run, rank + 1)
         faults = check_recovered(
-            run, kind="rank_killed", digest=peace(3).digest, ranks=ranks, steps=steps
+            run, kind="rank_killed", digest=fault_free(3).digest, ranks=ranks, steps=steps
         )
     assert all("SIGKILL" in fault["cause"] for fault in faults)
 
 
 @pytest.mark.parametrize(("call", "search"), [(3, "auto"), (12, False), (12, True)])
-def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(peace, tmp_path, call, search):
+def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(fault_free, tmp_path, call, search):
     """As on a machine that gives it no turn for a moment: gloo forgets whoever waits for it then."""
     (tmp_path / GATE_NAME).write_text(str(call), encoding="utf-8")
     searching = f"ddp.find_unused_parameters={search}".lower()
@@ -78,12 +78,12 @@ def test_a_rank_stopped_while_its_only_peer_died_loses_no_step(peace, tmp_path, 
         run.signal(signal.SIGCONT, waits)
         poll_settled(lambda: is_idle(waits), what="rank 0 held or parked")
         run.signal(signal.SIGCONT)
-        check_recovered(run, kind="rank_killed", digest=peace(2).digest, ranks=(1,))
+        check_recovered(run, kind="rank_killed", digest=fault_free(2).digest, ranks=(1,))
         formed = {event["pid"] for event in run.events("rank_formed") if event["rank"] == 0}
         assert formed == {waits}  # nobody had to replace it
 
 
-def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(peace, tmp_path):
+def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(fault_free, tmp_path):
     """With no replica left the newest checkpoint is the source, and the lost steps are counted."""
     with Run(tmp_path, *SETTINGS, *SLOWLY, world=1) as run:
         run.wait_for_step(16)
@@ -92,7 +92,7 @@ def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(peace, tmp_p
         (fault,) = check_recovered(
             run,
             kind="rank_killed",
-            digest=peace(1).digest,
+            digest=fault_free(1).digest,
             ranks=(0,),
             steps=(16,),
             lost_most=STEPS,
@@ -106,7 +106,7 @@ def test_the_only_rank_is_killed_and_comes_back_from_its_checkpoint(peace, tmp_p
     assert fault["steps_lost"] + formed["committed_step"] in (fault["step"], fault["step"] + 1)
 
 
-def test_a_rank_that_leaves_before_the_end_is_replaced(peace, tmp_path):
+def test_a_rank_that_leaves_before_the_end_is_replaced(fault_free, tmp_path):
     """os._exit in user code is a fault whatever the code, and so is sys.exit: the peers wait."""
     with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
         for number, action in enumerate(("exit0", "leave", "exit7")):
@@ -114,7 +114,7 @@ def test_a_rank_that_leaves_before_the_end_is_replaced(peace, tmp_path):
             (tmp_path / TROUBLE_NAME).write_text(f"loss 1 {action}")
             wait_for_repair(run, number + 1)
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     faults = run.summary()["faults"]
     assert [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in faults] == [
         ("rank_exited", 1, 0),
@@ -126,12 +126,14 @@ def test_a_rank_that_leaves_before_the_end_is_replaced(peace, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_that_comes_once_is_told_once_and_survived(peace, tmp_path, rank):
+def test_an_exception_that_comes_once_is_told_once_and_survived(fault_free, tmp_path, rank):
     """User code that raises is retried; its traceback stands once on the console and in its log."""
     with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
         run.wait_for_step(14)
         (tmp_path / TROUBLE_NAME).write_text(f"loss {rank} raise")
-        (fault,) = check_recovered(run, kind="rank_raised", digest=peace(2).digest, ranks=(rank,))
+        (fault,) = check_recovered(
+            run, kind="rank_raised", digest=fault_free(2).digest, ranks=(rank,)
+        )
     assert "trouble was asked for" in fault["cause"]
     log = (run.logs / f"rank_{rank}.log").read_text(encoding="utf-8")
     for text in (run.console, log):
@@ -164,13 +166,13 @@ def test_a_fault_is_told_when_it_happens_and_when_it_is_repaired(tmp_path):
     assert "Traceback (most recent call last)" in raised["detail"]
 
 
-def test_two_ranks_killed_at_once_are_both_replaced(peace, tmp_path):
+def test_two_ranks_killed_at_once_are_both_replaced(fault_free, tmp_path):
     """One survivor is enough: it holds everything that was committed. One repair is, too."""
     with Run(tmp_path, *SETTINGS, *SLOWLY, world=3) as run:
         run.wait_for_step(14)
         run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 2)))
         assert run.wait() == 0, run.console
-    assert run.digest == peace(3).digest
+    assert run.digest == fault_free(3).digest
     summary = run.summary()
     assert summary["exact"] is True
     assert [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]] == [
@@ -179,7 +181,7 @@ def test_two_ranks_killed_at_once_are_both_replaced(peace, tmp_path):
     assert [plan["replaced"] for plan in run.events("plan")] == [[0, 2]]
 
 
-def test_ranks_killed_again_and_again_cost_no_weight(peace, tmp_path):
+def test_ranks_killed_again_and_again_cost_no_weight(fault_free, tmp_path):
     """Each repair leaves a world that can be repaired again."""
     with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
         for number, rank in enumerate((1, 0, 1)):
@@ -187,5 +189,5 @@ def test_ranks_killed_again_and_again_cost_no_weight(peace, tmp_path):
             run.signal(signal.SIGKILL, run.rank_pid(rank))
             wait_for_repair(run, number + 1)
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert [fault["rank"] for fault in run.summary()["faults"]] == [1, 0, 1]

@@ -28,14 +28,14 @@ def names(folder):
 
 
 @pytest.fixture
-def finished(peace, tmp_path):
+def finished(fault_free, tmp_path):
     """A folder with the checkpoints of a finished run."""
     folder = tmp_path / "finished"
-    shutil.copytree(peace(2).checkpoints, folder / "checkpoints")
+    shutil.copytree(fault_free(2).checkpoints, folder / "checkpoints")
     return folder
 
 
-def test_a_second_live_run_on_the_same_checkpoints_is_refused(peace, tmp_path):
+def test_a_second_live_run_on_the_same_checkpoints_is_refused(fault_free, tmp_path):
     """One line and exit 2, at once; the first run does not notice."""
     hold = tmp_path / HOLD_NAME  # however long the second one takes
     hold.touch()
@@ -51,7 +51,7 @@ def test_a_second_live_run_on_the_same_checkpoints_is_refused(peace, tmp_path):
         hold.unlink()
         assert first.wait() == 0, first.console
         assert before <= names(first.logs)
-    assert first.digest == peace(2).digest
+    assert first.digest == fault_free(2).digest
     assert first.summary()["faults"] == []
 
 
@@ -71,7 +71,7 @@ def test_a_second_live_run_with_the_same_logs_is_refused(tmp_path):
     assert first.summary()["run_id"] == first.status()["run_id"]
 
 
-def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finished):
+def test_resume_none_sets_old_files_aside_and_trains_from_the_start(fault_free, finished):
     """Nothing is deleted: every old file is in one folder beside the new ones."""
     before = contents(finished / "checkpoints")
     with Run(finished, *SETTINGS, "--resume", "none") as run:
@@ -79,7 +79,7 @@ def test_resume_none_sets_old_files_aside_and_trains_from_the_start(peace, finis
     aside = list(run.checkpoints.glob("set_aside_*"))
     assert len(aside) == 1
     assert contents(aside[0]) == before
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert run.events("run_begins")[-1]["resumed_step"] == 0
 
 
@@ -108,17 +108,17 @@ def test_a_launch_that_means_another_run_is_refused_with_the_difference(finished
     assert not run.logs.exists()
 
 
-def test_a_finished_run_may_be_launched_again_with_another_interval(peace, finished):
+def test_a_finished_run_may_be_launched_again_with_another_interval(fault_free, finished):
     """What does not change the resume key is accepted; there is nothing to train, so nothing changes."""
     with Run(finished, *SETTINGS, "log_interval=3") as run:
         assert run.wait() == 0, run.console
     summary = run.summary()
     assert (summary["status"], summary["steps"]) == ("completed", STEPS)
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(peace, tmp_path):
-    """One flipped bit is found; the run falls back, says so, and ends with the weights of peace."""
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(fault_free, tmp_path):
+    """One flipped bit is found; the run falls back, says so, and ends with the fault-free weights."""
     settings = (*SETTINGS, "task.pace_s=0.08")  # the signal must come well before the end
     with Run(tmp_path, *settings) as run:
         run.wait_for_step(32)
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_resumed(peace, 
     newest.write_bytes(data)
     with Run(tmp_path, *settings) as run:
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     damaged_step = int(newest.stem.removeprefix("step_"))
     assert 30 <= run.events("run_begins")[-1]["resumed_step"] < damaged_step
     assert f"{newest.name} is unusable" in run.console

@@ -150,7 +150,7 @@ def test_a_parameter_left_out_just_before_a_save_is_never_saved_unreduced(tmp_pa
 
 
 def test_branches_are_no_fault_where_they_are_expected(branching):
-    """Control: with the default the very same task runs in peace."""
+    """Control: with the default the very same task runs without faults."""
     summary = branching("any").summary()
     assert summary["faults"] == []
     assert summary["exact"] is True
@@ -171,7 +171,7 @@ def test_auto_stops_searching_for_unused_parameters_until_it_is_wrong(branching,
 
 
 def test_auto_relaxes_at_the_same_step_whatever_happens(tmp_path):
-    """Three ranks, one killed before and one after: the same bits as in peace."""
+    """Three ranks, one killed before and one after: the same bits as without faults."""
     auto = ("find_unused_parameters=auto", "relax_after_steps=12", "--max-steps", 24)
     calm = finish(tmp_path / "calm", *auto, task=PLAIN, world=3)
     kills = ("--inject", "kill:rank=1,step=9,phase=reduce", "--inject", "kill:rank=2,step=17")
@@ -257,7 +257,7 @@ def test_a_rank_0_that_alone_has_changed_is_healed_before_it_saves(tmp_path):
 
 
 def test_equal_replicas_are_left_alone(tmp_path):
-    """Control: comparing at every step finds nothing in a run in peace."""
+    """Control: comparing at every step finds nothing in a fault-free run."""
     run = finish(tmp_path, "replica_check_steps=1", "-e", 1, task=PLAIN)
     assert (run.summary()["faults"], run.events("fault_tolerated")) == ([], [])
 

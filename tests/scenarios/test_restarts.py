@@ -22,7 +22,7 @@ ENDLESS = (
 )
 
 
-def losses_in_peace(folder, *, steps, task, world):
+def losses_without_faults(folder, *, steps, task, world):
     """What each of the first ``steps`` steps loses on average where nothing goes wrong."""
     with Run(folder, *ENDLESS, "task.pace_s=0", task=task, world=world) as run:
         run.wait_for_step(steps)
@@ -86,7 +86,7 @@ def test_thirty_restarts_change_no_bit_and_leave_no_descriptor_open(tmp_path):
     assert (len(summary["faults"]), faults) == (KILLS, {("rank_killed", 1, 0)})
     assert summary["exact"] is True
     steps = summary["steps"]
-    calm = losses_in_peace(tmp_path / "peace", steps=steps, task=PLAIN, world=2)
+    calm = losses_without_faults(tmp_path / "fault_free", steps=steps, task=PLAIN, world=2)
     assert losses(run, steps) == calm
 
 
@@ -109,7 +109,7 @@ def test_four_ranks_three_and_four_again_end_where_four_do(tmp_path):
     assert set(ranks) == {3, 4}
     assert ranks[0] == ranks[-1] == 4
     assert shrunk == list(range(shrunk[0], shrunk[-1] + 1))
-    calm = losses_in_peace(tmp_path / "peace", steps=steps, task=SMOOTH, world=4)
+    calm = losses_without_faults(tmp_path / "fault_free", steps=steps, task=SMOOTH, world=4)
     ours, theirs = ([float.fromhex(one) for one in each] for each in (losses(run, steps), calm))
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert summary["final_loss"] == pytest.approx(theirs[-1], rel=1e-4)

@@ -61,11 +61,11 @@ def _plan(harms):
 
 def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
     """Whatever a rank was doing, and though one hears of each abort later than the others."""
-    with _run(tmp_path / "peace") as peace:
-        assert peace.wait() == 0, peace.console
+    with _run(tmp_path / "fault_free") as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
     with _run(tmp_path / "faults", *_plan(HARMS)) as run:
         assert run.wait(240.0) == 0, run.console
-    assert run.digest == peace.digest
+    assert run.digest == fault_free.digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
     reported = [(f["kind"], f["rank"], f["step"]) for f in summary["faults"]]
@@ -80,8 +80,8 @@ def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
 
 def test_a_rank_whose_device_hangs_is_told_from_who_waits(tmp_path):
     """In a step, and in an evaluation: all hosts wait in the same sum, and no abort ends what that device does."""
-    with _run(tmp_path / "peace") as peace:
-        assert peace.wait() == 0, peace.console
+    with _run(tmp_path / "fault_free") as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
     with _run(tmp_path / "hung", "recovery.hang_min_s=2") as run:
         trouble = run.folder / TROUBLE_NAME
         trouble.write_text(f"device {HUNG} sleep1000 15", encoding="utf-8")
@@ -97,23 +97,23 @@ def test_a_rank_whose_device_hangs_is_told_from_who_waits(tmp_path):
         {one["pid"] for one in run.events("rank_formed") if one["rank"] == r} for r in range(WORLD)
     ]
     assert [len(of_rank) for of_rank in pids] == [1, 1, 3]
-    assert run.digest == peace.digest
+    assert run.digest == fault_free.digest
     assert run.summary()["exact"] is True
     assert all(fault["steps_lost"] == 0 for fault in faults)
 
 
 @pytest.mark.soak
-def test_so_many_random_faults_leave_the_weights_of_peace(tmp_path):
+def test_so_many_random_faults_leave_the_weights_of_a_fault_free_run(tmp_path):
     """Kill, raise and hang, at random places: no wrong weight, and no survivor is blamed."""
     steps = 12 * SOAKED
-    with _run(tmp_path / "peace", "task.pace_s=0", steps=steps) as peace:
-        assert peace.wait(3600.0) == 0, peace.console
+    with _run(tmp_path / "fault_free", "task.pace_s=0", steps=steps) as fault_free:
+        assert fault_free.wait(3600.0) == 0, fault_free.console
     harm = "random:seed=1,mtbf_s=1,kinds=kill+stop+raise+hang"
     settings = ("task.pace_s=0.08", "recovery.hang_min_s=0.7", "--inject", harm)
     with _run(tmp_path / "faults", *settings, steps=steps) as run:
         assert run.wait(7200.0) == 0, run.console
     assert len(run.summary()["faults"]) > SOAKED / 2
-    assert run.digest == peace.digest
+    assert run.digest == fault_free.digest
     assert run.summary()["exact"] is True
 
 
@@ -125,8 +125,8 @@ def test_under_torchrun_a_rank_that_raises_leaves_its_peers_nothing_to_commit(tm
     """
     # Else no save is made before all ranks have been compared, one that has ended too.
     saves = ("save_every_steps=1", "task.pace_s=0.05", "recovery.replica_check_steps=0")
-    with _run(tmp_path / "peace") as peace:
-        assert peace.wait() == 0, peace.console
+    with _run(tmp_path / "fault_free") as fault_free:
+        assert fault_free.wait() == 0, fault_free.console
     launcher = (
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(WORLD), "--max-restarts", "2", "-m", "ddp_runner", "train"),
@@ -137,4 +137,4 @@ def test_under_torchrun_a_rank_that_raises_leaves_its_peers_nothing_to_commit(tm
         (run.folder / TROUBLE_NAME).write_text("loss 2 raise", encoding="utf-8")
         assert run.wait(240.0) == 0, run.console
     assert not (run.folder / TROUBLE_NAME).exists(), "it was raised"
-    assert run.digest == peace.digest
+    assert run.digest == fault_free.digest

@@ -19,7 +19,7 @@ def spare_of(run, number=1):
     return pid
 
 
-def test_the_spare_becomes_the_rank_that_died(peace, tmp_path):
+def test_the_spare_becomes_the_rank_that_died(fault_free, tmp_path):
     """Rank and number, log and weights are as with a fork; the next one is there for the next death.
 
     Of two ranks that die together one gets it. It was no rank before: in no status, and no process more.
@@ -35,7 +35,7 @@ def test_the_spare_becomes_the_rank_that_died(peace, tmp_path):
         spare_of(run, 3)
         assert second in (run.rank_pid(0), run.rank_pid(2))
         assert run.wait() == 0, run.console
-    assert run.digest == peace(3).digest
+    assert run.digest == fault_free(3).digest
     summary = run.summary()
     assert {fault["kind"] for fault in summary["faults"]} == {"rank_killed"}
     assert sum(fault["steps_lost"] for fault in summary["faults"]) == 0
@@ -46,7 +46,7 @@ def test_the_spare_becomes_the_rank_that_died(peace, tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["true", "libraries", "device", "false"])
-def test_what_a_spare_for_gpus_is_on_the_cpu(peace, tmp_path, setting):
+def test_what_a_spare_for_gpus_is_on_the_cpu(fault_free, tmp_path, setting):
     """The ordinary one, with a line that says so where more was asked for; ``false``: none."""
     words = (f"recovery.warm_spare={setting}", "task.pace_s=0.05")
     with Run(tmp_path, *SETTINGS, *words) as run:
@@ -56,7 +56,7 @@ def test_what_a_spare_for_gpus_is_on_the_cpu(peace, tmp_path, setting):
         run.wait_for_event("repaired")
         assert run.rank_pid(1) == spare or setting == "false"
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     assert run.summary()["exact"]
     ready = run.events("spare_ready")
     assert {event["kind"] for event in ready} == (set() if setting == "false" else {"cpu"})
@@ -64,7 +64,7 @@ def test_what_a_spare_for_gpus_is_on_the_cpu(peace, tmp_path, setting):
     assert (line in run.console) is (setting in ("libraries", "device"))
 
 
-def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(peace, tmp_path):
+def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(fault_free, tmp_path):
     """Nobody trains less for it; a rank that dies meanwhile, or with it, is forked."""
     # A spare that is stopped is soon replaced; a rank of a busy machine is given its time.
     quick = ("task.pace_s=0.12", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
@@ -78,7 +78,7 @@ def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(peace, tmp_p
         spare = spare_of(run, 3)
         run.signals_at_once((signal.SIGKILL, spare), (signal.SIGKILL, run.rank_pid(0)))
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     summary = run.summary()
     assert [(fault["kind"], fault["rank"]) for fault in summary["faults"]] == [
         ("rank_killed", 1),

@@ -71,8 +71,8 @@ def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
     ],
     ids=["1", "2", "3"],
 )
-def test_a_run_stopped_at_any_step_ends_as_without_stops(peace, tmp_path, world, stops):
-    """Each launch starts at the exact next step, and takes every step's samples as in peace."""
+def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path, world, stops):
+    """Each launch starts at the exact next step, and takes every step's samples as without faults."""
     settings = (*SETTINGS, "task.pace_s=0.08")  # each signal must come well before the end
     reached, names = 0, set()
     for steps, number in stops:
@@ -80,11 +80,11 @@ def test_a_run_stopped_at_any_step_ends_as_without_stops(peace, tmp_path, world,
             reached = stop_at(run, reached + steps, number)
         names.add(run.summary()["run_id"])
     run = finish(tmp_path, world=world, settings=settings)
-    assert run.digest == peace(world).digest
+    assert run.digest == fault_free(world).digest
     assert {run.summary()["run_id"]} == names
     taken, expected = (
         [{step: line["indices"] for step, line in audit.items()} for audit in one.audit(world)]
-        for one in (run, peace(world))
+        for one in (run, fault_free(world))
     )
     assert taken == expected
 
@@ -96,7 +96,7 @@ ROUNDABOUT = (
 
 
 @pytest.mark.parametrize("stops", ROUNDABOUT, ids=["one rank, then everybody", "everybody"])
-def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(peace, tmp_path, stops):
+def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(fault_free, tmp_path, stops):
     """A rank alone, or all processes at once: the same saved end."""
     # A spare must be ready before the end, and an evaluation has loader workers of its own.
     settings = (*SETTINGS, "task.pace_s=0.1", "evaluate_interval=0")
@@ -105,10 +105,10 @@ def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(peace, tmp_p
         with Run(tmp_path, *settings) as run:
             reached = stop_at(run, reached + steps, number, deliver=deliver)
             assert not run.events("zygote_ended")
-    assert finish(tmp_path, world=2, settings=settings).digest == peace(2).digest
+    assert finish(tmp_path, world=2, settings=settings).digest == fault_free(2).digest
 
 
-def test_a_stop_during_evaluation_does_not_wait_for_its_end(peace, tmp_path):
+def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path):
     """A long evaluation is cut short; the resumed run makes it good and ends with the same weights."""
     slow = (
         *(*SETTINGS, "evaluate_interval=0", "evaluate_every_steps=36"),
@@ -123,11 +123,11 @@ def test_a_stop_during_evaluation_does_not_wait_for_its_end(peace, tmp_path):
         assert not evaluations(run, step=36)
     resumed = finish(tmp_path, world=2, settings=slow)
     assert evaluations(resumed, step=36) == 1
-    assert resumed.digest == peace(2).digest
+    assert resumed.digest == fault_free(2).digest
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["in peace", "as its rank dies"])
-def test_a_checkpoint_can_be_asked_for(peace, tmp_path, is_lost):
+@pytest.mark.parametrize("is_lost", [False, True], ids=["without faults", "as its rank dies"])
+def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
     """SIGUSR2 to the supervisor: one file of that time, and the run goes on as if nothing were."""
     settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.05")
     with Run(tmp_path, *settings) as run:
@@ -143,10 +143,10 @@ def test_a_checkpoint_can_be_asked_for(peace, tmp_path, is_lost):
     reported = [f"saved {path}"] + [f"{path} is on disk"] * is_lost
     assert any(words in run.console for words in reported), run.console
     assert [fault["rank"] for fault in run.summary()["faults"]] == [0] * is_lost
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
 
 
-def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(peace, tmp_path):
+def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_path):
     """Only the supervisor acts on it: no other one dies of it, or writes its stacks."""
     with Run(tmp_path, *SETTINGS, "save_every_steps=1000", "task.pace_s=0.1") as run:
         run.wait_for_step(2)
@@ -157,7 +157,7 @@ def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(peace, tmp_path):
     assert run.summary()["faults"] == []
     logs = [path.read_text() for path in run.logs.glob("rank_*.log")]
     assert "most recent call first" not in "".join(logs)
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
 
 
 def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
@@ -171,7 +171,7 @@ def test_a_stop_during_a_save_keeps_both_the_save_and_the_stop(tmp_path):
         assert run.wait() == 130, run.console
     resumed = finish(tmp_path / "stopped", world=2, settings=settings, steps=24)
     cheap = ("save_every_steps=0", "task.pace_s=0", "recovery.warm_spare=false")
-    with Run(tmp_path / "peace", *settings, *cheap) as run:
+    with Run(tmp_path / "fault_free", *settings, *cheap) as run:
         assert run.wait() == 0, run.console
     assert resumed.digest == run.digest
 

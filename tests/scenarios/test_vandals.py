@@ -54,8 +54,8 @@ def listening(pid):
     return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
 
 
-def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(peace, tmp_path):
-    """Garbage, silence, and values in the store, overwritten and deleted: the weights are those of peace."""
+def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(fault_free, tmp_path):
+    """Garbage, silence, and values in the store, overwritten and deleted: the weights are the fault-free ones."""
     settings = (*SETTINGS, "task.pace_s=0.2", "recovery.max_restarts=100")
     with Vandal() as vandal, Run(tmp_path, *settings) as run:
         run.wait_for_step(3)
@@ -83,7 +83,7 @@ def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(peace, tmp_path):
             assert run.process.poll() is None, run.console
             run.wait_for_step(run.committed() + 1)
         assert run.wait() == 0, run.console
-    assert run.digest == peace(2).digest
+    assert run.digest == fault_free(2).digest
     faults = {fault["kind"] for fault in run.summary()["faults"]}
     assert "store_tampered" in faults
     assert faults <= {"store_tampered", "store_died", "collective_failed", "rank_killed"}, faults

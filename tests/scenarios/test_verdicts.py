@@ -38,7 +38,7 @@ def weights(run, step):
 
 
 @pytest.fixture
-def peace(made_once):
+def fault_free(made_once):
     """Control: every verdict is good, and everything that is due is saved, once."""
     run = made_once(*SETTINGS, "task.rank=7", task=FLIPPING, world=3)
     assert run.summary()["faults"] == []
@@ -46,7 +46,7 @@ def peace(made_once):
     return run
 
 
-def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, peace):
+def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, fault_free):
     """A peer at step 10, the saving rank itself at 20: compared anew by those that are left, then saved."""
     kills = [f"kill:rank={rank},step={step},phase=compare" for rank, step in ((1, 10), (0, 20))]
     run = finish(tmp_path, "task.rank=7", *(word for kill in kills for word in ("--inject", kill)))
@@ -55,7 +55,7 @@ def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, peace):
         ("rank_killed", 1, 10), ("rank_killed", 0, 20)
     ]  # fmt: skip
     assert all(fault["steps_lost"] == 0 for fault in faults)
-    assert (run.digest, run.summary()["exact"]) == (peace.digest, True)
+    assert (run.digest, run.summary()["exact"]) == (fault_free.digest, True)
     # Until somebody died for it, nothing was written of that step; then once.
     reported = [(event["event"], event.get("step")) for event in run.events()]
     seen = [one for one in reported if one[0] in ("repaired", "checkpoint_saved")]
@@ -68,19 +68,19 @@ def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, peace):
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["of the rank that saves", "of another one"])
-def test_a_bit_that_flips_at_a_save_reaches_neither_file_nor_weights(tmp_path, peace, rank):
-    """The step that began with it is given up before its optimizer: the run ends as it does in peace."""
+def test_a_bit_that_flips_at_a_save_reaches_neither_file_nor_weights(tmp_path, fault_free, rank):
+    """The step that began with it is given up before its optimizer: the run ends as without faults."""
     run = finish(tmp_path, f"task.rank={rank}")
     (fault,) = run.summary()["faults"]
     assert (fault["kind"], fault["rank"], fault["step"]) == ("replica_diverged", rank, 10)
-    assert (fault["steps_lost"], run.digest) == (0, peace.digest)
+    assert (fault["steps_lost"], run.digest) == (0, fault_free.digest)
     assert "4.weight" in fault["cause"]
     first, *again, second, last = sorted(set(saved_steps(run)))
     # A step later where the thread of the save that was dropped had not ended yet. What the majority
     # had is written; where that takes its time, the new generation saves once more after it.
     assert (first in (10, 11), second in (20, 21), last) == (True, True, 24)
-    for step in {first, second, last} & set(saved_steps(peace)):
-        for name, expected in weights(peace, step).items():
+    for step in {first, second, last} & set(saved_steps(fault_free)):
+        for name, expected in weights(fault_free, step).items():
             assert torch.equal(weights(run, step)[name], expected), (step, name)
     assert len(again) <= 1
     if rank == 0:  # what it had copied was dropped

@@ -1,4 +1,4 @@
-"""Hundreds of faults in one run: the weights of peace, nothing grows, nothing is left.
+"""Hundreds of faults in one run: the weights of a fault-free run, nothing grows, nothing is left.
 
 By hand: ``SOAK_FAULTS=200 pytest -m soak tests/soak -s``; ``SOAK_SEED`` draws another plan.
 """
@@ -53,7 +53,7 @@ def random_plan():
         seed += 1
 
 
-def digest_in_peace(folder, steps):
+def digest_without_faults(folder, steps):
     with Run(
         folder, *SETTINGS, "--max-steps", steps, "task.pace_s=0", world=WORLD, command=TRAIN
     ) as run:
@@ -79,10 +79,10 @@ def check_repairs(run, *, injected_least):
 
 
 def test_random_faults_cost_no_weight_and_nothing_grows(tmp_path):
-    """Any kind, any rank, any moment: the digest of peace, and a supervisor of constant size."""
+    """Any kind, any rank, any moment: the digest of a fault-free run, and a supervisor of constant size."""
     spec, waits_s, breaking = random_plan()
     steps = math.ceil(waits_s / PACE_S) + 200
-    digest = digest_in_peace(tmp_path / "peace", steps)
+    digest = digest_without_faults(tmp_path / "fault_free", steps)
     settings = ("--max-steps", steps, f"task.pace_s={PACE_S}", "--inject", spec)
     with (
         Run(tmp_path / "faults", *SETTINGS, *settings, world=WORLD, command=TRAIN) as run,
@@ -111,7 +111,7 @@ def test_a_survivor_of_a_hundred_faults_has_not_grown(tmp_path):
         for number in range(faults)
     ]
     steps = 20 + apart * (faults + 1)
-    digest = digest_in_peace(tmp_path / "peace", steps)
+    digest = digest_without_faults(tmp_path / "fault_free", steps)
     asked = [word for spec in specs for word in ("--inject", spec)]
     settings = ("--max-steps", steps, "task.pace_s=0.01", *asked)
     with (

@@ -27,7 +27,7 @@ ALL = ("slow:rank=0,step=12,phase=data,seconds=0.3", "kill:rank=all,step=13,phas
 # Somebody has the time to ask for a stop.
 SLOW = (f"slow:rank=0,step={STOPPED_AT},phase=data,seconds=1",)
 INJECTED = {
-    "peace": (),
+    "fault_free": (),
     "forward": FORWARD,
     "reduce": REDUCE,
     "commit": COMMIT,
@@ -58,7 +58,7 @@ class Outcome:
     has_stepped: bool  # at least once, in its last launch
 
 
-def run(stranger: Stranger, folder: Path, *, how: str = "peace", workers: int = 0) -> Outcome:
+def run(stranger: Stranger, folder: Path, *, how: str = "fault_free", workers: int = 0) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
     settings = (*SETTINGS, f"num_workers={workers}", *stranger.settings)
     paced = PACED if stranger.is_drilled else ()

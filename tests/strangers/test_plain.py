@@ -1,4 +1,4 @@
-"""What peace is measured by: in one process, every task trains to the weights of a loop in plain PyTorch."""
+"""What fault-free runs are measured by: in one process, each task trains to the weights of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def loop(stranger):
 @pytest.mark.parametrize("stranger", PLAIN)
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of a gradient's gradient, by DDP
 @pytest.mark.usefixtures("clean_imports")
-def test_a_run_in_peace_is_a_plain_loop(tmp_path, monkeypatch, stranger):
+def test_a_run_without_faults_is_a_plain_loop(tmp_path, monkeypatch, stranger):
     """Bit for bit: nothing of what guards a run changes what it computes."""
     for place in ("plain", "runner"):
         (tmp_path / place).mkdir()

@@ -1,4 +1,4 @@
-"""Every task of the table, through every fault in one run: the weights of peace, or it is told why not.
+"""Every task of the table, through every fault in one run: the fault-free weights, or a reason why not.
 
 The whole table, one fault a run, with and without workers: ``python -m tests.strangers.whole``.
 """
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.whole_run
 
 
 def cases():
-    """Each task once: the workers in peace, and those beside the faults, by turns."""
+    """Each task once: the workers without faults, and those beside the faults, by turns."""
     for number, (key, stranger) in enumerate(TABLE.items()):
         reason = f"waits for part {stranger.waits_for}"
         marks = [pytest.mark.xfail(reason=reason, strict=False)] if stranger.waits_for else []
@@ -24,7 +24,9 @@ def cases():
 
 
 @pytest.mark.parametrize(("stranger", "number"), list(cases()))
-def test_a_task_ends_with_the_weights_of_peace_or_says_why_not(tmp_path, stranger, number):
+def test_a_task_ends_with_the_weights_of_a_fault_free_run_or_says_why_not(
+    tmp_path, stranger, number
+):
     """Killed in forward, in the reduction and inside a commit, all killed, stopped and started again."""
     workers = stranger.workers
     calm = run(stranger, tmp_path / "calm", workers=workers[number % len(workers)])

@@ -1,4 +1,4 @@
-"""The whole table: every task, in peace and with every fault, with and without loader workers.
+"""The whole table: every task, without faults and with every fault, with and without loader workers.
 
 By hand: ``python -m tests.strangers.whole --jobs 2`` takes the better part of an hour on two cores;
 ``--only NAME`` takes those whose name holds it, ``--how`` and ``--workers`` a part of what is done to
@@ -19,13 +19,13 @@ from pathlib import Path
 from tests.strangers.driving import INJECTED, Outcome, run, verdict
 from tests.strangers.table import EXACT, TABLE, Stranger
 
-HOWS = tuple(how for how in INJECTED if how not in ("peace", "everything"))
+HOWS = tuple(how for how in INJECTED if how not in ("fault_free", "everything"))
 
 
 def tried(stranger: Stranger, folder: Path, *, hows: tuple[str, ...], workers: int) -> list[str]:
-    """All that is done to one task with so many workers: two runs in peace, then the faults."""
+    """All that is done to one task with so many workers: two fault-free runs, then the faults."""
     calm = run(stranger, folder / "calm", workers=workers)
-    lines = [_line(stranger, "peace", workers, verdict(stranger, calm, calm=calm))]
+    lines = [_line(stranger, "fault_free", workers, verdict(stranger, calm, calm=calm))]
     if calm.exit_code != 0:
         return lines
     again = run(stranger, folder / "again", workers=stranger.workers[0])
@@ -40,10 +40,10 @@ def tried(stranger: Stranger, folder: Path, *, hows: tuple[str, ...], workers: i
 
 
 def _agreed(stranger: Stranger, calm: Outcome, again: Outcome) -> str:
-    """Whether another run in peace, without workers, has the same weights; or one says that it may not."""
+    """Whether another fault-free run, without workers, has the same weights; or one says that it may not."""
     if calm.digest == again.digest or not (calm.is_exact and again.is_exact):
         return verdict(stranger, again, calm=calm)
-    return "wrong: two runs in peace have other weights, and that is not told"
+    return "wrong: two fault-free runs have other weights, and that is not reported"
 
 
 def _has_happened(how: str, outcome: Outcome) -> bool:

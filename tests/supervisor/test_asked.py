@@ -25,7 +25,7 @@ def test_a_stop_during_a_repair_is_kept(simulate):
     assert run.best < 25
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["in peace", "with its rank"])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["without faults", "with its rank"])
 def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
     """Also where the rank that was told dies before it makes it; then nobody is told of it again."""
     run = simulate()

@@ -10,7 +10,7 @@ from tests.supervisor.judging import assert_done, plans
 
 
 @pytest.mark.parametrize(
-    "harm", [None, 1, -2], ids=["in peace", "and is killed", "with its zygote"]
+    "harm", [None, 1, -2], ids=["without faults", "and is killed", "with its zygote"]
 )
 def test_a_rank_ready_before_its_pid_is_known_does_not_train(simulate, harm):
     """The zygote was held up just after the fork: nobody could end such a rank, or find it stopped."""

@@ -27,7 +27,7 @@ def test_who_has_waited_for_the_last_save_is_not_hung(simulate, seed):
 @pytest.mark.parametrize("harm", ["kill", "freeze", "leave"])
 @pytest.mark.parametrize("after_s", [0.0, 0.004, 0.008, 0.012, 0.016])
 def test_a_fault_while_the_ranks_finish_is_repaired(simulate, after_s, harm):
-    """Some have gone in peace by then: the rest end from the checkpoint that was just saved."""
+    """Some have ended in order by then: the rest end from the checkpoint that was just saved."""
     run = simulate(hang_min_s=0.5)
     run.to_step(run.steps)
     run.pass_time(after_s)

@@ -9,7 +9,7 @@ from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import EXIT_S, STEP_S
 
 
-def test_a_run_in_peace_forms_once(simulate):
+def test_a_run_without_faults_forms_once(simulate):
     """Control: no incident, one generation."""
     run = simulate()
     assert_done(run)

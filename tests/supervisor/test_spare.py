@@ -71,7 +71,7 @@ def test_of_two_that_die_together_one_gets_the_spare(simulate, apart_s):
     assert sum(lost(run)) == 0
 
 
-def test_a_spare_is_forked_in_peace_only(simulate):
+def test_a_spare_is_forked_without_faults_only(simulate):
     """Every rank trains, and has done a step since the world was formed."""
     run = with_spare(simulate, max_restarts=100)
     for rank in (1, 2, 0, 1):

@@ -33,9 +33,9 @@ WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
 
 @WORLDS
-def test_the_summary_of_a_run_in_peace_is_whole_and_true(peace, world):
+def test_the_summary_of_a_run_without_faults_is_whole_and_true(fault_free, world):
     """Every field of the contract is there, and its figures agree with what was asked for."""
-    run = peace(world)
+    run = fault_free(world)
     summary = run.summary()
     assert not set(SUMMARY_FIELDS) - set(summary)
     assert set(summary["time_s"]) == set(TIME_FIELDS)
@@ -57,9 +57,9 @@ def test_the_summary_of_a_run_in_peace_is_whole_and_true(peace, world):
 
 
 @WORLDS
-def test_the_last_status_and_the_journal_agree_with_the_summary(peace, world):
+def test_the_last_status_and_the_journal_agree_with_the_summary(fault_free, world):
     """status.json ends as done, and journal and metrics lines tell the same run."""
-    run = peace(world)
+    run = fault_free(world)
     summary, status = run.summary(), run.status()
     assert not set(STATUS_FIELDS) - set(status)
     assert all(not set(RANK_FIELDS) - set(rank) for rank in status["ranks"])
@@ -79,9 +79,9 @@ def test_the_last_status_and_the_journal_agree_with_the_summary(peace, world):
 
 
 @WORLDS
-def test_every_step_takes_its_global_batch_and_an_epoch_no_sample_twice(peace, world):
+def test_every_step_takes_its_global_batch_and_an_epoch_no_sample_twice(fault_free, world):
     """The ranks' shares of a step are disjoint and make up the global batch; so do an epoch's steps."""
-    audits = peace(world).audit(world)
+    audits = fault_free(world).audit(world)
     seen: dict[int, list[int]] = {}
     for step in range(1, STEPS + 1):
         records = [audit[step] for audit in audits]
@@ -97,9 +97,9 @@ def test_every_step_takes_its_global_batch_and_an_epoch_no_sample_twice(peace, w
 
 
 @WORLDS
-def test_plain_torch_reads_the_final_weights_and_finds_the_same_digest(peace, world):
+def test_plain_torch_reads_the_final_weights_and_finds_the_same_digest(fault_free, world):
     """weights_sha256 is what anybody computes from the checkpoint with torch.load alone."""
-    run = peace(world)
+    run = fault_free(world)
     saved = torch.load(run.checkpoints / f"step_{STEPS:08d}.pt", weights_only=True)
     digest = hashlib.sha256()
     for key, tensor in sorted(saved["model"].items()):
@@ -110,13 +110,13 @@ def test_plain_torch_reads_the_final_weights_and_finds_the_same_digest(peace, wo
     assert digest.hexdigest() == run.digest
 
 
-def test_two_runs_with_the_same_settings_end_with_the_same_weights(peace, tmp_path):
+def test_two_runs_with_the_same_settings_end_with_the_same_weights(fault_free, tmp_path):
     """Nothing but the settings decides the result, bit for bit; another seed gives another one."""
     with Run(tmp_path, *SETTINGS) as run:
         assert run.wait() == 0, run.console
         assert run.ports_seen, "the check that no port is left would prove nothing"
-    assert run.digest == peace(2).digest
-    assert len({peace(world).digest for world in (1, 2, 3)}) == 3
+    assert run.digest == fault_free(2).digest
+    assert len({fault_free(world).digest for world in (1, 2, 3)}) == 3
     assert_nothing_said_twice(run.console)
 
 

@@ -154,14 +154,14 @@ def test_slower_steps_beside_the_write_count_as_its_cost():
 
 
 @pytest.mark.parametrize(
-    ("peace_steps", "beside_s", "write_s", "slowed"),
+    ("usual_steps", "beside_s", "write_s", "slowed"),
     [(20, 0.1, 1.0, "0.000"), (20, 0.05, 1.0, "0.000"), (2, 0.5, 9.0, "0.000"), (20, 9.0, 1.0, "1.000")],
     ids=["as fast", "faster", "too little known", "longer than the write"],
 )  # fmt: skip
-def test_steps_that_are_not_slower_cost_nothing(peace_steps, beside_s, write_s, slowed):
+def test_steps_that_are_not_slower_cost_nothing(usual_steps, beside_s, write_s, slowed):
     """Control; and noise cannot make a write cost more than its own time."""
     pace = CheckpointInterval(now_s=0.0)
-    steps(pace, peace_steps, 0.1, beside_save=False)
+    steps(pace, usual_steps, 0.1, beside_save=False)
     steps(pace, 5, beside_s, beside_save=True)
     pace.measured(blocked_s=0.2, write_s=write_s)
     assert f"slower steps {slowed}" in pace.news(now_s=0.0, step_s=0.1)
