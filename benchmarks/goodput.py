@@ -4,7 +4,7 @@ Run by hand, from the repository's root:
 ``python benchmarks/goodput.py --seconds 180 --every-s 10 --world 3 --json goodput.jsonl``
 (about 9 minutes: ``ddp_runner`` first, then ``torchrun --max-restarts`` with a checkpoint every 25 steps).
 Both are measured alike, from outside: steps that had not been committed before, times the seconds a step takes
-in a run of the same job without a fault, over the time. ``ddp_runner`` tells its own figure besides, from its summary. Goal: 0.97.
+in a run of the same job without a fault, over the time. ``ddp_runner`` reports its own figure besides, from its summary. Goal: 0.97.
 """
 
 from __future__ import annotations

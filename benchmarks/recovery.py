@@ -3,7 +3,7 @@
 Run by hand, from the repository's root:
 ``python benchmarks/recovery.py --worlds 3 --rounds 3 --json recovery.json`` (2 MB, all kinds, 3 minutes)
 ``python benchmarks/recovery.py --matrix --json matrix.json`` (2, 3, 4, 8 ranks; 2 MB, 100 MB, 1 GB; 15 minutes)
-The two take turns within a round; each round starts them anew and harms each ``--faults`` times in every way.
+The two take turns within a round; each round starts them again and harms each ``--faults`` times in every way.
 For torchrun, "to new ground" adds the steps since its checkpoint, which are done again; ours does none again.
 What has not come back once within ``--within-s`` is not tried again in larger jobs.
 """

@@ -327,7 +327,7 @@ def _run(member: Member, connection: Connection, module: str, name: str, argumen
             function = getattr(function, part)
         answer = ("returned", function(member, *pickle.loads(arguments)))
         status = 0
-    except BaseException:  # noqa: BLE001 - told to the test, which fails with it
+    except BaseException:  # noqa: BLE001 - reported to the test, which fails with it
         answer = ("raised", traceback.format_exc())
     try:
         _send(connection, answer)

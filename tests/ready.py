@@ -146,7 +146,7 @@ def _serve(path: str) -> None:
 
 
 def _keep(link) -> None:
-    """Start one launch, tell its pid, and, once it has ended, how."""
+    """Start one launch, report its pid, and, once it has ended, how."""
     size, [(_, _, fds)], _, _ = link.recvmsg(4, socket.CMSG_SPACE(4))
     (output,) = array("i", fds)
     asked = json.loads(_received(link, int.from_bytes(size, "little")))

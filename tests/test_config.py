@@ -158,12 +158,12 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         ("task.", "1", "task.: unknown setting"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_would_be_right(name, text, message):
+def test_a_wrong_value_is_reported_with_what_would_be_right(name, text, message):
     """The message names the option as written, the value and the legal range."""
     assert words_of((name, text)) == message
 
 
-def test_all_wrong_values_are_told_at_once(tmp_path):
+def test_all_wrong_values_are_reported_at_once(tmp_path):
     """A person corrects every mistake in one go; each has its own line and names its source."""
     file = written(tmp_path, "run: {epochs: 0}\nbogus_setting: 1\n")
     with pytest.raises(SettingsError) as caught:
@@ -213,7 +213,7 @@ def test_a_file_that_is_not_a_mapping_is_refused_with_its_line(tmp_path, text, m
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    """A missing file, a folder and a binary file are told apart."""
+    """A missing file, a folder and a binary file are distinguished."""
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x80")
     assert words_of(files=[tmp_path / "no.yaml"]).endswith("no.yaml: no such file")
@@ -440,7 +440,7 @@ def test_settings_that_do_fit_are_not_refused(pairs, tmp_path, monkeypatch):
 
 
 def test_warm_up_as_long_as_the_run_is_only_a_note():
-    """It trains, so it is told and not refused."""
+    """It trains, so it is reported and not refused."""
     notes = check_relations(resolved(("max_steps", "50"), ("warmup_steps", "50")))
     assert len(notes) == 1
     assert "the warm-up is cut to half of the run" in notes[0]
@@ -448,7 +448,7 @@ def test_warm_up_as_long_as_the_run_is_only_a_note():
 
 
 def test_output_folders_that_cannot_be_made_are_refused_together(tmp_path, monkeypatch):
-    """A file where a folder is meant, below a file, a dangling link: told before anything is made."""
+    """A file where a folder is meant, below a file, a dangling link: reported before anything is made."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")

@@ -124,7 +124,7 @@ def test_a_packet_that_is_no_message_is_an_error_of_its_own(packet):
 
 
 def test_descriptors_of_garbage_are_not_leaked():
-    """Nobody will ever be told of them."""
+    """Nobody will ever hear of them."""
     mine, theirs = Channel.pair()
     reader, writer = os.pipe()
     with theirs:

@@ -119,7 +119,7 @@ def test_every_documented_command_works_one_after_the_other_in_one_folder(tmp_pa
     assert (folder / "logs" / "latest").resolve().parent == folder / "logs"
 
 
-def test_blocks_are_told_apart(tmp_path, monkeypatch):
+def test_blocks_are_distinguished(tmp_path, monkeypatch):
     """Control: commands, Python, what is saved, what is not run, and what was printed."""
     monkeypatch.setattr("tests.test_documented.ROOT", tmp_path)
     path = tmp_path / "a.md"

@@ -103,7 +103,7 @@ def test_the_parts_together_end_before_the_machine_is_taken_back():
 
 def test_a_part_that_hangs_is_killed_and_the_others_still_run(tmp_path):
     """With all that it has started."""
-    environment = _parts(tmp_path, hangs=HANGS, tells=REPORTS)
+    environment = _parts(tmp_path, hangs=HANGS, reports=REPORTS)
     only = "first=hangs_part:2,second=reports_part:20"
     done, known = _run(tmp_path / "out", "--only", only, environment=environment)
     assert known["first"]["outcome"] == "timeout", done.stdout
@@ -118,9 +118,9 @@ def test_a_part_that_hangs_is_killed_and_the_others_still_run(tmp_path):
         poll(lambda pid=pid: not _lives(pid), timeout_s=10.0, what=f"end of {pid}")
 
 
-def test_a_part_that_crashes_is_told_and_what_it_knew_is_kept(tmp_path):
+def test_a_part_that_crashes_is_reported_and_what_it_knew_is_kept(tmp_path):
     """By SIGKILL, as the kernel ends one for lack of memory."""
-    environment = _parts(tmp_path, dies=DIES, tells=REPORTS)
+    environment = _parts(tmp_path, dies=DIES, reports=REPORTS)
     only = "first=dies_part:20,second=reports_part:20"
     done, known = _run(tmp_path / "out", "--only", only, environment=environment)
     first = known["first"]
@@ -131,7 +131,7 @@ def test_a_part_that_crashes_is_told_and_what_it_knew_is_kept(tmp_path):
 
 
 def test_a_measurement_that_fails_stops_no_other_one(tmp_path):
-    """One that raises, one that dies and one that hangs: each is told where its fact would be."""
+    """One that raises, one that dies and one that hangs: each is reported where its fact would be."""
     environment = _parts(tmp_path, stumbles=STUMBLES)
     done, known = _run(tmp_path / "out", "--only", "all=stumbles_part:60", environment=environment)
     assert known["all"]["outcome"] == "ok", done.stdout
@@ -175,7 +175,7 @@ def test_wheels_are_found_by_the_parts(tmp_path):
     with zipfile.ZipFile(tmp_path / "brought-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("brought_along.py", "WORD = 'brought'\n")
     source = REPORTS + "    import brought_along\n    facts.note('word', brought_along.WORD)\n"
-    environment = _parts(tmp_path, tells=source)
+    environment = _parts(tmp_path, reports=source)
     words = ("--only", "one=reports_part:20", "--wheels", tmp_path)
     done, known = _run(tmp_path / "out", *words, environment=environment)
     assert known["one"]["facts"] == {"here": True, "word": "brought"}, done.stdout

@@ -90,7 +90,7 @@ def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
 
 
 def test_a_task_that_is_given_all_settings_may_read_the_model():
-    """Then a change of it is told; a task that is not given them cannot notice."""
+    """Then a change of it is reported; a task that is not given them cannot notice."""
     words = [("task", "m:T")]
     old, new = (resolve(command_line=[*words, ("dropout", text)]).settings for text in ("0", "0.5"))
     kinds = {"device": "cpu", "precision": "", "backend": "", "torch": ""}
@@ -106,7 +106,7 @@ def secretive(**arguments):
 
 
 def test_of_a_secret_there_is_a_salted_hash_to_compare():
-    """Equal secrets of two runs look different; with the salt of the one they are told apart or not."""
+    """Equal secrets of two runs look different; with the salt of the one they are distinguished or not."""
     old = resume_key(secretive(api_key="hunter2", width=3), world_size=1)
     assert "hunter2" not in str(old)
     assert old["task.width"] == 3
@@ -132,7 +132,7 @@ def test_a_secret_written_by_an_older_version_is_never_shown(key):
     assert reported == [f"task.{key}: *** -> ***"]
 
 
-def test_written_settings_and_their_digest_have_no_secret_and_need_it_anew():
+def test_written_settings_and_their_digest_have_no_secret_and_need_it_again():
     """A digest of known settings and a short secret could be guessed."""
     one, two = secretive(api_key="hunter2"), secretive(api_key="hunter3")
     assert digest(one) == digest(two)

@@ -27,7 +27,7 @@ def test_every_name_of_others_leads_to_a_setting_or_to_an_answer():
 
 
 def test_answers_are_one_short_line_and_name_what_exists():
-    """What they tell to write is a setting or an option."""
+    """What they say to write is a setting or an option."""
     for answer in ANSWERS.values():
         assert "\n" not in answer
         assert len(answer) < 100

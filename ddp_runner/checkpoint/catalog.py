@@ -64,7 +64,7 @@ class Catalog:
         return [_entry(self.directory, step) for step in sorted(steps, reverse=True)]
 
     def published(self) -> frozenset[tuple[str, int]]:
-        """The manifests and when each was written, to tell later what is new. Never raises."""
+        """The manifests and when each was written, to know later what is new. Never raises."""
         found = set()
         with contextlib.suppress(OSError):
             for name in self._names():
@@ -151,7 +151,7 @@ class Catalog:
     def set_other_course_aside(self, begun_from: Path | None, stamp: str) -> Path | None:
         """The same with what a run does not go on from: what is later, or all where it began elsewhere.
 
-        Until its first save, the newest one that is left is ``begun_from``, which is None if it starts anew.
+        Until its first save, the newest one that is left is ``begun_from``; None if it starts from nothing.
         """
         if begun_from is None or begun_from.parent.resolve() != self.directory.resolve():
             return self.set_all_aside(stamp)

@@ -20,7 +20,7 @@ _Storage = torch.UntypedStorage
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of the memory behind a tensor, as torch.save tells storages apart."""
+    """The identity of the memory behind a tensor, as torch.save distinguishes storages."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
@@ -47,7 +47,7 @@ class HostMemory:
         """Begin to make room, in a thread, for a device's state whose storages have these sizes.
 
         Pinning takes a part of a second for each GB, which training need not wait for. Where there
-        is no memory for it nothing is held; the first :meth:`snapshot` tries again and tells.
+        is no memory for it nothing is held; the first :meth:`snapshot` tries again and reports it.
         """
         if self._making is None and not self._pieces:
             self._making = threading.Thread(

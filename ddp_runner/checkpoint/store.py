@@ -1,7 +1,7 @@
 """Saves and loads checkpoints so that an announced one is never lost; never decides when.
 
 A checkpoint is one file for plain ``torch.load(weights_only=True)``: the caller's dict plus the key
-``manifest``, which tells what the file is even when its manifest file is gone.
+``manifest``, which says what the file is even when its manifest file is gone.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class CheckpointStore:
                 self._notes.append(f"removed {path}, which a writer that was killed had left")
             for path in self.catalog.foreign_leftovers():
                 self._notes.append(
-                    f"{path} is left alone: it is of a save for which only its own machine can tell"
+                    f"{path} is left alone: it is of a save for which only its own machine knows"
                     " whether it goes on"
                 )
             self._has_cleaned = True
@@ -342,7 +342,7 @@ class CheckpointStore:
             if problem is None or not (self.directory / name).exists():
                 continue
             if not any(known in problem for known in unusable):  # said already
-                remarks.append(f"{problem}: nothing is lost, the next save writes it anew")
+                remarks.append(f"{problem}: nothing is lost, the next save writes it again")
         return remarks
 
     def _set_bad_aside(self, damaged: list[tuple[Entry, str]]) -> str:

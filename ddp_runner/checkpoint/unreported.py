@@ -1,4 +1,4 @@
-"""Finds checkpoints of this launch that no rank has told of: it may have ended before. Writes nothing."""
+"""Finds checkpoints of this launch that no rank has reported: it may have ended before. Writes nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Published:
         self._catalog = Catalog(directory)
         self._before = self._seen = self._catalog.published()
         self._reported: set[tuple[int, str]] = set()  # by their ranks
-        self._found: set[tuple[int, str]] = set()  # here; a rank that lives will tell of it too
+        self._found: set[tuple[int, str]] = set()  # here; a rank that lives will report it too
 
     @property
     def is_any_new(self) -> bool:
-        """Whether this launch has published one, told or not. Looks at the directory."""
+        """Whether this launch has published one, reported or not. Looks at the directory."""
         return bool(self._catalog.published() - self._before)
 
     def newest(self) -> tuple[int, str] | None:
@@ -40,7 +40,7 @@ class Published:
         self._seen = self._catalog.published()
 
     def is_news(self, saved: Saved) -> bool:
-        """Note that a rank tells of its save; False where it was found before."""
+        """Note that a rank reports its save; False where it was found before."""
         key = (saved.step, saved.sha256)
         self._reported.add(key)
         if len(self._reported) > REPORTED_KEPT_MIN:
@@ -48,7 +48,7 @@ class Published:
         return key not in self._found
 
     def find(self) -> list[Manifest]:
-        """Those that are new since the last call, and nobody has told of, oldest first."""
+        """Those that are new since the last call, and nobody has reported, oldest first."""
         published = self._catalog.published()
         if not published:  # or the disk cannot be read now: all of it would be new afterwards
             return []
@@ -64,7 +64,7 @@ class Published:
         return found
 
     def _forget_deleted(self) -> None:
-        """A run tells of any number of saves; what retention has deleted is not found again."""
+        """A run reports any number of saves; what retention has deleted is not found again."""
         steps = {step_of(name) for name, _ in self._catalog.published()}
         if steps:  # else the disk cannot be read now
             self._reported = {key for key in self._reported if key[0] in steps}

@@ -1,7 +1,7 @@
 """``check``: proves on a user's own task that nothing is lost, and that the weights stay the same.
 
 Short runs in a temporary folder: without faults, under kills in each phase, stopped and resumed. The
-faults are real; what is told of them is read from the runs' journals and summaries.
+faults are real; what is reported of them is read from the runs' journals and summaries.
 """
 
 from __future__ import annotations

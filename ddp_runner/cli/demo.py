@@ -1,7 +1,7 @@
 """``demo``: trains without faults and under them, and compares the weights.
 
 The faults are those of ``--inject``, so they come from the operating system or from inside a real
-rank; everything told afterwards is read from summary.json of the run.
+rank; everything reported afterwards is read from summary.json of the run.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _train(script: Script, folder: Path, blows: tuple[Blow, ...]) -> RunResult:
 
 
 def _unfinished(result: RunResult) -> ExitCode:
-    """A run that did not train to its end: stopped by a signal, or failed, which it has told."""
+    """A run that did not train to its end: stopped by a signal, or failed, which it has reported."""
     if result.exit_code in (ExitCode.INTERRUPTED, ExitCode.PREEMPTED):
         return ExitCode.INTERRUPTED
     say_now(f"demo: that run ended with exit code {result.exit_code}")

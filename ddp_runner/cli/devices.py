@@ -37,7 +37,7 @@ class VisibleGpus:
 
     gpus: tuple[Gpu, ...] = ()
     why_none: str = ""
-    is_surprising: bool = False  # a GPU could be expected here: people should be told
+    is_surprising: bool = False  # a GPU could be expected here: people should hear of it
     is_unsupported: bool = False  # torch was built for GPUs that this runner cannot use
 
 

@@ -74,7 +74,7 @@ def judge_driver(banner: str, *, cuda: str) -> Check:
     driver = re.search(r"Driver Version:\s*([\d.]+)", banner)
     newest = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", banner)
     if driver is None:
-        return _unknown("driver", "nvidia-smi does not tell it")
+        return _unknown("driver", "nvidia-smi does not say it")
     if newest is None:
         found = f"{driver.group(1)}; torch is built with CUDA {cuda}"
         return Check(name="driver", verdict=Verdict.OK, found=found)
@@ -96,7 +96,7 @@ def installed_nccl() -> str:
 def judge_nccl(version: str, *, cuda: str) -> Check:
     """Whether repairs can rest on this NCCL's abort."""
     if not version:
-        found = "inside torch, which tells its version when the collectives are tried"
+        found = "inside torch, which shows its version when the collectives are tried"
         return Check(name="NCCL", verdict=Verdict.OK, found=found)
     numbers = _numbers(version)
     low, high = _NCCL_BROKEN
@@ -133,7 +133,7 @@ def judge_peers(matrix: Mapping[tuple[int, int], str], chosen: Sequence[int]) ->
     pairs = [(one, other) for one in chosen for other in chosen if one < other]
     known = {pair: matrix[pair] for pair in pairs if pair in matrix}
     if len(known) < len(pairs):
-        return _unknown("peer access", "nvidia-smi does not tell it")
+        return _unknown("peer access", "nvidia-smi does not say it")
     without = [
         f"{one} and {other} ({says})" for (one, other), says in known.items() if says != "OK"
     ]
@@ -177,7 +177,7 @@ def judge_memory(
     """What of each GPU's memory is free, and who holds the rest."""
     known = [gpu for gpu in gpus if gpu.index in memory]
     if not known:
-        return _unknown("GPU memory", "nvidia-smi does not tell what is free")
+        return _unknown("GPU memory", "nvidia-smi does not say what is free")
     reported, is_short = [], False
     for gpu in known:
         free, total = memory[gpu.index]

@@ -179,7 +179,7 @@ def _config_file(config: Mapping[str, object] | None) -> Iterator[list[str]]:
 
     from ddp_runner.config import from_flat  # noqa: PLC0415
 
-    from_flat(config)  # wrong values are told as the caller wrote them, not by the file's name
+    from_flat(config)  # wrong values are reported as the caller wrote them, not by the file's name
     with tempfile.NamedTemporaryFile("w", prefix="ddp_runner_", suffix=".yaml") as file:
         try:
             yaml.safe_dump(_plain(config), file, sort_keys=False)
@@ -214,7 +214,7 @@ def _settings(words: Sequence[str]) -> Settings:
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """What tells a newly written file from an older one of the same name; None if there is none."""
+    """What distinguishes a newly written file from an older one of the same name; None if there is none."""
     try:
         status = file.stat()
     except FileNotFoundError:

@@ -68,7 +68,7 @@ def _given(written: str, name: str, text: str) -> str:
         return text
     try:
         spec = known_fields().get(find_key(written, name.removeprefix("--"), list(known_fields())))
-    except BadInputError:  # told with all others that are wrong
+    except BadInputError:  # reported with all others that are wrong
         spec = None
     if written == "--config" or (spec is not None and spec.kind is Kind.TEXT):
         raise BadInputError(written, "''", "is empty; give a value, or leave it out")

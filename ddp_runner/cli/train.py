@@ -133,7 +133,7 @@ def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str,
 
 
 def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:
-    """The devices; a contradiction between settings is told before a missing GPU is."""
+    """The devices; a contradiction between settings is reported before a missing GPU is."""
     run = settings.run
     is_shared = names_a_gpu_twice(run.gpus) and settings.ddp.backend == "nccl"
     if (run.gpus and run.device == "cpu") or is_shared:

@@ -192,7 +192,7 @@ class AbortSwitch:
         self._sockets.clear()
 
     def _free_forming(self) -> None:
-        """Thread: free the block that forms, again and again, since it may be about to wait anew."""
+        """Thread: free the block that forms, again and again, since it may be about to wait again."""
         while True:
             with self._lock:
                 before = self._forming

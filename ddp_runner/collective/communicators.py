@@ -69,7 +69,7 @@ class Communicators:
         try:
             # Never torch's own world with it, which the training thread may be about to use.
             self._group._get_backend(self._device).abort()  # noqa: SLF001 - there is no public name
-        except Exception as error:  # noqa: BLE001 - top of a thread: who waits is told
+        except Exception as error:  # noqa: BLE001 - top of a thread: reported to who waits
             self._failure = f"aborting the communicators failed: {error}"
             traceback.print_exc()
         finally:

@@ -1,7 +1,7 @@
 """To which sum over ranks a rank's device has come, as the device itself writes it on the board. Judges nobody.
 
 The host only tells a device what to do, and all ranks then wait in the same place for the sums. A
-device whose kernel never ends is told from those that wait for it by what each has written.
+device whose kernel never ends is distinguished from those that wait for it by what each has written.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Group:
         """Raise ConnectionError if what the device has computed may be of collectives cut short.
 
         To be called once the device has finished it. An abort of communicators ends kernels, of this
-        rank's peers too, and nothing else tells that they had not come to their end; no rank begins
+        rank's peers too, and nothing else shows that they had not come to their end; no rank begins
         one before every rank refuses here (see communicators). gloo's collectives raise by themselves, and what
         is whole stays valid when an abort comes after it: a peer may have committed the step.
         """

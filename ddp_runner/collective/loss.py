@@ -1,4 +1,4 @@
-"""What a task's ``loss()`` may give, told in one line where it gives something else."""
+"""What a task's ``loss()`` may give, and one line that says what is wrong where it gives something else."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class _Received:
         self._marks = [group.receive(_mark(), source)] if self._has_mark else []
 
     def wait(self) -> None:
-        """Return when they are here, and the sender has been told."""
+        """Return when they are here, and the sender knows it."""
         _wait([*self._marks, *self._works])
         if self._has_mark:
             self._group.wait_for_messages([self._group.send(_mark(), self._source)])

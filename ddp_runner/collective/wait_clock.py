@@ -1,4 +1,4 @@
-"""How long a rank waits for the others in a step's reduction, by whose clock that can be told."""
+"""How long a rank waits for the others in a step's reduction, by whose clock that can be measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every setting as a name, a kind and a legal range, read off ``core.settings``. Never reads files.
 
-Values are parsed here and not by pydantic, because a person must be told the option, the value
+Values are parsed here and not by pydantic, because a person must be shown the option, the value
 and what would be right, in the same words for YAML, environment, command line and Python.
 """
 

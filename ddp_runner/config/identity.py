@@ -40,12 +40,15 @@ class OnResume(Enum):
     """What it means that a setting differs from the run's that is resumed."""
 
     REFUSED = "another run"  # part of resume_key()
-    REPORTED = "goes on, with other steps"  # part of recipe(); what is computed alike is not told
+    REPORTED = (
+        "goes on, with other steps"  # part of recipe(); what is computed alike is not reported
+    )
     CANNOT_MATTER = "the same steps"
 
 
 # Every setting, once; ``task.X`` are all refused. Those of the model matter to whoever reads them: the
-# built-in tasks (refused), and a task of the user's that is given all settings (told). What follows from several is told as what follows:
+# built-in tasks (refused), and a task of the user's that is given all settings (reported). What
+# follows from several is reported as what follows:
 # ranks, device, precision, threads, the end of a schedule.
 ON_RESUME: Mapping[str, OnResume] = {
     key: kind
@@ -63,7 +66,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             ddp.find_unused_parameters ddp.bucket_cap_mb
         """,
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
-        # or how soon. What decides about faults is told when there is one.
+        # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
             run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
@@ -184,7 +187,7 @@ def task_resume_key(
 
 
 def _sealed(value: object, like: object) -> str:
-    """A hash that tells whether two secrets are the same, and little else.
+    """A hash that shows whether two secrets are the same, and little else.
 
     With a salt, so that equal secrets of two runs look different and no table helps; and slow, since
     a short secret could be found by trying all there are. The salt of ``like`` is taken, if it has one.

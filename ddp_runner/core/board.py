@@ -126,7 +126,7 @@ class Slot:
         self.set(Cell.DONE_BETWEEN, step << _COUNT_BITS)
 
     def count_done(self, step: int) -> None:
-        """One more thing is done since ``step`` was committed, which who begins anew does anew."""
+        """One more thing is done since ``step`` was committed, which who begins again does again."""
         if self.get(Cell.DONE_BETWEEN) >> _COUNT_BITS != step:
             self.begin_between(step)
         self.add(Cell.DONE_BETWEEN, 1)

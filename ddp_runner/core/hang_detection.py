@@ -1,7 +1,7 @@
-"""Who is hung, told from the progress board alone. Slow is not hung: deadlines follow the run's pace.
+"""Who is hung, as the progress board alone shows it. Slow is not hung: deadlines follow the run's pace.
 
 A rank that waits in a collective waits for somebody else, so it is never hung by itself: either
-another rank is late, or all wait. Then it is who owns the device that has not come to the sum, where devices tell
+another rank is late, or all wait. Then it is who owns the device that has not come to the sum, where that shows
 (the host waits for its own one in the same place), and otherwise the collective is stuck. Ranks that are late together are
 more likely on a machine that stood still than hung, so they are given more time.
 """
@@ -43,7 +43,7 @@ class RankLook:
 
     ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``stopped_s``: for
     how long, at the least; a phase may have lasted long before. ``steps_here``: done by this very
-    process. ``device_sums``: grows with each sum over ranks that its device comes to; 0: nobody tells.
+    process. ``device_sums``: grows with each sum over ranks that its device comes to; 0: nobody knows.
     """
 
     rank: int
@@ -133,7 +133,7 @@ def find_hung(
 ) -> HangVerdict | None:
     """The verdict on a generation whose ranks are all training, or None.
 
-    The age of a rank that was late with others, and is no longer, begins anew then: they do not wake
+    The age of a rank that was late with others, and is no longer, begins again then: they do not wake
     up at one moment (:class:`SharedPauses`).
 
     It never names all of several ranks: one is left, and with it the state. Told to leave its
@@ -163,7 +163,7 @@ def behind_on_device(looks: Sequence[RankLook]) -> tuple[int, ...]:
     """Of ranks that all wait, those whose devices have come to fewer sums than another's; seldom several.
 
     Only the least: it waits for nobody, since all have come to the last sum that it has entered,
-    while one between may wait for it. None where one rank's device does not tell.
+    while one between may wait for it. None where one rank's device does not show it.
     """
     least = min(look.device_sums for look in looks)
     behind = tuple(look.rank for look in looks if look.device_sums == least)
@@ -171,13 +171,13 @@ def behind_on_device(looks: Sequence[RankLook]) -> tuple[int, ...]:
 
 
 class SharedPauses:
-    """Remembers which ranks were late together: the last one to wake up gets its time anew."""
+    """Remembers which ranks were late together: the last one to wake up gets its full time again."""
 
     def __init__(self) -> None:
         self._together: tuple[int, ...] = ()
 
     def observe(self, late: tuple[int, ...]) -> int | None:
-        """The rank, if any, whose time begins anew now; ``late`` is of :func:`late_ranks`."""
+        """The rank, if any, whose time begins again now; ``late`` is of :func:`late_ranks`."""
         left = len(late) == 1 and late[0] in self._together
         self._together = late if len(late) > 1 else ()
         return late[0] if left else None
@@ -198,7 +198,7 @@ class LongPhases:
         self._outlasted_s = 0.0
 
     def observe(self, look: RankLook, *, process: int, since_ns: int, step: int) -> None:
-        """One look at a rank that trains; ``since_ns`` tells one phase of it from the next."""
+        """One look at a rank that trains; ``since_ns`` distinguishes one phase of it from the next."""
         before = self._now.pop(look.rank, None)
         if before is not None and before[0] == process and before[1] != since_ns:
             self._note(before[2], before[3])
@@ -265,7 +265,7 @@ class Comparisons:
         self._counted_ns: dict[int, int] = {}
 
     def observe(self, rank: int, counted_ns: int) -> None:
-        """``counted_ns``: of all comparisons of this rank so far. It begins anew with its process."""
+        """``counted_ns``: of all comparisons of this rank so far. It begins at 0 with its process."""
         more_ns = counted_ns - self._counted_ns.get(rank, 0)
         self._counted_ns[rank] = counted_ns
         if more_ns > 0:

@@ -1,4 +1,4 @@
-"""Who saves before a run ends that cannot go on, and what people are told of it. Decides nothing else.
+"""Who saves before a run ends that cannot go on, and what people read about it. Decides nothing else.
 
 Without any collective: of the ranks that are left, one that waits outside a generation writes the
 state that it has committed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 CALM_STEPS = 200  # without a fault, before the workers that were given up are tried again
-CALM_FACTOR = 4  # times that, each time that it was in vain
+CALM_FACTOR = 4  # times that, each time that it did not help
 PROGRESS_STEPS = 8  # taken since the last fault: the next one counts as a first one again
 BREAKS_TO_SUSPECT = 2  # workers that one batch broke, before it is searched for a bad sample
 OTHERS_TRIED = 2  # samples of which one must load, before another one is called bad
@@ -52,7 +52,7 @@ def plan_loader_repair(history: LoaderHistory, *, workers: int) -> LoaderRepair:
     So a row ends: no worker is left that could break.
     """
     if history.in_a_row < 2:
-        return LoaderRepair(workers=workers, action=f"{_counted(workers)} started anew")
+        return LoaderRepair(workers=workers, action=f"{_counted(workers)} restarted")
     fewer = workers // 2
     after = f"after {history.in_a_row} faults in a row"
     if fewer == 0:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 # Both must be exceeded: many times the usual spread (of noise, as the median absolute deviation
-# tells it), and a factor of the usual value, because a quiet run has hardly any spread.
+# shows it), and a factor of the usual value, because a quiet run has hardly any spread.
 SPREADS = 20.0
 
 

@@ -43,7 +43,7 @@ class LeakSuspicion:
 def suspected_leak(samples: Sequence[Sample], settings: MemorySettings) -> LeakSuspicion | None:
     """Judge one window of (step, bytes) samples, oldest first, evenly spaced in steps.
 
-    Returns None below ``SAMPLES_MIN`` samples: too few to tell growth from noise. Costs O(n^2) in
+    Returns None below ``SAMPLES_MIN`` samples: too few to distinguish growth from noise. Costs O(n^2) in
     the number of samples, which :class:`LeakWindow` bounds by ``SAMPLES_MAX``.
     """
     if len(samples) < SAMPLES_MIN:

@@ -67,7 +67,7 @@ class WorldFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaceRanks:
-    """Fork ``ranks`` anew, then form the next generation; everybody else keeps process and state.
+    """Fork ``ranks`` again, then form the next generation; everybody else keeps process and state.
 
     ``loader`` is the one of them that reads the newest checkpoint, because no replica is left;
     None where a survivor will be the source. With no ranks at all the world just forms again.
@@ -242,7 +242,7 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
 
 
 def _will_change_nothing(fault: Fault, history: Sequence[Incident]) -> bool:
-    """Whether the last try of this kind changed nothing; what a replacement changes it tells only later."""
+    """Whether the last try of this kind changed nothing; what a replacement changes it reports only later."""
     earlier = [one.plain_retry for one in history if one.culprit.kind is fault.kind]
     return earlier[-1:] == [True]
 

@@ -109,7 +109,7 @@ def _sign(fault: Fault) -> tuple[object, ...]:
 
 
 def _what_was_raised(fault: Fault) -> tuple[str, str]:
-    """Type and raising line, where a traceback tells: a message may hold an address, a pid, a time.
+    """Type and raising line, where a traceback shows them: a message may hold an address, a pid, a time.
 
     Injected errors are all raised in one line, and are numbered.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 class SaveRequests:
     """Counts what a person asks for; a wish stays until a file, or the disk's refusal, has answered it.
 
-    Whoever is asked votes until a step that counts has told all ranks; from there on it is rank 0's
+    Whoever is asked votes until a step that counts has shown it to all ranks; from there on it is rank 0's
     to fulfil. ``wanted_step`` is the last such step, also of a wish of rank 0's own: every rank keeps
     it in mind for the case that rank 0 dies before the file is there.
     """
@@ -44,5 +44,5 @@ class SaveRequests:
         self._begun = self._asked
 
     def answered(self) -> None:
-        """The newest save has ended as a file, or was refused by the disk, which was told."""
+        """The newest save has ended as a file, or was refused by the disk, which was reported."""
         self._answered = self._begun

@@ -294,7 +294,7 @@ class RecoverySettings:
     rollbacks_max: NonNegative = 2
     """How often the run may go back so, halving the learning rate each time, before it fails."""
     explosion_window: NonNegative = 100
-    """Steps after the warm-up that a step's loss and gradient norm are held against to tell an
+    """Steps after the warm-up that a step's loss and gradient norm are held against to recognize an
     explosion. 0: do not look for explosions."""
     explosion_loss_factor: Annotated[float, Field(gt=1)] = 10.0
     """A loss above so many times the window's median, and far outside its spread, is an

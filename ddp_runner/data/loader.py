@@ -71,7 +71,7 @@ class SafeDataLoader:
     workers, retries or the world size. Without workers the samples are loaded inside ``take``;
     the caller's generators are given back as they were, and ``timeout_s`` does not apply.
 
-    ``on_sample`` is told which sample is loaded in this process, and None after it. ``suspect`` is
+    ``on_sample`` gets which sample is loaded in this process, and None after it. ``suspect`` is
     the one that a process before was loading so when it ended: a worker tries it first.
 
     All ranks take the same steps, but there is no communication. Call from the rank's main
@@ -110,7 +110,7 @@ class SafeDataLoader:
         self._rank = rank
         self._world_size = world_size
         self.total_steps = total_steps
-        self._phase = phase  # that faults are told of
+        self._phase = phase  # that faults are reported with
         self._micro_batch_size = micro_batch_size
         self.prefetch_factor = prefetch_factor
         self._pin_memory = pin_memory and system_limits.can_pin()

@@ -1,4 +1,4 @@
-"""What people are told about broken loading: faults of workers and of samples. Never repairs."""
+"""What people read about broken loading: faults of workers and of samples. Never repairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadingRepaired:
     """A fault of loading that was repaired inside the rank, ``seconds`` after it was noticed.
 
     ``inexact_reason`` is empty where every step gets the samples that it would have had.
-    ``kernel_kills``: so many workers the kernel has killed for memory since the last that was told.
+    ``kernel_kills``: so many workers the kernel has killed for memory since the last one that was reported.
     """
 
     fault: Fault
@@ -62,7 +62,7 @@ class NoKills:
 
 
 class LoaderKills:
-    """One loader's claims: each kill is claimed here, and told to who counts them for the ranks."""
+    """One loader's claims: each kill is claimed here, and reported to who counts them for the ranks."""
 
     def __init__(self, kills: KillCounter) -> None:
         self._kills = kills

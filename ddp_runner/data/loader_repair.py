@@ -135,7 +135,7 @@ class DataRepair:
         return workers_to_use(self._history, step=step, workers=workers, asked=asked)
 
     def delivered(self, batches: list[MicroBatch]) -> list[LoadingRepaired]:
-        """What was repaired on the way to ``batches``, which have come now; each is told once."""
+        """What was repaired on the way to ``batches``, which have come now; each is reported once."""
         if batches:
             self._good = list(batches[-1].indices[-1:])
         now_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Bad samples of a run and what stands in for them. Never loads, never finds them.
 
 A sample that cannot be loaded never can, so every rank that meets it comes to the same stand-in
-without asking anybody. The file only spares them the try, and tells people.
+without asking anybody. The file only spares them the try, and informs people.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Quarantine:
         return drawn
 
     def to_record(self) -> dict[str, object]:
-        """Plain values, for checkpoint and wire, of all ranks as far as they have told."""
+        """Plain values, for checkpoint and wire, of all ranks as far as they have reported."""
         self.refresh()
         return {"bad": sorted(self._bad.items())}
 

@@ -102,7 +102,7 @@ class StreamLoader:
     A dataset, or an iterator of it, with ``state_dict`` and ``load_state_dict`` resumes exactly
     (BadInputError for a state that cannot be kept);
     of any other the items before are drawn again and dropped, with its generators and plain
-    attributes as they were when the epoch began. ``on_other`` is told once, in a line, of items that
+    attributes as they were when the epoch began. ``on_other`` hears once, in a line, of items that
     are not those of before. Python's, numpy's and torch's CPU
     generator are seeded for each item from ``(seed, epoch, its number)``. A partial global batch
     at the end of an epoch is dropped; ``set_epoch`` is called if there is one.
@@ -296,7 +296,7 @@ class StreamLoader:
         assert newest is not None
         # INVARIANT same-items: a stream that is read again gives the items that it gave before, or
         # the run is not exact. Broken if: what was skipped is not compared.
-        # Guarded by: test_a_stream_whose_order_cannot_be_put_back_is_told.
+        # Guarded by: test_a_stream_whose_order_cannot_be_put_back_is_reported.
         if _are_others(self._mark.first, mark.first) or _are_others(
             _content(newest[0]), mark.newest
         ):
@@ -431,7 +431,7 @@ def _are_others(now: str, before: str) -> bool:
 def _content(item: Any) -> str:
     """A hash of tensors, arrays, numbers and texts, also in lists, tuples and dicts; "" for others.
 
-    Of what is long it takes pieces: it is to tell two items apart, not to find a flipped bit.
+    Of what is long it takes pieces: it is to distinguish two items, not to find a flipped bit.
     """
     digest = hashlib.sha256()
     pending = [item]

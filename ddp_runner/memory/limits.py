@@ -59,7 +59,7 @@ def container_limit(root: Path = _ROOT) -> Limit | None:
     """The smallest limit on the way from this process's cgroup up to the root; None if unlimited.
 
     ``memory.high`` counts as a limit: beyond it the kernel does not kill, but stalls every
-    allocation, which a training run cannot tell from a hang.
+    allocation, which a training run cannot distinguish from a hang.
     """
     found = [
         Limit(bytes=size, source=str(directory / name), directory=directory)

@@ -160,7 +160,7 @@ class SystemReader:
 
 
 def _unique_bytes(process: psutil.Process, rss_bytes: int) -> int:
-    """The USS of ``process``; its RSS where the system does not tell the USS."""
+    """The USS of ``process``; its RSS where the system does not know the USS."""
     try:
         return int(process.memory_full_info().uss)
     except psutil.AccessDenied:

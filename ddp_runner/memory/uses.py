@@ -14,7 +14,7 @@ GB = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """How much of one limit is used. ``on_host`` tells whether loader prefetch counts in it."""
+    """How much of one limit is used. ``on_host`` says whether loader prefetch counts in it."""
 
     used_bytes: int
     limit_bytes: int

@@ -30,7 +30,7 @@ class OpenFault:
     began_s: float
     generation: int
     event_id: int
-    outcome: str  # of the plan, for the line that tells of the repair
+    outcome: str  # of the plan, for the line that reports the repair
     action: str = ""  # all that was done
     injected: tuple[InjectedRecord, ...] = ()  # what has brought it about, if that was asked for
     all_ranks_dead: bool = False

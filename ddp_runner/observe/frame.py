@@ -241,7 +241,7 @@ def _chosen(ranks: Sequence[RankView], ranks_max: int) -> tuple[list[RankView], 
     """The rows to show (those in trouble first, then by rank) and those left out."""
     if len(ranks) <= ranks_max:
         return list(ranks), []
-    kept = max(1, ranks_max - 1)  # one line tells of the others
+    kept = max(1, ranks_max - 1)  # one line stands for the others
     urgent = (Role.BAD, Role.CARE, Role.BUSY)
     order = {role: place for place, role in enumerate(urgent)}
     by_need = sorted(

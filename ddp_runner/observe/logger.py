@@ -56,7 +56,7 @@ class LogLine:
 def new_seal() -> str:
     """What ends the first line of each record of a run: spaces and tabs that nobody sees or can guess.
 
-    A record is told by it from what a task prints in the same format, such as an older log. Only code
+    It distinguishes a record from what a task prints in the same format, such as an older log. Only code
     that runs in a rank, and looks for the seal there, can imitate it.
     """
     return "".join(secrets.choice(" \t") for _ in range(SEAL_CHARACTERS))

@@ -95,7 +95,7 @@ class ExactProof:
 
     @classmethod
     def of(cls, proved: Mapping[str, Collection[int]]) -> ExactProof:
-        """From the steps that were told of, by what was done with them."""
+        """From the steps that were reported, by what was done with them."""
         return cls(
             repeated=len(proved.get("repeated", ())),
             drilled=tuple(sorted(proved.get("drilled", ()))),

@@ -53,7 +53,7 @@ class FollowedFile:
         return self._offset - len(self._partial)
 
     def close(self) -> None:
-        """Close the file; the next read opens it anew, at the same place."""
+        """Close the file; the next read opens it again, at the same place."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

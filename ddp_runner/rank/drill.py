@@ -1,7 +1,7 @@
 """The process of a fire drill: like a replacement of one rank, but beside the run, and of no part of it.
 
 It has what is left of the processors and disks, is the first that the kernel ends for lack of memory,
-writes to a log of its own, and tells the supervisor what came of it.
+writes to a log of its own, and reports to the supervisor what came of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A rehearsal of a repair, before any run: ranks form, sum, are aborted, form again and sum again.
+"""A trial repair, before any run: ranks form, sum, are aborted, form again and sum again.
 
 The process that is started has a rank forked for each device, is their supervisor in small, and
-tells its parent by a pipe what came of it. It ends all that it has started, whatever becomes of them.
+reports to its parent by a pipe what came of it. It ends all that it has started, whatever becomes of them.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
         between_pid = os.getpid()
         with contextlib.suppress(
             OSError
-        ):  # no more processes: nothing is written, and that tells it
+        ):  # no more processes: nothing is written, and that shows it
             child = os.fork()
             if child == 0:
                 _become(between_pid, supervisor_pid, run)
@@ -189,7 +189,7 @@ def _what_forks_inherit() -> str:
 def driver_has_started(library: str = "libcuda.so.1") -> bool:
     """Whether something in this process has initialised CUDA's driver, after which no fork can use it.
 
-    ``torch.cuda.is_available()`` does, and ``torch.cuda.is_initialized()`` does not tell.
+    ``torch.cuda.is_available()`` does, and ``torch.cuda.is_initialized()`` does not show.
     """
     try:
         driver = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

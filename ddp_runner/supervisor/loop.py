@@ -94,7 +94,7 @@ class SignalBox:
 
 
 def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The wakeup descriptor has told the loop."""
+    """The wakeup descriptor has woken the loop."""
     del number, frame
 
 

@@ -56,7 +56,7 @@ class RankHandle:
         # Processes that were asked for so far: which one is meant, where one follows another.
         self.processes = 0
 
-        # Of its process: each begins anew with the next one, in begin().
+        # Of its process: each begins again with the next one, in begin().
 
         # For people: its node acts upon the process by the rank's number. None while the zygote has not
         # answered, and once it was reaped. A rank may have sent Ready before that.

@@ -1,4 +1,4 @@
-"""A checkpoint that a person waits for: kept over repairs until one is told of. Decides nothing else."""
+"""A checkpoint that a person waits for: kept over repairs until one is reported. Decides nothing else."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class SaveRequest:
             self._from_step = None
 
     def pass_on(self) -> None:
-        """Tell the rank that saves, which may be another one than before."""
+        """Ask the rank that saves, which may be another one than before."""
         if self._from_step is not None:
             self._world.send(self._world.present[0], Checkpoint())

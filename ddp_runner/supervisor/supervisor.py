@@ -292,7 +292,7 @@ class Supervisor:
         self._begin_stop(reason)
 
     def ask_save(self) -> None:
-        """Save after the step, and go on. Kept over repairs until such a checkpoint is told of."""
+        """Save after the step, and go on. Kept over repairs until such a checkpoint is reported."""
         if self._stop is not None or self.run_end.is_known:
             return  # which saves, or can no more
         self._save_request.ask()
@@ -365,7 +365,7 @@ class Supervisor:
         return False
 
     def _form(self, now_s: float) -> None:
-        # A rank may be ready before its zygote has told who it is. Until then nobody could end it.
+        # A rank may be ready before its zygote has reported who it is. Until then nobody could end it.
         ready = all(
             handle.state is RankState.READY and handle.pid is not None
             for handle in self.world.present

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-# What every process of a run inherits, so that what user code has started can be told from all others.
+# What every process of a run inherits, so that what user code has started can be recognized.
 MARK_VARIABLE = "DDP_RUNNER_MARK"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -40,7 +40,7 @@ def is_stopped(pid: int | None) -> bool:
 
 
 def stat_fields(pid: int | None) -> list[str]:
-    """What the kernel tells of a process from its state on, proc(5); empty where there is none."""
+    """What the kernel says of a process from its state on, proc(5); empty where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -151,7 +151,7 @@ def is_regular(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Who writes a temporary file: a process of a machine. ``life`` tells it from a later one with its pid."""
+    """Who writes a temporary file: a process of a machine. ``life`` excludes a later one with its pid."""
 
     host: str
     pid: int
@@ -159,7 +159,7 @@ class Writer:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is of another machine, which alone can tell whether it lives."""
+        """Whether it is of another machine, which alone knows whether it lives."""
         return self.host != _host()
 
     @property
@@ -241,7 +241,7 @@ def left_over(directory: Path) -> tuple[list[Path], list[Path]]:
 
 @functools.cache
 def _host() -> str:
-    """The name of this machine, and a digest of what tells it from others of that name."""
+    """The name of this machine, and a digest of what distinguishes it from others of that name."""
     name = os.uname().nodename
     digest = hashlib.sha256(name.encode())
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Small checkpoints whose content tells their step."""
+"""Small checkpoints whose content shows their step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state_of(step: int, *, mark: str = "") -> dict[str, object]:
 
 
 def facts_of(step: int, *, monitored: float | None = None) -> dict[str, object]:
-    """What a store is told of a checkpoint beside its state."""
+    """What a store needs to know of a checkpoint beside its state."""
     return {
         "step": step,
         "epoch": step // 100,

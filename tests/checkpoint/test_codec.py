@@ -19,7 +19,7 @@ from ddp_runner.checkpoint.codec import (
 )
 
 
-def test_differences_are_told_in_words():
+def test_differences_are_reported_in_words():
     """Missing, unexpected and misshapen entries are named, at most five of each; a fit is empty."""
     expected = {"w": torch.zeros(2, 3), "b": torch.zeros(()), "n": torch.zeros(1)}
     assert check_state_dict(expected, expected) == []

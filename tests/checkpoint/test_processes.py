@@ -95,7 +95,7 @@ def test_sigkill_at_any_moment_loses_no_announced_checkpoint(saver, tmp_path, mo
 
 
 def _check_refused(directory: Path, cause: str, *words: str) -> None:
-    """The old checkpoint stands alone, and the cause tells path and reason."""
+    """The old checkpoint stands alone, and the cause names path and reason."""
     for word in ("step_00000020.pt", *words):
         assert word in cause
     assert sorted(p.name for p in directory.iterdir() if not p.is_dir()) == [
@@ -170,7 +170,7 @@ def test_no_reserve_is_kept_from_a_save_that_fits(tmp_path):
 
 
 def test_a_system_that_cannot_say_what_is_free_is_asked_to_write(tmp_path, monkeypatch):
-    """Some network file systems tell of no room at all; control: one that has none is believed."""
+    """Some network file systems report no room at all; control: one that has none is believed."""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
     assert save(tmp_path, 10).path.is_file()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=9, used=9, free=0))
@@ -179,7 +179,7 @@ def test_a_system_that_cannot_say_what_is_free_is_asked_to_write(tmp_path, monke
 
 
 def test_a_directory_that_is_a_file_is_a_storage_fault(tmp_path):
-    """A path that cannot become a directory is told, not raised raw."""
+    """A path that cannot become a directory is reported, not raised raw."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(FaultError, match=r"step_00000010\.pt"):
         save(tmp_path / "file", 10)

@@ -1,4 +1,4 @@
-"""A disk that refuses any one operation of a save: a fault that is told, and nothing lost."""
+"""A disk that refuses any one operation of a save: a fault that is reported, and nothing lost."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _reported_by_a_save(directory: Path, disk: RefusingDisk) -> Fault | tuple[st
 @pytest.mark.parametrize(
     ("code", "for_good"), [(errno.EIO, False), (errno.EROFS, True)], ids=["once", "for good"]
 )
-def test_any_refused_operation_is_told_and_keeps_what_was_announced(
+def test_any_refused_operation_is_reported_and_keeps_what_was_announced(
     tmp_path: Path, code: int, for_good: bool
 ):
     """Whichever operation of a save fails: old or new checkpoint loads whole, the next save works.
 
-    What fails once the new one counts is no fault of the save, and told as a note.
+    What fails once the new one counts is no fault of the save, and reported as a note.
     """
     for at in range(1, OPERATIONS_MAX):
         directory = tmp_path / str(at)

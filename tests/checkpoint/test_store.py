@@ -204,7 +204,7 @@ def test_a_path_that_does_not_verify_is_bad_input(tmp_path):
     assert path.exists()
 
 
-def test_a_file_alone_still_tells_what_it_is(tmp_path):
+def test_a_file_alone_still_says_what_it_is(tmp_path):
     """A checkpoint that was copied without its manifest loads with the same manifest."""
     saved = save(tmp_path, 10, monitored=2.0)
     copy = tmp_path / "copy"
@@ -283,7 +283,7 @@ def test_the_first_save_removes_what_a_killed_writer_left(tmp_path):
 
 
 def test_what_only_another_machine_can_judge_is_left_alone_and_said(tmp_path):
-    """It may be saving there now; so may an earlier version, whose names told no machine."""
+    """It may be saving there now; so may an earlier version, whose names have no machine."""
     left = of_a_dead_writer(tmp_path / "step_00000010.pt")
     elsewhere = left.rename(left.with_name(left.name.replace(".tmp-", ".tmp-node7~")))
     earlier = tmp_path / ".step_00000011.pt.tmp-1"
@@ -291,4 +291,4 @@ def test_what_only_another_machine_can_judge_is_left_alone_and_said(tmp_path):
     saved = save(tmp_path, 20)
     assert sorted(tmp_path.glob(".*")) == sorted([elsewhere, earlier])
     assert [note.split(" ")[0] for note in saved.notes] == sorted(map(str, [elsewhere, earlier]))
-    assert all("only its own machine can tell whether it goes on" in one for one in saved.notes)
+    assert all("only its own machine knows whether it goes on" in one for one in saved.notes)

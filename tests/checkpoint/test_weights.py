@@ -148,7 +148,7 @@ def test_what_holds_no_weights_is_bad_input(tmp_path, monkeypatch, kind):
 @pytest.mark.parametrize("name", ["last", "best"])
 @pytest.mark.parametrize("content", ["step_00000099.pt\n", "step_0000", ""])
 def test_a_pointer_that_leads_nowhere_is_bad_input(tmp_path, name, content):
-    """It is told from a file of weights by its name, and says what it holds."""
+    """It is distinguished from a file of weights by its name, and says what it holds."""
     (tmp_path / name).write_text(content)
     with pytest.raises(BadInputError, match=f"pointer '{name}' (names|is torn)"):
         load_weights(tmp_path / name)

@@ -247,7 +247,7 @@ SUMMARY = RunSummary(
 )
 
 
-def test_a_report_tells_result_time_and_faults(tmp_path, capsys):
+def test_a_report_shows_result_time_and_faults(tmp_path, capsys):
     """The figures of summary.json and the counts of events.jsonl, in words."""
     write_summary(tmp_path / "summary.json", SUMMARY)
     (tmp_path / "events.jsonl").write_text('{"event": "run_started"}\n{"event": "x"}\ngarbage')
@@ -340,7 +340,7 @@ def test_names_of_folders_are_shown_and_not_obeyed(tmp_path):
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u200b\u202e]", refused.stderr)
 
 
-def test_a_report_tells_each_rank_s_own_time(tmp_path, capsys):
+def test_a_report_shows_each_rank_s_own_time(tmp_path, capsys):
     """Outside collectives: there all wait for the slowest. Of many ranks the ends and the middle."""
     slow = replace(SUMMARY, own_step_s={"0": 0.0125, "1": 0.05}, stragglers={"1": 4.0})
     many = replace(SUMMARY, own_step_s={str(rank): rank / 1000 for rank in range(64)})

@@ -1,4 +1,4 @@
-"""The demo as a process: what it proves, what it tells, and that it leaves nothing."""
+"""The demo as a process: what it proves, what it reports, and that it leaves nothing."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_faults_are_repaired_and_the_weights_are_identical(start, tmp_path):
 def test_a_fault_that_never_came_is_no_proof(start, tmp_path):
     """Without every fault in the summary: exit 1, and the folder is kept to look at.
 
-    Those that came and changed what is computed are told with what was done.
+    Those that came and changed what is computed are reported with what was done.
     """
     demo = start(20, (), (("oom:phase=backward",), ("nan",), ("nan",)))
     code = demo.wait(DEADLINE_S)
@@ -193,7 +193,7 @@ def test_a_row_has_what_was_done_and_when_it_was_noticed():
     assert (row.noticed_s, row.repaired_s, row.steps_lost) == (1.0, 4.0, 1)
 
 
-def test_a_fault_that_nobody_injected_is_told_as_such():
+def test_a_fault_that_nobody_injected_is_reported_as_such():
     """A real fault during the demo has a row of its own; a bad sample is in the data from the start."""
     real, sample = read_repairs(
         summary(faults=[fault("rank_killed", 1, 2.0, None), fault("bad_sample", 1, 3.0, 3.5)])

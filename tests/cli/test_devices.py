@@ -201,7 +201,7 @@ def test_what_a_cpu_cannot_do_is_refused(pairs, cores, error):
     assert planned(("device", "cpu"), *allowed, found=VisibleGpus(gpus=GPUS), cores=cores)
 
 
-def test_the_mapping_of_ranks_to_gpus_is_told():
+def test_the_mapping_of_ranks_to_gpus_is_reported():
     """`rank 0 -> GPU 2 (name)`, counted as CUDA_VISIBLE_DEVICES counts."""
     found = VisibleGpus(gpus=GPUS)
     places = planned(("gpus", "2,0"), found=found)
@@ -231,7 +231,7 @@ def test_a_spare_for_gpus_is_ordinary_on_the_cpu_and_says_so(monkeypatch, word):
     assert plan.settings.recovery.warm_spare == {"true": True, "false": False}.get(word, word)
 
 
-def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_told(monkeypatch):
+def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_reported(monkeypatch):
     """`-g 0,0` is for trying out on one GPU; ranks with a GPU each have NCCL, and no such line."""
     reported = "GPU 0 is shared by 2 ranks over gloo: for trying out, slow"
     shared = _launch(monkeypatch, "-g", "0,0")

@@ -126,7 +126,7 @@ def test_the_process_that_leads_is_ended_when_it_hangs_itself(mark, monkeypatch)
     assert time.monotonic() - began_s < 60
 
 
-def test_what_keeps_torch_from_being_imported_is_told(mark):
+def test_what_keeps_torch_from_being_imported_is_reported(mark):
     """The last line that was written, where the process ends without a word."""
     assert _probe("lead says why").failure == (
         "the check ended with 1: ImportError: libcudart.so.12: cannot open shared object file"
@@ -221,7 +221,7 @@ def test_versions_of_nccl_that_abort_badly_are_known(version, is_sound):
             Verdict.OK,
             "550.54.15; torch is built with CUDA 12.8",
         ),
-        ("", "12.8", Verdict.WARN, "not known: nvidia-smi does not tell it"),
+        ("", "12.8", Verdict.WARN, "not known: nvidia-smi does not say it"),
     ],
 )
 def test_a_driver_is_held_against_torchs_cuda(banner, cuda, verdict, found):
@@ -243,7 +243,7 @@ def test_gpus_without_peer_access_are_named():
     assert judge_peers(parse_peers("No devices were found\n"), [0, 1]).verdict is Verdict.WARN
 
 
-def test_who_holds_a_gpus_memory_is_told():
+def test_who_holds_a_gpus_memory_is_reported():
     """Free memory of each; processes by number and name; a warning where much is held."""
     memory = parse_memory("0, 20480, 81559\n1, 81000, 81559\n[N/A], [N/A], 1\n")
     assert memory == {0: (20 * GIB, 81559 * 1024**2), 1: (81000 * 1024**2, 81559 * 1024**2)}

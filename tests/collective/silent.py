@@ -229,7 +229,7 @@ class SilentGroup(dist.ProcessGroup):
         if not self._sending[peer].acquire(timeout=0.2 if kind == _POSTED else -1):
             return
         try:
-            with contextlib.suppress(OSError):  # it has died: nothing tells
+            with contextlib.suppress(OSError):  # it has died: nothing to report
                 self._peers[peer].sendall(_FRAME.pack(kind, number, len(data)) + data)
         finally:
             self._sending[peer].release()

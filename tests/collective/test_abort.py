@@ -292,7 +292,7 @@ def _is_asleep(process):
 
 @pytest.mark.parametrize("abort_comes_first", [True, False])
 def test_an_abort_after_an_error_of_ones_own_is_not_its_cause(abort_comes_first):
-    """The peers see this rank hang up, and the supervisor aborts, before the error has been told."""
+    """The peers see this rank hang up, and the supervisor aborts, before the error has been reported."""
     switch = AbortSwitch()
     assert not switch.aborted
     acts = [switch.trip, switch.release]
@@ -434,7 +434,7 @@ def test_many_threads_may_trip_one_switch():
     assert called == [1]
 
 
-def test_the_store_is_told_from_another_machine_s_same_port():
+def test_the_store_is_distinguished_from_another_machine_s_same_port():
     """By address and port: an abort hangs up on that peer, and leaves the store's connection alone."""
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -11,7 +11,7 @@ from ddp_runner.collective.group import _leave_broken
 
 
 def test_a_rank_without_memory_for_a_thread_leaves_all_the_same():
-    """What broke the generation is told, not that; its peers are freed at once."""
+    """What broke the generation is reported, not that; its peers are freed at once."""
     mine, theirs = socket.socketpair()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before, stack_bytes = resource.getrlimit(resource.RLIMIT_AS), threading.stack_size(2**28)

@@ -98,7 +98,7 @@ def _sum_gradients(me, port, options, micro_steps):
     votes[Signal.PREEMPT] = 1.0
     with join(me, port) as group:
         replica = make_replica(model, group, **options)
-        for _ in range(3):  # find_unused_parameters=False lays its buckets out anew at the second
+        for _ in range(3):  # find_unused_parameters=False lays its buckets out again at the second
             _accumulate_once(replica, me.rank, micro_steps, votes=votes)
         return gradients(model), replica.signals()[0], replica.signals(scale=4.0)[0]
 
@@ -194,7 +194,7 @@ def test_a_layer_used_by_nobody_is_left_alone():
 
 
 def _find_unfinished(me, port, ranks_that_use_second, trips):
-    """The step as the trainer makes it; tells how it ended, and whether weights changed."""
+    """The step as the trainer makes it; returns how it ended, and whether weights changed."""
     model = fresh_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -279,7 +279,7 @@ def test_a_layer_unused_in_the_last_micro_batch_has_its_whole_gradient():
 
 
 def test_a_layer_left_out_of_the_last_micro_batch_only_is_named():
-    """It has a gradient, of an earlier micro-batch: having none would not tell."""
+    """It has a gradient, of an earlier micro-batch: having none would not show it."""
     with (
         hosted_store() as port,
         ranks(_leave_out_in_last_micro_batch, 2, port, False) as world,
@@ -301,7 +301,7 @@ def _count_use(me, port, ranks_that_use_second):
 
 @pytest.mark.parametrize("users", [(), (1,), (0, 1, 2)])
 def test_all_ranks_know_alike_whether_every_parameter_was_used(users):
-    """One rank that left a layer out is enough, and it is told of this step alone."""
+    """One rank that left a layer out is enough, and it hears of this step alone."""
     with hosted_store() as port:
         answers = run_ranks(_count_use, 3, port, users)
     assert answers == [[len(users) == 3, True]] * 3
@@ -410,7 +410,7 @@ def _look_at_board(me, port):
 
 
 def test_the_board_says_reduce_once_a_rank_s_own_backward_is_done():
-    """A watcher can tell who still computes from who waits for others."""
+    """A supervisor can distinguish who still computes from who waits for others."""
     with hosted_store() as port:
         assert run_ranks(_look_at_board, 2, port) == [(Phase.BACKWARD, Phase.REDUCE)] * 2
 
@@ -464,7 +464,7 @@ def _build_and_leave(me, port):
     return reduced
 
 
-def test_a_model_can_be_wrapped_anew_for_each_generation():
+def test_a_model_can_be_wrapped_again_for_each_generation():
     """An earlier replica leaves no hook behind: gradients of each generation are the same bits."""
     with hosted_store() as port:
         for first, *later in run_ranks(_build_and_leave, 2, port):

@@ -202,7 +202,7 @@ def test_an_abort_does_not_wait_forever_for_a_stuck_thread(monkeypatch):
         assert ours.await_aborted() == ""
 
 
-def test_an_abort_that_fails_is_told_to_who_waits_for_it(capfd):
+def test_an_abort_that_fails_is_reported_to_who_waits_for_it(capfd):
     """It is nobody's own error: the thread lives on, and the next generation does not form."""
     backend, switch = _Backend(), AbortSwitch()
     backend.abort = lambda: 1 / 0

@@ -1,4 +1,4 @@
-"""Whose clock tells how long a rank has waited for the others."""
+"""Whose clock shows how long a rank has waited for the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Event:
         self._stream.reported.append(lambda: setattr(self, "at_ms", self._stream.now_ms))
 
     def elapsed_time(self, other):
-        assert self.at_ms is not None, "a device that has not come here has no time to tell"
+        assert self.at_ms is not None, "a device that has not come here has no time to give"
         return other.at_ms - self.at_ms
 
 
@@ -37,8 +37,8 @@ def _pass(stream, ms):
     stream.reported.append(lambda: setattr(stream, "now_ms", stream.now_ms + ms))
 
 
-def test_a_device_tells_its_own_time_from_the_time_for_others():
-    """The host has told it all in no time, and reads the sums when everything is over."""
+def test_a_device_separates_its_own_time_from_the_time_for_others():
+    """The host has asked for all in no time, and reads the sums when everything is over."""
     stream = _Stream()
     clock = DeviceClock(lambda: _Event(stream))
     assert clock.waited_ns() == 0, "no step yet"

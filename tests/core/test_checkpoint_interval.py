@@ -96,7 +96,7 @@ def test_the_measured_cost_sets_the_pace():
     assert dear.interval_s(now_s=0.0, step_s=1.0) == pytest.approx(math.sqrt(200) * cheap_s)
 
 
-def test_another_save_starts_the_interval_anew():
+def test_another_save_starts_the_interval_again():
     """A save at an epoch's end makes the next one by time wait."""
     pace = CheckpointInterval(now_s=0.0)
     pace.began(now_s=59.0)
@@ -119,7 +119,7 @@ def test_faults_are_remembered_over_processes():
     assert lost.interval_s(now_s=50.0, step_s=1.0) < stopped.interval_s(now_s=50.0, step_s=1.0)
 
 
-def test_the_choice_is_told_once_until_it_doubles_or_halves():
+def test_the_choice_is_reported_once_until_it_doubles_or_halves():
     """With its reasons, in one line."""
     pace = CheckpointInterval(now_s=0.0)
     assert pace.news(now_s=1.0, step_s=0.1) == ""

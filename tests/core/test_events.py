@@ -27,7 +27,7 @@ def test_an_event_is_named_in_the_journal_as_its_class(kind, name):
 
 
 def test_no_two_events_have_one_name():
-    """Who reads the journal tells them apart by it."""
+    """Who reads the journal distinguishes them by it."""
     names = [kind.name for kind in vars(events).values() if isinstance(kind, type)
              and issubclass(kind, events.Event) and kind is not events.Event]  # fmt: skip
     assert len(names) == len(set(names)) > 30

@@ -137,7 +137,7 @@ def test_the_longest_comparison_is_what_was_counted_between_two_looks():
 
 
 def test_first_steps_count_once_a_process_has_got_through_them():
-    """One that hung in them, and was killed, has shown nothing; its successor begins anew."""
+    """One that hung in them, and was killed, has shown nothing; its successor starts over."""
     first = FirstSteps()
     first.observe(look(0, Phase.FORWARD, 90.0, steps_here=1), process=10)
     assert first.longest_s is None
@@ -184,7 +184,7 @@ def test_a_collective_in_which_all_wait_is_stuck_and_nobody_is_blamed():
         ((9, 8, 7), (2,)),  # rank 1 may wait for rank 2, which waits for nobody
         ((7, 9, 7), (0, 2)),
         ((9, 9, 9), ()),  # all have come: the collective itself is stuck
-        ((9, 0, 8), ()),  # where one does not tell, it may be that one
+        ((9, 0, 8), ()),  # where one does not show it, it may be that one
         ((0, 0, 0), ()),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_pause_that_began_earlier_for_one_rank_is_shared():
     assert verdict(look(0, Phase.FORWARD, 0.9), late) == HangVerdict(ranks=(1,), waited_s=2.01)
 
 
-def test_the_last_rank_of_a_shared_pause_gets_its_time_anew_once():
+def test_the_last_rank_of_a_shared_pause_gets_its_time_again_once():
     """The others woke up just before it; late by itself after that, it is hung."""
     pace = Pace(slowest_step_s=0.1, verdicts_in_a_row=0)
     pauses, late = SharedPauses(), look(1, Phase.FORWARD, 5.0)

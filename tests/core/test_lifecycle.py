@@ -161,7 +161,7 @@ def test_a_run_may_be_given_up_unless_it_is_done(state):
     assert (RunState.DONE, RunEvent.GAVE_UP) not in RUN_TABLE
 
 
-def test_an_impossible_event_tells_the_history():
+def test_an_impossible_event_shows_the_history():
     """The error carries what led there, since the moment itself cannot be seen again."""
     machine = Machine(RANK_TABLE, RankState.DEAD)
     machine.advance(RankEvent.SPAWNED)

@@ -180,7 +180,7 @@ ValueError: {text}
 
 
 def raised(text, *, line=7, type_name="ValueError", committed=10):
-    """An exception as its rank tells it, with its traceback."""
+    """An exception as its rank reports it, with its traceback."""
     made = incident(FaultKind.RANK_RAISED, committed=committed)
     detail = TRACEBACK.format(line=line, text=text)
     fault = replace(made.culprit, cause=f"{type_name}: {text}", detail=detail)
@@ -203,7 +203,7 @@ def test_an_error_from_another_line_or_of_another_type_is_another_one(changes):
 
 
 def test_two_injections_at_one_step_are_two_errors():
-    """Injected errors are all raised in the same line: their number tells one from the next."""
+    """Injected errors are all raised in the same line: their number distinguishes them."""
     first, second = (raised(f"number {n}", type_name="InjectedError", committed=9) for n in (1, 2))
     assert isinstance(plan(second, [first]), ReplaceRanks)
     assert isinstance(plan(first, [first]), GiveUp)
@@ -242,7 +242,7 @@ def test_a_storm_from_outside_is_no_loop():
 
 
 def test_kills_in_one_phase_wait_longer_each_time_until_the_budget():
-    """Whoever kills it cannot be told from a memory watcher: only the number of repairs is bounded."""
+    """Whoever kills it may be a memory watcher: only the number of repairs is bounded."""
     row = [killed(at_s=900.0 + at, generation=at, phase="forward") for at in range(4)]
     waits = [plan(row[at], row[:at]).delay_s for at in range(4)]
     assert waits == [0.0, 0.5, 1.0, 2.0]
@@ -312,7 +312,7 @@ def test_what_is_done_between_two_steps_is_progress():
 
 
 def test_what_is_done_again_between_two_steps_is_no_progress():
-    """Each try begins anew: only one that comes further than any before counts."""
+    """Each try starts over: only one that comes further than any before counts."""
     row = [
         incident(FaultKind.RANK_EXITED, done_between=done, generation=at, cause=f"exit {at}")
         for at, done in enumerate((2, 5, 3))

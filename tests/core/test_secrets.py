@@ -43,7 +43,7 @@ def test_a_name_with_such_a_word_hides_its_value(name):
     ],
 )
 def test_a_name_that_only_looks_alike_hides_nothing(name, value):
-    """What tells a tokenizer or the number of tokens is wanted in the files. (A secretary is hidden.)"""
+    """What names a tokenizer or the number of tokens is wanted in the files. (A secretary is hidden.)"""
     assert is_secret(name, value) is (name == "secretary")
 
 

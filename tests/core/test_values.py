@@ -132,7 +132,7 @@ def test_slots_of_a_board_do_not_touch_each_other():
 
 
 def test_what_is_done_between_two_steps_counts_for_its_step_only():
-    """A process that takes over begins anew, and a committed step ends the count of the one before."""
+    """A process that takes over starts from nothing, and a committed step ends the count of the one before."""
     board = Board(memoryview(bytearray(2 * SLOT_BYTES)), 2)
     slot = board.slot(1)
     for _ in range(3):

@@ -167,7 +167,7 @@ def left_over(pids):
 
 
 def take_until(reported, loader, first_step=0, *, count=1):
-    """Take steps, each of them exact, until so much was told; the step and seconds of the last take."""
+    """Take steps, each of them exact, until so much was reported; the step and seconds of the last take."""
     for step in range(first_step, first_step + 200):
         pids = loader.worker_pids
         began_s = time.monotonic()
@@ -178,7 +178,7 @@ def take_until(reported, loader, first_step=0, *, count=1):
         if len(reported) >= count:
             assert left_over(pids) == []
             return step, took_s
-    pytest.fail("nothing was told in 200 steps")
+    pytest.fail("nothing was reported in 200 steps")
 
 
 def take_fault(loader):
@@ -230,7 +230,7 @@ class Kills(Plain):
 class KillsOrHangs(Plain):
     """The samples of ``bad`` break every worker; ``touched`` counts how often they were tried.
 
-    Without a rank that survives it there would be nobody to tell, so there they only raise.
+    Without a rank that survives it there would be nobody to report to, so there they only raise.
     """
 
     def __init__(self, *bad, hangs=False, many=False):

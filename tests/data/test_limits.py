@@ -95,15 +95,15 @@ class Large(t.Plain):
     def __getitem__(self, index):
         return t.torch.full((500_000,), index)
 assert os.statvfs("/dev/shm").f_blocks * 4096 <= 256 * 1024
-told = []
-with t.make(Large(), num_workers=1, on_repaired=told.append) as loader:
+reported = []
+with t.make(Large(), num_workers=1, on_repaired=reported.append) as loader:
     for step in range(6):
         assert loader.take(step)[0].batch[:, 7].tolist() == list(t.indices_of(step))
-assert told == [], told
+assert reported == [], reported
 {fill}
-with t.make(Large(), num_workers=1, on_repaired=told.append) as loader:
+with t.make(Large(), num_workers=1, on_repaired=reported.append) as loader:
     assert loader.take(0)[0].batch[:, 7].tolist() == list(t.indices_of(0))
-print(told[0].fault.cause, told[-1].action, sep="; ")
+print(reported[0].fault.cause, reported[-1].action, sep="; ")
 """
 FILL = """
 with open("/dev/shm/full", "wb", buffering=0) as file:

@@ -212,7 +212,7 @@ def test_shrinking_the_prefetch_keeps_the_position(reference):
 
 
 def test_workers_last_over_epochs_and_are_reported():
-    """No worker is restarted at an epoch's end; start and end are told to the caller."""
+    """No worker is restarted at an epoch's end; start and end are reported to the caller."""
     reported = []
     with make(num_workers=1, on_workers=reported.append) as loader:
         for step in range(TOTAL_STEPS):
@@ -249,8 +249,8 @@ def test_only_auto_is_cut_to_the_ranks_part_of_the_cores():
     assert worker_count(0, local_world_size=4, cores=2) == 0
 
 
-def test_more_workers_than_cores_load_and_are_told_of(reference):
-    """As many as were asked for, beside a line that says so; a cut of ``auto`` is told as well."""
+def test_more_workers_than_cores_load_and_are_reported(reference):
+    """As many as were asked for, beside a line that says so; a cut of ``auto`` is reported as well."""
     cores = len(os.sched_getaffinity(0))
     with make(num_workers=cores + 2) as loader:
         assert_same(loader.take(0), reference[0])

@@ -99,7 +99,7 @@ def test_a_batch_is_no_part_of_the_dataset(num_workers, collate_fn):
         assert repr(loader.take(1)[0].batch) == before
 
 
-def test_a_batch_that_is_made_anew_is_not_copied():
+def test_a_batch_that_is_made_again_is_not_copied():
     """Nor is it looked at for long."""
     made = []
 
@@ -158,7 +158,7 @@ class DiesAgain(Rows):
 
 
 def test_workers_that_die_as_they_load_again_are_repaired_as_any(tmp_path):
-    """One death costs the workers that were ahead, and nothing else; another one is told."""
+    """One death costs the workers that were ahead, and nothing else; another one is reported."""
     reported = []
     for times, faults in ((1, 0), (2, 1)):
         folder = tmp_path / str(times)

@@ -219,7 +219,7 @@ def test_a_state_with_its_epoch_does_not_hold_the_stream_back():
     assert int(rows(make(NamesItsEpoch(), position=other).take(5))[0, 0]) // 1000 == 1
 
 
-def test_where_a_stream_stands_is_told_with_its_newest_item():
+def test_where_a_stream_stands_is_reported_with_its_newest_item():
     """Alike for equal streams, and not for those that give others, wherever each began."""
     position = StreamPosition()
     loaders = [make(Stream(), position=position), make(Stream()), make(Shifted())]
@@ -480,7 +480,7 @@ class Forgetful(Stateful):
         (Forgetful, "gave other items when a step was drawn again from its state"),
     ],
 )
-def test_a_stream_whose_order_cannot_be_put_back_is_told(kind, why):
+def test_a_stream_whose_order_cannot_be_put_back_is_reported(kind, why):
     """Once, of a step that is redone and in a process that goes on there."""
     reported, position = [], StreamPosition()
     loader = make(kind(), position=position, on_other=reported.append)

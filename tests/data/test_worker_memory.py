@@ -73,7 +73,7 @@ def test_refused_memory_in_a_worker_costs_workers_and_no_sample(where):
 
 
 @pytest.mark.parametrize("where", ["sample", "collate"])
-def test_refused_memory_in_the_rank_is_told_as_that(where):
+def test_refused_memory_in_the_rank_is_reported_as_that(where):
     """The rank then takes smaller micro-batches, and the same step."""
     dataset, known = NeedsMemory(1, where), quarantine()
     with make(dataset, num_workers=0, quarantine=known, collate_fn=dataset.collate) as loader:
@@ -127,7 +127,7 @@ class KilledForMemory(Plain):
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_kills_for_memory_during_the_search_are_claimed_and_told(tmp_path, counts):
+def test_kills_for_memory_during_the_search_are_claimed_and_reported(tmp_path, counts):
     """None is left over for a rank that is killed by hand later; control: SIGKILLs that were no such kills."""
     reported, dataset = [], KilledForMemory(tmp_path, counts=counts)
     kills = KernelKills(tmp_path)

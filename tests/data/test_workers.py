@@ -42,7 +42,7 @@ from tests.processes import poll
 
 
 def test_killed_worker_is_replaced_at_once(pin):
-    """A SIGKILL is told by worker, pid, signal and memory; no batch is lost, doubled or changed."""
+    """A SIGKILL is reported by worker, pid, signal and memory; no batch is lost, doubled or changed."""
     reported, pids = [], []
     loader = make(
         Plain(), num_workers=2, pin_memory=pin, on_workers=pids.append, on_repaired=reported.append
@@ -127,7 +127,7 @@ class OnceDeaf(Once):
     [(1.0, LONG_S, "exited with code 7, "), (600.0, 0.3, "MB resident; ")],
     ids=["ends", "lives on"],
 )
-def test_a_worker_without_its_files_is_told_by_its_end_or_replaced(
+def test_a_worker_without_its_files_is_recognized_by_its_end_or_replaced(
     monkeypatch, seconds, reap_s, reported_as
 ):
     """Between the two a machine may hold it up; one that user code has cut off is not waited for."""
@@ -148,7 +148,7 @@ def test_a_row_of_faults_ends_in_the_rank_itself():
         assert (step, loader.workers, loader.worker_pids) == (0, 0, ())
         take_on(loader, 1)
     assert [repaired.action for repaired in reported] == [
-        "2 loader workers started anew",
+        "2 loader workers restarted",
         "1 loader worker instead of 2 after 2 faults in a row",
         "loading in the rank itself after 3 faults in a row",
     ]
@@ -156,7 +156,7 @@ def test_a_row_of_faults_ends_in_the_rank_itself():
 
 
 def test_workers_come_back_when_it_is_calm_again():
-    """Two quick kills cost the only worker; a calm stretch later it is there again, and told."""
+    """Two quick kills cost the only worker; a calm stretch later it is there again, and reported."""
     reported, lines = [], []
     with make(Plain(), on_repaired=reported.append, log=lines.append) as loader:
         loader.take(0)
@@ -180,7 +180,7 @@ def test_faults_with_progress_in_between_keep_the_workers():
             os.kill(loader.worker_pids[0], signal.SIGKILL)
             step = 1 + take_until(reported, loader, step + 10, count=count)[0]
         assert loader.workers == 1
-    assert {repaired.action for repaired in reported} == {"1 loader worker started anew"}
+    assert {repaired.action for repaired in reported} == {"1 loader worker restarted"}
 
 
 def test_no_death_interrupts_the_rank_elsewhere():
@@ -195,7 +195,7 @@ def test_no_death_interrupts_the_rank_elsewhere():
     assert reported[0].fault.kind is FaultKind.LOADER_WORKER_DIED
 
 
-def test_a_death_while_the_first_batches_are_handed_out_is_told():
+def test_a_death_while_the_first_batches_are_handed_out_is_reported():
     """A bad sample may end its worker sooner than the rank has asked all workers for their first batch."""
     reported, dataset, held_up = [], OnceExits(), []
 

@@ -1,4 +1,4 @@
-"""What a measuring process tells, fact by fact, and the forks in which it measures. Imports no torch.
+"""What a measuring process reports, fact by fact, and the forks in which it measures. Imports no torch.
 
 Each measurement fails for itself: its error is the fact. One that may crash, hang or change the
 process is made in a fork with a limit.
@@ -58,7 +58,7 @@ class Facts:
         return Facts(self._descriptor, deadline_s=self._deadline_s, path=path)
 
     def note(self, name, value):
-        """Tell a fact: anything that JSON knows."""
+        """Report a fact: anything that JSON knows."""
         line = self._line(name, value)
         if len(line) > LINE_BYTES_MAX:
             line = self._line(name, {"cut": str(value)[: LINE_BYTES_MAX // 3]})
@@ -69,12 +69,12 @@ class Facts:
         return json.dumps(["fact", path, _rounded(value)], default=str).encode() + b"\n"
 
     def outcome(self, outcome, why):
-        """Tell how the part ends, where that is not to be seen from its exit."""
+        """Report how the part ends, where that is not to be seen from its exit."""
         line = json.dumps(["outcome", outcome, str(why)[:TEXT_MAX]])
         os.write(self._descriptor, line.encode() + b"\n")
 
     def measure(self, name, function, *arguments, **options):
-        """Tell what ``function`` returns, if anything, or why it could not. Gives it back, or None."""
+        """Report what ``function`` returns, if anything, or why it could not. Gives it back, or None."""
         if not self._has_time(name):
             return None
         try:
@@ -144,7 +144,7 @@ class Fork:
         return False
 
     def kill(self):
-        """End it; tell nothing."""
+        """End it; report nothing."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._reap(5.0)

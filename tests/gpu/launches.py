@@ -136,7 +136,7 @@ class Launch:
         ]
         for number, fault in enumerate(faults):
             facts.under("faults").note(f"{number:02}", _fault_in_short(fault))
-        # Of kernels that do not end: whose hosts were told by what their devices had written.
+        # Of kernels that do not end: of whose hosts the devices' own words were read.
         by_device = [
             [f.get("rank"), f.get("step")] for f in faults if BY_DEVICE in str(f.get("cause"))
         ]

@@ -32,7 +32,7 @@ def why_not(module):
 
 
 def main(arguments):
-    """The exit code; what went wrong is told by the outcome."""
+    """The exit code; what went wrong is reported by the outcome."""
     name, limit_s, parent, descriptor = arguments
     begun_s = time.monotonic()
     parent_death.die_with_parent(int(parent))

@@ -75,7 +75,7 @@ def test_looks_only_at_its_interval():
     assert bench.lines == []
 
 
-def test_levels_follow_the_pressure_and_are_told_once():
+def test_levels_follow_the_pressure_and_are_reported_once():
     """Each change of level is one line; a lasting level is not repeated."""
     bench = Bench()
     for share in (0.5, 0.85, 0.85, 0.82, 0.78, 0.5):
@@ -178,7 +178,7 @@ def test_the_hard_limit_forgives_what_a_reaction_frees():
 
 
 def test_without_a_hard_limit_nothing_raises():
-    """Control: a full machine is told and reacted to, never made a fault by us."""
+    """Control: a full machine is reported and reacted to, never made a fault by us."""
     bench = Bench()
     bench.look(rss_bytes=50 * GB, **used(1.0))
     assert bench.manager.level is Level.LIMIT
@@ -234,7 +234,7 @@ def test_a_leak_is_reported_once_per_window_with_its_rate(field, name):
     assert len(bench.lines) == len(lines)
 
 
-def test_kills_by_the_kernel_are_told():
+def test_kills_by_the_kernel_are_reported():
     """A kill in this container since the last look is a line; kills from before are not."""
     bench = Bench()
     for kills in (4, 4, 6, 6):

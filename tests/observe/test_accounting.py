@@ -270,7 +270,7 @@ def test_what_the_ranks_reported_wins_over_the_board():
     assert (made.peak_rss_bytes, made.peak_device_bytes) == (9, None)
 
 
-def test_a_repair_is_told_by_its_parts():
+def test_a_repair_is_reported_by_its_parts():
     """Noticing, aborting, forking and each part of the re-forming, in seconds, and the sum."""
     ledger = RunAccounting(began_s=100.0)
     note(ledger, incident(7, at_s=110.25), began_s=110.0, detect_s=2.0)
@@ -323,7 +323,7 @@ def test_reasons_for_inexact_weights_are_passed_on():
 
 
 def test_what_was_proved_stands_in_the_summary_always():
-    """Steps are counted once, however many ranks tell of them, and come in order."""
+    """Steps are counted once, however many ranks report them, and come in order."""
     assert summary(RunAccounting(began_s=0.0)).to_record()["exact_proof"] == {
         "repeated": 0,
         "drilled": (),
@@ -333,7 +333,7 @@ def test_what_was_proved_stands_in_the_summary_always():
     assert made.exact_proof == ExactProof(repeated=1, drilled=(2, 50))
 
 
-def test_each_rank_s_own_time_is_told():
+def test_each_rank_s_own_time_is_reported():
     """Where nobody is slow for long enough to be named, too; control: one without a step has none."""
     made = summary(RunAccounting(began_s=0.0))
     assert made.to_record()["own_step_s"] == {"0": 0.25, "1": 0.75}

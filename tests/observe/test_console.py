@@ -80,7 +80,7 @@ def test_debug_shows_debug_records_of_rank_0(tmp_path, follow):
 
 
 def test_the_same_warning_of_several_ranks_is_one_line(tmp_path, follow):
-    """Four ranks that say the same are told once, by name."""
+    """Four ranks that say the same are reported once, by name."""
     follower = follow(ranks=4)
     for rank in range(4):
         append(tmp_path, rank, record("WARNING", "slow disk", rank=rank, step=3))
@@ -103,7 +103,7 @@ def test_an_identical_warning_is_held_back_and_counted(tmp_path, follow):
     assert follower.poll() == [("WARNING", "slow disk (rank 1)")]
 
 
-def test_drain_tells_what_was_held_back_and_the_unfinished_line(tmp_path, follow):
+def test_drain_shows_what_was_held_back_and_the_unfinished_line(tmp_path, follow):
     """At the end nothing stays untold: counts and a last line without its end included."""
     follower = follow()
     append(tmp_path, 0, record("WARNING", "w") * 3 + "no end")

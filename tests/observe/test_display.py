@@ -237,7 +237,7 @@ def test_a_reader_that_goes_away_never_hurts(make):
 
 @pytest.mark.parametrize("make", [LiveDisplay, PlainDisplay])
 def test_a_reader_that_stops_reading_never_blocks(make):
-    """A full pipe: calls go on returning, memory stays bounded, and later the count is told."""
+    """A full pipe: calls go on returning, memory stays bounded, and later the count is reported."""
     clock = Clock()
     reader, writer = os.pipe()
     # Full before the first line: the thread that writes may get no turn until the last one is held,
@@ -382,7 +382,7 @@ def test_importing_the_display_pulls_neither_torch_nor_rich():
 
 
 def test_plain_output_says_what_a_start_still_is_at():
-    """After 2, 10, 30 and 60 s, then each minute; what comes next is counted anew."""
+    """After 2, 10, 30 and 60 s, then each minute; what comes next is counted again."""
     stream = io.StringIO()
     display = PlainDisplay(stream, interval_s=0.0)
     for tenths in range(2000):

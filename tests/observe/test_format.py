@@ -79,7 +79,7 @@ def test_rates(per_second, text):
     [([1], "rank 1"), ([0, 1, 2, 3], "ranks 0-3"), ([4, 0, 1], "ranks 0-1,4"), ([2, 2], "rank 2")],
 )
 def test_rank_lists(ranks, text):
-    """Neighbouring ranks are told as a range, each once."""
+    """Neighbouring ranks are reported as a range, each once."""
     assert fmt.rank_list(ranks) == text
 
 

@@ -80,7 +80,7 @@ def test_eighty_columns_show_every_column(width):
     assert len({len(line) for line in lines[5:]}) == 1, "the table is a rectangle"
 
 
-def test_colours_tell_states_apart():
+def test_colours_distinguish_states():
     """Running is good, recovering needs care, dead is bad; quiet things are quiet."""
     ranks = (rank_view(0), rank_view(1, state="recovering"), rank_view(2, state="dead"))
     lines = frame(run_view(3, ranks=ranks, faults_total=1, restarts=2), width=80, ranks_max=8)
@@ -137,7 +137,7 @@ def test_progress_line():
     assert progress_line(bare) == "step 930/1,500  epoch 2"
 
 
-def test_summary_block_tells_people_everything():
+def test_summary_block_shows_people_everything():
     """Status, steps, loss, figures, goodput, faults with repair time, digest, checkpoint, logs."""
     block = summary_block(run_summary(), log_dir="logs", width=80)
     text = "\n".join(block)

@@ -45,7 +45,7 @@ def test_other_text_is_no_record(text):
 
 
 def test_a_record_glued_to_a_torn_line_is_cut_off():
-    """Two records on one line, the first torn by a kill, are told apart; one record stays whole."""
+    """Two records on one line, the first torn by a kill, are read as two; one record stays whole."""
     record = format_record("INFO", "x", rank=1, step=None, at=AT).rstrip()
     assert split_records("torn" + record) == ["torn", record]
     assert split_records(record) == [record]

@@ -124,7 +124,7 @@ def test_the_driver_is_started_and_says_what_is_open(nvidia, opened):
 
 
 @needs_compiler
-def test_a_driver_that_refuses_is_told_with_its_number(nvidia):
+def test_a_driver_that_refuses_is_reported_with_its_number(nvidia):
     """As one does that is of another version than its kernel module."""
     (facts,) = run_ranks(_use, 1, nvidia, {"FAKE_CUDA_REFUSES": "1"})
     assert facts["error"] == "cuInit: CUDA error 999"

@@ -56,7 +56,7 @@ def test_a_rank_that_is_declared_dead_publishes_and_deletes_nothing(tmp_path):
 
 
 def test_an_io_error_meets_one_save_and_keeps_what_was_there(tmp_path):
-    """It is told as one; the save after it works."""
+    """It is reported as one; the save after it works."""
     disk = FaultyDisk()
     save(tmp_path, 10, disk=disk)
     disk.fail_next_sync()

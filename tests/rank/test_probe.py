@@ -61,7 +61,7 @@ def test_who_breaks_it_is_named_and_not_who_lost_its_peer(how, failure):
         assert rehearsed(how)["failure"] == failure
 
 
-def test_a_sum_that_is_wrong_is_told():
+def test_a_sum_that_is_wrong_is_reported():
     """As a broken link between two GPUs would make it."""
     failure = rehearsed("add wrongly")["failure"]
     assert "in all-reduce: ProbeFailedError: the sum is 12 to 12 and not 3" in failure

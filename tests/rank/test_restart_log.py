@@ -40,7 +40,7 @@ def fault(kind, rank=1, step=6):
     return Fault(kind=kind, rank=rank, step=step, cause="a cause", detail="a traceback", at_ns=1)
 
 
-def test_a_restart_goes_on_with_its_log_and_a_launch_anew(tmp_path):
+def test_a_restart_goes_on_with_its_log_and_a_launch_begins_one(tmp_path):
     """Another launch in the same folder may be of another job, where nothing of this one is true."""
     first = restart_log(tmp_path, is_restart=False)
     assert (first.learnt, first.has_saved) == (None, False)
@@ -115,7 +115,7 @@ REPAIRED = RepairedInPlace(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_any_rank_told_makes_the_summary_inexact(runtime, tmp_path, message, reason):
+def test_what_any_rank_reported_makes_the_summary_inexact(runtime, tmp_path, message, reason):
     """As in a supervised run: also where another process, before a restart, reported it, and once."""
     restart_log(tmp_path, is_restart=True, rank=1).keep(BEGUN)  # as every process does at first
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_what_changes_no_bit_leaves_the_summary_exact(runtime, tmp_path):
 
 
 def test_steps_that_were_computed_twice_are_counted_over_restarts(runtime, tmp_path):
-    """Once each, whichever ranks tell of them."""
+    """Once each, whichever ranks report them."""
     for rank, step in ((1, 0), (1, 40)):
         proved = Proved(rank=rank, step=step, what="repeated")
         restart_log(tmp_path, is_restart=True, rank=rank).keep(proved)

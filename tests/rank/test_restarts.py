@@ -78,7 +78,7 @@ def of(*rest, first=(), second=()):
     return {0: [*FIRST, *first, *SECOND, *second], 1: list(rest)}
 
 
-def test_the_rank_that_told_nothing_is_the_one_that_was_lost():
+def test_the_rank_that_reported_nothing_is_the_one_that_was_lost():
     """Its peers merely lost their connection; what was done behind the checkpoint is counted."""
     made = summed_up(of(silent(1, 100), silent(2, 150), first=[faulted(1, 0)]))
     [record] = made.faults
@@ -94,7 +94,7 @@ def test_the_rank_that_told_nothing_is_the_one_that_was_lost():
     assert (made.wall_s, made.checkpoint, made.checkpoint_step) == (80.0, "20.pt", 20)
 
 
-def test_a_rank_that_told_its_own_fault_is_the_culprit():
+def test_a_rank_that_reported_its_own_fault_is_the_culprit():
     """Control: nobody was silent."""
     raised = faulted(1, 1, FaultKind.RANK_RAISED)
     reported = of(silent(1, 100), raised, silent(2, 150), first=[faulted(1, 0, at_s=139)])

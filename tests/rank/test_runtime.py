@@ -255,7 +255,7 @@ def _ask_for_stacks(me, path, times):
 
 
 def test_survivors_write_their_stacks_and_live(tmp_path):
-    """Asked again and again while their frames come and go; the log tells where each thread is."""
+    """Asked again and again while their frames come and go; the log shows where each thread is."""
     path = tmp_path / "rank_0.log"
     assert run_ranks(_ask_for_stacks, 1, path, 60) == [5]
     written = path.read_text(encoding="utf-8")

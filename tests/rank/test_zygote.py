@@ -233,7 +233,7 @@ def _loaded(answer, modes):
 
 @pytest.mark.parametrize(("answer", "started"), [(None, False), (3, False), (0, True), (100, True)])
 def test_a_task_that_has_started_cuda_at_its_import_is_found(monkeypatch, answer, started):
-    """torch does not tell; and asking neither loads the driver nor starts it."""
+    """torch does not show it; and asking neither loads the driver nor starts it."""
     modes = []
     monkeypatch.setattr(zygote.ctypes, "CDLL", _loaded(answer, modes))
     assert zygote.driver_has_started() is started

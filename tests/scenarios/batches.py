@@ -76,7 +76,7 @@ class BatchTask:
 
 
 class Shuffled(torch.utils.data.IterableDataset):
-    """Shuffles its numbers anew for each epoch, with a generator that it was built with."""
+    """Shuffles its numbers again for each epoch, with a generator that it was built with."""
 
     def __init__(self, rng):
         self.rng = rng

@@ -90,7 +90,7 @@ class SmoothTask(PacedTask):
 class RefusedInOptimizerTask(SmoothTask):
     """In its first update, ``rank`` gets memory for a part of what AdamW keeps; its successor gets all.
 
-    That is 64 MB in all. A file ``half_made_RANK`` then tells of how many tensors it had been made.
+    That is 64 MB in all. A file ``half_made_RANK`` then reports how many tensors it had been made.
     """
 
     def __init__(self, rank=1, room_mb=24, **settings):
@@ -194,7 +194,7 @@ class BranchingTask(PacedTask):
         return model
 
     def loss(self, model, batch):
-        # Told by the data alone, so that a step that is redone branches alike.
+        # Decided by the data alone, so that a step that is redone branches alike.
         rare = int(batch[1].double().abs().sum() * 1e4) % 5 == 0
         model.side.skip = model.training and self._mine and rare
         return super().loss(model, batch)
@@ -295,7 +295,7 @@ class BrokenBatchesTask(PacedTask):
 
     Where it ``forgets``, rank 0 has no memory the first time that it reads a checkpoint, which is
     damaged the second time. Where it ``dies``, rank 0 is killed the first time that it makes a model
-    anew.
+    again.
     """
 
     def __init__(self, rank=1, at=20, count=1, forgets=False, dies=False, **settings):

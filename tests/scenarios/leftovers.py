@@ -11,7 +11,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _CLOSE_WAIT = "08"
 _LISTEN = "0A"
 # Under which glibc makes a semaphore before it gets its name: a process that is killed within those
-# microseconds leaves 32 bytes that nobody can tell from a user's own semaphore, and so nobody removes.
+# microseconds leaves 32 bytes that nobody can distinguish from a user's own semaphore, and so nobody removes.
 _HALF_MADE = re.compile(r"sem\.[A-Za-z0-9]{6}")
 
 

@@ -1,4 +1,4 @@
-"""A run that is resumed with other settings: what makes other steps is told, and nothing else is."""
+"""A run that is resumed with other settings: what makes other steps is reported, and nothing else is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def manifest(run, step):
     return json.loads((run.checkpoints / f"step_{step:08d}.json").read_text(encoding="utf-8"))
 
 
-def test_what_a_resume_changes_is_told_everywhere_and_for_good(tmp_path):
+def test_what_a_resume_changes_is_reported_everywhere_and_for_good(tmp_path):
     """On the console once, in the logs, the journal, the summary and the manifests of this and later launches."""
     first = launched(tmp_path, "--max-steps", 12, "ema_decay=0.9")
     assert first.summary()["exact"] is True
@@ -54,7 +54,7 @@ def test_what_a_resume_changes_is_told_everywhere_and_for_good(tmp_path):
     assert f"changed: {again}\n" in third.console
 
 
-def test_what_cannot_matter_is_not_told_and_changes_no_bit(tmp_path):
+def test_what_cannot_matter_is_not_reported_and_changes_no_bit(tmp_path):
     """More steps at a constant rate, more workers, other intervals: the weights of one long run."""
     constant = ("schedule=constant", "ema_decay=0.9")
     launched(tmp_path / "two", *constant, "--max-steps", 12)
@@ -67,7 +67,7 @@ def test_what_cannot_matter_is_not_told_and_changes_no_bit(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_under_an_outside_launcher_a_change_is_told_too(tmp_path):
+def test_under_an_outside_launcher_a_change_is_reported_too(tmp_path):
     """There the ranks have no supervisor: rank 0 says it, and writes the summary."""
     launched(tmp_path, "--max-steps", 12, "ema_decay=0.9")
     second = launched(tmp_path, "--max-steps", 24, "learning_rate=1e-3", command=TORCHRUN)

@@ -1,4 +1,4 @@
-"""What a step changes beside the optimizer is state, whoever is killed; what nobody can see is told."""
+"""What a step changes beside the optimizer is state, whoever is killed; what nobody can see is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_a_step_changes_is_the_same_whoever_is_killed(tmp_path, task):
 
 
 def test_layers_unfrozen_or_frozen_while_training(tmp_path):
-    """The replacement is told which parameters are trained by now, and DDP sums their gradients."""
+    """The replacement hears which parameters are trained by now, and DDP sums their gradients."""
     _is_killed(tmp_path, task="Unfreezes", workers=1)
 
 
@@ -57,7 +57,7 @@ def test_a_stopped_run_goes_on_with_what_its_steps_have_changed(tmp_path, task):
     assert (run.digest, run.summary()["exact"]) == (calm, True)
 
 
-def test_a_step_that_cannot_be_repeated_is_told_or_ends_all(tmp_path):
+def test_a_step_that_cannot_be_repeated_is_reported_or_ends_all(tmp_path):
     """A state in a global: seen by what the first step comes to when it is computed twice."""
     settings = (*SETTINGS, "num_workers=0")
     with Run(tmp_path / "reported", *settings, task=f"{TASKS}:HasAGlobal") as run:

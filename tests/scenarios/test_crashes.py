@@ -9,7 +9,7 @@ from tests.scenarios.harness import Run
 from tests.scenarios.workload import TROUBLE_NAME
 
 
-def test_a_crash_is_told_with_its_place_and_a_kill_without(tmp_path):
+def test_a_crash_is_reported_with_its_place_and_a_kill_without(tmp_path):
     """A bad memory access names the line of the task; what others did to a rank has no such line."""
     (tmp_path / TROUBLE_NAME).write_text("loss 1 segfault", encoding="utf-8")
     kill = ("--inject", "kill:rank=0,step=12,phase=forward", "task.pace_s=0", "num_workers=0")

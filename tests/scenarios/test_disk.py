@@ -60,7 +60,7 @@ def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(fault_free, tmp_p
 
 
 @pytest.mark.parametrize("restarts", [10, 0], ids=["repaired", "given up"])
-def test_a_save_that_its_rank_could_not_report_is_told_once(tmp_path, restarts):
+def test_a_save_that_its_rank_could_not_report_is_found_once(tmp_path, restarts):
     """Killed between the last rename and the word to the supervisor: who looks next says it."""
     asked = ("-b", 8, "--max-steps", 25, "save_every_steps=10", "save_interval=0", *PATIENT)
     task = f"{WORKLOAD}:DiesBeforeItReports"
@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(fault_free, tmp_path):
 
 
 def test_a_last_save_that_fails_is_exit_1_and_names_the_file(tmp_path):
-    """Work that no place takes is no success, told in one line; the checkpoint before is untouched."""
+    """Work that no place takes is no success, reported in one line; the checkpoint before is untouched."""
     last = f"step={STEPS - 1},phase=optimizer,seconds=1000"
     hold = tmp_path / HOLD_NAME
     hold.write_text(str(STEPS - 5))
@@ -138,7 +138,7 @@ def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(fault_free, tmp
 
 
 def test_an_io_error_costs_one_save(fault_free, tmp_path):
-    """Told with the file, the next one left out, then all is as before, to the last bit."""
+    """Reported with the file, the next one left out, then all is as before, to the last bit."""
     run = finish(tmp_path, *injected("disk_error:rank=0,step=9,phase=checkpoint"))
     assert "step_00000010.pt: Input/output error; training goes on" in run.console
     assert not {10, 12} & set(saved(run))

@@ -34,7 +34,7 @@ def finish(folder, *settings, **how):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_drills_change_no_bit_of_a_run(fault_free, tmp_path, world):
-    """Nor are they a fault; they are told, and what they have written is gone."""
+    """Nor are they a fault; they are reported, and what they have written is gone."""
     run = finish(tmp_path, *DRILLS, world=world)
     assert run.digest == fault_free(world).digest
     summary = run.summary()
@@ -89,7 +89,7 @@ def test_a_run_that_must_be_exact_ends_when_a_drill_differs(tmp_path):
 
 
 def test_a_drill_has_rank_and_world_size_of_its_rank(tmp_path):
-    """As torch tells them: no difference is found where there is none."""
+    """As torch compares them: no difference is found where there is none."""
     run = finish(tmp_path, *DRILLS, task=task("AsksWhoItIs"))
     assert run.summary()["exact_proof"]["drilled"] == [2, 5], run.console
 

@@ -58,7 +58,7 @@ def test_the_summary_of_a_run_without_faults_is_whole_and_true(fault_free, world
 
 @WORLDS
 def test_the_last_status_and_the_journal_agree_with_the_summary(fault_free, world):
-    """status.json ends as done, and journal and metrics lines tell the same run."""
+    """status.json ends as done, and journal and metrics lines show the same run."""
     run = fault_free(world)
     summary, status = run.summary(), run.status()
     assert not set(STATUS_FIELDS) - set(status)

@@ -377,7 +377,7 @@ def test_an_evaluation_of_twenty_seconds_is_not_a_hang(tmp_path):
 
 
 def test_a_crash_loop_ends_with_its_first_cause(tmp_path):
-    """Three generations without a step: exit 3, and what is told is what began it."""
+    """Three generations without a step: exit 3, and what is reported is what began it."""
     later = "exit:rank=1,step=20,phase=backward,times=50"
     loop = ("--inject", "exit:rank=1,step=20,phase=forward", "--inject", later)
     with Run(tmp_path, *QUICK, *PATIENT, "--max-steps", 60, *loop, world=3) as run:

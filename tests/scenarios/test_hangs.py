@@ -1,4 +1,4 @@
-"""Ranks that hang, stop or wait where it is hard to tell who lets the others wait."""
+"""Ranks that hang, stop or wait where it is hard to see who lets the others wait."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_collective_that_one_rank_alone_has_begun_is_named_and_left(tmp_path):
 
 
 def test_a_collective_that_one_rank_alone_waits_in_is_named(tmp_path):
-    """On the board that rank is the late one, and so is replaced; what it waited in is told."""
+    """On the board that rank is the late one, and so is replaced; what it waited in is reported."""
     (tmp_path / TROUBLE_NAME).write_text("loss 1 barrier 12")
     with Run(tmp_path, *QUICK, "--max-steps", 24, world=3) as run:
         assert run.wait() == 0, run.console

@@ -41,7 +41,7 @@ def test_a_step_without_a_finite_gradient_is_skipped_with_a_warning(tmp_path):
 
 
 def test_more_skipped_steps_than_allowed_end_the_run_and_name_the_setting(tmp_path):
-    """max_errors_per_epoch=0 allows none: exit 1, cause told once."""
+    """max_errors_per_epoch=0 allows none: exit 1, cause reported once."""
     with Run(tmp_path, *SETTINGS, "task.nan_at_sample=100", "max_errors_per_epoch=0") as run:
         assert run.wait() == 1, run.console
     assert "max_errors_per_epoch=0" in run.console

@@ -61,7 +61,7 @@ def test_loader_workers_that_die_or_stop_are_replaced_inside_their_rank(tmp_path
         assert (fault["steps_lost"], fault["generation"]) == (0, 1)
         assert fault["recovered_s"] is not None
         assert "sample" in fault["cause"]
-    assert "1 loader worker started anew" in run.console
+    assert "1 loader worker restarted" in run.console
     assert run.status()["faults_total"] == 3
     assert len({record["pid"] for record in run.events("rank_formed")}) == 2
 
@@ -110,7 +110,7 @@ def test_a_slow_sample_is_no_fault(tmp_path, fault_free):
 
 
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):
-    """The same stand-in with or without faults and a resume, found once, told as not exact."""
+    """The same stand-in with or without faults and a resume, found once, reported as not exact."""
     steps = ("--max-steps", 60)
     calm = finish(tmp_path / "calm", *QUICK, *steps, *BAD, *DRAWN)
     asked = (1, 8)  # the other one may come in the same step, on the other rank
@@ -169,7 +169,7 @@ def test_a_sample_that_kills_every_worker_stops_the_run_and_is_named(tmp_path):
 
 
 def test_a_sample_that_kills_workers_is_replaced_in_each_launch(tmp_path):
-    """Named in quarantine.jsonl, told as not exact; a resume does not touch it again."""
+    """Named in quarantine.jsonl, reported as not exact; a resume does not touch it again."""
     settings = (*QUICK, "--max-steps", 48, "on_bad_sample=substitute")
     (tmp_path / TROUBLE).write_text("loss 0 preempt 14", encoding="utf-8")
     with Run(tmp_path, *settings, task=BREAKING, world=2) as run:
@@ -189,7 +189,7 @@ def test_a_sample_that_kills_workers_is_replaced_in_each_launch(tmp_path):
         assert kept["generation"] == 1
 
 
-def test_a_loader_worker_killed_by_the_kernel_for_memory_is_told_so(tmp_path, fault_free):
+def test_a_loader_worker_killed_by_the_kernel_for_memory_is_reported_so(tmp_path, fault_free):
     """In a real container: out of memory, not a mystery; loaded again, with the weights of a fault-free run.
 
     Control in the same run: a rank that is killed by hand soon after is just killed.

@@ -63,7 +63,7 @@ def of_name(folder, name):
 
 
 def test_the_second_experiment_in_a_folder_is_a_run_of_its_own(tmp_path):
-    """Another task has other folders; the same one with other settings is told what to type, and obeys."""
+    """Another task has other folders; the same one with other settings is shown what to type, and obeys."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(TASK))
     for task, name in (("synthetic", "synthetic"), ("mine.py", "mine")):
         code, said = trained(tmp_path, "--task", task, *SHORT, "4")

@@ -77,7 +77,7 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(fault_free, tmp
 
 
 def reported_step(kind, phase, step):
-    """The step that a fault is told at; an exception after a step is one at the next."""
+    """The step that a fault is reported at; an exception after a step is one at the next."""
     return step + (kind == "raise" and phase in ("evaluate", "checkpoint"))
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_pat
     published = {
         int(path.stem.removeprefix("step_")) for path in run.checkpoints.glob("step_*.json")
     }
-    assert published == set(saved), "nothing but what was told"
+    assert published == set(saved), "nothing but what was reported"
     check_fences(run, 2)
     assert run.summary()["exact"] is True
 

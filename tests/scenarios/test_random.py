@@ -74,7 +74,7 @@ def test_faults_that_change_no_step_cost_no_weight_at_random_moments(tmp_path):
     assert (run.digest, run.summary()["exact"]) == (calm.digest, True)
 
 
-def test_faults_that_change_what_is_computed_are_each_told_at_random_moments(tmp_path):
+def test_faults_that_change_what_is_computed_are_each_reported_at_random_moments(tmp_path):
     """Memory, numbers and samples, with ranks that are killed or exit: every one has its reason."""
     spec, steps = plan_with(*CHANGING, *RANK)
     run = train(tmp_path, steps, "--inject", spec, f"task.pace_s={PACE_S}")

@@ -126,7 +126,7 @@ def test_a_rank_that_leaves_before_the_end_is_replaced(fault_free, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_that_comes_once_is_told_once_and_survived(fault_free, tmp_path, rank):
+def test_an_exception_that_comes_once_is_reported_once_and_survived(fault_free, tmp_path, rank):
     """User code that raises is retried; its traceback stands once on the console and in its log."""
     with Run(tmp_path, *SETTINGS, *SLOWLY) as run:
         run.wait_for_step(14)
@@ -143,7 +143,7 @@ def test_an_exception_that_comes_once_is_told_once_and_survived(fault_free, tmp_
     assert "trouble was asked for" not in peer_log
 
 
-def test_a_fault_is_told_when_it_happens_and_when_it_is_repaired(tmp_path):
+def test_a_fault_is_reported_when_it_happens_and_when_it_is_repaired(tmp_path):
     """One line each, with culprit, cause and cost; the record names who merely lost a peer."""
     harm = (
         *("--inject", "kill:rank=1,step=10,phase=reduce"),

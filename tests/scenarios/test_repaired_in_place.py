@@ -125,7 +125,7 @@ def test_an_unused_parameter_is_named_and_the_same_step_redone(branching, tmp_pa
 
 
 def test_a_parameter_left_out_just_before_a_save_is_never_saved_unreduced(tmp_path):
-    """DDP would tell at the next forward only, and after the last step never."""
+    """DDP would report it at the next forward only, and after the last step never."""
     asked = (
         "--max-steps",
         20,
@@ -159,7 +159,7 @@ def test_branches_are_no_fault_where_they_are_expected(branching):
 def test_auto_stops_searching_for_unused_parameters_until_it_is_wrong(branching, tmp_path):
     """A branch that is rare: relaxed too early, found by the reduction, never relaxed again."""
     run = finish(tmp_path, "find_unused_parameters=auto", "relax_after_steps=3", task=BRANCHING)
-    # That a switch of the model's was not put back with the step is told beside it, if at all.
+    # That a switch of the model's was not put back with the step is reported beside it, if at all.
     (relaxed, returned) = [event for event in run.events("tuning_changed") if event["action"]]
     assert "find_unused_parameters=False" in relaxed["action"]
     assert "find_unused_parameters=True" in returned["action"]
@@ -301,7 +301,7 @@ def test_what_is_gone_back_to_is_from_before_the_bad_steps(tmp_path):
 def test_a_roll_back_whose_load_fails_leaves_no_old_state(tmp_path):
     """All stand empty then: rank 0 reads in the next generation, and the lower rate stays agreed on.
 
-    What it passes over, damaged by then, it tells.
+    What it passes over, damaged by then, it reports.
     """
     asked = ("max_errors_per_epoch=2", "save_every_steps=10", "--max-steps", 40)
     asked += ("task.count=3", "task.forgets=true")
@@ -330,7 +330,7 @@ def test_a_roll_back_whose_load_fails_leaves_no_old_state(tmp_path):
 
 
 def test_a_roll_back_to_the_start_is_done_by_any_successor(tmp_path):
-    """It dies while it makes the model anew: its successor begins as the launch did, at the lower rate."""
+    """It dies while it makes the model again: its successor begins as the launch did, at the lower rate."""
     words = (
         *("max_errors_per_epoch=2", "save_interval=0", "task.at=6", "task.count=3"),
         *("--max-steps", 30),

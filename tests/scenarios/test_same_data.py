@@ -44,7 +44,7 @@ def test_an_order_that_differs_between_ranks_is_refused(tmp_path, workers):
     assert not list(run.checkpoints.glob("step_*"))
 
 
-def test_ranks_that_differ_go_on_where_that_is_only_to_be_told(tmp_path):
+def test_ranks_that_differ_go_on_where_that_is_only_to_be_reported(tmp_path):
     with start(tmp_path, "Unsorted", "data.compare_samples=tell", steps=10) as run:
         assert run.wait() == 0, run.console
     reasons = run.summary()["inexact_reasons"]
@@ -74,7 +74,7 @@ def test_a_replacement_that_finds_other_data_ends_the_run_with_all_saved(tmp_pat
     assert run.summary()["exact"] is True
 
 
-def test_data_that_changed_between_launches_is_refused_or_told(tmp_path):
+def test_data_that_changed_between_launches_is_refused_or_reported(tmp_path):
     write(tmp_path, 0)
     with start(tmp_path, "FromFile", steps=400) as run:
         run.wait_for_step(10)

@@ -24,7 +24,7 @@ def files_with(folder, secret):
 
 
 def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path):
-    """From the environment, from a word; without faults, and in an exception that tells it."""
+    """From the environment, from a word; without faults, and in an exception that shows it."""
     asked = {"DDP_RUNNER_TASK__API_KEY": SECRET}
     with Run(tmp_path, *SETTINGS, "--max-steps", 4, task=SECRETIVE, environment=asked) as run:
         run.wait_for_event("world_formed")

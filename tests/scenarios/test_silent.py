@@ -78,7 +78,7 @@ def test_no_wrong_sum_is_committed_and_no_survivor_blamed(tmp_path):
     assert len(run.events("cut")) == len(HARMS)
 
 
-def test_a_rank_whose_device_hangs_is_told_from_who_waits(tmp_path):
+def test_a_rank_whose_device_hangs_is_distinguished_from_who_waits(tmp_path):
     """In a step, and in an evaluation: all hosts wait in the same sum, and no abort ends what that device does."""
     with _run(tmp_path / "fault_free") as fault_free:
         assert fault_free.wait() == 0, fault_free.console

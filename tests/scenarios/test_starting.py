@@ -80,7 +80,7 @@ def test_a_start_shows_what_it_is_at_and_what_the_task_prints(folder):
     assert all(f" | {name} " in supervisor_log for name in PARTS)
 
 
-def test_the_display_tells_ranks_that_have_not_begun_from_dead_ones(folder):
+def test_the_display_distinguishes_ranks_that_have_not_begun_from_dead_ones(folder):
     """First they wait, then they build, and it says what; nobody is dead."""
     with Run(folder, *SHORT, "log.display=live", task="mine.py", command=TRAIN) as run:
         shown(run, "waiting")

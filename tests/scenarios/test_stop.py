@@ -139,7 +139,7 @@ def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
         assert run.wait() == 0, run.console
     assert 12 <= saved["step"] < STEPS
     path = f"{run.checkpoints / 'step_'}{saved['step']:08d}.pt"
-    # A rank may die when the file is there and nobody has been told.
+    # A rank may die when the file is there and nobody knows of it.
     reported = [f"saved {path}"] + [f"{path} is on disk"] * is_lost
     assert any(words in run.console for words in reported), run.console
     assert [fault["rank"] for fault in run.summary()["faults"]] == [0] * is_lost

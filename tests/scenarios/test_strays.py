@@ -16,7 +16,7 @@ STARTED = 4
 
 
 def started_by(run, rank):
-    """What the newest process of the rank has started, each to be told from a later one of its number."""
+    """What the newest process of the rank has started, by number and start time."""
     numbers = (run.folder / f"started_by_{rank}").read_text(encoding="ascii").split()
     found = []
     for number in numbers:

@@ -14,7 +14,7 @@ BAD_SAMPLE = 100
 
 
 def test_an_exception_that_always_comes_ends_the_run_with_its_traceback(tmp_path):
-    """The same error at the same step again is the user's: exit 1, told once, with the log's path."""
+    """The same error at the same step again is the user's: exit 1, reported once, with the log's path."""
     with Run(tmp_path, *SETTINGS, f"task.raise_at_sample={BAD_SAMPLE}") as run:
         assert run.wait() == 1, run.console
     console = run.console
@@ -52,7 +52,7 @@ def test_what_a_task_leaves_running_at_import_is_said_at_once(tmp_path):
     [("FailsInModel", "no model today"), ("FailsInDatasets", "no data today")],
 )
 def test_a_task_that_cannot_be_built_ends_before_anything_is_written(tmp_path, name, cause):
-    """An error while building is told once, and no folder is made."""
+    """An error while building is reported once, and no folder is made."""
     with Run(tmp_path, *SETTINGS, task=f"{WORKLOAD}:{name}") as run:
         assert run.wait() in (1, 2), run.console
     check_reported_once(run, f'raise RuntimeError("{cause}")')

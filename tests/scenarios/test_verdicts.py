@@ -18,7 +18,7 @@ SETTINGS = (
     *("-e", 3, "-b", 8, "--max-steps", 24, "num_workers=0", "--audit", "log.display=plain"),
     *("save_every_steps=10", "save_interval=0", "evaluate_interval=0", "keep_last=9"),
     *PATIENT,
-    "task.awaits_saves=true",  # so that a save has ended, and been told, when the next one is due
+    "task.awaits_saves=true",  # so that a save has ended, and been reported, when the next one is due
 )
 
 
@@ -47,7 +47,7 @@ def fault_free(made_once):
 
 
 def test_a_rank_that_dies_before_the_verdict_costs_a_save_only(tmp_path, fault_free):
-    """A peer at step 10, the saving rank itself at 20: compared anew by those that are left, then saved."""
+    """A peer at step 10, the saving rank itself at 20: compared again by those that are left, then saved."""
     kills = [f"kill:rank={rank},step={step},phase=compare" for rank, step in ((1, 10), (0, 20))]
     run = finish(tmp_path, "task.rank=7", *(word for kill in kills for word in ("--inject", kill)))
     faults = run.summary()["faults"]

@@ -1,4 +1,4 @@
-"""Hits a random process of a run every second or two until the run ends, and tells what became of it.
+"""Hits a random process of a run every second or two until the run ends, and reports what became of it.
 
 By hand: ``python -m tests.soak.storm --runs 20 --world 3 --seed 1 --folder /tmp/storm``. A hit is
 SIGKILL, SIGSTOP, SIGSEGV, SIGABRT or SIGBUS to a rank, the zygote, the store, the spare or a loader

@@ -118,7 +118,7 @@ def _faults(launch):
 
 
 def verdict(stranger: Stranger, outcome: Outcome, *, calm: Outcome) -> str:
-    """What became of a run: ``exact``, ``told`` or ``refused``; else ``wrong``, and how.
+    """What became of a run: ``exact``, ``reported`` or ``refused``; else ``wrong``, and how.
 
     ``calm`` is a run of the same task without a fault.
     """

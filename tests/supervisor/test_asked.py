@@ -27,7 +27,7 @@ def test_a_stop_during_a_repair_is_kept(simulate):
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["without faults", "with its rank"])
 def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
-    """Also where the rank that was told dies before it makes it; then nobody is told of it again."""
+    """Also where the rank that was asked dies before it makes it; then nobody hears of it again."""
     run = simulate()
     run.to_step(13)
     run.supervisor.ask_save()
@@ -43,7 +43,7 @@ def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
 
 
 def test_a_checkpoint_from_before_the_roll_back_answers_the_request(simulate):
-    """It is all there is of the course that is followed: nobody is told of the wish again."""
+    """It is all there is of the course that is followed: nobody hears of the request again."""
     run = simulate()
     run.to_step(13)
     run.supervisor.ask_save()

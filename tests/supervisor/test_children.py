@@ -79,7 +79,7 @@ def _reap_different_ends(me):
     return facts, in_order, list(reap_children())
 
 
-def test_how_a_child_ended_is_told_exactly():
+def test_how_a_child_ended_is_reported_exactly():
     """An exit code or a signal, never both, with the time it was noticed; each once."""
     ((facts, in_order, more),) = run_ranks(_reap_different_ends, 1)
     assert facts == [(0, None), (3, None), (None, signal.SIGKILL)]
@@ -250,7 +250,7 @@ def _ask_a_stopped_process(me, path):
     return reap_all([pid])[pid].exit_code
 
 
-def test_a_stopped_process_tells_the_place_where_it_stopped(tmp_path):
+def test_a_stopped_process_shows_the_place_where_it_stopped(tmp_path):
     """Its main thread takes the signal, before it goes on; with kill(2) another thread might."""
     path = tmp_path / "stacks"
     assert run_ranks(_ask_a_stopped_process, 1, path) == [0]

@@ -1,4 +1,4 @@
-"""What is told of a complete run that is started again with other settings."""
+"""What is reported of a complete run that is started again with other settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddp_runner.supervisor.reporting.completed_run import changed_settings
 
 
 def test_a_setting_newer_than_the_run_is_no_change_of_it(tmp_path):
-    """Its file lacks the setting; who gives it a value now is told of that."""
+    """Its file lacks the setting; who gives it a value now reads of that."""
     asked = {"log_dir": str(tmp_path), "learning_rate": 0.002}
     lines = config.to_yaml(config.from_flat({**asked, "learning_rate": 0.001})).splitlines()
     kept = [line for line in lines if "rescue_dir" not in line]

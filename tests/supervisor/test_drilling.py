@@ -26,7 +26,7 @@ def drilling(simulate, **changes):
 
 
 def answer(run, step=10, rank=1, **found):
-    """The drill tells, and ends."""
+    """The drill reports, and ends."""
     process = run.rank(DRILL)
     run.send(process, Drilled(rank=rank, step=step, **found))
     run._end(process, exit_code=0)
@@ -41,7 +41,7 @@ def reasons(run):
 
 
 def test_a_drill_that_finds_no_difference_is_a_proof(simulate):
-    """Told by the process that ended at once; it is reaped, and there may be another one."""
+    """Reported by the process that ended at once; it is reaped, and there may be another one."""
     run = drilling(simulate)
     answer(run)
     run.run_until(lambda: proof(run) == {10})
@@ -68,7 +68,7 @@ def test_a_drill_needs_state_and_share(simulate):
 
 
 def test_a_part_that_could_not_be_written_ends_that_drill(simulate):
-    """Its cause is told."""
+    """Its cause is reported."""
     run = simulate(steps=100)
     run.to_step(10)
     problem = DrillPart(rank=0, step=10, part="state", problem="no room")

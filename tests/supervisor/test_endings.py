@@ -28,7 +28,7 @@ def process(tmp_path):
 
 
 def reported(process, ended, *, was_asked=False):
-    """What its end tells, where its log can be read."""
+    """What its end shows, where its log can be read."""
     slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
     return exit_of(
         ended,
@@ -78,8 +78,8 @@ def test_a_log_that_cannot_be_read_takes_nothing_but_the_place(process, tmp_path
 @pytest.mark.parametrize(
     ("exit_code", "signal_number", "how"), [(1, None, "exit code 1"), (None, 9, "SIGKILL")]
 )
-def test_the_end_of_the_store_is_told_with_its_output(exit_code, signal_number, how):
-    """Nobody else could tell: its output is gone with it."""
+def test_the_end_of_the_store_is_reported_with_its_output(exit_code, signal_number, how):
+    """Nobody else could know: its output is gone with it."""
     ended = Ended(pid=1, exit_code=exit_code, signal_number=signal_number, at_ns=0)
     fault = store_died(ended, output="Traceback: no", step=3)
     assert fault.cause == f"the store process died ({how})"

@@ -133,7 +133,7 @@ def test_a_crash_loop_backs_off_and_ends_with_its_first_cause(simulate):
 
 
 def test_a_rank_killed_at_one_step_again_and_again_spends_the_budget(simulate):
-    """Each time a little later, and not for ever: nobody can tell who kills it."""
+    """Each time a little later, and not for ever: nobody knows who kills it."""
     run = simulate(max_restarts=5)
     run.to_step(15)
     run.is_held = True

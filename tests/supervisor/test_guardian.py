@@ -1,4 +1,4 @@
-"""Whom the guardian takes for its run's: real processes, told apart by their environment and session."""
+"""Whom the guardian takes for its run's: real processes, distinguished by their environment and session."""
 
 from __future__ import annotations
 

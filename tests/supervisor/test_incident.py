@@ -1,4 +1,4 @@
-"""What an incident tells of its faults once everybody has answered."""
+"""What an incident says of its faults once everybody has answered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddp_runner.supervisor.recovery.incident import OpenIncident
     ],
     ids=["in one of its own", "in none", "in the same one", "it does not answer"],
 )
-def test_a_hung_rank_that_waits_in_a_collective_is_told_as_that(begun, note):
+def test_a_hung_rank_that_waits_in_a_collective_is_reported_as_that(begun, note):
     """Only where it has begun one: who sleeps in its own code is behind the others in any case."""
     hung = Fault(kind=FaultKind.RANK_HUNG, rank=1, step=3, cause="rank 1 hung")
     ended = Fault(kind=FaultKind.RANK_KILLED, rank=1, step=3, cause="rank 1 killed")
@@ -50,7 +50,7 @@ STUCK = Fault(kind=FaultKind.COLLECTIVE_STUCK, rank=-1, step=3, cause="every ran
 def test_ranks_disagree_where_they_have_begun_different_collectives_of_one_step(
     begun, others, is_disagreement
 ):
-    """Who has committed the step counts anew; with a rank that hangs it is known what they wait for."""
+    """Who has committed the step counts again; with a rank that hangs it is known what they wait for."""
     incident = OpenIncident(
         faults=[STUCK, *others], began_s=0.0, event_id=1, collectives=begun, ended={}
     )

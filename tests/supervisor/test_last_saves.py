@@ -110,7 +110,7 @@ def test_a_rank_stopped_in_its_save_before_the_end_is_woken(simulate, times):
 def test_what_came_before_an_error_of_the_user_is_saved(simulate, ranks):
     """At the second time, by a rank that raised itself where there is no other."""
     run = simulate(ranks=ranks)
-    for tries in range(1, 4 if ranks == 1 else 3):  # one rank alone is tried as it is, and anew
+    for tries in range(1, 4 if ranks == 1 else 3):  # one rank alone is tried as it is, and again
         run.run_until(lambda count=tries: len(run.events("forming")) == count)
         run.run_until(lambda: run.rank(0).trains and run.rank(0).committed >= 15)
         for rank in range(ranks):
@@ -177,7 +177,7 @@ def test_a_stop_that_did_not_save_ends_with_1(simulate):
 
 
 @pytest.mark.parametrize("is_its_own", [False, True])
-def test_a_last_save_that_fails_is_told_with_its_reason(simulate, is_its_own):
+def test_a_last_save_that_fails_is_reported_with_its_reason(simulate, is_its_own):
     """Where it is the rank's own fault the next one is asked; where the disk's, nobody else."""
     run = simulate(max_restarts=0)
     run.alone_refusal = ("because", is_its_own)
@@ -223,7 +223,7 @@ def test_a_state_that_nobody_knows_to_be_right_is_not_saved(simulate):
 
 
 def not_exact(run, rank=1):
-    """A rank tells of something that makes the run inexact."""
+    """A rank reports something that makes the run inexact."""
     changed = TuningChanged(
         rank=rank, step=run.best, action="", inexact_reason="half from 7", fault_free=True
     )
@@ -252,7 +252,7 @@ def test_a_run_that_is_not_exact_goes_on_without_the_setting(simulate):
 
 
 def test_a_step_that_several_ranks_have_computed_twice_counts_once(simulate):
-    """Each rank tells of its own."""
+    """Each rank reports its own."""
     run = simulate()
     run.to_step(5)
     for rank in range(3):

@@ -57,8 +57,8 @@ def test_one_that_writes_nothing_has_not_answered(process):
     assert not process.has_answered(10.01 + 4 * STACKS_QUIET_S)
 
 
-def test_one_that_was_asked_of_another_fault_is_asked_anew(process, tmp_path):
-    """What it answered then tells nothing of where it hangs now."""
+def test_one_that_was_asked_of_another_fault_is_asked_again(process, tmp_path):
+    """What it answered then says nothing of where it hangs now."""
     write(tmp_path, OTHERS + MAIN)
     process.forget_asked()
     assert not process.has_answered(10.0)

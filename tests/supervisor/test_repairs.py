@@ -57,7 +57,7 @@ def test_each_generation_is_handed_a_secret_of_its_own(simulate):
     assert not any(secret in str(run.outputs.written) for secret in (first, second))
 
 
-def test_each_of_two_faults_that_are_repaired_together_is_told(simulate):
+def test_each_of_two_faults_that_are_repaired_together_is_reported(simulate):
     """One line and one event for each when the world trains again, with its own outcome and time."""
     run = simulate()
     run.to_step(15)
@@ -250,7 +250,7 @@ def test_all_dead_go_back_and_a_later_fault_loses_nothing(simulate):
 
 @pytest.mark.parametrize("word", ["best", "checkpoints/step_00000010.pt"])
 @pytest.mark.parametrize("published", [True, False])
-def test_a_checkpoint_that_nobody_could_tell_of_is_not_passed_over(
+def test_a_checkpoint_that_nobody_could_report_is_not_passed_over(
     simulate, tmp_path, published, word
 ):
     """All die between its publication and the word of it; control: with none, it is as at the start."""

@@ -1,4 +1,4 @@
-"""What status.json and the display are told: put together from the board and the newest reports."""
+"""What status.json and the display show: put together from the board and the newest reports."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_run_that_has_just_begun_knows_nothing_yet(handles):
 
 
 def test_a_rank_that_builds_says_what_and_is_not_dead(handles):
-    """Until a process is asked for it waits; what the start is at is told with its seconds."""
+    """Until a process is asked for it waits; what the start is at is reported with its seconds."""
     handles[0].begin(now_s=3.0, loads=True)
     handles[0].slot.set(Cell.STAGE, Stage.MODEL)
     view = look(handles, state=RunState.STARTING, doing=("building model", 3.25))
@@ -119,7 +119,7 @@ def test_a_rank_that_builds_says_what_and_is_not_dead(handles):
     assert look(handles).ranks[0].state == "dead"
 
 
-def test_a_run_that_trains_is_told_from_the_board(handles):
+def test_a_run_that_trains_is_seen_on_the_board(handles):
     """Step of the furthest rank, loss and epoch of the first, phase and age of each."""
     train(handles[0], step=12)
     train(handles[1], step=13)
@@ -135,7 +135,7 @@ def test_a_run_that_trains_is_told_from_the_board(handles):
     assert [rank.device for rank in view.ranks] == ["cuda:0", "cuda:1"]
 
 
-def test_the_epochs_are_known_while_the_rank_that_told_them_is_replaced(handles):
+def test_the_epochs_are_known_while_the_rank_that_reported_them_is_replaced(handles):
     """Fifty steps of ten an epoch are five, whatever the settings say of epochs."""
     for handle in handles:
         train(handle, step=12, total=50)

@@ -19,7 +19,7 @@ from tests.supervisor.simulated import STEP_S
         (Phase.FORWARD, 18, "rank 1 hung: silent"),
     ],
 )
-def test_a_rank_that_hangs_over_a_sample_is_told_with_it(simulate, phase, cell, said):
+def test_a_rank_that_hangs_over_a_sample_is_reported_with_it(simulate, phase, cell, said):
     """As far as it is known; control: elsewhere it would be an old one."""
     run = simulate()
     run.to_step(5)

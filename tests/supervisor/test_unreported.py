@@ -1,4 +1,4 @@
-"""Which checkpoints are found that no rank has told of."""
+"""Which checkpoints are found that no rank has reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def publish(folder, step, *, digest):
-    """As a rank does it: the same name anew, later."""
+    """As a rank does it: the same name again, later."""
     manifest = Manifest(
         step=step,
         epoch=0,
@@ -50,7 +50,7 @@ def steps(manifests):
     return [manifest.step for manifest in manifests]
 
 
-def test_what_nobody_has_told_of_is_found_once(folder):
+def test_what_nobody_has_reported_is_found_once(folder):
     """Oldest first; control: what was there before is none of this launch's."""
     published = Published(folder)
     assert not published.is_any_new
@@ -61,7 +61,7 @@ def test_what_nobody_has_told_of_is_found_once(folder):
     assert published.find() == []
 
 
-def test_what_its_rank_has_told_of_is_not_found(folder):
+def test_what_its_rank_has_reported_is_not_found(folder):
     """Control; and the same step again, after a roll-back, is another one."""
     published = Published(folder)
     assert published.is_news(publish(folder, 10, digest="b"))
@@ -70,8 +70,8 @@ def test_what_its_rank_has_told_of_is_not_found(folder):
     assert steps(published.find()) == [10]
 
 
-def test_what_was_told_of_is_remembered_while_it_is_on_disk_only(folder):
-    """However many saves a run tells of; control: one that is still there is not found."""
+def test_what_was_reported_is_remembered_while_it_is_on_disk_only(folder):
+    """However many saves a run reports; control: one that is still there is not found."""
     published = Published(folder)
     kept = publish(folder, 20, digest="b")
     assert published.is_news(kept)
@@ -82,7 +82,7 @@ def test_what_was_told_of_is_remembered_while_it_is_on_disk_only(folder):
 
 
 def test_a_disk_that_cannot_be_read_for_a_moment_makes_nothing_new(folder):
-    """Neither of an earlier launch nor told of; control: what was published meanwhile is found."""
+    """Neither of an earlier launch nor reported; control: what was published meanwhile is found."""
     published = Published(folder)
     assert published.is_news(publish(folder, 20, digest="b"))
     folder.rename(folder.with_name("away"))
@@ -92,7 +92,7 @@ def test_a_disk_that_cannot_be_read_for_a_moment_makes_nothing_new(folder):
     assert steps(published.find()) == [30]
 
 
-def test_a_rank_that_lived_does_not_tell_it_twice(folder):
+def test_a_rank_that_lived_does_not_report_it_twice(folder):
     """It may be found before its rank, at its next step, says so."""
     published = Published(folder)
     saved = publish(folder, 20, digest="b")

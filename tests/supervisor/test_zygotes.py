@@ -35,7 +35,7 @@ def test_a_zygote_that_never_forks_is_replaced(simulate, startup_timeout_s):
 
 
 def test_a_stop_while_a_fork_never_comes_ends_as_usual(simulate):
-    """The rank that is given up on has no process to tell, and no open line."""
+    """The rank that is given up on has no process that could hear it, and no open line."""
     run = simulate(startup_timeout_s=2.0, steps=300, warm_spare=False)
     run.to_step(15)
     run.sleep(-2)

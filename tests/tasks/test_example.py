@@ -22,7 +22,7 @@ def load(**arguments):
 
 
 def test_example_learns_its_rings():
-    """Two hundred steps tell held-out points apart."""
+    """Two hundred steps distinguish held-out points."""
     task = load()
     data = task.build_datasets()
     torch.manual_seed(0)

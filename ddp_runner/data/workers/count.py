@@ -30,7 +30,7 @@ def worker_count(asked: WorkersAsked, *, local_world_size: int, cores: int) -> i
 
 
 def worker_notes(asked: WorkersAsked, *, local_world_size: int, cores: int) -> tuple[str, ...]:
-    """What to tell people of that count: where it is cut, or more than the cores are good for."""
+    """What to show people of that count: where it is cut, or more than the cores are good for."""
     count = worker_count(asked, local_world_size=local_world_size, cores=cores)
     ranks = "1 rank" if local_world_size == 1 else f"{local_world_size} ranks"
     has = f"{cores} core{'' if cores == 1 else 's'} for {ranks}"

@@ -42,7 +42,7 @@ class BatchKey(NamedTuple):
 
 
 def unobserved(_index: int) -> None:
-    """Tells nobody which sample is loaded."""
+    """Shows nobody which sample is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class SampleSource:
     def load(self, key: BatchKey, *, on_sample: Callable[[int], None]) -> Any:
         """The collated batch, or :class:`SampleFailed`; no ``Exception`` of the dataset escapes.
 
-        ``on_sample`` is told each index before it is loaded, where they are loaded one by one.
+        ``on_sample`` gets each index before it is loaded, where they are loaded one by one.
         """
         if self._many is None:
             samples = self._one_by_one(key, on_sample)

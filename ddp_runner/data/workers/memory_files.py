@@ -61,7 +61,7 @@ class MemoryFiles:
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """As torch.save tells storages apart; stable while ``storage`` is alive."""
+    """As torch.save distinguishes storages; stable while ``storage`` is alive."""
     return int(storage._cdata)  # noqa: SLF001
 
 

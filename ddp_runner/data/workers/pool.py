@@ -337,7 +337,7 @@ class _Iterator(_MultiProcessingDataLoaderIter):
     """Torch's own, with no worker on the list of its handler for SIGCHLD.
 
     That one raises RuntimeError at whatever line the rank is, also inside locks and thread starts; a
-    death is seen on the sentinels instead, where it can be told from everything else.
+    death is seen on the sentinels instead, where it cannot be mistaken for anything else.
     """
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:

@@ -109,7 +109,7 @@ class Zygote:
         self.channel.send(request, descriptors=descriptors)
 
     def mark_reaped(self, exit_code: int) -> None:
-        """Tell the Popen object, which must not wait for a pid that we reaped."""
+        """Record it in the Popen object, which must not wait for a pid that we reaped."""
         self._process.returncode = exit_code
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ supervisor has ended everything itself, this process too.
 Run as a script with no package and no ``site``, so that it is small and starts in milliseconds. It
 reads lines: ``mark NAME=TOKEN``, ``rank PID``, ``ended PID``. No process is killed by its number
 alone: each one is looked at, held by a descriptor and looked at again, so that a number that was given
-out anew hits nobody.
+out again hits nobody.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class RankProcess:
         # Of all processes of the rank; it may have been removed by somebody.
         self._log_path = log_dir / f"rank_{rank}.log"
 
-        # Of its process: each begins anew with the next one, in open_lines().
+        # Of its process: each begins again with the next one, in open_lines().
 
         # None while the zygote has not answered, and once it was reaped: a pid that is not None may be
         # signalled.
@@ -95,7 +95,7 @@ class RankProcess:
         return True
 
     def mark_asked(self) -> None:
-        """From here on it tells where it hangs; asked twice for one fault, it counts once."""
+        """From here on it shows where it hangs; asked twice for one fault, it counts once."""
         if self._asked_bytes is None:
             self._asked_bytes = self._written_bytes
             self._seen_bytes, self._seen_s = -1, 0.0
@@ -107,7 +107,7 @@ class RankProcess:
     def has_answered(self, now_s: float) -> bool:
         """Whether it has written where it hangs, and is done with that; asked at each tick.
 
-        A pause of the machine is no end: the main thread, which is written last, is what tells.
+        A pause of the machine is no end: the main thread, which is written last, is what counts.
         """
         if self._asked_bytes is None:
             return False

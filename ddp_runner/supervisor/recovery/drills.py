@@ -1,4 +1,4 @@
-"""Runs fire drills beside the run, and tells what came of them. When, ``core/drill.py`` decides."""
+"""Runs fire drills beside the run, and reports what came of them. When, ``core/drill.py`` decides."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DrillKeeper:
         parts[message.part] = message.rank
         if parts.keys() >= {STATE, SHARE}:
             self._parts.pop(message.step)
-            if self._waiting is not None:  # the newer one tells more
+            if self._waiting is not None:  # the newer one shows more
                 self._remove(self._waiting[0])
             self._waiting = message.step, parts[SHARE]
 
@@ -118,7 +118,7 @@ class DrillKeeper:
             self._recorder.record(events.Proved(rank=rank, step=step, what=DRILLED))
 
     def ended(self, ended: Ended, output: str) -> None:
-        """Its process was reaped. One that has told before has nothing to add."""
+        """Its process was reaped. One that has reported before has nothing to add."""
         if self._running is not None:
             signal = ended.signal_number
             how = f"exit {ended.exit_code}" if signal is None else f"signal {signal}"

@@ -18,7 +18,7 @@ from ddp_runner.system.clock import Clock
 
 # Of a rank that is asked to leave: more than a tick, for the whole job may be waking up just now.
 STOPPED_AT_ONCE_S = 0.15
-# Where the system's word is all that can be had: the board tells of training ranks only.
+# Where the system's word is all that can be had: the board shows training ranks only.
 _NOT_TRAINING = (RankState.STARTING, RankState.READY, RankState.FORMING)
 
 
@@ -57,7 +57,7 @@ class HangFinder:
                     return [self.hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
                 self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
-                # Nobody can tell who is late. Perhaps it is the store, which is cheap to replace.
+                # Nobody knows who is late. Perhaps it is the store, which is cheap to replace.
                 self._world.kill_store()
                 cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
                 return [self._stuck(cause, Phase.FORMING)]

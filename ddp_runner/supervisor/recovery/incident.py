@@ -25,7 +25,7 @@ class OpenIncident:
     # Of each rank that is in the state HUNG, when it was asked where it hangs. It is killed once it has
     # told, or after STACKS_TIME_S.
     pending_kills: dict[int, float] = field(default_factory=dict)
-    # Of each rank with a fault, when that was told: one that is woken goes on, and gives more.
+    # Of each rank with a fault, when that was reported: one that is woken goes on, and gives more.
     last_sign_s: dict[int, float] = field(default_factory=dict)
     # Each rank that was asked: the step it has committed, and the collectives it has begun since.
     collectives: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class OpenIncident:
         return replace(fault, cause=cause, is_disagreement=True)
 
     def _begun_while_hung(self, rank: int) -> str:
-        """What tells a rank that waits in a collective of its own from one that is stuck elsewhere."""
+        """Distinguishes a rank that waits in a collective of its own from one that is stuck elsewhere."""
         begun = self._begun()
         apart = disagreement(begun) if begun.get(rank, 0) > 0 else ""
         return f"; collectives begun in this step: {apart}" if apart else ""

@@ -369,7 +369,7 @@ class Repair:
         return None
 
     def _last_sign_s(self, culprit: Fault) -> float:
-        """When the culprit last changed its phase, as far as its slot still tells."""
+        """When the culprit last changed its phase, as far as its slot still shows."""
         if culprit.rank < 0:
             return culprit.at_ns / 1e9
         return self._world.ranks[culprit.rank].slot.get(Cell.PHASE_SINCE_NS) / 1e9
@@ -440,6 +440,6 @@ class Repair:
         """What a loading rank resumes: the user's choice, until this launch has saved something."""
         # "none" has set the old files aside once; nothing of them may be set aside, or read, again.
         aside = self._resume == "none" and self._facts.ever_formed
-        # Ranks tell of a save at their next step; they may have died before that.
+        # Ranks report a save at their next step; they may have died before that.
         saved = self._facts.saved_any or self._published.is_any_new
         return "auto" if saved or aside else self._resume

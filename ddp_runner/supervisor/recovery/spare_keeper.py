@@ -153,7 +153,7 @@ class SpareKeeper:
         )
 
     def was_forked(self, forked: Forked) -> None:
-        """The zygote has answered; it may be held up until the spare is ready, and that is told now."""
+        """The zygote has answered; it may be held up until the spare is ready, and that is reported now."""
         spare = self._node.spare
         if spare is not None and spare.token == forked.token and spare.is_ready:
             self._report_ready(spare)

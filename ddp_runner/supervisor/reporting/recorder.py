@@ -72,7 +72,7 @@ class Recorder:
         )
 
     def already_complete(self, plan: LaunchPlan, first: messages.Ready) -> None:
-        """There is nothing to train: the result stands, and what was asked for in vain is named."""
+        """There is nothing to train: the result stands, and what was asked for without effect is named."""
         self.record(
             events.AlreadyComplete(
                 run_id=self.facts.run_id,

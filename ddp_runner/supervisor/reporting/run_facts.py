@@ -60,7 +60,7 @@ class RunFacts(RunFindings):
 
     generation: int = 0
     committed_step: int = 0
-    steps_per_epoch: int = 0  # 0: no rank has told yet; it outlives the rank that told
+    steps_per_epoch: int = 0  # 0: no rank has reported it yet; it outlives the rank that did
     ever_formed: bool = False
     saved_any: bool = False  # by this launch
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
@@ -85,7 +85,7 @@ class RunFacts(RunFindings):
             status = from_json(read_small(Path(log_dir, "status.json")))
             if status.get("run_id") == run_id:
                 kept = [str(reason) for reason in status["inexact_reasons"]]
-                # Ranks may have told some already; those of before come first.
+                # Ranks may have reported some already; those of before come first.
                 self.inexact_reasons[:] = dict.fromkeys([*kept, *self.inexact_reasons])
 
 

@@ -88,7 +88,7 @@ class HiddenTeacher(MeanTeacher):
 
 
 class TargetNet(nn.Module):
-    """As in Q-learning: the target is a copy, made anew every few steps."""
+    """As in Q-learning: the target is a copy, made again every few steps."""
 
     def __init__(self, every=5):
         super().__init__()
