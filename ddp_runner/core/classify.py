@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_runner.core.crash_output import LastWords
+from ddp_runner.core.crash_output import CrashOutput
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 
 VICTIM_KINDS = frozenset({FaultKind.COLLECTIVE_FAILED})
@@ -40,8 +40,8 @@ class RankExit:
     exit_code: int | None
     signal_number: int | None
     killed_for_memory: bool = False  # by the kernel
-    last_words: str = ""
-    crash: LastWords | None = None
+    last_output: str = ""
+    crash: CrashOutput | None = None
     place: str = ""
 
 
@@ -73,7 +73,7 @@ def classify_exit(end: RankExit) -> Fault:
         step=end.step,
         cause=cause,
         phase=end.phase,
-        detail=end.last_words or ("" if end.crash is None else end.crash.text),
+        detail=end.last_output or ("" if end.crash is None else end.crash.text),
         at_ns=end.at_ns,
         is_disagreement=mismatch is not None,
         origin=_origin(end) if kind is FaultKind.RANK_KILLED else Origin.OWN,

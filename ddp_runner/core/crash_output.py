@@ -40,7 +40,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LastWords:
+class CrashOutput:
     """``reason`` is the first line that says why; ``text`` what is worth keeping, bounded.
 
     ``mismatch``: the bytes that gloo was sent and expected, where it ended the process for that.
@@ -51,7 +51,7 @@ class LastWords:
     mismatch: tuple[int, int] | None = None
 
 
-def read_last_words(said: str, *, signal_name: str) -> LastWords | None:
+def read_crash_output(said: str, *, signal_name: str) -> CrashOutput | None:
     """Why a process that ``signal_name`` ended died, by its own account; None where it gives none."""
     if signal_name not in SELF_MADE_SIGNALS:
         return None
@@ -61,7 +61,7 @@ def read_last_words(said: str, *, signal_name: str) -> LastWords | None:
         return None
     reason = _reason(preamble) or (title if title not in _FATAL_TEXTS else "")
     sizes = _MISMATCH.search(preamble)
-    return LastWords(
+    return CrashOutput(
         reason=reason[:REASON_CHARACTERS_MAX],
         text=_kept(preamble, said[begin:]),
         mismatch=None if sizes is None else (int(sizes[1]), int(sizes[2])),

@@ -1,6 +1,6 @@
 """What a dataset holds in its attributes, its random generators above all: noted, and put back later.
 
-An iterable dataset without a state of its own carries them from one epoch to the next. FaultTolerated is what is
+An iterable dataset without a state of its own carries them from one epoch to the next. AttributeStates is what is
 no longer as it was built; whoever puts it back has built the same dataset. What is no plain value, such
 as an open file, cannot be kept, and is named. Looked into are objects of the task's own classes and
 datasets and samplers of any library; what other libraries hold inside their objects is theirs.
@@ -31,7 +31,7 @@ from ddp_runner.data.generators import GENERATORS, generator_of, set_state, stat
 from ddp_runner.data.stream_state import from_plain, to_plain
 
 Path = tuple[Any, ...]  # names of attributes, places in lists, keys of dicts
-FaultTolerated = dict[Path, tuple[str, Any]]
+AttributeStates = dict[Path, tuple[str, Any]]
 
 _HOLDERS_MAX = 500
 _ENTRIES_LOOKED_INTO_MAX = 64  # of a list or dict: is there a generator, a dataset, a list in it?
@@ -76,9 +76,9 @@ class Attributes:
             kept = _copy_of(value) if is_first else None
             self._built[path] = _Held(owner, value, kept, is_first)
 
-    def note(self) -> FaultTolerated:
+    def note(self) -> AttributeStates:
         """What is not as it was built."""
-        noted: FaultTolerated = {}
+        noted: AttributeStates = {}
         there = set()
         for path, _, value in self._walk():
             there.add(path)
@@ -92,7 +92,7 @@ class Attributes:
         }
         return noted
 
-    def put_back(self, noted: FaultTolerated) -> None:
+    def put_back(self, noted: AttributeStates) -> None:
         """Have the dataset as it was when that was noted, as far as that is known."""
         for path, owner, _ in [*self._walk()]:
             if owner is not None and path not in self._built and path not in noted:
@@ -134,7 +134,7 @@ class Attributes:
                     pending.append((path, value))
 
 
-def unknown_in(noted: FaultTolerated) -> list[str]:
+def unknown_in(noted: AttributeStates) -> list[str]:
     """The names of what could not be kept."""
     return sorted({str(path[0]) for path, (how, _) in noted.items() if how == _UNKNOWN})
 

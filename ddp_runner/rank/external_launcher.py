@@ -74,7 +74,7 @@ _STOP_SIGNALS = {
 _SAVE_SIGNAL = signal.SIGUSR2
 
 
-_LIVED_EVERY_S = 5.0  # a rank that is killed takes at most so much of the account of its time along
+_PROGRESS_EVERY_S = 5.0  # a rank that is killed loses at most so much of the account of its time
 _PREDECESSOR_ENDS_S = 5.0  # the ranks that this one replaces, with their loader workers
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this very job
 
@@ -96,7 +96,7 @@ class OutsideRuntime(LocalRuntime):
         self.place = replace(place, learnt=self._restart_log.learnt)
         # RestartLog once the ranks have agreed: rank 0 says which run it is.
         self.run_id = self._restart_log.run_id or self.run_id
-        self._began_ns, self._formed_ns, self._lived_at_ns = time.monotonic_ns(), 0, 0
+        self._began_ns, self._formed_ns, self._progress_at_ns = time.monotonic_ns(), 0, 0
         self._clock = _boot()
         self._notes = check_relations(settings)  # nobody else shows them here
         self._stop: StopReason | None = None
@@ -109,7 +109,7 @@ class OutsideRuntime(LocalRuntime):
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
             numbers.remove(signal.SIGHUP)
         take_signals(numbers, self._on_signal)
-        self._restart_log.keep(self.lived(step=-1))
+        self._restart_log.keep(self.restart_progress(step=-1))
 
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation of this restart; rank 0 prints what there is to say before."""
@@ -159,21 +159,21 @@ class OutsideRuntime(LocalRuntime):
         match message:
             case Formed(committed_step=step):
                 self._formed_ns = time.monotonic_ns()
-                self._restart_log.keep(self.lived(step=step))
+                self._restart_log.keep(self.restart_progress(step=step))
             case _ if self.place.rank:
                 pass  # the run's time is that of its rank 0
             case Saved(step=step):
-                self._restart_log.keep(self.lived(step=step))
+                self._restart_log.keep(self.restart_progress(step=step))
             case Faulted():
-                self._restart_log.keep(self.lived())
-            case Metrics() if time.monotonic_ns() - self._lived_at_ns > _LIVED_EVERY_S * 1e9:
-                self._restart_log.keep(self.lived())
+                self._restart_log.keep(self.restart_progress())
+            case Metrics() if time.monotonic_ns() - self._progress_at_ns > _PROGRESS_EVERY_S * 1e9:
+                self._restart_log.keep(self.restart_progress())
             case _:
                 pass
 
-    def lived(self, *, step: int | None = None) -> RestartProgress:
+    def restart_progress(self, *, step: int | None = None) -> RestartProgress:
         """How far this process has come, and where its time went; ``step``: of that, if not the newest."""
-        self._lived_at_ns = time.monotonic_ns()
+        self._progress_at_ns = time.monotonic_ns()
         reading = self.slot.read()
         return RestartProgress(
             rank=self.place.rank,
@@ -181,7 +181,7 @@ class OutsideRuntime(LocalRuntime):
             run_id=self.run_id,
             clock=self._clock,
             began_ns=self._began_ns,
-            at_ns=self._lived_at_ns,
+            at_ns=self._progress_at_ns,
             step=reading.committed_step if step is None else step,
             formed_ns=self._formed_ns,
             first_step_ns=self.slot.get(Cell.FIRST_STEP_NS),
@@ -293,7 +293,7 @@ def _write_summary(
         rank: list(read_restart_log(restart_log_path(log_dir, rank)))
         for rank in range(runtime.place.world_size)
     }
-    reports[0].append(runtime.lived())  # its own file may be on a disk that is full
+    reports[0].append(runtime.restart_progress())  # its own file may be on a disk that is full
     run = replay(reports)
     run.findings.run_id = runtime.run_id
     summary = run.accounting.summary(

@@ -41,35 +41,35 @@ _ByRestart = Mapping[int, Sequence[Message]]
 class Restart:
     """One of them, by what its rank 0 reported; ``shift_ns`` brings its times to the newest one's clock."""
 
-    lives: tuple[RestartProgress, ...]
+    progress: tuple[RestartProgress, ...]
     shift_ns: int
 
     @property
     def generation(self) -> int:
         """Its number, from 1 on."""
-        return self.lives[0].generation
+        return self.progress[0].generation
 
     @property
     def began_s(self) -> float:
         """When its process began."""
-        return (self.lives[0].began_ns + self.shift_ns) / 1e9
+        return (self.progress[0].began_ns + self.shift_ns) / 1e9
 
     @property
     def formed_s(self) -> float | None:
         """When its ranks began to train; None where they never did."""
-        formed_ns = self.lives[-1].formed_ns
+        formed_ns = self.progress[-1].formed_ns
         return self.at_s(formed_ns) if formed_ns else None
 
     @property
     def first_step_s(self) -> float | None:
         """When its first step began; None where none did."""
-        first_ns = self.lives[-1].first_step_ns
+        first_ns = self.progress[-1].first_step_ns
         return self.at_s(first_ns) if first_ns else None
 
     @property
     def first_step(self) -> int:
         """The step that it went on from; 0 where it never trained."""
-        return next((life.step for life in self.lives if life.formed_ns), 0)
+        return next((latest.step for latest in self.progress if latest.formed_ns), 0)
 
     def at_s(self, at_ns: int) -> float:
         """A time of its own; never before it began, for a rank may be on another machine."""
@@ -124,7 +124,7 @@ def replay(messages_by_rank: Mapping[int, Sequence[Message]]) -> Replay:
             run.record(event, at_s)
         if after is not None and (plan := _what_ended(restart, reported)) is not None:
             run.record(plan, plan.began_s)
-        run.spent_ns.update(restart.lives[-1].spent_ns)
+        run.spent_ns.update(restart.progress[-1].spent_ns)
     return run
 
 
@@ -141,21 +141,21 @@ def _by_restart(messages: Iterable[Message], *, otherwise: int) -> _ByRestart:
 
 def _restarts(reported: Iterable[_ByRestart]) -> list[Restart]:
     """The restarts, oldest first, on one clock: that of the newest."""
-    lives: dict[int, tuple[RestartProgress, ...]] = {}
+    progress: dict[int, tuple[RestartProgress, ...]] = {}
     for own in reported:  # rank 0's count, and those of the next one where it has none
         for number, messages in own.items():
             found = tuple(one for one in messages if isinstance(one, RestartProgress))
-            lives[number] = lives.get(number) or found
+            progress[number] = progress.get(number) or found
     restarts: list[Restart] = []
-    for _, ours in sorted(lives.items(), reverse=True):
+    for _, ours in sorted(progress.items(), reverse=True):
         shift_ns = 0
         if restarts:
             after = restarts[-1]
-            same = ours[-1].clock == after.lives[0].clock
+            same = ours[-1].clock == after.progress[0].clock
             # Another machine, or boot: nobody knows how long nothing ran, so it counts as no time.
-            after_began_ns = after.lives[0].began_ns + after.shift_ns
+            after_began_ns = after.progress[0].began_ns + after.shift_ns
             shift_ns = after.shift_ns if same else after_began_ns - ours[-1].at_ns
-        restarts.append(Restart(lives=ours, shift_ns=shift_ns))
+        restarts.append(Restart(progress=ours, shift_ns=shift_ns))
     return restarts[::-1]
 
 
@@ -182,13 +182,13 @@ def _events_within(
     """What its ranks reported, by time; ``before_ns``: productive time of the restarts before it."""
     found: list[tuple[float, events.Event]] = []
     for rank, own in reported.items():
-        life = restart.lives[0]
+        latest = restart.progress[0]
         for message in own.get(restart.generation, ()):
             match message:
                 case RestartProgress():
-                    life = message
+                    latest = message
                 case Saved():
-                    productive_ns = before_ns + life.spent_ns.get("productive", 0)
+                    productive_ns = before_ns + latest.spent_ns.get("productive", 0)
                     saved = events.CheckpointSaved(
                         step=message.step,
                         path=message.path,
@@ -196,9 +196,9 @@ def _events_within(
                         size_bytes=message.size_bytes,
                         productive_ns=None if rank else productive_ns,  # the run's is rank 0's
                     )
-                    found.append((restart.at_s(life.at_ns), saved))
+                    found.append((restart.at_s(latest.at_ns), saved))
                 case TuningChanged() | Proved() | FaultTolerated() | RepairedInPlace():
-                    at_s = _when(message, restart, life)
+                    at_s = _when(message, restart, latest)
                     made = events_of(message, generation=restart.generation)
                     found += [(at_s, event) for event in made]
                 case _:
@@ -206,14 +206,14 @@ def _events_within(
     return sorted(found, key=lambda timed: timed[0])
 
 
-def _when(message: Reported, restart: Restart, life: RestartProgress) -> float:
+def _when(message: Reported, restart: Restart, latest: RestartProgress) -> float:
     match message:
         case RepairedInPlace(fault=fault, seconds=seconds):
             return restart.at_s(fault.at_ns) + seconds
         case FaultTolerated(fault=fault):
             return restart.at_s(fault.at_ns)
         case _:
-            return restart.at_s(life.at_ns)
+            return restart.at_s(latest.at_ns)
 
 
 def _what_ended(restart: Restart, reported: Mapping[int, _ByRestart]) -> events.Plan | None:
@@ -261,7 +261,7 @@ def _faults(restart: Restart, reported: Mapping[int, _ByRestart]) -> list[Fault]
         if own and not any(isinstance(one, (Faulted, Finished)) for one in own):
             silent.append(rank)
     if silent:
-        newest = restart.lives[-1]
+        newest = restart.progress[-1]
         who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {','.join(map(str, silent))}"
         lost = Fault(
             kind=FaultKind.RANK_EXITED,

@@ -15,7 +15,7 @@ from ddp_runner.core.classify import (
     classify_error,
     classify_exit,
 )
-from ddp_runner.core.crash_output import LastWords
+from ddp_runner.core.crash_output import CrashOutput
 from ddp_runner.core.faults import SCOPE_OF_KIND, Fault, FaultKind, Origin
 
 
@@ -71,7 +71,7 @@ def test_who_may_have_brought_an_end_about(facts, origin):
 )
 def test_a_crash_that_says_why_was_not_sent(reason, origin):
     """Nobody outside makes the C library say so; that it stood in a line of code is no proof."""
-    crash = LastWords(reason=reason, text="Fatal Python error: Aborted")
+    crash = CrashOutput(reason=reason, text="Fatal Python error: Aborted")
     assert ended(signal_number=6, crash=crash, place="in loss, task.py:31").origin is origin
 
 

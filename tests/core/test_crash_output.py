@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.core.crash_output import read_last_words, read_stack, user_frame
+from ddp_runner.core.crash_output import read_crash_output, read_stack, user_frame
 from ddp_runner.core.faults import DETAIL_CHARACTERS_MAX
 
 OWN = "/opt/run/ddp_runner"
@@ -29,7 +29,7 @@ LOG = "2026-11-21 17:31:47.430 INFO    rank 1 step 20 | saved\n"
 
 
 def words(said, signal_name="SIGSEGV"):
-    found = read_last_words(said, signal_name=signal_name)
+    found = read_crash_output(said, signal_name=signal_name)
     assert found is not None
     return found
 
@@ -96,7 +96,7 @@ def test_gloo_s_abort_over_sizes_is_known():
 )
 def test_what_does_not_belong_to_the_signal_is_no_account(said, signal_name):
     """Control: a loader worker's crash in the same log is not the reason of its rank's end."""
-    assert read_last_words(said, signal_name=signal_name) is None
+    assert read_crash_output(said, signal_name=signal_name) is None
 
 
 def test_what_is_kept_is_bounded_and_keeps_the_beginning():

@@ -38,7 +38,7 @@ def reading(**cells):
     return slot.read()
 
 
-def summary(ledger, **changes):
+def summary(account, **changes):
     """The summary of a run that completed, unless changed."""
     arguments = {
         "status": RunStatus.COMPLETED,
@@ -52,16 +52,16 @@ def summary(ledger, **changes):
         "now_s": 200.0,
         **changes,
     }
-    return ledger.summary(**arguments)
+    return account.summary(**arguments)
 
 
 def finished(**report):
     return Finished(rank=0, reason=StopReason.COMPLETED, step=20, report=report)
 
 
-def save(ledger, step, productive_s):
+def save(account, step, productive_s):
     """A checkpoint is on disk."""
-    ledger.take(
+    account.take(
         events.CheckpointSaved(
             step=step,
             path=f"step_{step}.pt",
@@ -73,7 +73,7 @@ def save(ledger, step, productive_s):
     )
 
 
-def note(ledger, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
+def note(account, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
     """An incident is closed."""
     plan = events.Plan(
         plan="ReplaceRanks",
@@ -91,10 +91,10 @@ def note(ledger, made, *, began_s, since_s=None, detect_s=0.0, generation=1):
         generation=generation,
         outcome="respawned",
     )
-    ledger.take(plan, now_s=made.at_s, cause=5)
+    account.take(plan, now_s=made.at_s, cause=5)
 
 
-def repair(ledger, *, now_s, committed_step, productive_s=0.0, parts=None):
+def repair(account, *, now_s, committed_step, productive_s=0.0, parts=None):
     """The world trains again."""
     if parts:
         seconds = {f"{name}_s": value for name, value in parts.items()}
@@ -107,26 +107,26 @@ def repair(ledger, *, now_s, committed_step, productive_s=0.0, parts=None):
                 source=0,
                 **{name: value / (1 + rank) for name, value in seconds.items()},
             )
-            ledger.take(formed, now_s=now_s)
-    made = ledger.repairs_at(
+            account.take(formed, now_s=now_s)
+    made = account.repairs_at(
         now_s,
         generation=2,
         step=committed_step,
         productive_ns=round(productive_s * SECOND_NS),
     )
     for repaired, _ in made:
-        ledger.take(repaired, now_s=now_s)
+        account.take(repaired, now_s=now_s)
     if not made:
-        ledger.take(events.WorldFormed(generation=1, step=committed_step), now_s=now_s)
+        account.take(events.WorldFormed(generation=1, step=committed_step), now_s=now_s)
     return made
 
 
 def test_a_run_without_faults_has_no_faults_and_nothing_lost():
     """Control: every second is startup, productive or accounted for by the ranks."""
-    ledger = RunAccounting(began_s=100.0)
-    ledger.first_step_s = 104.0
+    account = RunAccounting(began_s=100.0)
+    account.first_step_s = 104.0
     made = summary(
-        ledger,
+        account,
         reading=reading(
             productive_ns=80 * SECOND_NS,
             data_wait_ns=2 * SECOND_NS,
@@ -145,11 +145,11 @@ def test_a_run_without_faults_has_no_faults_and_nothing_lost():
 
 def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
     """Survivors keep what they committed: recovery time, and the time since the last commit."""
-    ledger = RunAccounting(began_s=100.0)
-    note(ledger, incident(7), began_s=110.0, since_s=109.5, generation=2)
-    [(repaired, cause)] = repair(ledger, now_s=111.25, committed_step=7, productive_s=9)
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(7), began_s=110.0, since_s=109.5, generation=2)
+    [(repaired, cause)] = repair(account, now_s=111.25, committed_step=7, productive_s=9)
     assert (cause, repaired.steps_lost) == (5, 0)
-    made = summary(ledger, reading=reading(productive_ns=9 * SECOND_NS))
+    made = summary(account, reading=reading(productive_ns=9 * SECOND_NS))
     (record,) = made.faults
     assert (record.kind, record.rank, record.step) == ("rank_killed", 1, 7)
     assert (record.detected_s, record.recovered_s, record.generation) == (10.0, 11.25, 2)
@@ -160,97 +160,97 @@ def test_a_fault_repaired_in_place_loses_the_unfinished_step_only():
 
 def test_work_since_the_checkpoint_is_lost_by_a_rollback():
     """It moves from productive to lost."""
-    ledger = RunAccounting(began_s=100.0)
-    save(ledger, 10, 10)
-    note(ledger, incident(15), began_s=120.0)
-    [(repaired, _)] = repair(ledger, now_s=121.0, committed_step=10, productive_s=16)
+    account = RunAccounting(began_s=100.0)
+    save(account, 10, 10)
+    note(account, incident(15), began_s=120.0)
+    [(repaired, _)] = repair(account, now_s=121.0, committed_step=10, productive_s=16)
     assert repaired.steps_lost == 5
-    made = summary(ledger, reading=reading(productive_ns=16 * SECOND_NS))
+    made = summary(account, reading=reading(productive_ns=16 * SECOND_NS))
     assert (made.time_s.lost, made.time_s.productive) == (6.0, 10.0)
     assert made.faults[0].steps_lost == 5
 
 
 def test_each_rollback_counts_its_own_work_once():
     """Twice to the same checkpoint, then to a later one: what was lost before is not lost again."""
-    ledger = RunAccounting(began_s=100.0)
-    save(ledger, 10, 10)
+    account = RunAccounting(began_s=100.0)
+    save(account, 10, 10)
     for productive_s, lost_s in ((15, 5), (18, 8)):
-        note(ledger, incident(12), began_s=120.0)
-        repair(ledger, now_s=120.0, committed_step=10, productive_s=productive_s)
-        shares = summary(ledger, reading=reading(productive_ns=productive_s * SECOND_NS)).time_s
+        note(account, incident(12), began_s=120.0)
+        repair(account, now_s=120.0, committed_step=10, productive_s=productive_s)
+        shares = summary(account, reading=reading(productive_ns=productive_s * SECOND_NS)).time_s
         assert (shares.lost, shares.productive) == (lost_s, 10.0)
-    save(ledger, 15, 23)
-    note(ledger, incident(17), began_s=140.0)
-    repair(ledger, now_s=140.0, committed_step=15, productive_s=26)
-    shares = summary(ledger, reading=reading(productive_ns=26 * SECOND_NS)).time_s
+    save(account, 15, 23)
+    note(account, incident(17), began_s=140.0)
+    repair(account, now_s=140.0, committed_step=15, productive_s=26)
+    shares = summary(account, reading=reading(productive_ns=26 * SECOND_NS)).time_s
     assert (shares.lost, shares.productive) == (11.0, 15.0)
 
 
 def test_a_rollback_to_the_very_start_loses_everything():
     """No checkpoint was made yet."""
-    ledger = RunAccounting(began_s=100.0)
-    note(ledger, incident(4), began_s=110.0)
-    [(repaired, _)] = repair(ledger, now_s=111.0, committed_step=0, productive_s=1)
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(4), began_s=110.0)
+    [(repaired, _)] = repair(account, now_s=111.0, committed_step=0, productive_s=1)
     assert repaired.steps_lost == 4
-    assert summary(ledger, reading=reading(productive_ns=SECOND_NS)).time_s.productive == 0.0
+    assert summary(account, reading=reading(productive_ns=SECOND_NS)).time_s.productive == 0.0
 
 
 def test_one_lost_step_is_not_all_of_the_work():
     """It lies between two saves: as much of the time since the one before as of the steps."""
-    ledger = RunAccounting(began_s=0.0)
-    save(ledger, 300, 290)
-    save(ledger, 500, 500)
-    note(ledger, incident(800), began_s=900.0)
-    [(repaired, _)] = repair(ledger, now_s=901.0, committed_step=799, productive_s=800)
+    account = RunAccounting(began_s=0.0)
+    save(account, 300, 290)
+    save(account, 500, 500)
+    note(account, incident(800), began_s=900.0)
+    [(repaired, _)] = repair(account, now_s=901.0, committed_step=799, productive_s=800)
     assert repaired.steps_lost == 1
-    shares = summary(ledger, reading=reading(productive_ns=800 * SECOND_NS)).time_s
+    shares = summary(account, reading=reading(productive_ns=800 * SECOND_NS)).time_s
     assert (shares.lost, shares.productive) == (1.0, 799.0)
 
 
 def test_without_a_save_the_work_since_the_launch_is_shared_out():
     """A resumed run stood at its first step before it had worked at all; lost twice, counted once."""
-    ledger = RunAccounting(began_s=0.0)
-    assert repair(ledger, now_s=5.0, committed_step=1000) == []
+    account = RunAccounting(began_s=0.0)
+    assert repair(account, now_s=5.0, committed_step=1000) == []
     for productive_s in (100, 101):
-        note(ledger, incident(1100), began_s=110.0)
-        repair(ledger, now_s=111.0, committed_step=1099, productive_s=productive_s)
-    shares = summary(ledger, reading=reading(productive_ns=101 * SECOND_NS)).time_s
+        note(account, incident(1100), began_s=110.0)
+        repair(account, now_s=111.0, committed_step=1099, productive_s=productive_s)
+    shares = summary(account, reading=reading(productive_ns=101 * SECOND_NS)).time_s
     assert (shares.lost, shares.productive) == (2.0, 99.0)
 
 
 def test_incidents_of_one_outage_are_one_recovery():
     """A second fault while repairing: time counts from the first, and both end together."""
-    ledger = RunAccounting(began_s=100.0)
-    note(ledger, incident(3), began_s=110.0, since_s=109.0)
-    note(ledger, incident(3, rank=0), began_s=112.0, since_s=109.0)
-    repair(ledger, now_s=115.0, committed_step=3)
-    made = summary(ledger)
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(3), began_s=110.0, since_s=109.0)
+    note(account, incident(3, rank=0), began_s=112.0, since_s=109.0)
+    repair(account, now_s=115.0, committed_step=3)
+    made = summary(account)
     assert [record.recovered_s for record in made.faults] == [15.0, 15.0]
     assert made.time_s.recovery == 5.0
     assert made.time_s.lost == 1.0
-    assert len(ledger.history) == 2
+    assert len(account.history) == 2
 
 
 def test_a_generation_that_forms_without_a_fault_repairs_nothing():
     """Control: the first one of a run."""
-    ledger = RunAccounting(began_s=100.0)
-    assert repair(ledger, now_s=103.0, committed_step=0) == []
-    assert summary(ledger).time_s.recovery == 0.0
+    account = RunAccounting(began_s=100.0)
+    assert repair(account, now_s=103.0, committed_step=0) == []
+    assert summary(account).time_s.recovery == 0.0
 
 
 def test_a_fault_that_ended_the_run_was_never_recovered():
     """Its record says so by None."""
-    ledger = RunAccounting(began_s=100.0)
-    note(ledger, incident(3), began_s=110.0)
-    made = summary(ledger, status=RunStatus.FAILED, exit_code=ExitCode.FAILED)
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(3), began_s=110.0)
+    made = summary(account, status=RunStatus.FAILED, exit_code=ExitCode.FAILED)
     assert made.faults[0].recovered_s is None
     assert (made.status, made.exit_code) == (RunStatus.FAILED, 1)
 
 
 def test_what_the_ranks_reported_wins_over_the_board():
     """A complete run is described by its own words, peaks by the highest of all ranks."""
-    ledger = RunAccounting(began_s=100.0)
-    save(ledger, 16, 0)
+    account = RunAccounting(began_s=100.0)
+    save(account, 16, 0)
     reports = [
         finished(
             epochs=2,
@@ -263,7 +263,7 @@ def test_what_the_ranks_reported_wins_over_the_board():
         ),
         finished(peaks={"peak_rss_bytes": 9, "peak_device_bytes": 0}),
     ]
-    made = summary(ledger, finished=reports)
+    made = summary(account, finished=reports)
     assert (made.steps, made.epochs, made.samples, made.final_loss) == (20, 2, 160, 0.25)
     assert (made.weights_sha256, made.checkpoint) == ("ab", "step_20.pt")
     assert made.figures == {"validation_loss": 0.3}
@@ -272,30 +272,30 @@ def test_what_the_ranks_reported_wins_over_the_board():
 
 def test_a_repair_is_reported_by_its_parts():
     """Noticing, aborting, forking and each part of the re-forming, in seconds, and the sum."""
-    ledger = RunAccounting(began_s=100.0)
-    note(ledger, incident(7, at_s=110.25), began_s=110.0, detect_s=2.0)
-    ledger.forming(110.75)
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(7, at_s=110.25), began_s=110.0, detect_s=2.0)
+    account.forming(110.75)
     parts = {"group": 0.1, "transfer": 0.2, "rebuild": 0.3}
-    repair(ledger, now_s=111.5, committed_step=7, parts=parts)
-    (record,) = summary(ledger).faults
+    repair(account, now_s=111.5, committed_step=7, parts=parts)
+    (record,) = summary(account).faults
     assert record.seconds == {"detect": 2.0, "abort": 0.25, "fork": 0.5, **parts, "total": 1.5}
 
 
 def test_a_later_forming_does_not_touch_a_repair_that_is_done():
     """Control: its figures are final."""
-    ledger = RunAccounting(began_s=100.0)
-    note(ledger, incident(7, at_s=110.25), began_s=110.0)
-    ledger.forming(110.75)
-    repair(ledger, now_s=111.5, committed_step=7)
-    ledger.forming(190.0)
-    assert summary(ledger).faults[0].seconds["fork"] == 0.5
+    account = RunAccounting(began_s=100.0)
+    note(account, incident(7, at_s=110.25), began_s=110.0)
+    account.forming(110.75)
+    repair(account, now_s=111.5, committed_step=7)
+    account.forming(190.0)
+    assert summary(account).faults[0].seconds["fork"] == 0.5
 
 
 def test_a_run_that_broke_off_is_described_by_the_board():
     """Steps, samples and loss of the last commit, and the last checkpoint that was published."""
-    ledger = RunAccounting(began_s=100.0)
-    save(ledger, 16, 0)
-    made = summary(ledger, status=RunStatus.GAVE_UP, exit_code=ExitCode.GAVE_UP)
+    account = RunAccounting(began_s=100.0)
+    save(account, 16, 0)
+    made = summary(account, status=RunStatus.GAVE_UP, exit_code=ExitCode.GAVE_UP)
     assert (made.steps, made.epochs, made.samples, made.final_loss) == (20, 2, 160, 0.5)
     assert (made.weights_sha256, made.checkpoint, made.peak_rss_bytes) == (None, "step_16.pt", None)
 
@@ -316,9 +316,9 @@ def test_a_run_that_never_made_a_step_was_startup_only():
 
 def test_reasons_for_inexact_weights_are_passed_on():
     """Exact means that no reason is known."""
-    ledger = RunAccounting(began_s=0.0)
-    assert summary(ledger).exact
-    made = summary(ledger, facts=RunFindings(inexact_reasons=["fewer ranks"]))
+    account = RunAccounting(began_s=0.0)
+    assert summary(account).exact
+    made = summary(account, facts=RunFindings(inexact_reasons=["fewer ranks"]))
     assert (made.exact, made.inexact_reasons) == (False, ("fewer ranks",))
 
 
@@ -341,42 +341,42 @@ def test_each_rank_s_own_time_is_reported():
 
 def test_very_many_checkpoints_do_not_pile_up():
     """A run of months saves thousands; the newest are what a rollback can reach."""
-    ledger = RunAccounting(began_s=0.0)
+    account = RunAccounting(began_s=0.0)
     for step in range(5000):
-        save(ledger, step, step)
-    assert len(ledger._productive_at_save) <= 64
-    note(ledger, replace(incident(5000)), began_s=10.0)
-    repair(ledger, now_s=10.0, committed_step=4999, productive_s=5003)
-    assert summary(ledger, reading=reading(productive_ns=5003 * SECOND_NS)).time_s.lost == 4.0
+        save(account, step, step)
+    assert len(account._productive_at_save) <= 64
+    note(account, replace(incident(5000)), began_s=10.0)
+    repair(account, now_s=10.0, committed_step=4999, productive_s=5003)
+    assert summary(account, reading=reading(productive_ns=5003 * SECOND_NS)).time_s.lost == 4.0
 
 
 @pytest.mark.parametrize("count", [2 * REPAIRED_KEPT, 2 * REPAIRED_KEPT + 7])
 def test_of_thousands_of_repaired_faults_the_first_and_the_last_are_listed(count):
     """A long run with a bad disk or loader does not grow for ever; the rest is counted."""
-    ledger = RunAccounting(began_s=0.0)
+    account = RunAccounting(began_s=0.0)
     for step in range(count):
         fault = Fault(kind=FaultKind.LOADER_WORKER_DIED, rank=0, step=step, cause="it died")
-        ledger.take(
+        account.take(
             events.RepairedInPlace(action="", seconds=0.1, steps_lost=0, fault=fault, generation=1),
             now_s=1.0,
         )
-    made = summary(ledger)
+    made = summary(account)
     steps = sorted(record.step for record in made.faults)
     assert steps == [*range(REPAIRED_KEPT), *range(count - REPAIRED_KEPT, count)]
     assert made.faults_left_out == count - 2 * REPAIRED_KEPT
     assert made.to_record()["faults_left_out"] == made.faults_left_out
-    assert ledger.faults_total == count
-    note(ledger, incident(3), began_s=100.0)
-    assert ledger.faults_total == count + 1
+    assert account.faults_total == count
+    note(account, incident(3), began_s=100.0)
+    assert account.faults_total == count + 1
 
 
 def test_the_summary_says_which_faults_were_injected(tmp_path):
     """What, where and when, on the clock of the faults that came of it; also read back from the file."""
-    ledger = RunAccounting(began_s=100.0)
+    account = RunAccounting(began_s=100.0)
     injected = events.Injected(kind="kill", rank=1, number=2, step=7, phase="forward")
-    ledger.take(injected, now_s=109.5)
-    note(ledger, incident(7), began_s=110.0)
-    made = summary(ledger)
+    account.take(injected, now_s=109.5)
+    note(account, incident(7), began_s=110.0)
+    made = summary(account)
     (record,) = made.injected
     assert (record.kind, record.rank, record.number) == ("kill", 1, 2)
     assert (record.step, record.phase, record.at_s) == (7, "forward", 9.5)
@@ -387,7 +387,7 @@ def test_the_summary_says_which_faults_were_injected(tmp_path):
 
 def test_of_thousands_of_injections_the_newest_are_listed():
     """A soak of days does not grow for ever."""
-    ledger = RunAccounting(began_s=0.0)
+    account = RunAccounting(began_s=0.0)
     for step in range(INJECTED_KEPT + 5):
-        ledger.take(events.Injected(kind="stop", rank=0, step=step, phase="data"), now_s=1.0)
-    assert [one.step for one in summary(ledger).injected] == [*range(5, INJECTED_KEPT + 5)]
+        account.take(events.Injected(kind="stop", rank=0, step=step, phase="data"), now_s=1.0)
+    assert [one.step for one in summary(account).injected] == [*range(5, INJECTED_KEPT + 5)]

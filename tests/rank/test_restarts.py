@@ -13,7 +13,7 @@ from ddp_runner.rank.restarts import replay
 S = 1_000_000_000
 
 
-def lived(generation, at_s, step, *, began_s, productive_s=0, formed_s=0, clock="boot", rank=0):
+def progress(generation, at_s, step, *, began_s, productive_s=0, formed_s=0, clock="boot", rank=0):
     return RestartProgress(
         rank=rank, generation=generation, run_id="r", clock=clock, began_ns=began_s * S,
         at_ns=at_s * S, step=step, formed_ns=formed_s * S, first_step_ns=formed_s * S,
@@ -56,25 +56,25 @@ def summed_up(reported, *, now_s=180):
 
 # Formed 5 s after its launch, saved step 20 after 10 s of steps, and was at step 30 when it broke.
 FIRST = [
-    lived(1, 100, -1, began_s=100),
-    lived(1, 105, 0, began_s=100, formed_s=105),
-    lived(1, 120, 20, began_s=100, formed_s=105, productive_s=10),
+    progress(1, 100, -1, began_s=100),
+    progress(1, 105, 0, began_s=100, formed_s=105),
+    progress(1, 120, 20, began_s=100, formed_s=105, productive_s=10),
     saved(20),
-    lived(1, 140, 30, began_s=100, formed_s=105, productive_s=18),
+    progress(1, 140, 30, began_s=100, formed_s=105, productive_s=18),
 ]
 SECOND = [
-    lived(2, 150, -1, began_s=150),
-    lived(2, 156, 20, began_s=150, formed_s=156),
-    lived(2, 180, 40, began_s=150, formed_s=156, productive_s=12),
+    progress(2, 150, -1, began_s=150),
+    progress(2, 156, 20, began_s=150, formed_s=156),
+    progress(2, 180, 40, began_s=150, formed_s=156, productive_s=12),
 ]
 
 
 def silent(generation, began_s):
-    return lived(generation, began_s, -1, began_s=began_s, rank=1)
+    return progress(generation, began_s, -1, began_s=began_s, rank=1)
 
 
 def of(*rest, first=(), second=()):
-    """What two ranks reported: rank 0 the lives above, rank 1 ``rest``."""
+    """What two ranks reported: rank 0 the progress above, rank 1 ``rest``."""
     return {0: [*FIRST, *first, *SECOND, *second], 1: list(rest)}
 
 
@@ -128,9 +128,9 @@ def test_a_job_that_never_restarted_has_nothing_between():
 def test_two_restarts_that_lose_the_same_steps_count_their_own_work():
     """What the first one lost is not lost again by the second, which also ends before a save."""
     third = [
-        lived(3, 190, -1, began_s=190),
-        lived(3, 196, 20, began_s=190, formed_s=196),
-        lived(3, 220, 60, began_s=190, formed_s=196, productive_s=20),
+        progress(3, 190, -1, began_s=190),
+        progress(3, 196, 20, began_s=190, formed_s=196),
+        progress(3, 220, 60, began_s=190, formed_s=196, productive_s=20),
     ]
     reported = of(silent(1, 100), silent(2, 150), silent(3, 190))
     reported[0] += third
@@ -142,8 +142,8 @@ def test_two_restarts_that_lose_the_same_steps_count_their_own_work():
 def test_a_restart_that_never_trained_is_part_of_one_recovery():
     """Both faults are over when the third trains; the time between counts once, and lost steps once."""
     third = [
-        lived(3, 190, -1, began_s=190),
-        lived(3, 196, 20, began_s=190, formed_s=196),
+        progress(3, 190, -1, began_s=190),
+        progress(3, 196, 20, began_s=190, formed_s=196),
     ]
     reported = {
         0: [*FIRST, faulted(1, 0), SECOND[0], faulted(2, 0, at_s=160, step=0), *third],
@@ -158,7 +158,7 @@ def test_a_restart_that_never_trained_is_part_of_one_recovery():
 
 def test_a_restart_without_word_of_rank_0_is_known_by_others():
     """Its own file may be on a disk that is full."""
-    one = lived(1, 105, 0, began_s=100, formed_s=105, rank=1)
+    one = progress(1, 105, 0, began_s=100, formed_s=105, rank=1)
     reported = {0: SECOND, 1: [one, faulted(1, 1, FaultKind.REPLICA_DIVERGED), silent(2, 150)]}
     made = summed_up(reported)
     [record] = made.faults
@@ -169,7 +169,7 @@ def test_a_restart_without_word_of_rank_0_is_known_by_others():
 
 def test_time_on_another_machine_s_clock_goes_before():
     """Nobody knows how long nothing ran, so it counts as no time; faults move along."""
-    other = [lived(1, 1040, 30, began_s=1000, clock="other", productive_s=18, formed_s=1005)]
+    other = [progress(1, 1040, 30, began_s=1000, clock="other", productive_s=18, formed_s=1005)]
     made = summed_up({0: [*other, repaired(1010), *SECOND]})
     assert made.wall_s == 40 + 30
     record = made.faults[0]

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from ddp_runner.core.board import SlotReading
 from ddp_runner.core.classify import RankExit, signal_name
-from ddp_runner.core.crash_output import SELF_MADE_SIGNALS, read_last_words, read_stack, user_frame
+from ddp_runner.core.crash_output import (
+    SELF_MADE_SIGNALS,
+    read_crash_output,
+    read_stack,
+    user_frame,
+)
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
@@ -35,7 +40,7 @@ def exit_of(
     """
     crash, words = None, ""
     if ended.signal_number is not None and (was_asked or is_self_made(ended.signal_number)):
-        crash = read_last_words(wrote.last, signal_name=signal_name(ended.signal_number))
+        crash = read_crash_output(wrote.last, signal_name=signal_name(ended.signal_number))
         words = read_stack(wrote.when_asked) if crash is None and was_asked else ""
     return RankExit(
         rank=rank,
@@ -45,7 +50,7 @@ def exit_of(
         exit_code=ended.exit_code,
         signal_number=ended.signal_number,
         killed_for_memory=killed_for_memory,
-        last_words=wrote.before_log if keeps_all else words,
+        last_output=wrote.before_log if keeps_all else words,
         crash=crash,
         place="" if crash is None else place_in(crash.text),
     )

@@ -48,7 +48,7 @@ class Helper:
         """The file in memory that it writes to."""
         return self._output
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """What it has written."""
         return read_output(self._output)
 

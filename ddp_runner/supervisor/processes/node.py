@@ -278,7 +278,7 @@ class Node:
             return ZygoteEnded(ended=ended, output=output)
         for helper in self._helpers:
             if helper.pid == ended.pid:
-                output = helper.last_words()
+                output = helper.last_output()
                 kind = HELPER_ENDED[type(helper)]
                 if helper is self.drill:
                     self._guardian.rank_ended(ended.pid, known=self._pids)

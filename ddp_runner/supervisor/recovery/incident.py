@@ -29,7 +29,7 @@ class OpenIncident:
     last_sign_s: dict[int, float] = field(default_factory=dict)
     # Each rank that was asked: the step it has committed, and the collectives it has begun since.
     collectives: dict[int, tuple[int, int]] = field(default_factory=dict)
-    ended: dict[int, Fault] = field(default_factory=dict)  # how ranks ended, with their last words
+    ended: dict[int, Fault] = field(default_factory=dict)  # how ranks ended, with their last output
     # Ranks whose replacement was asked for before the last answer came, and has no fault of its own.
     forked_ahead: set[int] = field(default_factory=set)
     _tried_ahead: set[int] = field(default_factory=set)

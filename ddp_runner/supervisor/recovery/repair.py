@@ -86,7 +86,7 @@ class Repair:
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed
         self._actions: list[str] = []
-        self._once_more = False  # one of them is to change nothing
+        self._plain_retry = False  # one of them is to change nothing
         self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
         self.returning = ReturningRanks(
             settings.recovery,
@@ -134,7 +134,7 @@ class Repair:
         """What a rank changes for its own fault, which it reports next, or for its predecessor's."""
         if message.fault_free:
             return
-        self._once_more |= message.plain_retry
+        self._plain_retry |= message.plain_retry
         if message.action and message.action not in self._actions:
             self._actions.append(message.action)
 
@@ -157,7 +157,7 @@ class Repair:
         )
 
     def note_end(self, handle: RankHandle, fault: Fault) -> None:
-        """How a rank of the broken generation ended, and what it was doing by its own last words."""
+        """How a rank of the broken generation ended, and what it was doing by its last output."""
         if self._incident is not None:
             # What was forked ahead may end too; why the first one did is what counts.
             self._incident.ended.setdefault(handle.rank, fault)
@@ -318,13 +318,13 @@ class Repair:
             ever_formed=self._facts.ever_formed,
             generation=self._facts.generation,
             done_between=max(h.slot.done_between(step) for h in self._world.present),
-            plain_retry=self._once_more,
+            plain_retry=self._plain_retry,
         )
 
     def _decide(self, opened: OpenIncident, now_s: float) -> GiveUp | None:
         ranks = self._world.present
         incident = self._as_incident(opened, now_s)
-        self._once_more = False
+        self._plain_retry = False
         plan = plan_recovery(
             incident,
             world=who_is_left(ranks, incident, forked_ahead=opened.forked_ahead, now_s=now_s),
