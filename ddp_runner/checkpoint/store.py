@@ -112,7 +112,7 @@ class CheckpointStore:
         Blocks for the write and its sync; device tensors are copied to the host one at a time. The
         model's entries must have the bare model's names (``naming``). ``monitored`` is better when
         lower; a value that is not finite counts as None. Checkpoints of later steps belong to
-        a course that was left (a rollback, a resume from an older file): they are moved into
+        a branch that was left (a rollback, a resume from an older file): they are moved into
         ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
 
         Raises FaultError (STORAGE_FAILED) if the disk refuses: then every earlier checkpoint stands
@@ -231,7 +231,9 @@ class CheckpointStore:
         """A later checkpoint that stays would be taken for the newest."""
         aside = self.catalog.set_later_aside(published.step, _utc("%Y%m%dT%H%M%SZ"))
         if aside is not None:
-            self._notes.append(f"the checkpoints of a later course are now in {aside}")
+            self._notes.append(
+                f"later checkpoints, of the branch that was left, are now in {aside}"
+            )
 
     def _point_and_retain(self, published: Manifest) -> None:
         """What follows from a published checkpoint, and is not needed to load one."""

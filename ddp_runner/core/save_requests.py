@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class SaveRequests:
-    """Counts what a person asks for; a wish stays until a file, or the disk's refusal, has answered it.
+    """Counts what a person asks for; a request stays until a file, or the disk's refusal, has answered it.
 
     Whoever is asked votes until a step that counts has shown it to all ranks; from there on it is rank 0's
-    to fulfil. ``wanted_step`` is the last such step, also of a wish of rank 0's own: every rank keeps
+    to fulfil. ``wanted_step`` is the last such step, also of a request of rank 0's own: every rank keeps
     it in mind for the case that rank 0 dies before the file is there.
     """
 

@@ -1,7 +1,7 @@
 """What a dataset holds in its attributes, its random generators above all: noted, and put back later.
 
-An iterable dataset without a state of its own carries them from one epoch to the next. AttributeStates is what is
-no longer as it was built; whoever puts it back has built the same dataset. What is no plain value, such
+An iterable dataset without a state of its own carries them from one epoch to the next. ``AttributeStates`` is
+what is no longer as it was built; whoever puts it back has built the same dataset. What is no plain value, such
 as an open file, cannot be kept, and is named. Looked into are objects of the task's own classes and
 datasets and samplers of any library; what other libraries hold inside their objects is theirs.
 """

@@ -141,7 +141,7 @@ class Launch:
             [f.get("rank"), f.get("step")] for f in faults if BY_DEVICE in str(f.get("cause"))
         ]
         if by_device:
-            facts.note("told_by_device", by_device)
+            facts.note("reported_by_device", by_device)
         facts.note("verdict", self._verdict(summary, faults, fault_free, culprits))
         if self._late or code:
             facts.note("console", self._tail("console.txt", 1200))

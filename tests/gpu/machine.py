@@ -203,7 +203,7 @@ def _be_spare(facts, kind):
     if kind == "device":
         settings = config.from_flat({"task": "synthetic"})
         held = spare.open_device(settings, torch.device("cuda:0"), driver=driver)
-        facts.note("ahead_told_mb", held / 2**20)
+        facts.note("ahead_reported_mb", held / 2**20)
     facts.note("ahead_opened", driver.opened())
 
 
@@ -384,7 +384,7 @@ def board(facts):
     torch.cuda._sleep(10**9)
     with Timed() as reported:
         progress.come_to_sum()
-    facts.note("told_s", reported.s)
+    facts.note("reported_s", reported.s)
     facts.note("behind_kernel", slot.get(Cell.DEVICE_SUMS))
     _finish(torch)
     facts.note("after_kernel", slot.get(Cell.DEVICE_SUMS))

@@ -24,9 +24,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("stranger", "number"), list(cases()))
-def test_a_task_ends_with_the_fault_free_weights_or_says_why_not(
-    tmp_path, stranger, number
-):
+def test_a_task_ends_with_the_fault_free_weights_or_says_why_not(tmp_path, stranger, number):
     """Killed in forward, in the reduction and inside a commit, all killed, stopped and started again."""
     workers = stranger.workers
     calm = run(stranger, tmp_path / "calm", workers=workers[number % len(workers)])

@@ -43,7 +43,7 @@ def test_a_checkpoint_that_is_asked_for_is_made_once(simulate, is_lost):
 
 
 def test_a_checkpoint_from_before_the_roll_back_answers_the_request(simulate):
-    """It is all there is of the course that is followed: nobody hears of the request again."""
+    """It is all there is of the branch that is followed: nobody hears of the request again."""
     run = simulate()
     run.to_step(13)
     run.supervisor.ask_save()

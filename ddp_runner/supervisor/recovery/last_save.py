@@ -145,7 +145,7 @@ class LastSave:
 
     def _ask(self, move: AskToSave, now_s: float) -> None:
         # INVARIANT one-writer: while a rank saves alone no other one publishes or deletes a file. A save
-        # that another has begun beside training would set the newer checkpoint aside as a later course.
+        # that another has begun beside training would set the newer checkpoint aside as another branch.
         # Broken if: a rank is asked before the others are fenced out of the disk.
         # Guarded by: test_only_the_rank_that_saves_before_the_end_may_write.
         for handle in self._world.ranks:

@@ -71,7 +71,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.ZygoteReady(warning=warning) if warning:
             yield warning, "WARNING"
         case events.ZygoteReplaced():
-            yield "the zygote died; the one that stood by forks now", "WARNING"
+            yield "the zygote died; the standby zygote forks from now on", "WARNING"
         case _:
             pass
 
