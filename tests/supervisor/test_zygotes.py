@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.exits import ExitCode, StopReason
+from ddp_runner.core.lifecycle import Membership, RankState
 from ddp_runner.supervisor.recovery.zygote_keeper import ZYGOTES_LOST_MAX
 from tests.supervisor.judging import assert_done, lost, plans
 from tests.supervisor.simulated import SPARE, STANDBY
@@ -211,3 +212,22 @@ def test_an_import_that_never_ends_in_a_later_zygote_is_tried_again(simulate):
     run.kill(1)
     assert_done(run)
     assert [ranks for _, _, ranks in plans(run)] == [(1,)]
+
+
+def test_a_rank_that_hangs_before_its_zygote_has_named_it_is_replaced(simulate):
+    """It is cut off, as nobody knows its pid; the zygote that owes the answer is ended, and another forks."""
+    run = simulate(warm_spare=False, startup_timeout_s=2.0)
+    run.to_step(15)
+    run.answers_s = 1e6
+    run.kill(1)
+    run.run_until(lambda: run.rank(1) is not None)
+    unnamed = run.rank(1)
+    unnamed.is_deaf, unnamed.stopped, unnamed.asleep = True, True, True
+    handle = run.world.ranks[1]
+    run.run_until(lambda: handle.membership is Membership.HUNG)
+    assert handle.pid is None
+    run.run_until(lambda: handle.state is RankState.KILLING)
+    run.answers_s = 0.0
+    run.run_until(lambda: run.rank(1) not in (None, unnamed), within_s=60.0)
+    assert_done(run)
+    assert sum(lost(run)) == 0
