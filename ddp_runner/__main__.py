@@ -23,8 +23,8 @@ _MODULE_OF_COMMAND = {
     "demo": "ddp_runner.cli.demo",
     "check": "ddp_runner.cli.check",
     "docs": "ddp_runner.cli.docs",
+    "run": "ddp_runner.cli.run",
 }
-_LATER = ("run",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +60,6 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
         return "train", ["--help"]
     if word in _MODULE_OF_COMMAND:
         return word, rest
-    if word in _LATER:
-        raise BadInputError(word, "", "is not in this version; the commands are " + _listed())
     near = difflib.get_close_matches(word, _MODULE_OF_COMMAND, n=1)
     hint = f"did you mean {near[0]}?" if near else "the commands are " + _listed()
     raise BadInputError(word, "", f"unknown command; {hint}")

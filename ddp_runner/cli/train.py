@@ -47,14 +47,14 @@ def run(words: Sequence[str]) -> int:
     ignored = what_is_ignored(os.environ)
     if ignored:
         plan = replace(plan, notes=(ignored, *plan.notes))
-    _allow_open_files(plan.world_size)
+    allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
     return supervise(plan)
 
 
-def _allow_open_files(world_size: int) -> None:
+def allow_open_files(world_size: int) -> None:
     """Raise this process's limit to what a run needs. Raises BadInputError where that is forbidden."""
     needed = OPEN_FILES_BASE + OPEN_FILES_PER_RANK * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

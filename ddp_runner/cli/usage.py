@@ -20,6 +20,7 @@ WIDTH = 79
 _INDENT = 28
 COMMANDS = {
     "train": "train; what happens when no command is given",
+    "run": "any script that torchrun starts, supervised: run train.py ARGS",
     "checkpoints": "list checkpoints, or verify that they can be read",
     "report": "what happened in a run, for people",
     "doctor": "can this machine train, and if not, what to do",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddp_runner.core.script import ScriptPlan
     from ddp_runner.core.settings import Settings
 
 
@@ -41,7 +42,8 @@ class LaunchPlan:
     """A checked run, ready to start. ``devices[r]`` is the place of rank ``r``.
 
     ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
-    checkpoint must agree with. ``notes`` are lines to show people once, before training.
+    checkpoint must agree with. ``notes`` are lines to show people once, before training. ``script``: the
+    program that is run in place of a task.
     """
 
     settings: Settings
@@ -53,6 +55,7 @@ class LaunchPlan:
     settings_digest: str
     command: tuple[str, ...]
     notes: tuple[str, ...]
+    script: ScriptPlan | None = None
 
     def has_own_device(self, rank: int) -> bool:
         """Whether no other rank computes where this one does."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ddp_runner.core import events
 from ddp_runner.core.board import SlotReading
-from ddp_runner.core.exits import ExitCode, RunStatus
+from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
 from ddp_runner.observe.findings import RunFindings
@@ -218,7 +218,7 @@ class RunAccounting:
         self,
         *,
         status: RunStatus,
-        exit_code: ExitCode,
+        exit_code: int,
         world_size: int,
         reading: SlotReading,
         steps_per_epoch: int,

@@ -146,11 +146,15 @@ def _bar(view: RunView, width: int, glyphs: Glyphs) -> Line:
 
 def _figures(view: RunView, width: int) -> Line:
     # How many epochs there are is known once the data is built.
-    pairs = [("epoch", "-" if view.state == "starting" else epoch_text(view))]
-    pairs.append(("loss", "-" if view.loss is None else fmt.figure(view.loss)))
     speed = "-" if view.samples_per_s is None else fmt.rate(view.samples_per_s)
-    pairs.append(("samples/s", speed))
-    pairs.append(("eta", "-" if view.eta_s is None else fmt.duration(view.eta_s)))
+    pairs = [
+        ("epoch", "-" if view.state == "starting" else epoch_text(view)),
+        ("loss", "-" if view.loss is None else fmt.figure(view.loss)),
+        ("samples/s", speed),
+        ("eta", "-" if view.eta_s is None else fmt.duration(view.eta_s)),
+    ]
+    if view.epochs < 0:
+        pairs = [("optimizer steps", fmt.count(view.step))]
     left = [span for pair in pairs for span in _labelled(*pair)]
     if view.faults_total == 0 and view.restarts == 0:
         return _spread(left, [Span("no faults", Role.QUIET)], width)

@@ -33,7 +33,9 @@ def progress_line(view: RunView) -> str:
     """``step 120/1,500  epoch 1  loss 2.3456  …  eta 2m 03s``; unknown figures are left out."""
     step = view.step if view.logged_step is None else view.logged_step
     total = f"/{fmt.count(view.max_steps)}" if view.max_steps > 0 else ""
-    parts = [f"step {fmt.count(step)}{total}", f"epoch {epoch_text(view)}"]
+    parts = [f"step {fmt.count(step)}{total}"]
+    if view.epochs >= 0:
+        parts.append(f"epoch {epoch_text(view)}")
     if view.loss is not None:
         parts.append(f"loss {fmt.figure(view.loss)}")
     if view.learning_rate is not None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from ddp_runner.observe.script_summary import ScriptSummary
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectedRecord:
@@ -153,7 +155,7 @@ def goodput(*, productive_s: float, wall_s: float, startup_s: float) -> float:
     return min(1.0, max(0.0, productive_s / available_s)) if available_s > 0 else 0.0
 
 
-def write_summary(path: Path, summary: RunSummary) -> None:
+def write_summary(path: Path, summary: RunSummary | ScriptSummary) -> None:
     """Replace ``path``; on disk when it returns. Raises OSError, and the old file then stays."""
     replace_file_synced(path, encode_record(summary.to_record()))
 

@@ -33,7 +33,8 @@ class RunView:
     """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
 
     ``logged_step`` is the newest step that the ranks reported metrics for, with its
-    ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1. ``doing`` is
+    ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1;
+    ``epochs`` is below 0 where nobody knows of any. ``doing`` is
     what the start is at, for ``doing_s`` by now; empty once the first step is done.
     """
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddp_runner.core.messages import (
@@ -33,6 +33,9 @@ from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, st
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
+SCRIPTS = (
+    "scripts:"  # in place of a task: its forks run programs; behind it, modules to import ahead
+)
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
@@ -50,6 +53,41 @@ _PRELOADED = (
     "ddp_runner.rank.drill",
     "ddp_runner.rank.store_host",
 )
+
+
+# What a script's rank needs before the script itself.
+_PRELOADED_FOR_SCRIPTS = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.optim",
+    "torch.utils.data",
+    "ddp_runner.rank.script",
+    "ddp_runner.rank.store_host",
+)
+
+
+class ProgramBegins(BaseException):
+    """Raised in a fork that is a program of its own from here on: it is to run at the bottom of the stack.
+
+    So it ends as the interpreter does, and no frame of ours is below its own.
+    """
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        super().__init__()
+        self.run = run
+
+
+def preload_for_scripts(modules: Sequence[str]) -> float:
+    """Import what scripts need, and ``modules``; returns the seconds it took. Raises ImportError."""
+    began_s = time.monotonic()
+    gc.disable()
+    for name in (*_PRELOADED_FOR_SCRIPTS, *modules):
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    return time.monotonic() - began_s
 
 
 def preload(task: str) -> float:
@@ -88,11 +126,13 @@ def fork_to_supervisor(supervisor_pid: int, run: Callable[[], int]) -> int:
     if between == 0:
         # Asked before the fork: a child that is scheduled late has its new parent already.
         between_pid = os.getpid()
+        os.close(reader)
         with contextlib.suppress(
             OSError
         ):  # no more processes: nothing is written, and that shows it
             child = os.fork()
             if child == 0:
+                os.close(writer)
                 _become(between_pid, supervisor_pid, run)
             os.write(writer, child.to_bytes(8, "little"))
         os._exit(0)
@@ -115,13 +155,14 @@ def _become(between_pid: int, supervisor_pid: int, run: Callable[[], int]) -> No
             time.sleep(0.0005)
         parent_death.die_with_parent(supervisor_pid)
         status = run()
+    except ProgramBegins:
+        raise
     except BaseException:  # noqa: BLE001 - top of a process: say why and end
         traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def serve(channel: Channel, supervisor_pid: int) -> None:
@@ -153,16 +194,22 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
 
 def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
     """What a fork is for."""
-    from ddp_runner.rank import drill, process, spare, store_host  # noqa: PLC0415 - imported by preload
+    from ddp_runner.rank import store_host  # noqa: PLC0415 - imported by preload
 
     if request.rank == STORE_RANK:
         return store_host.host(*inherited)
+    if request.rank == STANDBY_RANK:
+        return stand_by(*inherited, supervisor_pid=supervisor_pid)
+    if request.spec.get("is_script"):
+        from ddp_runner.rank import script  # noqa: PLC0415 - as above
+
+        raise ProgramBegins(lambda: script.run(request, inherited))
+    from ddp_runner.rank import drill, process, spare  # noqa: PLC0415 - as above
+
     if request.rank == SPARE_RANK:
         return spare.wait(request, inherited)
     if request.rank == DRILL_RANK:
         return drill.main(request, inherited)
-    if request.rank == STANDBY_RANK:
-        return stand_by(*inherited, supervisor_pid=supervisor_pid)
     return process.main(request, inherited)
 
 
@@ -207,10 +254,19 @@ def main(arguments: list[str]) -> int:
     leave_stops_to_supervisor()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
-    import_s = preload(arguments[2] if len(arguments) > 2 else "")
+    wanted = arguments[2] if len(arguments) > 2 else ""
+    if wanted.startswith(SCRIPTS):
+        import_s = preload_for_scripts([name for name in wanted[len(SCRIPTS) :].split(",") if name])
+    else:
+        import_s = preload(wanted)
     torch_version = str(sys.modules["torch"].__version__)
     channel.send(
         ZygoteReady(torch_version=torch_version, import_s=import_s, warning=_what_forks_inherit())
     )
-    serve(channel, supervisor_pid)
-    return 0
+    try:
+        serve(channel, supervisor_pid)
+    except ProgramBegins as begins:
+        run = begins.run
+    else:
+        return 0
+    return run()

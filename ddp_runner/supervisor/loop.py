@@ -9,18 +9,18 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.exits import RunStatus, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.stopping import StopSignal
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.folders import FolderKeeper
 from ddp_runner.supervisor.processes.children import end_descendants
@@ -30,6 +30,7 @@ from ddp_runner.supervisor.processes.resources import remove_temporary_files
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
+from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
@@ -111,7 +112,8 @@ def supervise(plan: LaunchPlan) -> int:
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
         node = Node(plan, selector, system=Linux(), clock=SYSTEM_CLOCK)
-        supervisor = Supervisor(
+        make = Supervisor if plan.script is None else partial(ScriptSupervisor, script=plan.script)
+        supervisor = make(
             plan,
             node,
             outputs=Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal),
@@ -261,7 +263,7 @@ class _Loop:
         supervisor.start.look(self._clock.monotonic())
         outputs.show_rest()
         self._say_ending()
-        summary = self._summary()
+        summary = supervisor.summary(ending)
         supervisor.recorder.record(
             events.RunEnds(status=ending.status.value, exit_code=int(ending.exit_code))
         )
@@ -277,32 +279,11 @@ class _Loop:
         if ending.detail:
             recorder.say(ending.detail, level="ERROR")
         if not ending.error_line and self._supervisor.machine.state is RunState.FAILED:
-            level = "INFO" if ending.exit_code >= ExitCode.PREEMPTED else "ERROR"
-            recorder.say(ending.reason, level=level)
-            if closing := self._supervisor.run_end.closing_words():
+            is_wanted = ending.status in (RunStatus.PREEMPTED, RunStatus.INTERRUPTED)
+            recorder.say(ending.reason, level="INFO" if is_wanted else "ERROR")
+            if closing := self._supervisor.closing_words():
                 recorder.say(closing)
         finished = self._world.present[0].finished
         sample = finished.report.get("sample") if finished is not None else None
         if sample:
             recorder.say(f"a sample of what it learned:\n{sample}")
-
-    def _summary(self) -> RunSummary | None:
-        supervisor = self._supervisor
-        ending = supervisor.ending
-        assert ending is not None
-        if supervisor.facts.kept is not None:
-            return supervisor.facts.kept
-        first = self._world.present[0]
-        finished = [h.finished for h in self._world.present if h.finished is not None]
-        complete = len(finished) == len(self._world.present)
-        return supervisor.recorder.accounting.summary(
-            status=ending.status,
-            exit_code=ending.exit_code,
-            world_size=self._plan.world_size,
-            reading=first.slot.read(),
-            steps_per_epoch=supervisor.facts.steps_per_epoch,
-            finished=finished if complete else [],
-            facts=supervisor.facts,
-            own_step_s={handle.rank: handle.own_step_s for handle in self._world.ranks},
-            now_s=self._clock.monotonic(),
-        )

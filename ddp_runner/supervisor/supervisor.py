@@ -50,6 +50,8 @@ from ddp_runner.core.messages import (
     TuningChanged,
 )
 from ddp_runner.core.stopping import StopSignal, StopSignals
+from ddp_runner.observe.script_summary import ScriptSummary
+from ddp_runner.observe.summary import RunSummary
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.departures import RankEnded, ZygoteEnded
@@ -442,6 +444,28 @@ class Supervisor:
             limit_s = self.plan.settings.recovery.stop_timeout_s
             line = f"the ranks did not stop within {limit_s:g} s"
             self.run_end.begin(Ending.of(RunStatus.FAILED, line, is_late_stop=True))
+
+    def closing_words(self) -> str:
+        """What there is to say after how the run has ended; empty where that is all."""
+        return self.run_end.closing_words()
+
+    def summary(self, ending: Ending) -> RunSummary | ScriptSummary | None:
+        """What summary.json holds; every process has ended."""
+        if self.facts.kept is not None:
+            return self.facts.kept
+        ranks = self.world.present
+        finished = [handle.finished for handle in ranks if handle.finished is not None]
+        return self.recorder.accounting.summary(
+            status=ending.status,
+            exit_code=ending.exit_code,
+            world_size=self.plan.world_size,
+            reading=ranks[0].slot.read(),
+            steps_per_epoch=self.facts.steps_per_epoch,
+            finished=finished if len(finished) == len(ranks) else [],
+            facts=self.facts,
+            own_step_s={handle.rank: handle.own_step_s for handle in self.world.ranks},
+            now_s=self._clock.monotonic(),
+        )
 
     def fail(self, detail: str) -> None:
         """End the run because this supervisor is at fault itself; one that has ended stays so."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -90,6 +91,26 @@ class World:
         if started is StartedBy.SPARE:
             handle.pid, handle.was_spare = self._node.processes[handle.rank].pid, True
         elif started is StartedBy.NOBODY:
+            self._forget(handle)
+        return started is not StartedBy.NOBODY
+
+    def spawn_script(
+        self, handle: RankHandle, script: Mapping[str, object], *, log_file: Path, now_s: float
+    ) -> bool:
+        """A fork for a rank of a script; what it is told is ``script``. False where no zygote is ready."""
+        handle.begin(now_s=now_s, loads=False)
+        start = RankStart(
+            loads=False,
+            resume="none",
+            injections_left={},
+            short_of_memory_in="",
+            device_free_bytes=0,
+            may_take_spare=False,
+            script=script,
+            log_file=log_file,
+        )
+        started = self._node.start_rank(handle.rank, start)
+        if started is StartedBy.NOBODY:
             self._forget(handle)
         return started is not StartedBy.NOBODY
 

@@ -40,6 +40,8 @@ _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
 def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, str]:
     """``own`` with what this run needs. A variable that the user has set is left alone."""
     threads = str(plan.threads_per_rank)
+    if plan.script is not None:
+        return _for_scripts(threads, own)
     settings = plan.settings.run
     added = {
         "OMP_NUM_THREADS": threads,
@@ -52,6 +54,19 @@ def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, st
         **_of_gpus(is_deterministic=settings.deterministic),
         **(_DETERMINISTIC if settings.deterministic else {}),
         **(_DEBUG if settings.debug else _QUIET),
+    }
+    environment = {**added, **own}
+    environment["PYTHONPATH"] = _with_package(own.get("PYTHONPATH", ""))
+    return environment
+
+
+def _for_scripts(threads: str, own: Mapping[str, str]) -> dict[str, str]:
+    """What a script finds is what torchrun leaves it, NCCL's error handling too; and forks must work."""
+    added = {
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": "1",  # as above
+        "PYTHONUNBUFFERED": "1",
+        **_FORKS,
     }
     environment = {**added, **own}
     environment["PYTHONPATH"] = _with_package(own.get("PYTHONPATH", ""))

@@ -121,7 +121,7 @@ class Node:
         """Start a zygote; ``ZygoteReady`` follows."""
         environment = zygote_environment(self._plan, os.environ)
         self._zygote = self._system.start_zygote(
-            task=self._plan.settings.run.task, environment=self._guardian.marked(environment)
+            task=_what_to_import(self._plan), environment=self._guardian.marked(environment)
         )
         self.zygote_since_s = self._clock.monotonic()
         self._watch(self._zygote.channel, None)
@@ -173,6 +173,8 @@ class Node:
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""
         process = self.processes[rank]
+        if start.log_file is not None:
+            process.log_path = start.log_file
         token = self._take_token()
         theirs, output = process.open_lines(token=token, now_s=self._clock.monotonic())
         assert process.channel is not None
@@ -186,6 +188,7 @@ class Node:
             "device_free_bytes": start.device_free_bytes * self._plan.has_own_device(rank),
             "injections_left": dict(start.injections_left),
             "log_seal": self.log_seal,
+            **(start.script or {}),
         }
         request = Fork(token=token, rank=rank, local_rank=rank, spec=spec)
         descriptors = [theirs, self._memory.descriptor, output]
@@ -465,3 +468,10 @@ class Node:
         """Stop reading a channel whose other end is closed; its process is reaped by itself."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
+
+
+def _what_to_import(plan: LaunchPlan) -> str:
+    """What the zygote is told: the task, or that its forks run scripts, and modules to import for them."""
+    if plan.script is None:
+        return plan.settings.run.task
+    return f"scripts:{','.join(plan.script.preload)}"

@@ -34,8 +34,8 @@ class RankProcess:
     def __init__(self, rank: int, *, log_dir: Path) -> None:
         # Its number at launch.
         self.rank = rank
-        # Of all processes of the rank; it may have been removed by somebody.
-        self._log_path = log_dir / f"rank_{rank}.log"
+        # Of all processes of the rank, or of those of one attempt; somebody may have removed it.
+        self.log_path = log_dir / f"rank_{rank}.log"
 
         # Of its process: each begins again with the next one, in open_lines().
 
@@ -73,7 +73,7 @@ class RankProcess:
         self.close_lines()
         self.channel, theirs = Channel.pair()
         self._output = make_output_file(f"rank_{self.rank}")
-        self._log_begin = file_size(self._log_path)
+        self._log_begin = file_size(self.log_path)
         self.token, self.asked_at_s = token, now_s
         return theirs.detach(), self._output
 
@@ -89,7 +89,7 @@ class RankProcess:
 
     def log_is_gone(self) -> bool:
         """Whether somebody has removed its log file, or moved it away."""
-        if os.path.lexists(self._log_path):
+        if os.path.lexists(self.log_path):
             return False
         self._log_begin = 0
         return True
@@ -121,7 +121,7 @@ class RankProcess:
         """Read before the lines are closed."""
         asked = self._asked_bytes
         before_log = read_output(self._output) if self._output >= 0 else ""
-        logged = read_end(self._log_path, begin=self._log_begin)
+        logged = read_end(self.log_path, begin=self._log_begin)
         return WhatItWrote(
             last=logged or (read_output(self._output, WORDS_BYTES) if self._output >= 0 else ""),
             when_asked="" if asked is None else self._written_since(asked),
@@ -132,10 +132,10 @@ class RankProcess:
     def _written_bytes(self) -> int:
         """How much there is of what the rank wrote, before it had a log file and since."""
         before = os.fstat(self._output).st_size if self._output >= 0 else 0
-        return file_size(self._log_path) + before
+        return file_size(self.log_path) + before
 
     def _written_since(self, written_bytes: int) -> str:
         """What the rank wrote since there were so many bytes, to whichever place."""
         more_bytes = min(self._written_bytes - written_bytes, WORDS_BYTES)
         before = read_output(self._output, more_bytes) if self._output >= 0 else ""
-        return before + read_end(self._log_path, begin=file_size(self._log_path) - more_bytes)
+        return before + read_end(self.log_path, begin=file_size(self.log_path) - more_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_runner import config
@@ -16,6 +16,7 @@ from ddp_runner.observe.display import make_display
 from ddp_runner.observe.files import LineFile, Warn
 from ddp_runner.observe.journal import Journal, MetricsFile
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.status import StatusFile
 from ddp_runner.observe.summary import RunSummary, write_summary
 from ddp_runner.observe.view import RunView, status_record
@@ -105,6 +106,19 @@ class Outputs:
             if os.path.lexists(path) and not is_regular(path):
                 self.warn_console(f"{path} is no regular file: what rank {rank} says is not kept")
 
+    def follow(self, paths: Sequence[Path]) -> None:
+        """From now on show what comes into these files, one for each rank, from their beginning."""
+        if self._files is not None:
+            self.show_rest()
+            self._files.tail.close()
+            self._files.tail = LogTail(
+                paths,
+                ranks=len(paths),
+                debug=self._settings.run.debug,
+                seal=self._seal,
+                from_end=False,
+            )
+
     def write_config(self) -> None:
         """Write config.yaml."""
         path = Path(self._settings.run.log_dir) / "config.yaml"
@@ -166,7 +180,7 @@ class Outputs:
             for line in self._files.tail.drain():
                 self._display.line(line.text, level=line.level)
 
-    def finish(self, view: RunView, summary: RunSummary | None) -> None:
+    def finish(self, view: RunView, summary: RunSummary | ScriptSummary | None) -> None:
         """The last look, the summary on disk and on the screen, and everything closed."""
         self.show_rest()
         files = self._files
@@ -182,7 +196,8 @@ class Outputs:
             files.metrics.close()
             files.logger.close()
         self._display.update(view)
-        self._display.finish(summary if files is not None else None)
+        shown = summary if isinstance(summary, RunSummary) else None
+        self._display.finish(shown if files is not None else None)
 
     def _log(self, level: str, text: str) -> None:
         if self._files is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_runner.core import events
-from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, ExitCode, RunStatus
+from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.observe.findings import RunFindings
 from ddp_runner.observe.summary import RunSummary
@@ -22,7 +22,7 @@ class Ending:
     """
 
     status: RunStatus
-    exit_code: ExitCode
+    exit_code: int
     reason: str
     error_line: str = ""
     detail: str = ""
@@ -34,7 +34,7 @@ class Ending:
         status: RunStatus,
         reason: str,
         *,
-        exit_code: ExitCode | None = None,
+        exit_code: int | None = None,
         error_line: str = "",
         detail: str = "",
         is_late_stop: bool = False,

@@ -37,7 +37,8 @@ def run_view(
     rate = known[0] if known else None
     remaining = max(0, total - step)
     batch = plan.settings.data.batch_size * plan.world_size
-    eta_s = remaining * batch / rate if rate else (remaining * step_s if step_s else None)
+    by_steps_s = remaining * step_s if step_s and total else None
+    eta_s = remaining * batch / rate if rate else by_steps_s
     per_epoch = facts.steps_per_epoch
     logged = first.metrics.get("step")
     return RunView(
@@ -49,7 +50,7 @@ def run_view(
         step=step,
         max_steps=total,
         epoch=readings[first.rank].epoch,
-        epochs=-(-total // per_epoch) if per_epoch else plan.settings.run.epochs,
+        epochs=_epochs(plan, total, per_epoch),
         loss=_known_loss(readings[first.rank]),
         samples_per_s=rate,
         eta_s=eta_s,
@@ -62,13 +63,20 @@ def run_view(
             _rank_view(handle, reading, now_ns)
             for handle, reading in zip(handles, readings, strict=True)
         ),
-        title=plan.settings.run.task,
+        title=plan.settings.run.task if plan.script is None else plan.script.name,
         log_dir=plan.settings.run.log_dir,
         logged_step=None if logged is None else int(logged),
         learning_rate=first.metrics.get("learning_rate"),
         grad_norm=first.metrics.get("grad_norm"),
         inexact_reasons=tuple(facts.inexact_reasons),
     )
+
+
+def _epochs(plan: LaunchPlan, total: int, per_epoch: int) -> int:
+    """Below 0 where there are none that anybody knows of, as of a script."""
+    if plan.script is not None:
+        return -1
+    return -(-total // per_epoch) if per_epoch else plan.settings.run.epochs
 
 
 # What is shown of states that are nobody's business outside.

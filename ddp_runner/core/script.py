@@ -1,0 +1,111 @@
+"""What ``run`` starts, and whether it is started again after a failure. Values in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.repeats import same_error
+from ddp_runner.core.settings import RecoverySettings
+
+WRONG_ARGUMENTS = (
+    2  # the exit code of argparse, and of most programs, for words that they do not take
+)
+GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
+GRACE_AT_STOP_S = 30.0
+STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptPlan:
+    """A program of the user's: a Python file, or a module as of ``python -m``.
+
+    ``path`` is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
+    started again, because the user has said how it resumes, or how often. ``preload``: modules that the
+    zygote imports ahead.
+    """
+
+    path: str
+    module: str
+    arguments: tuple[str, ...]
+    restarts: bool
+    grace_period_s: float = GRACE_AT_STOP_S
+    preload: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What people call it: the file's name, or the module's."""
+        return self.module or self.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of all ranks that has failed: why, how many optimizer steps it had made, and when."""
+
+    fault: Fault
+    exit_code: int
+    steps: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartAgain:
+    """All ranks, after so long."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """Not again: the run ends with ``exit_code``, that of the rank that failed first if nothing else is said."""
+
+    reason: str
+    status: RunStatus
+    exit_code: int
+
+
+def exit_code_of(fault: Fault, *, exit_code: int | None, signal_number: int | None) -> int:
+    """What the shell would see of the rank that failed: its own code, or 128 and the signal's number."""
+    if signal_number is not None:
+        return 128 + signal_number
+    if exit_code is not None and exit_code != 0:
+        return exit_code
+    return 137 if fault.kind is FaultKind.RANK_HUNG else 1
+
+
+def plan_restart(
+    attempts: Sequence[Attempt], *, restarts: bool, settings: RecoverySettings
+) -> StartAgain | EndRun:
+    """What follows the newest of ``attempts``, all of which have failed, oldest first.
+
+    A script that does not resume begins at its beginning and overwrites its results, so none is
+    started again unless that was asked for.
+    """
+    newest, earlier = attempts[-1], attempts[:-1]
+
+    def end(reason: str) -> EndRun:
+        return EndRun(reason=reason, status=RunStatus.FAILED, exit_code=newest.exit_code)
+
+    if newest.exit_code == WRONG_ARGUMENTS and newest.fault.kind is FaultKind.RANK_EXITED:
+        return end("its arguments are wrong")
+    if not restarts:
+        return end("started again only with --max-restarts or --resume-with")
+    if not any(attempt.steps for attempt in attempts):
+        return end("it failed before the first optimizer step")
+    is_own = newest.fault.kind in (FaultKind.RANK_RAISED, FaultKind.RANK_EXITED)
+    if is_own and any(
+        attempt.steps == newest.steps and same_error(attempt.fault, newest.fault)
+        for attempt in earlier
+    ):
+        return end("the same error after as many steps again")
+    since_s = newest.at_s - settings.restart_window_s
+    recent = [attempt for attempt in earlier if attempt.at_s >= since_s]
+    if len(recent) >= settings.max_restarts:
+        return EndRun(
+            reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
+            status=RunStatus.GAVE_UP,
+            exit_code=3,
+        )
+    return StartAgain(delay_s=settings.backoff_first_s)

@@ -1,0 +1,271 @@
+"""A rank that is a program of the user's own: speaks to the supervisor on its behalf, and runs it as python would.
+
+The fork runs the file as the real ``__main__``, and then ends as the interpreter ends: threads are
+joined, ``atexit`` is called, the exit code is the program's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import io
+import mmap
+import os
+import queue
+import runpy
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddp_runner.collective.group import collectives_begun
+from ddp_runner.core.board import Board, Cell, Slot
+from ddp_runner.core.messages import (
+    CollectivesBegun,
+    Faulted,
+    Fork,
+    Form,
+    Formed,
+    Message,
+    Ready,
+    ReopenLog,
+    Stacks,
+)
+from ddp_runner.core.phases import Phase
+from ddp_runner.observe.files import lossy_text
+from ddp_runner.rank.runtime import StartupOutput, write_stacks
+from ddp_runner.rank.signals import RUN_SIGNALS
+from ddp_runner.system import parent_death
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.training.failure import fault_of
+
+STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
+
+
+def run(request: Fork, descriptors: list[int]) -> int:
+    """Be rank ``request.rank`` of a script; to be called at the bottom of the stack, once a process.
+
+    ``descriptors``: control channel, board, output. What the script raises leaves it as it is:
+    SystemExit, or an exception whose traceback has been shown without our frames (then 1 is returned).
+    """
+    control, board, output = descriptors
+    spec: dict[str, Any] = request.spec
+    parent_death.set_process_name(f"ddp:rank{request.rank}")
+    parent_death.mark_own_children()
+    log = Path(str(spec["log_file"]))
+    startup = StartupOutput(output, log)
+    os.environ.update(torchrun_environment(request, spec))
+    _be_an_ordinary_process()
+    link = _Link(
+        Channel.from_descriptor(control), _slot_of(board, request, spec), startup, request.rank
+    )
+    link.join()
+    register_optimizer_step_post_hook(_StepCounter(link.slot))
+    return _run_as_main(
+        str(spec["path"]), str(spec["module"]), spec["arguments"], on_error=link.failed
+    )
+
+
+def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, str]:
+    """What torchrun 2.13 sets for each rank (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+    rank, world_size = str(request.rank), str(spec["world_size"])
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": str(spec["store_host"]),
+        "MASTER_PORT": str(spec["store_port"]),
+        "TORCHELASTIC_RUN_ID": str(spec["run_id"]),
+        "TORCHELASTIC_RESTART_COUNT": str(spec["attempt"]),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec["max_restarts"]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(spec["error_file"]),
+    }
+
+
+def _be_an_ordinary_process() -> None:
+    """Leave nothing of the zygote's: its handlers, its streams, and what a fork has in common with others."""
+    for number in (*RUN_SIGNALS, signal.SIGPIPE):
+        usual = signal.SIG_IGN if number == signal.SIGPIPE else signal.SIG_DFL
+        signal.signal(number, usual)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdout, sys.stderr = lossy_text(1), lossy_text(2)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    np.random.seed()  # noqa: NPY002 - all forks would draw the same numbers; Python's own does this itself
+
+
+def _slot_of(descriptor: int, request: Fork, spec: Mapping[str, Any]) -> Slot:
+    memory = mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+    return Board(memoryview(memory), int(spec["world_size"])).slot(request.rank)
+
+
+class _Link:
+    """What the supervisor is told, and asks. One daemon thread receives."""
+
+    def __init__(self, channel: Channel, slot: Slot, output: StartupOutput, rank: int) -> None:
+        self._channel = channel
+        self.slot = slot
+        self._output = output
+        self._rank = rank
+        self._forms: queue.SimpleQueue[Form] = queue.SimpleQueue()
+        self._generation = 0
+
+    def join(self) -> None:
+        """Say that this rank is there, and wait until all are: then the log file is open."""
+        self.slot.clear()
+        self.slot.set_loss(float("nan"))  # nobody tells us
+        self.slot.stamp(Phase.STARTUP, time.monotonic_ns())
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+        self._send(
+            Ready(
+                rank=self._rank,
+                committed_step=0,
+                run_id="",
+                total_steps=0,
+                steps_per_epoch=0,
+                train_samples=0,
+                parameters=0,
+                device="",
+            )
+        )
+        form = self._forms.get()
+        self._generation = form.generation
+        self._output.attach()
+        self._send(
+            Formed(
+                rank=self._rank,
+                generation=form.generation,
+                committed_step=0,
+                source=self._rank,
+                group_s=0.0,
+                transfer_s=0.0,
+                rebuild_s=0.0,
+            )
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """Say why this rank ends; its exit code is heard of anyway."""
+        reading = self.slot.read()
+        fault = fault_of(
+            error,
+            rank=self._rank,
+            step=reading.committed_step,
+            phase="",
+            aborted=False,
+        )
+        self._send(Faulted(generation=self._generation, fault=fault))
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except ChannelClosedError:
+            os._exit(1)
+
+    def _listen(self) -> None:
+        """Thread: the supervisor's end is this rank's end."""
+        try:
+            while True:
+                message, _ = self._channel.receive()
+                match message:
+                    case Form():
+                        self._forms.put(message)
+                    case ReopenLog():
+                        self._output.reopen()
+                    case Stacks():
+                        write_stacks()
+                        self._send(
+                            CollectivesBegun(
+                                rank=self._rank,
+                                step=self.slot.get(Cell.COMMITTED_STEP),
+                                count=collectives_begun(),
+                            )
+                        )
+                    case _:
+                        pass  # what is asked of a rank that trains with us: a signal comes as well
+        except ChannelClosedError:
+            os._exit(1)
+
+
+class _StepCounter:
+    """A hook of torch's: counts optimizer steps on the board. A script with several optimizers counts one."""
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._steps: dict[int, int] = {}
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        del args, kwargs
+        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        slot, now_ns = self._slot, time.monotonic_ns()
+        slot.stamp(Phase.FORWARD, now_ns)
+        if steps <= slot.get(Cell.COMMITTED_STEP):
+            return
+        before_ns = slot.get(Cell.LAST_COMMIT_NS)
+        if before_ns:
+            slot.set(Cell.STEP_NS, now_ns - before_ns)
+        else:
+            slot.set(Cell.FIRST_STEP_NS, now_ns)
+        slot.set(Cell.STEP, steps)
+        slot.set(Cell.LAST_COMMIT_NS, now_ns)
+        slot.set(Cell.COMMITTED_STEP, steps)
+
+
+def _run_as_main(
+    path: str, module: str, arguments: list[str], *, on_error: Callable[[BaseException], None]
+) -> int:
+    """Run a file, or a module, as ``python FILE`` and ``python -m MODULE`` do."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __spec__=None)
+    sys.modules["__main__"] = main
+    try:
+        if module:
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as python does
+            sys.argv[:] = ["-m", *arguments]
+            runpy._run_module_as_main(module)  # type: ignore[attr-defined] # noqa: SLF001 - what ``python -m`` calls
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+            sys.argv[:] = [path, *arguments]
+            main.__dict__.update(
+                __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
+            )
+            with io.open_code(path) as file:
+                code = compile(file.read(), path, "exec")
+            exec(code, main.__dict__)  # noqa: S102 - the user's program
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - the top of a program: shown as python shows it
+        error.__traceback__ = _of_the_program(error.__traceback__)
+        on_error(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _of_the_program(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames that have started the program."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace

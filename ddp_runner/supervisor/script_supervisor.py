@@ -1,0 +1,382 @@
+"""What the supervisor does about a program of the user's own: watches its ranks, and starts all of them again.
+
+A rank of such a program has a state that nobody else can have: where its loops stand, and its data. So
+one that is lost takes all with it, and they begin again from the script's own checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.core import events
+from ddp_runner.core.board import Cell
+from ddp_runner.core.classify import attribute, classify_exit
+from ddp_runner.core.exits import STATUS_OF_REASON, StopReason
+from ddp_runner.core.faults import BadInputError, Fault, FaultKind, Origin
+from ddp_runner.core.lifecycle import (
+    NO_PROCESS_LEFT,
+    MembershipEvent,
+    RankEvent,
+    RankState,
+    RunEvent,
+)
+from ddp_runner.core.messages import Faulted, Finished, Formed, Message, Ready
+from ddp_runner.core.script import (
+    GRACE_AFTER_FAULT_S,
+    STOPPED_MAX_S,
+    Attempt,
+    EndRun,
+    ScriptPlan,
+    exit_code_of,
+    plan_restart,
+)
+from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.endings import exit_of
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.supervisor import Supervisor
+
+_EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
+
+
+class ScriptSupervisor(Supervisor):
+    """One run of a script, from the first attempt to its ending. Driven as :class:`Supervisor` is."""
+
+    def __init__(self, *args: Any, script: ScriptPlan, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._script = script
+        self._attempts: list[Attempt] = []  # those that have failed
+        self._records: list[AttemptRecord] = []
+        self._began_s = 0.0  # when this attempt was asked for
+        self._faults: list[Fault] = []  # of this attempt
+        self._codes: dict[int, int] = {}  # rank -> with which it would have ended a shell's command
+        self._kill_at_s: float | None = None  # what is left of this attempt gets SIGKILL then
+        self._again_at_s = 0.0
+        self._renews_store = False
+        self._run_id = uuid.uuid4().hex[:12]
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt, from 0; torchrun calls it the restart count."""
+        return len(self._attempts)
+
+    def _on_rank_message(self, message: Message, handle: RankHandle) -> None:
+        match message:
+            case Ready():
+                handle.ready = message
+                handle.machine.advance(RankEvent.GOT_READY)
+            case Formed():
+                handle.machine.advance(RankEvent.GOT_FORMED)
+                handle.has_formed = True
+                self._on_formed(message)
+            case Faulted(fault=fault):
+                self._codes.setdefault(handle.rank, 1)
+                self._report(fault)
+            case _:
+                pass
+
+    def _on_formed(self, formed: Formed) -> None:
+        pid = self.world.ranks[formed.rank].pid
+        self.recorder.record(events.RankFormed.of(formed, pid=pid))
+        if any(handle.state is not RankState.TRAINING for handle in self.world.ranks):
+            return
+        self.facts.ever_formed = True
+        self.start.formed(self._clock.monotonic())
+        self.machine.advance(RunEvent.WORLD_FORMED)
+
+    def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
+        is_done = ended.exit_code == 0 and handle.state is RankState.TRAINING
+        if is_done and not self._is_ending_rest:
+            step = handle.slot.get(Cell.COMMITTED_STEP)
+            handle.finished = Finished(rank=handle.rank, reason=StopReason.COMPLETED, step=step)
+            handle.machine.advance(RankEvent.GOT_FINISHED)
+        was_killed = handle.state is RankState.KILLING
+        handle.machine.advance(RankEvent.EXITED)
+        if not is_done and not self._is_our_doing(ended, was_killed=was_killed):
+            fault = self._fault_of(handle, ended, wrote)
+            code = exit_code_of(fault, exit_code=ended.exit_code, signal_number=ended.signal_number)
+            self._codes[handle.rank] = code
+            if not any(known.rank == handle.rank for known in self._faults):
+                self._report(fault)
+        if not handle.has_log:
+            self.outputs.keep_words(handle.rank, wrote.before_log)
+        handle.released()
+
+    def _fault_of(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> Fault:
+        by_memory = ended.signal_number == signal.SIGKILL and self.world.was_killed_for_memory(
+            self._clock.monotonic()
+        )
+        end = exit_of(
+            ended,
+            wrote,
+            rank=handle.rank,
+            reading=handle.slot.read(),
+            killed_for_memory=by_memory,
+            was_asked=False,
+            keeps_all=not self.recorder.may_write,
+        )
+        return classify_exit(end)
+
+    def _is_our_doing(self, ended: Ended, *, was_killed: bool) -> bool:
+        """Whether a rank ended because it was asked to. One that had failed before may be reaped later."""
+        if not self._is_ending_rest:
+            return False
+        asked = signal.SIGTERM
+        by_signal = ended.signal_number == asked or was_killed
+        return by_signal or ended.exit_code in (0, 128 + asked) or self._stop is not None
+
+    @property
+    def _is_ending_rest(self) -> bool:
+        """Whether what is left of this attempt was asked to end."""
+        return self._kill_at_s is not None
+
+    def _report(self, fault: Fault) -> None:
+        if fault.kind is FaultKind.STORE_DIED and self._renews_store:
+            self._renews_store = False
+            return
+        if self.run_end.is_known:
+            return
+        self.recorder.record(
+            events.Fault(**events.of_fault(fault, generation=self.facts.generation))
+        )
+        self._faults.append(fault)
+        if not self._is_ending_rest and self._stop is None:
+            self.machine.advance(RunEvent.INCIDENT_BEGAN)
+            self._end_rest(GRACE_AFTER_FAULT_S)
+
+    def _end_rest(self, grace_s: float) -> None:
+        """SIGTERM to whoever is left, and SIGKILL after ``grace_s``."""
+        self._kill_at_s = self._clock.monotonic() + grace_s
+        for handle in self.world.ranks:
+            if handle.is_alive:
+                self.world.signal_rank(handle, signal.SIGTERM)
+                if self.world.is_stopped(handle):
+                    self.world.wake([handle])
+
+    def _begin_stop(self, reason: StopReason) -> None:
+        if self._stop is not None or self.run_end.is_known:
+            return
+        self._stop = reason
+        self.machine.advance(RunEvent.STOP_ASKED)
+        grace_s = self._script.grace_period_s
+        self.recorder.say(
+            f"{reason.value}: the ranks get SIGTERM, and have {grace_s:g} s to end; again ends at once"
+        )
+        self._end_rest(grace_s)
+
+    def ask_save(self) -> None:
+        """A script saves when it does."""
+
+    def advance(self) -> None:
+        """Do whatever the facts allow now. Called after every event and every tick."""
+        now_s = self._clock.monotonic()
+        if self.ending is not None:
+            return
+        self.node.kernel_kills.look_sometimes(now_s)
+        ranks = self.world.ranks
+        self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ranks)
+        self.keeper.zygotes.look(now_s)
+        self._look_for_stopped(now_s)
+        if self._kill_at_s is not None:
+            self._wait_for_rest(now_s, self._kill_at_s)
+        elif all(handle.has_finished for handle in ranks):
+            self._note_attempt(None)
+            self.run_end.completed(StopReason.COMPLETED)
+        else:
+            self._spawn(now_s)
+            self._form(now_s)
+
+    def _look_for_stopped(self, now_s: float) -> None:
+        """A rank that the system holds stopped has all others wait, and nobody may wake it."""
+        for handle in self.world.ranks:
+            is_up = handle.is_alive and handle.membership is not None
+            if (
+                is_up
+                and not self._is_ending_rest
+                and self.world.stopped_s(handle, now_s) > STOPPED_MAX_S
+            ):
+                self._codes[handle.rank] = 128 + signal.SIGKILL
+                self._report(
+                    Fault(
+                        kind=FaultKind.RANK_HUNG,
+                        rank=handle.rank,
+                        step=handle.slot.get(Cell.COMMITTED_STEP),
+                        cause=f"rank {handle.rank} hung: stopped by a signal for {STOPPED_MAX_S:g} s",
+                        at_ns=self._clock.monotonic_ns(),
+                        origin=Origin.OUTSIDE,
+                    )
+                )
+
+    def _wait_for_rest(self, now_s: float, kill_at_s: float) -> None:
+        left = [handle for handle in self.world.ranks if handle.is_alive]
+        if left:
+            is_due = now_s >= kill_at_s or (self._stop and self._signals.ends_at_once(now_s))
+            for handle in left if is_due else ():
+                if handle.state is not RankState.KILLING:
+                    self.world.kill_rank(handle, now_s)
+            return
+        self._kill_at_s = None
+        if self._stop is not None:
+            self._note_attempt(None)
+            self.run_end.at_once(
+                Ending.of(
+                    STATUS_OF_REASON[self._stop],
+                    f"{self._stop.value}: all ranks have ended",
+                    exit_code=_EXIT_CODE_OF_STOP.get(self._stop, 1),
+                )
+            )
+            return
+        self._judge(now_s)
+
+    def _judge(self, now_s: float) -> None:
+        """The attempt is over: start all again, or end the run."""
+        culprit = attribute(self._faults).culprit
+        failed = Attempt(
+            fault=culprit,
+            exit_code=self._codes.get(culprit.rank, 1),
+            steps=self.facts.committed_step,
+            at_s=now_s,
+        )
+        self._note_attempt(failed)
+        log = f"; see {self._log_file(culprit.rank)}" if culprit.rank >= 0 else ""
+        self._attempts.append(failed)
+        plan = plan_restart(
+            self._attempts, restarts=self._script.restarts, settings=self.plan.settings.recovery
+        )
+        if isinstance(plan, EndRun):
+            reason = f"{culprit.cause} after {failed.steps:,} optimizer steps ({plan.reason}){log}"
+            self.run_end.at_once(
+                Ending.of(
+                    plan.status,
+                    reason,
+                    exit_code=plan.exit_code,
+                    detail=culprit.detail if culprit.rank else "",
+                )
+            )
+            return
+        self.recorder.say(
+            f"{culprit.cause} after {failed.steps:,} optimizer steps -> all {len(self.world.ranks)} ranks"
+            f" start again (attempt {self.attempt}){log}",
+            level="WARNING",
+        )
+        self._faults.clear()
+        self._codes.clear()
+        self._again_at_s = now_s + plan.delay_s
+        # What is in the store is of this attempt: torch keeps no prefix for each.
+        self._renews_store = self.node.store is not None
+        self.node.kill(self.node.store)
+        for handle in self.world.ranks:
+            handle.member.advance(MembershipEvent.TO_REPLACE)
+
+    def _spawn(self, now_s: float) -> None:
+        if not self.node.can_fork or now_s < self._again_at_s or self._renews_store:
+            return
+        if self.node.store is None:
+            self.node.start_store()
+        missing = [handle for handle in self.world.ranks if handle.needs_process]
+        if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
+            return
+        self._began_s = now_s
+        for handle in missing:
+            log = self._log_file(handle.rank)
+            extra = {
+                "is_script": True,
+                "path": self._script.path,
+                "module": self._script.module,
+                "arguments": list(self._script.arguments),
+                "log_file": str(log),
+                "error_file": str(log.with_name(f"rank_{handle.rank}_error.json")),
+                "run_id": self._run_id,
+                "attempt": self.attempt,
+                "max_restarts": self.plan.settings.recovery.max_restarts,
+            }
+            handle.slot.clear()
+            if self.world.spawn_script(handle, extra, log_file=log, now_s=now_s):
+                handle.member.advance(MembershipEvent.REPLACED)
+
+    def _form(self, now_s: float) -> None:
+        ready = all(
+            handle.state is RankState.READY and handle.pid is not None
+            for handle in self.world.ranks
+        )
+        if not ready or not self.node.has_ready_store:
+            return
+        if not self.recorder.may_write and not self._begin():
+            return
+        self._log_file(0).parent.mkdir(exist_ok=True)
+        self.outputs.follow([self._log_file(handle.rank) for handle in self.world.ranks])
+        self.facts.generation += 1
+        self.facts.formed_at_s = now_s
+        self.recorder.record(events.Forming(generation=self.facts.generation))
+        self.world.form(self.facts.generation, run_id=self._run_id)
+
+    def _begin(self) -> bool:
+        """Every rank is there: the disk may be touched from here on."""
+        self.facts.run_id = self._run_id
+        try:
+            self.directories.claim()
+        except BadInputError as error:
+            self.run_end.bad_input(str(error))
+            return False
+        self.outputs.open(shown_bytes=self.start.shown_bytes())
+        threads = self.plan.threads_per_rank
+        lines = (
+            *self.plan.notes,
+            f"{self._script.name} on {len(self.world.ranks)} ranks, {threads} threads each",
+            f"what they write: {self._log_file(0).parent}/rank_<r>.log",
+        )
+        self.recorder.record(
+            events.RunBegins(
+                run_id=self._run_id,
+                command=tuple(self.plan.command),
+                world_size=self.plan.world_size,
+                resumed_step=0,
+                total_steps=0,
+                lines=lines,
+            )
+        )
+        return True
+
+    def _log_file(self, rank: int) -> Path:
+        folder = Path(self.plan.settings.run.log_dir, f"attempt_{self.attempt}")
+        return folder / f"rank_{rank}.log"
+
+    def _note_attempt(self, failed: Attempt | None) -> None:
+        slots = [handle.slot for handle in self.world.ranks]
+        first_ns = min((ns for slot in slots if (ns := slot.get(Cell.FIRST_STEP_NS))), default=0)
+        fault = None if failed is None else failed.fault
+        self._records.append(
+            AttemptRecord(
+                attempt=self.attempt,
+                steps=self.facts.committed_step,
+                seconds=round(self._clock.monotonic() - self._began_s, 3),
+                first_step_s=round(first_ns / 1e9 - self._began_s, 3) if first_ns else None,
+                rank=None if fault is None else fault.rank,
+                cause="" if fault is None else fault.cause,
+                detail="" if fault is None else fault.detail,
+                exit_code=None if failed is None else failed.exit_code,
+            )
+        )
+
+    def closing_words(self) -> str:
+        """A script's checkpoints are its own."""
+        return ""
+
+    def summary(self, ending: Ending) -> ScriptSummary:
+        """What summary.json holds."""
+        return ScriptSummary(
+            run_id=self._run_id,
+            status=ending.status,
+            exit_code=int(ending.exit_code),
+            script=self._script.name,
+            arguments=self._script.arguments,
+            world_size=self.plan.world_size,
+            steps=self.facts.committed_step,
+            wall_s=round(self._clock.monotonic() - self.recorder.accounting.began_s, 3),
+            attempts=tuple(self._records),
+        )

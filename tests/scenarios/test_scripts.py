@@ -1,0 +1,201 @@
+"""``run``: scripts as people have them, which know nothing of this runner, and what comes of them under harm."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scenarios.harness import Run, poll
+
+RUN = (sys.executable, "-m", "ddp_runner", "run")
+SCRIPTS = Path(__file__).with_name("scripts")
+TRAIN, PROBE = SCRIPTS / "train.py", SCRIPTS / "probe.py"
+
+
+def run_script(folder, *words, world=2, options=(), **how):
+    """``run`` in ``folder``, with its logs below."""
+    return Run(
+        folder,
+        *("-l", Path(folder) / "logs", *options, *words),
+        world=world,
+        task=None,
+        command=RUN,
+        **how,
+    )
+
+
+def weights(folder):
+    return [value.tolist() for value in torch.load(Path(folder) / "final.pt").values()]
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory):
+    """The weights of the script when nothing happens to it."""
+    folder = tmp_path_factory.mktemp("fault_free")
+    with run_script(folder, TRAIN) as run:
+        assert run.wait() == 0, run.console
+    return weights(folder)
+
+
+def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
+    """Its own ``__main__``, words, folder and variables; it ends as python does, with its own code."""
+    with run_script(tmp_path, PROBE, 5, "--flag=x") as run:
+        assert run.wait() == 5, run.console
+    found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    for rank, one in enumerate(found):
+        assert one["argv"] == [str(PROBE), "5", "--flag=x"]
+        assert (one["file"], one["name"], one["spec"]) == (str(PROBE), "__main__", True)
+        assert one["main"] is True
+        assert one["path0"] == str(SCRIPTS)
+        assert one["env"] == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "2",
+            "TORCHELASTIC_RUN_ID": one["env"]["TORCHELASTIC_RUN_ID"],
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": one["env"]["TORCHELASTIC_MAX_RESTARTS"],
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": one["env"]["TORCHELASTIC_ERROR_FILE"],
+        }
+        assert one["async_errors"] is None
+        assert one["stdin"] == ""
+        assert (tmp_path / f"atexit_{rank}").exists()
+    assert found[0]["numpy"] != found[1]["numpy"]
+    assert found[0]["random"] != found[1]["random"]
+    assert run.summary()["attempts"][0]["exit_code"] == 5
+
+
+@pytest.mark.parametrize(
+    ("rank", "harm"),
+    [
+        (1, "import signal; os.kill(os.getpid(), signal.SIGKILL)"),
+        (0, "raise RuntimeError('the disk has gone')"),
+        (1, "os._exit(7)"),
+    ],
+    ids=["killed", "raised", "exited"],
+)
+def test_all_start_again_from_the_script_s_own_checkpoint(tmp_path, fault_free, rank, harm):
+    """Whichever rank is lost, and however; with the weights of a run without faults."""
+    (tmp_path / f"harm_{rank}_1").write_text(harm, encoding="utf-8")
+    with run_script(tmp_path, TRAIN, options=("--max-restarts", 3)) as run:
+        assert run.wait() == 0, run.console
+    assert weights(tmp_path) == fault_free
+    first, second = run.summary()["attempts"]
+    assert (first["rank"], first["steps"]) == (rank, 32)
+    assert (second["cause"], second["exit_code"]) == ("", None)
+    assert "resumed at epoch 2" in (run.logs / "attempt_1" / "rank_0.log").read_text()
+    assert "all 2 ranks start again (attempt 1)" in run.console
+
+
+def test_without_being_asked_nothing_is_started_again(tmp_path):
+    """A script that does not resume would begin anew and overwrite its results."""
+    (tmp_path / "harm_1_0").write_text("os._exit(7)", encoding="utf-8")
+    with run_script(tmp_path, TRAIN) as run:
+        assert run.wait() == 7, run.console
+    assert "started again only with --max-restarts" in run.console
+    assert len(run.summary()["attempts"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "reason"),
+    [
+        (
+            "import argparse; argparse.ArgumentParser().parse_args(['--no'])",
+            2,
+            "arguments are wrong",
+        ),
+        ("raise ValueError('too early')", 1, "before the first optimizer step"),
+    ],
+    ids=["wrong words", "no step"],
+)
+def test_what_would_fail_again_is_not_started_again(tmp_path, code, exit_code, reason):
+    """However many restarts there may be."""
+    script = tmp_path / "own.py"
+    script.write_text(f"import os\n{code}\n", encoding="utf-8")
+    with run_script(tmp_path, script, options=("--max-restarts", 3)) as run:
+        assert run.wait() == exit_code, run.console
+    assert reason in run.console
+    log = (run.logs / "attempt_0" / "rank_0.log").read_text()
+    assert "ddp_runner" not in log.replace(str(tmp_path), ""), "no frame of ours"
+
+
+def test_the_same_error_after_as_many_steps_ends_the_run(tmp_path):
+    """It is the script's; the second attempt has shown that."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import torch\n"
+        "w = torch.nn.Parameter(torch.ones(1))\n"
+        "optimizer = torch.optim.SGD([w], lr=0.1)\n"
+        "for step in range(9):\n"
+        "    (w * w).sum().backward(); optimizer.step()\n"
+        "    if step == 4: raise ValueError('always here')\n",
+        encoding="utf-8",
+    )
+    with run_script(tmp_path, script, options=("--max-restarts", 5)) as run:
+        assert run.wait() == 1, run.console
+    assert [one["steps"] for one in run.summary()["attempts"]] == [5, 5]
+    assert "the same error after as many steps again" in run.console
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["term", "int"]
+)
+def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path, number, exit_code):
+    """SIGTERM first, for scripts that save then; one that does not end is killed after the grace period."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "def ask(number, frame):\n"
+        "    open(f'asked_{os.environ[\"RANK\"]}', 'w').close()\n"
+        "    if os.environ['RANK'] == '0': os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, ask)\n"
+        "open(f'up_{os.environ[\"RANK\"]}', 'w').close()\n"
+        "while True: time.sleep(0.1)\n",
+        encoding="utf-8",
+    )
+    with run_script(tmp_path, script, options=("--grace-period", 1)) as run:
+        poll(lambda: len(list(tmp_path.glob("up_*"))) == 2, what="both ranks")
+        run.signal(number)
+        assert run.wait() == exit_code, run.console
+    assert len(list(tmp_path.glob("asked_*"))) == 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_loader_workers_of_a_script_start_by_every_method(tmp_path, fault_free, method):
+    """What is in ``__main__`` pickles, and workers import the script again."""
+    words = ("--workers", 1, "--start-method", method)
+    # Python's sockets for tensors lie there, and have names of at most 108 bytes.
+    with (
+        tempfile.TemporaryDirectory() as short,
+        run_script(tmp_path, TRAIN, *words, environment={"TMPDIR": short}) as run,
+    ):
+        assert run.wait() == 0, run.console
+    assert weights(tmp_path) == fault_free
+
+
+def test_a_module_runs_as_python_m_does(tmp_path):
+    """From the working directory, with its package."""
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "go.py").write_text(
+        "import os, sys\nfrom . import __name__ as parent\n"
+        "open(f'out_{os.environ[\"RANK\"]}', 'w').write(f'{parent} {__name__} {sys.argv[1:]}')\n",
+        encoding="utf-8",
+    )
+    with run_script(tmp_path, "-m", "mine.go", "--lr", "1") as run:
+        assert run.wait() == 0, run.console
+    assert (tmp_path / "out_1").read_text() == "mine __main__ ['--lr', '1']"
+    assert (run.logs / "attempt_0" / "rank_1.log").exists()
