@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -224,8 +225,6 @@ def _check_file(path: str) -> None:
 
 def _is_found(module: str) -> bool:
     """Whether ``python -m`` would find it; only its parents are imported, as there."""
-    import sys  # noqa: PLC0415 - for this moment
-
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.util.find_spec(module) is not None

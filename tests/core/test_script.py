@@ -1,0 +1,78 @@
+"""Whether a script that has failed is started again."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.script import Attempt, StartAgain, exit_code_of, plan_restart
+from ddp_runner.core.settings import RecoverySettings
+
+SETTINGS = RecoverySettings(max_restarts=2, restart_window_s=100.0)
+
+
+def attempt(
+    *, kind=FaultKind.RANK_KILLED, steps=10, at_s=0.0, exit_code=137, cause="killed", rank=1
+):
+    fault = Fault(kind=kind, rank=rank, step=steps, cause=cause, at_ns=0)
+    return Attempt(fault=fault, exit_code=exit_code, steps=steps, at_s=at_s)
+
+
+def raised(text="ValueError: no", **how):
+    return attempt(kind=FaultKind.RANK_RAISED, cause=text, exit_code=1, **how)
+
+
+def plan(*attempts, restarts=True):
+    return plan_restart(attempts, restarts=restarts, settings=SETTINGS)
+
+
+def test_a_lost_rank_has_all_start_again():
+    """Killed from outside, or of an error that was not seen before."""
+    assert plan(attempt()) == StartAgain(delay_s=0.0)
+    assert plan(attempt(), attempt(at_s=1.0)) == StartAgain(delay_s=0.0)
+    assert plan(raised("a"), raised("b")) == StartAgain(delay_s=0.0)
+    assert plan(raised(steps=10), raised(steps=11)) == StartAgain(delay_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "restarts", "exit_code", "reason"),
+    [
+        ([attempt()], False, 137, "started again only with --max-restarts"),
+        ([attempt(steps=0)], True, 137, "before the first optimizer step"),
+        ([raised(), raised()], True, 1, "the same error after as many steps again"),
+        (
+            [attempt(kind=FaultKind.RANK_EXITED, exit_code=2, steps=0)],
+            True,
+            2,
+            "its arguments are wrong",
+        ),
+    ],
+)
+def test_what_would_fail_again_ends_the_run(attempts, restarts, exit_code, reason):
+    """With the code of the rank that failed."""
+    end = plan(*attempts, restarts=restarts)
+    assert (end.status, end.exit_code) == (RunStatus.FAILED, exit_code)
+    assert reason in end.reason
+
+
+def test_steps_of_an_earlier_attempt_show_that_the_script_can_train():
+    """One that is killed while it starts again is started once more."""
+    assert plan(attempt(steps=5), attempt(steps=0, at_s=1.0)) == StartAgain(delay_s=0.0)
+
+
+def test_the_budget_counts_within_its_window():
+    """Two restarts within a hundred seconds; later ones count anew."""
+    soon = [attempt(at_s=float(at)) for at in (0, 1, 2)]
+    end = plan(*soon)
+    assert (end.status, end.exit_code) == (RunStatus.GAVE_UP, 3)
+    assert plan(*soon[:2], attempt(at_s=102.0)) == StartAgain(delay_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal_number", "seen"), [(7, None, 7), (None, 9, 137), (0, None, 1)]
+)
+def test_the_exit_code_is_that_of_the_failed_rank(exit_code, signal_number, seen):
+    """As a shell has it; one that leaves with 0 before the others has failed all the same."""
+    fault = attempt().fault
+    assert exit_code_of(fault, exit_code=exit_code, signal_number=signal_number) == seen
