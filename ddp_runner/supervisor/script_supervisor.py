@@ -33,6 +33,7 @@ from ddp_runner.core.script import (
     exit_code_of,
     plan_restart,
 )
+from ddp_runner.observe.format import rank_list
 from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of
@@ -41,6 +42,7 @@ from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
 
+LATE_S = 10.0  # for ranks to end after the first has
 _EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
 
 
@@ -58,6 +60,7 @@ class ScriptSupervisor(Supervisor):
         self._kill_at_s: float | None = None  # what is left of this attempt gets SIGKILL then
         self._again_at_s = 0.0
         self._renews_store = False
+        self._others_ended_s: float | None = None  # when the first ranks of this attempt had ended
         self._run_id = uuid.uuid4().hex[:12]
 
     @property
@@ -190,6 +193,7 @@ class ScriptSupervisor(Supervisor):
         else:
             self._spawn(now_s)
             self._form(now_s)
+            self._name_late_ones(now_s)
 
     def _look_for_stopped(self, now_s: float) -> None:
         """A rank that the system holds stopped has all others wait, and nobody may wake it."""
@@ -211,6 +215,19 @@ class ScriptSupervisor(Supervisor):
                         origin=Origin.OUTSIDE,
                     )
                 )
+
+    def _name_late_ones(self, now_s: float) -> None:
+        """Ranks that still run when others have ended for a while: perhaps for ever, at their own end."""
+        left = [handle.rank for handle in self.world.ranks if not handle.has_finished]
+        if len(left) == len(self.world.ranks):
+            self._others_ended_s = None
+        elif self._others_ended_s is None:
+            self._others_ended_s = now_s
+        elif self._others_ended_s + LATE_S < now_s:
+            self._others_ended_s = float("inf")  # said once
+            self.recorder.say(
+                f"not ended, {LATE_S:g} s after others have: {rank_list(left)}", level="WARNING"
+            )
 
     def _wait_for_rest(self, now_s: float, kill_at_s: float) -> None:
         left = [handle for handle in self.world.ranks if handle.is_alive]

@@ -59,9 +59,11 @@ def main():
             torch.save({"model": model.module.state_dict(), "epoch": epoch + 1}, args.checkpoint)
         dist.barrier()
         wait_for_harm(rank, epoch)
-    dist.destroy_process_group()
     if rank == 0:
         torch.save(model.module.state_dict(), "final.pt")
+    # Else torch 2.13 with gloo waits for ever, now and then, for a thread that waits for it.
+    del model, optimizer, loss, x, y
+    dist.destroy_process_group()
 
 
 def wait_for_harm(rank, epoch):
