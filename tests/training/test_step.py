@@ -440,6 +440,24 @@ def test_an_overflow_in_fp16_is_the_scaler_s_while_it_scales(scale, breaks, expe
         assert run_ranks(_overflows, 2, port, scale, breaks) == [expected] * 2
 
 
+def _train_scaled(me, port, scale):
+    state = build_state()
+    if scale is not None:
+        state.precision.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with join(me, port) as group:
+        results = train(me, group, state, range(4), micro_steps=2)
+    return results, {**bits_of(state), "scaler": None}
+
+
+def test_a_loss_scale_that_fits_changes_no_bit():
+    """A power of two; norm, signals and weights are those of a step without it."""
+    answers = []
+    for scale in (None, 1024.0):
+        with hosted_store() as port:
+            answers += run_ranks(_train_scaled, 2, port, scale)
+    assert all(answer == answers[0] for answer in answers[1:])
+
+
 def _vote(me, port, votes):
     state = build_state()
     with join(me, port) as group:
