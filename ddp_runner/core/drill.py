@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FOLDER = ".drill"  # in the run's folder of checkpoints
-SHARE_FILE = "share.json"
-STATE, SHARE = "state", "share"  # what a drill needs
+# What a drill needs: a file, and a folder of checkpoints. They are apart: who saves removes what looks left over.
+SHARE_FILE, STATE_FOLDER = "share.json", "state"
+STATE, SHARE = "state", "share"  # in messages
 REPEATED, DRILLED = "repeated", "drilled"  # what is proved
 
 

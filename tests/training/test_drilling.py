@@ -11,8 +11,10 @@ import torch
 from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
-from ddp_runner.core.drill import folder_name
+from ddp_runner.core.drill import STATE_FOLDER, folder_name
 from ddp_runner.core.messages import DrillPart
+from ddp_runner.system.run_files import temporary_path
+from ddp_runner.training.exactness import drill_notes
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from tests.processes import poll
@@ -105,7 +107,7 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     told = bench.until_told(2)
     assert told == [DrillPart(rank=0, step=2, part=part) for part in ("share", "state")]
     folder = tmp_path / folder_name(2)
-    loaded = CheckpointStore(folder, keep_last=1).load("auto")
+    loaded = CheckpointStore(folder / STATE_FOLDER, keep_last=1).load("auto")
     assert loaded.manifest.step == 2
     for name, value in loaded.state["model"].items():
         assert torch.equal(value, before[name]), name
@@ -142,6 +144,24 @@ def test_a_disk_that_refuses_is_told_and_the_next_drill_is_tried(tmp_path):
     while bench.state.committed_step < 30:
         bench.step()
     del told[:]
+    assert [part.problem for part in bench.until_told(2)] == ["", ""]
+
+
+def test_a_save_that_begins_beside_it_takes_no_share_for_left_over(tmp_path, monkeypatch):
+    """The first save of a store removes temporary files of its folder, those of its own process too."""
+    replace_file = drill_notes.replace_file
+
+    def held_up(path, data):
+        temporary = temporary_path(path)
+        temporary.write_bytes(data)
+        state = path.parent / STATE_FOLDER
+        poll(lambda: list(state.glob("step_*.json")), what="the state beside it")
+        assert temporary.exists()
+        temporary.unlink()
+        replace_file(path, data)
+
+    monkeypatch.setattr(drill_notes, "replace_file", held_up)
+    bench = Bench(tmp_path, drill_at="1")
     assert [part.problem for part in bench.until_told(2)] == ["", ""]
 
 

@@ -15,7 +15,7 @@ from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.apart import stand_apart
 from ddp_runner.core.board import SLOT_BYTES, Board
-from ddp_runner.core.drill import SHARE_FILE
+from ddp_runner.core.drill import SHARE_FILE, STATE_FOLDER
 from ddp_runner.core.messages import Message
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
@@ -57,11 +57,13 @@ def compare(settings: Settings, place: RankInfo, *, folder: Path, logger: DDPLog
     # As a resume does, but for the loader, whose workers a drill can do without.
     settings = replace(
         settings,
-        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder)),
+        run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
         data=replace(settings.data, num_workers=0),
     )
     workload, state = build_workload(settings, place)
-    loaded = load_start(settings, workload, state, CheckpointStore(folder, keep_last=1))
+    loaded = load_start(
+        settings, workload, state, CheckpointStore(folder / STATE_FOLDER, keep_last=1)
+    )
     if loaded is None:
         raise FileNotFoundError(f"there is no state in {folder}")
     # Its samples are those of before: what was found bad in that very step is known by now.

@@ -25,6 +25,7 @@ from ddp_runner.core.drill import (
     SHARE,
     SHARE_FILE,
     STATE,
+    STATE_FOLDER,
     drilled_rank,
     folder_name,
     number_of_drill,
@@ -138,7 +139,7 @@ class Drills:
         state = self._saving.captured()
         problem = self._lacks_memory(size_in_memory(state))
         if not problem:
-            folder = self._folder / folder_name(step)
+            folder = self._folder / folder_name(step) / STATE_FOLDER
             disk = cast("Disk", _Unsynced(self._runtime.disk))
             write = self._saving.writer(REASON, CheckpointStore(folder, keep_last=1, disk=disk))
             saver = BackgroundSaver()
