@@ -200,7 +200,8 @@ class Ours(Faulted):
         return [
             *(sys.executable, "-m", "ddp_runner", "train", "--cpu", "-n", str(job.world)),
             *("--task", f"{ROOT / 'benchmarks' / 'paced.py'}:Paced", "--audit"),
-            *("--max-steps", "1000000", f"task.state_mb={job.state_mb}"),
+            *("-l", "logs", "-c", "checkpoints", "--max-steps", "1000000"),
+            f"task.state_mb={job.state_mb}",
             *(f"task.pace_s={job.pace_s}", "-b", str(BATCH_SIZE), "num_workers=0"),
             *(f"save_every_steps={SAVE_EVERY}", "save_interval=0", "evaluate_interval=0"),
             *("log.display=plain", "log_interval=1000", "recovery.max_restarts=100000"),

@@ -284,7 +284,8 @@ def run_help() -> str:
         )
         lines += _entry(flags, says)
     lines += ["", "Examples:"]
-    lines += [f"  {f'{COMMAND} run {words}':<50} {says}" for words, says in _EXAMPLES]
+    for words, says in _EXAMPLES:
+        lines += [f"  {COMMAND} run {words}", f"      {says}"]
     lines += [
         "",
         "Exit codes:",
