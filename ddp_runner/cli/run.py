@@ -30,6 +30,11 @@ _SHARED = (
     *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
     *("--config", "--max-restarts", "--debug"),
 )
+# Where they mean a little less.
+_SAYS = {
+    "--name": "of this run: it writes to logs/NAME [the script's]",
+    "--max-restarts": "restarts of all ranks within an hour; without it none",
+}
 _OWN = {
     option.long: option
     for option in (
@@ -277,12 +282,7 @@ def run_help() -> str:
         flags = f"  {option.short}, {option.long}" if option.short else f"      {option.long}"
         if option.metavar:
             flags += f" {option.metavar}"
-        says = (
-            "restarts of all ranks within an hour; without it none"
-            if option.long == "--max-restarts"
-            else option.says
-        )
-        lines += _entry(flags, says)
+        lines += _entry(flags, _SAYS.get(option.long, option.says))
     lines += ["", "Examples:"]
     for words, says in _EXAMPLES:
         lines += [f"  {COMMAND} run {words}", f"      {says}"]
