@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import sys
 import textwrap
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from ddp_runner.cli.train import allow_open_files, plan_launch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.plain_rank import plain_rank
-from ddp_runner.core.script import GRACE_AT_STOP_S, ScriptPlan
+from ddp_runner.core.script import GRACE_AT_STOP_S, ResumeWith, ScriptPlan
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
@@ -54,6 +55,18 @@ _OWN = {
         Option(
             long="--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"
         ),
+        Option(
+            long="--resume-with",
+            metavar="GLOB:WORDS",
+            says="words that are added at each start at which such a file exists, as in "
+            "'out/ckpt.pt:--resume out/ckpt.pt'; may be repeated",
+        ),
+        Option(
+            long="--from-scratch", says="a new start may begin anew, though one before it has saved"
+        ),
+        Option(
+            long="--plain-saves", says="leave torch.save as it is: else a file is replaced whole"
+        ),
         Option(long="--standalone", says="accepted: there is one machine"),
     )
 }
@@ -89,6 +102,7 @@ class _Words:
 
     shared: list[str]
     own: dict[str, str]
+    resume_with: list[str]
     rest: list[str]
 
 
@@ -136,7 +150,7 @@ def _thread_notes(threads: int) -> tuple[str, ...]:
 
 def _sort(words: Sequence[str]) -> _Words:
     """Options and settings up to the script, or the module; what follows is the script's."""
-    found = _Words(shared=[], own={}, rest=[])
+    found = _Words(shared=[], own={}, resume_with=[], rest=[])
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -172,7 +186,9 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
             word, "", "unknown option; run --help lists them. The script's own words follow it"
         )
     value = _value(option, attached, rest)
-    if option.long in _OWN:
+    if option.long == "--resume-with":
+        found.resume_with.append(value)
+    elif option.long in _OWN:
         found.own[option.long] = value
     if option.key and option.long in _OWN:
         found.shared.append(f"{option.key}={value}")
@@ -206,10 +222,24 @@ def _script(words: _Words) -> ScriptPlan:
         path=path,
         module=module,
         arguments=tuple(arguments),
-        restarts=any(word.startswith("--max-restarts") for word in words.shared),
+        restarts=bool(words.resume_with)
+        or any(word.startswith("--max-restarts") for word in words.shared),
         grace_period_s=_seconds(words.own.get("--grace-period", ""), GRACE_AT_STOP_S),
+        resume_with=tuple(map(_resume_with, words.resume_with)),
+        from_scratch="--from-scratch" in words.own,
+        plain_saves="--plain-saves" in words.own,
         preload=tuple(name for name in words.own.get("--preload", "").split(",") if name),
     )
+
+
+def _resume_with(text: str) -> ResumeWith:
+    pattern, colon, words = text.partition(":")
+    split = shlex.split(words)
+    if not (pattern and colon and split):
+        raise BadInputError(
+            "--resume-with", text, "must be a file and words for the script: GLOB:WORDS"
+        )
+    return ResumeWith(pattern=pattern, words=tuple(split))
 
 
 def _check_file(path: str) -> None:

@@ -48,6 +48,8 @@ class Cell(IntEnum):
     COMPARISON_NS = 25  # cumulative, of training that waited for comparisons of the replicas
     STAGE = 26  # of the start, what is being built
     DEVICE_SUMS = 27  # written by the rank's device: generation, shifted, and the sum it has come to; 0: untold
+    SCRIPT_SAVES = 28  # of a script: how often it has saved with torch
+    SCRIPT_LOADS = 29  # and how often it has read with torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

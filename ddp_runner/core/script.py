@@ -19,12 +19,21 @@ STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeWith:
+    """Words that a script is given at each start at which a file exists; ``pattern`` is a glob."""
+
+    pattern: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptPlan:
     """A program of the user's: a Python file, or a module as of ``python -m``.
 
     ``path`` is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
-    zygote imports ahead.
+    zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin anew
+    where an attempt before has saved something.
     """
 
     path: str
@@ -33,6 +42,9 @@ class ScriptPlan:
     restarts: bool
     grace_period_s: float = GRACE_AT_STOP_S
     preload: tuple[str, ...] = ()
+    resume_with: tuple[ResumeWith, ...] = ()
+    plain_saves: bool = False
+    from_scratch: bool = False
 
     @property
     def name(self) -> str:
@@ -64,6 +76,14 @@ class EndRun:
     reason: str
     status: RunStatus
     exit_code: int
+
+
+def does_not_resume(*, attempt: int, saved_before: bool, steps: int, loads: int) -> bool:
+    """Whether an attempt has begun to train without having read anything, where one before it has saved.
+
+    ``attempt`` counts from 0; ``steps`` and ``loads`` are of this one.
+    """
+    return attempt > 0 and saved_before and steps > 0 and loads == 0
 
 
 def exit_code_of(fault: Fault, *, exit_code: int | None, signal_number: int | None) -> int:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import builtins
 import faulthandler
+import functools
+import glob
 import io
 import mmap
 import os
 import queue
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -70,6 +73,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
     )
     link.join()
     register_optimizer_step_post_hook(_StepCounter(link.slot))
+    notice_files(link.slot, whole_saves=not spec["plain_saves"])
     return _run_as_main(
         str(spec["path"]), str(spec["module"]), spec["arguments"], on_error=link.failed
     )
@@ -227,6 +231,52 @@ class _StepCounter:
         slot.set(Cell.STEP, steps)
         slot.set(Cell.LAST_COMMIT_NS, now_ns)
         slot.set(Cell.COMMITTED_STEP, steps)
+
+
+def notice_files(slot: Slot, *, whole_saves: bool) -> None:
+    """Count on the board what the script saves and reads with torch, at whatever name it is called by.
+
+    With ``whole_saves`` a save to a path is written beside it, synced and then renamed: a rank that is
+    killed while it saves leaves the file that was there.
+    """
+    save, load = torch.save, torch.load
+
+    @functools.wraps(save)
+    def saving(obj: object, f: Any, *args: Any, **named: Any) -> None:
+        if whole_saves and isinstance(f, (str, os.PathLike)):
+            _save_whole(lambda path: save(obj, path, *args, **named), Path(os.fspath(f)))
+        else:
+            save(obj, f, *args, **named)
+        slot.add(Cell.SCRIPT_SAVES, 1)
+
+    @functools.wraps(load)
+    def loading(*args: Any, **named: Any) -> Any:
+        loaded = load(*args, **named)
+        slot.add(Cell.SCRIPT_LOADS, 1)
+        return loaded
+
+    torch.save, torch.load = saving, loading
+
+
+def _save_whole(save: Callable[[Path], None], path: Path) -> None:
+    """Have ``save`` write beside ``path``, and put that in its place once it is on disk.
+
+    What ``path`` leads to by a link is replaced, and not the link.
+    """
+    path = Path(os.path.realpath(path))
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.saving"):
+        if not Path("/proc", left.name.split(".")[-2]).exists():  # its writer was killed
+            left.unlink(missing_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}.saving")
+    try:
+        save(beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        if path.exists():
+            shutil.copymode(path, beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _run_as_main(

@@ -6,6 +6,7 @@ one that is lost takes all with it, and they begin again from the script's own c
 
 from __future__ import annotations
 
+import glob
 import signal
 import uuid
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.classify import attribute, classify_exit
-from ddp_runner.core.exits import STATUS_OF_REASON, StopReason
+from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import (
     NO_PROCESS_LEFT,
@@ -30,6 +31,7 @@ from ddp_runner.core.script import (
     Attempt,
     EndRun,
     ScriptPlan,
+    does_not_resume,
     exit_code_of,
     plan_restart,
 )
@@ -60,6 +62,7 @@ class ScriptSupervisor(Supervisor):
         self._kill_at_s: float | None = None  # what is left of this attempt gets SIGKILL then
         self._again_at_s = 0.0
         self._renews_store = False
+        self._has_saved = False  # in an attempt that has failed
         self._others_ended_s: float | None = None  # when the first ranks of this attempt had ended
         self._run_id = uuid.uuid4().hex[:12]
 
@@ -194,6 +197,7 @@ class ScriptSupervisor(Supervisor):
             self._spawn(now_s)
             self._form(now_s)
             self._name_late_ones(now_s)
+            self._end_if_it_does_not_resume()
 
     def _look_for_stopped(self, now_s: float) -> None:
         """A rank that the system holds stopped has all others wait, and nobody may wake it."""
@@ -262,6 +266,7 @@ class ScriptSupervisor(Supervisor):
         self._note_attempt(failed)
         log = f"; see {self._log_file(culprit.rank)}" if culprit.rank >= 0 else ""
         self._attempts.append(failed)
+        self._has_saved |= any(handle.slot.get(Cell.SCRIPT_SAVES) for handle in self.world.ranks)
         plan = plan_restart(
             self._attempts, restarts=self._script.restarts, settings=self.plan.settings.recovery
         )
@@ -289,6 +294,7 @@ class ScriptSupervisor(Supervisor):
         self.node.kill(self.node.store)
         for handle in self.world.ranks:
             handle.member.advance(MembershipEvent.TO_REPLACE)
+            handle.slot.clear()  # what it says is of the attempt that is over
 
     def _spawn(self, now_s: float) -> None:
         if not self.node.can_fork or now_s < self._again_at_s or self._renews_store:
@@ -299,22 +305,45 @@ class ScriptSupervisor(Supervisor):
         if not missing or any(handle.state not in NO_PROCESS_LEFT for handle in missing):
             return
         self._began_s = now_s
+        arguments = [*self._script.arguments, *self._resume_words()]
         for handle in missing:
             log = self._log_file(handle.rank)
             extra = {
                 "is_script": True,
                 "path": self._script.path,
                 "module": self._script.module,
-                "arguments": list(self._script.arguments),
+                "arguments": arguments,
+                "plain_saves": self._script.plain_saves,
                 "log_file": str(log),
                 "error_file": str(log.with_name(f"rank_{handle.rank}_error.json")),
                 "run_id": self._run_id,
                 "attempt": self.attempt,
                 "max_restarts": self.plan.settings.recovery.max_restarts,
             }
-            handle.slot.clear()
             if self.world.spawn_script(handle, extra, log_file=log, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
+
+    def _resume_words(self) -> list[str]:
+        """What the script is told beside its own words, where what it resumes from is there."""
+        found = [one for one in self._script.resume_with if glob.glob(one.pattern)]  # noqa: PTH207 - as a shell has it
+        return [word for one in found for word in one.words]
+
+    def _end_if_it_does_not_resume(self) -> None:
+        """It would train again what is trained, and overwrite what it has saved."""
+        slots = [handle.slot for handle in self.world.ranks]
+        if self._script.from_scratch or not does_not_resume(
+            attempt=self.attempt,
+            saved_before=self._has_saved,
+            steps=max(slot.get(Cell.COMMITTED_STEP) for slot in slots),
+            loads=max(slot.get(Cell.SCRIPT_LOADS) for slot in slots),
+        ):
+            return
+        line = (
+            f"attempt {self.attempt} began to train without torch.load, though one before it has saved:"
+            " the script does not resume (--from-scratch allows that)"
+        )
+        self._note_attempt(None)
+        self.run_end.at_once(Ending.of(RunStatus.FAILED, line))
 
     def _form(self, now_s: float) -> None:
         ready = all(

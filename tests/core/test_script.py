@@ -6,7 +6,13 @@ import pytest
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.core.script import Attempt, StartAgain, exit_code_of, plan_restart
+from ddp_runner.core.script import (
+    Attempt,
+    StartAgain,
+    does_not_resume,
+    exit_code_of,
+    plan_restart,
+)
 from ddp_runner.core.settings import RecoverySettings
 
 SETTINGS = RecoverySettings(max_restarts=2, restart_window_s=100.0)
@@ -76,3 +82,19 @@ def test_the_exit_code_is_that_of_the_failed_rank(exit_code, signal_number, seen
     """As a shell has it; one that leaves with 0 before the others has failed all the same."""
     fault = attempt().fault
     assert exit_code_of(fault, exit_code=exit_code, signal_number=signal_number) == seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, True),
+        ({"attempt": 0}, False),
+        ({"saved_before": False}, False),
+        ({"loads": 1}, False),
+        ({"steps": 0}, False),
+    ],
+)
+def test_who_saves_and_does_not_read_does_not_resume(changes, ends):
+    """Known at the first step of a later attempt, and not before."""
+    facts = {"attempt": 1, "saved_before": True, "steps": 1, "loads": 0, **changes}
+    assert does_not_resume(**facts) == ends

@@ -185,6 +185,19 @@ def test_loader_workers_of_a_script_start_by_every_method(tmp_path, fault_free, 
     assert weights(tmp_path) == fault_free
 
 
+@pytest.mark.parametrize("restarts", [1, 0], ids=["then again", "then the end"])
+def test_a_rank_killed_beside_spawned_workers_leaves_no_semaphore(tmp_path, restarts):
+    """Python's own process removes them when all that used them have ended, unless it is killed."""
+    (tmp_path / "harm_1_1_inside").write_text("os.kill(os.getpid(), 9)", encoding="utf-8")
+    options = ("--max-restarts", restarts) if restarts else ()
+    words = ("--workers", 1, "--start-method", "spawn", "--epochs", 2)
+    with (
+        tempfile.TemporaryDirectory() as short,
+        run_script(tmp_path, TRAIN, *words, options=options, environment={"TMPDIR": short}) as run,
+    ):
+        assert run.wait() == (0 if restarts else 137), run.console
+
+
 def test_a_module_runs_as_python_m_does(tmp_path):
     """From the working directory, with its package."""
     package = tmp_path / "mine"
@@ -199,3 +212,46 @@ def test_a_module_runs_as_python_m_does(tmp_path):
         assert run.wait() == 0, run.console
     assert (tmp_path / "out_1").read_text() == "mine __main__ ['--lr', '1']"
     assert (run.logs / "attempt_0" / "rank_1.log").exists()
+
+
+SAVER = """
+import os, signal, sys, torch
+class Deadly:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+w = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([w], lr=0.1)
+with open(f"words_{os.environ['RANK']}", "a") as file:
+    file.write(f"{sys.argv[1:]}\\n")
+begin = torch.load("out.pt")["step"] if "--resume" in sys.argv else 0
+for step in range(begin, 6):
+    (w * w).sum().backward(); optimizer.step()
+    if os.environ["RANK"] == "0" and step in (2, 5):
+        deadly = [Deadly()] if step == 5 and not os.path.exists("struck") else []
+        if deadly: open("struck", "w").close()
+        torch.save({"step": step + 1, "deadly": deadly, "w": torch.ones(1000)}, "out.pt")
+"""
+
+
+def test_a_rank_killed_inside_a_save_leaves_the_file_before(tmp_path):
+    """The next attempt is told to resume, and reads it; what was half written is gone after its next save."""
+    script = tmp_path / "own.py"
+    script.write_text(SAVER, encoding="utf-8")
+    words = ("--resume-with", "out.pt:--resume out.pt")
+    with run_script(tmp_path, script, "--lr", 1, options=words, world=1) as run:
+        assert run.wait() == 0, run.console
+    asked = (tmp_path / "words_0").read_text().splitlines()
+    assert asked == ["['--lr', '1']", "['--lr', '1', '--resume', 'out.pt']"]
+    assert [one["steps"] for one in run.summary()["attempts"]] == [6, 3]
+    assert torch.load(tmp_path / "out.pt")["step"] == 6
+    assert not list(tmp_path.glob(".*.saving"))
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 1), (("--from-scratch",), 0)])
+def test_a_start_that_reads_nothing_of_what_was_saved_is_ended(tmp_path, options, code):
+    """It would overwrite what it has; control: where that is wanted."""
+    script = tmp_path / "own.py"
+    script.write_text(SAVER, encoding="utf-8")
+    with run_script(tmp_path, script, options=("--max-restarts", 2, *options), world=1) as run:
+        assert run.wait() == code, run.console
+    assert ("the script does not resume" in run.console) == bool(code)

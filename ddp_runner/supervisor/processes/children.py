@@ -18,12 +18,14 @@ import psutil
 
 from ddp_runner import start
 from ddp_runner.core.messages import Fork
+from ddp_runner.supervisor.processes.guardian_process import tidies_up
 from ddp_runner.system.control_channel import Channel
 from ddp_runner.system.proc_state import stat_fields
 from ddp_runner.system.run_files import reading
 
 OUTPUT_SHOWN_BYTES = 8_000
 WORDS_BYTES = 64_000  # that a process may take to say why it dies: the stacks of all its threads
+TIDY_UP_S = 1.0  # for what ends by itself when all others have
 _EXITING = 0x4  # PF_EXITING of Linux, in a process's flags
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a place for our own files
@@ -184,7 +186,8 @@ def signal_main_thread(pid: int, number: int) -> None:
 
 def end_descendants(*, timeout_s: float) -> list[int]:
     """SIGKILL whatever still descends from this process and reap it; returns pids that stayed."""
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
+    deadline_s = began_s + timeout_s
     while True:
         for _ in reap_children():
             pass
@@ -192,5 +195,6 @@ def end_descendants(*, timeout_s: float) -> list[int]:
         if not left or time.monotonic() >= deadline_s:
             return left
         for pid in left:
-            kill(pid)
+            if time.monotonic() > began_s + TIDY_UP_S or not tidies_up(pid):
+                kill(pid)
         time.sleep(0.005)

@@ -54,9 +54,21 @@ def belongs(pid: int, mark: str, sessions: Collection[int]) -> bool:
     return any(token in value.split(b",") for value in values)
 
 
+def tidies_up(pid: int) -> bool:
+    """Whether it is Python's own that removes semaphores and shared memory once all that used them have ended.
+
+    It ends by itself then, in milliseconds; killed, it leaves them in /dev/shm for good.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123 - as above
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
+
+
 def end(pid: int, mark: str, sessions: Collection[int]) -> bool:
-    """SIGKILL the process if it belongs to the run; says whether it did."""
-    if not belongs(pid, mark, sessions):
+    """SIGKILL the process if it belongs to the run, and does not tidy up; says whether it did."""
+    if not belongs(pid, mark, sessions) or tidies_up(pid):
         return False
     try:
         held = os.pidfd_open(pid)

@@ -54,6 +54,7 @@ def main():
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            wait_for_harm(rank, f"{epoch}_inside")
         if rank == 0:
             print(f"epoch {epoch} loss {loss.item():.4f}")
             torch.save({"model": model.module.state_dict(), "epoch": epoch + 1}, args.checkpoint)
