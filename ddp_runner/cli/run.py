@@ -62,7 +62,8 @@ _OWN = {
             "'out/ckpt.pt:--resume out/ckpt.pt'; may be repeated",
         ),
         Option(
-            long="--from-scratch", says="a new start may begin anew, though one before it has saved"
+            long="--from-scratch",
+            says="a restart may begin at the beginning, though an attempt before has saved",
         ),
         Option(
             long="--plain-saves", says="leave torch.save as it is: else a file is replaced whole"
@@ -123,6 +124,8 @@ def run(words: Sequence[str]) -> int:
         )
     script = _script(sorted_words)
     plan = plan_launch(parse_train(_settings(sorted_words, script)), words=words)
+    if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
+        script = replace(script, restarts=True)
     settings = plan.settings
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)
@@ -222,14 +225,21 @@ def _script(words: _Words) -> ScriptPlan:
         path=path,
         module=module,
         arguments=tuple(arguments),
-        restarts=bool(words.resume_with)
-        or any(word.startswith("--max-restarts") for word in words.shared),
+        restarts=bool(words.resume_with),
         grace_period_s=_seconds(words.own.get("--grace-period", ""), GRACE_AT_STOP_S),
         resume_with=tuple(map(_resume_with, words.resume_with)),
         from_scratch="--from-scratch" in words.own,
         plain_saves="--plain-saves" in words.own,
-        preload=tuple(name for name in words.own.get("--preload", "").split(",") if name),
+        preload=_preload(words.own.get("--preload", "")),
     )
+
+
+def _preload(text: str) -> tuple[str, ...]:
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise BadInputError("--preload", name, "no module of this name is installed")
+    return names
 
 
 def _resume_with(text: str) -> ResumeWith:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
-WRONG_ARGUMENTS = (
-    2  # the exit code of argparse, and of most programs, for words that they do not take
+ZYGOTE_OF_SCRIPTS = (
+    "scripts:"  # told to a zygote in place of a task; modules to import ahead follow
 )
+WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
 GRACE_AT_STOP_S = 30.0
 STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
@@ -32,8 +33,8 @@ class ScriptPlan:
 
     ``path`` is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
-    zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin anew
-    where an attempt before has saved something.
+    zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin at its
+    beginning where an attempt before has saved something.
     """
 
     path: str
@@ -86,13 +87,11 @@ def does_not_resume(*, attempt: int, saved_before: bool, steps: int, loads: int)
     return attempt > 0 and saved_before and steps > 0 and loads == 0
 
 
-def exit_code_of(fault: Fault, *, exit_code: int | None, signal_number: int | None) -> int:
+def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
     """What the shell would see of the rank that failed: its own code, or 128 and the signal's number."""
     if signal_number is not None:
         return 128 + signal_number
-    if exit_code is not None and exit_code != 0:
-        return exit_code
-    return 137 if fault.kind is FaultKind.RANK_HUNG else 1
+    return exit_code or 1  # who leaves with 0 before the others has failed
 
 
 def plan_restart(
@@ -126,6 +125,6 @@ def plan_restart(
         return EndRun(
             reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
             status=RunStatus.GAVE_UP,
-            exit_code=3,
+            exit_code=int(ExitCode.GAVE_UP),
         )
     return StartAgain(delay_s=settings.backoff_first_s)

@@ -153,7 +153,7 @@ def _figures(view: RunView, width: int) -> Line:
         ("samples/s", speed),
         ("eta", "-" if view.eta_s is None else fmt.duration(view.eta_s)),
     ]
-    if view.epochs < 0:
+    if view.epochs is None:
         pairs = [("optimizer steps", fmt.count(view.step))]
     left = [span for pair in pairs for span in _labelled(*pair)]
     if view.faults_total == 0 and view.restarts == 0:
@@ -169,7 +169,7 @@ def _labelled(label: str, value: str) -> Line:
 
 def epoch_text(view: RunView) -> str:
     """``2/10``, or ``2`` where the run goes by steps."""
-    if view.epochs <= 0:
+    if not view.epochs:
         return str(view.epoch + 1)
     return f"{min(view.epoch + 1, view.epochs)}/{view.epochs}"
 

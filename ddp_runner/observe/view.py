@@ -34,7 +34,7 @@ class RunView:
 
     ``logged_step`` is the newest step that the ranks reported metrics for, with its
     ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1;
-    ``epochs`` is below 0 where nobody knows of any. ``doing`` is
+    ``epochs`` is None where nobody knows of any. ``doing`` is
     what the start is at, for ``doing_s`` by now; empty once the first step is done.
     """
 
@@ -46,7 +46,7 @@ class RunView:
     step: int
     max_steps: int
     epoch: int
-    epochs: int
+    epochs: int | None
     loss: float | None
     samples_per_s: float | None
     eta_s: float | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import builtins
 import faulthandler
 import functools
-import glob
 import io
 import mmap
 import os
@@ -20,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
@@ -30,10 +30,8 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_runner.collective.group import collectives_begun
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.messages import (
-    CollectivesBegun,
     Faulted,
     Fork,
     Form,
@@ -41,14 +39,14 @@ from ddp_runner.core.messages import (
     Message,
     Ready,
     ReopenLog,
-    Stacks,
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import lossy_text
-from ddp_runner.rank.runtime import StartupOutput, write_stacks
+from ddp_runner.rank.runtime import StartupOutput
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.training.failure import fault_of
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
@@ -185,28 +183,26 @@ class _Link:
             os._exit(1)
 
     def _listen(self) -> None:
-        """Thread: the supervisor's end is this rank's end."""
+        """Thread: act on what the supervisor says. Its end is this rank's end."""
         try:
             while True:
                 message, _ = self._channel.receive()
-                match message:
-                    case Form():
-                        self._forms.put(message)
-                    case ReopenLog():
-                        self._output.reopen()
-                    case Stacks():
-                        write_stacks()
-                        self._send(
-                            CollectivesBegun(
-                                rank=self._rank,
-                                step=self.slot.get(Cell.COMMITTED_STEP),
-                                count=collectives_begun(),
-                            )
-                        )
-                    case _:
-                        pass  # what is asked of a rank that trains with us: a signal comes as well
+                self._act(message)
         except ChannelClosedError:
+            pass
+        except BaseException:  # noqa: BLE001 - top of a thread: a deaf rank must not live on
+            traceback.print_exc()
+        finally:
             os._exit(1)
+
+    def _act(self, message: Message) -> None:
+        match message:
+            case Form():
+                self._forms.put(message)
+            case ReopenLog():
+                self._output.reopen()
+            case _:
+                raise TypeError(f"a script's rank does not take {type(message).__name__}")
 
 
 class _StepCounter:
@@ -264,10 +260,12 @@ def _save_whole(save: Callable[[Path], None], path: Path) -> None:
     What ``path`` leads to by a link is replaced, and not the link.
     """
     path = Path(os.path.realpath(path))
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.saving"):
-        if not Path("/proc", left.name.split(".")[-2]).exists():  # its writer was killed
+    for left in left_over(path.parent)[0]:  # of this process: another thread's, which writes it
+        writer = writer_of(left.name)
+        is_of_this_file = left.name.startswith(f".{path.name}.tmp-")
+        if is_of_this_file and writer is not None and writer.pid != os.getpid():
             left.unlink(missing_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.saving")
+    beside = temporary_path(path)
     try:
         save(beside)
         with beside.open("rb") as file:

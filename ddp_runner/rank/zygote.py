@@ -29,13 +29,11 @@ from ddp_runner.core.messages import (
     Forked,
     ZygoteReady,
 )
+from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
-SCRIPTS = (
-    "scripts:"  # in place of a task: its forks run programs; behind it, modules to import ahead
-)
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 _CUDA_NOT_INITIALIZED = 3  # cuda.h: CUDA_ERROR_NOT_INITIALIZED
 
@@ -255,8 +253,9 @@ def main(arguments: list[str]) -> int:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
     wanted = arguments[2] if len(arguments) > 2 else ""
-    if wanted.startswith(SCRIPTS):
-        import_s = preload_for_scripts([name for name in wanted[len(SCRIPTS) :].split(",") if name])
+    if wanted.startswith(ZYGOTE_OF_SCRIPTS):
+        modules = wanted.removeprefix(ZYGOTE_OF_SCRIPTS)
+        import_s = preload_for_scripts(modules.split(",") if modules else ())
     else:
         import_s = preload(wanted)
     torch_version = str(sys.modules["torch"].__version__)

@@ -84,7 +84,7 @@ class ScriptSupervisor(Supervisor):
                 self._codes.setdefault(handle.rank, 1)
                 self._report(fault)
             case _:
-                pass
+                raise TypeError(f"a script's rank does not send {type(message).__name__}")
 
     def _on_formed(self, formed: Formed) -> None:
         pid = self.world.ranks[formed.rank].pid
@@ -105,7 +105,7 @@ class ScriptSupervisor(Supervisor):
         handle.machine.advance(RankEvent.EXITED)
         if not is_done and not self._is_our_doing(ended, was_killed=was_killed):
             fault = self._fault_of(handle, ended, wrote)
-            code = exit_code_of(fault, exit_code=ended.exit_code, signal_number=ended.signal_number)
+            code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
             self._codes[handle.rank] = code
             if not any(known.rank == handle.rank for known in self._faults):
                 self._report(fault)
@@ -202,12 +202,9 @@ class ScriptSupervisor(Supervisor):
     def _look_for_stopped(self, now_s: float) -> None:
         """A rank that the system holds stopped has all others wait, and nobody may wake it."""
         for handle in self.world.ranks:
-            is_up = handle.is_alive and handle.membership is not None
-            if (
-                is_up
-                and not self._is_ending_rest
-                and self.world.stopped_s(handle, now_s) > STOPPED_MAX_S
-            ):
+            if self._is_ending_rest:
+                return
+            if handle.is_alive and self.world.stopped_s(handle, now_s) > STOPPED_MAX_S:
                 self._codes[handle.rank] = 128 + signal.SIGKILL
                 self._report(
                     Fault(

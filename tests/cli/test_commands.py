@@ -47,6 +47,7 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["run", "--rdzv_endpoint=a:1", "x.py"], ["--rdzv-endpoint=a:1: is for several machines"]),
         (["run", "--no-python", "x"], ["--no-python=x: is not in this version: give a Python"]),
         (["run", "--epochs", "3", "x.py"], ["--epochs: unknown option; run --help lists them"]),
+        (["run", "--preload", "no_such", __file__], ["--preload=no_such: no module of this name"]),
         (["run", "--resume-with", "a.pt", __file__], ["--resume-with=a.pt: must be a file and"]),
         (["run", "--grace-period", "soon", __file__], ["--grace-period=soon: must be a number"]),
         (["demo", "-n", "1"], ["--nproc-per-node=1: must be 2 to 8: what is left of a world"]),

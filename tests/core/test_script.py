@@ -80,8 +80,7 @@ def test_the_budget_counts_within_its_window():
 )
 def test_the_exit_code_is_that_of_the_failed_rank(exit_code, signal_number, seen):
     """As a shell has it; one that leaves with 0 before the others has failed all the same."""
-    fault = attempt().fault
-    assert exit_code_of(fault, exit_code=exit_code, signal_number=signal_number) == seen
+    assert exit_code_of(exit_code=exit_code, signal_number=signal_number) == seen
 
 
 @pytest.mark.parametrize(

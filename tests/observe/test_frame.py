@@ -246,3 +246,12 @@ def test_a_start_says_what_it_is_at():
         ["waiting", "0", "-"],
     ]
     assert role_of(lines, "waiting") is Role.QUIET
+
+
+def test_a_script_has_no_epochs_to_show():
+    """Nobody knows of any: its optimizer steps stand for them, in the frame and in the line."""
+    view = run_view(2, epochs=None, max_steps=0, step=12, loss=None, eta_s=None)
+    lines = "\n".join(text_of(frame(view, width=80, ranks_max=8)))
+    assert "optimizer steps 12" in lines
+    assert "epoch" not in lines
+    assert "epoch" not in progress_line(view)

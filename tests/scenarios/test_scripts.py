@@ -83,8 +83,9 @@ def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
         (1, "import signal; os.kill(os.getpid(), signal.SIGKILL)"),
         (0, "raise RuntimeError('the disk has gone')"),
         (1, "os._exit(7)"),
+        (1, "import signal; os.kill(os.getpid(), signal.SIGSTOP)"),
     ],
-    ids=["killed", "raised", "exited"],
+    ids=["killed", "raised", "exited", "stopped"],
 )
 def test_all_start_again_from_the_script_s_own_checkpoint(tmp_path, fault_free, rank, harm):
     """Whichever rank is lost, and however; with the weights of a run without faults."""
@@ -172,6 +173,17 @@ def test_a_stop_reaches_each_rank_and_has_an_end(tmp_path, number, exit_code):
     assert len(list(tmp_path.glob("asked_*"))) == 2
 
 
+def test_a_rank_that_runs_on_when_others_have_ended_is_named(tmp_path):
+    """And waited for: it may be at work on something of its own."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(13)\n", encoding="utf-8"
+    )
+    with run_script(tmp_path, script) as run:
+        assert run.wait() == 0, run.console
+    assert "not ended, 10 s after others have: rank 1" in run.console
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_loader_workers_of_a_script_start_by_every_method(tmp_path, fault_free, method):
     """What is in ``__main__`` pickles, and workers import the script again."""
@@ -244,7 +256,7 @@ def test_a_rank_killed_inside_a_save_leaves_the_file_before(tmp_path):
     assert asked == ["['--lr', '1']", "['--lr', '1', '--resume', 'out.pt']"]
     assert [one["steps"] for one in run.summary()["attempts"]] == [6, 3]
     assert torch.load(tmp_path / "out.pt")["step"] == 6
-    assert not list(tmp_path.glob(".*.saving"))
+    assert not list(tmp_path.glob(".out.pt.*"))
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 1), (("--from-scratch",), 0)])

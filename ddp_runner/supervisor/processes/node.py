@@ -16,6 +16,7 @@ from ddp_runner import config
 from ddp_runner.core.board import Slot
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
+from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
@@ -474,4 +475,4 @@ def _what_to_import(plan: LaunchPlan) -> str:
     """What the zygote is told: the task, or that its forks run scripts, and modules to import for them."""
     if plan.script is None:
         return plan.settings.run.task
-    return f"scripts:{','.join(plan.script.preload)}"
+    return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)

@@ -72,10 +72,10 @@ def run_view(
     )
 
 
-def _epochs(plan: LaunchPlan, total: int, per_epoch: int) -> int:
-    """Below 0 where there are none that anybody knows of, as of a script."""
+def _epochs(plan: LaunchPlan, total: int, per_epoch: int) -> int | None:
+    """None where nobody knows of any, as of a script."""
     if plan.script is not None:
-        return -1
+        return None
     return -(-total // per_epoch) if per_epoch else plan.settings.run.epochs
 
 
