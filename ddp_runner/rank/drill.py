@@ -43,7 +43,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     channel = Channel.from_descriptor(control)
     settings = config.from_record(spec["settings"])
     _write_to_log(Path(settings.run.log_dir) / LOG_NAME, otherwise=output)
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=int(spec["rank"]),
         local_rank=int(spec["rank"]),
         world_size=int(spec["world_size"]),
@@ -51,18 +51,20 @@ def main(request: Fork, descriptors: list[int]) -> int:
         device=str(spec["device"]),
         loads=True,
     )
-    prepare_interpreter(replace(request, rank=place.rank, local_rank=place.local_rank), spec)
-    logger = DDPLogger(rank=place.rank, debug=settings.run.debug)
+    prepare_interpreter(
+        replace(request, rank=rank_info.rank, local_rank=rank_info.local_rank), spec
+    )
+    logger = DDPLogger(rank=rank_info.rank, debug=settings.run.debug)
     logger.hidden = hidden = tuple(secret_texts(settings.task))
     install_root_handler(logger)
     differs = problem = ""
     try:
-        differs = compare(settings, place, folder=Path(spec["folder"]), logger=logger)
+        differs = compare(settings, rank_info, folder=Path(spec["folder"]), logger=logger)
     except BaseException as error:  # noqa: BLE001 - the top of a process: no drill is worth a run
         traceback.print_exc()
         text = without_secrets(str(error), hidden)
         problem = " ".join(f"{type(error).__name__}: {text}".split())[:PROBLEM_CHARACTERS_MAX]
-    message = Drilled(rank=place.rank, step=int(spec["step"]), differs=differs, problem=problem)
+    message = Drilled(rank=rank_info.rank, step=int(spec["step"]), differs=differs, problem=problem)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()

@@ -82,18 +82,18 @@ _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of th
 class OutsideRuntime(LocalRuntime):
     """One generation per restart of the launcher; signals ask for a stop or a save after the step."""
 
-    def __init__(self, *, place: RankInfo, settings: Settings) -> None:
+    def __init__(self, *, rank_info: RankInfo, settings: Settings) -> None:
         log_dir = Path(settings.run.log_dir)
-        super().__init__(place=place, log_dir=log_dir, debug=settings.run.debug)
+        super().__init__(rank_info=rank_info, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save, at last elsewhere.
         self.store_timeout_s = STORE_TIMEOUT_S + settings.recovery.checkpoint_timeout_s
         restarts = sum(int(os.environ.get(name, "0")) for name in _RESTART_COUNTS)
         # The launcher keeps its store over restarts: the keys of each must differ.
         self.generation = 1 + restarts
         self._restart_log = RestartLog(
-            log_dir, rank=place.rank, is_restart=restarts > 0, warn=self.logger.warning
+            log_dir, rank=rank_info.rank, is_restart=restarts > 0, warn=self.logger.warning
         )
-        self.place = replace(place, learnt=self._restart_log.learnt)
+        self.rank_info = replace(rank_info, learnt=self._restart_log.learnt)
         # RestartLog once the ranks have agreed: rank 0 says which run it is.
         self.run_id = self._restart_log.run_id or self.run_id
         self._began_ns, self._formed_ns, self._progress_at_ns = time.monotonic_ns(), 0, 0
@@ -103,7 +103,7 @@ class OutsideRuntime(LocalRuntime):
         self._save_is_asked = False
         self.directories: RunDirectories | None = None  # where this rank has taken hold of them
         self._store: TCPStore | None = None
-        is_first = place.rank == 0
+        is_first = rank_info.rank == 0
         self._metrics = MetricsFile(log_dir / "metrics.jsonl") if is_first else None
         numbers = [*_STOP_SIGNALS, _SAVE_SIGNAL]
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
@@ -114,14 +114,14 @@ class OutsideRuntime(LocalRuntime):
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation of this restart; rank 0 prints what there is to say before."""
         ready = replace(ready, notes=(*self._notes, *ready.notes))
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             print(f"computing in {ready.precision}", *ready.notes, sep="\n", flush=True)
         return super().next_generation(ready)
 
     def store_link(self) -> StoreLink:
         """The launcher's store; without one (srun), rank 0 hosts it on the port that is named."""
         link = super().store_link()
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.place.rank == 0:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self.rank_info.rank == 0:
             self._store = TCPStore(
                 link.host,
                 link.port,
@@ -138,7 +138,7 @@ class OutsideRuntime(LocalRuntime):
         self._look_after_folders(message)
         self._keep_time(message)
         self._restart_log.keep(message)
-        if isinstance(message, TuningChanged) and self.place.rank == 0 and message.action:
+        if isinstance(message, TuningChanged) and self.rank_info.rank == 0 and message.action:
             print(message.action, flush=True)
         if isinstance(message, Metrics) and self._metrics is not None:
             self._metrics.write(message.step, message.rank, message.values)
@@ -160,7 +160,7 @@ class OutsideRuntime(LocalRuntime):
             case Formed(committed_step=step):
                 self._formed_ns = time.monotonic_ns()
                 self._restart_log.keep(self.restart_progress(step=step))
-            case _ if self.place.rank:
+            case _ if self.rank_info.rank:
                 pass  # the run's time is that of its rank 0
             case Saved(step=step):
                 self._restart_log.keep(self.restart_progress(step=step))
@@ -176,7 +176,7 @@ class OutsideRuntime(LocalRuntime):
         self._progress_at_ns = time.monotonic_ns()
         reading = self.slot.read()
         return RestartProgress(
-            rank=self.place.rank,
+            rank=self.rank_info.rank,
             generation=self.generation,
             run_id=self.run_id,
             clock=self._clock,
@@ -212,15 +212,15 @@ class OutsideRuntime(LocalRuntime):
 
 def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int) -> int:
     """Run the rank that this process was started as; returns its exit code. ``cores``: of the machine."""
-    place = _place(rank, device)
+    rank_info = _rank_info(rank, device)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
         parent_death.die_with_parent(os.getppid())
     directories = RunDirectories(settings.run)
-    if place.rank == 0:  # who saves; held to the end of the process
+    if rank_info.rank == 0:  # who saves; held to the end of the process
         directories.claim(patience_s=_PREDECESSOR_ENDS_S)
-    _share_cores(settings, place, cores=cores)
-    runtime = OutsideRuntime(place=place, settings=settings)
-    if place.rank == 0:
+    _share_cores(settings, rank_info, cores=cores)
+    runtime = OutsideRuntime(rank_info=rank_info, settings=settings)
+    if rank_info.rank == 0:
         runtime.directories = directories
     install_root_handler(runtime.logger)
     resume = runtime.resume_word(settings.run.resume)
@@ -231,14 +231,14 @@ def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int)
         raise
     except FaultError as error:
         cause = printable(error.fault.without(runtime.logger.hidden).cause)
-        sys.stderr.write(f"ddp_runner: error: rank {place.rank}: {cause}\n")
+        sys.stderr.write(f"ddp_runner: error: rank {rank_info.rank}: {cause}\n")
         is_bad_input = error.fault.kind is FaultKind.BAD_INPUT  # found with the other ranks
         code = int(ExitCode.BAD_USAGE if is_bad_input else ExitCode.FAILED)
         if holds_communicators():
             _end_at_once(code)
         return code
     status = STATUS_OF_REASON[report.reason]
-    if place.rank == 0:
+    if rank_info.rank == 0:
         _write_summary(settings, runtime, report, status=status)
     return int(EXIT_CODE_OF_STATUS[status])
 
@@ -255,19 +255,19 @@ def _end_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _share_cores(settings: Settings, place: RankInfo, *, cores: int) -> None:
+def _share_cores(settings: Settings, rank_info: RankInfo, *, cores: int) -> None:
     """Threads as the user set them, else as the launcher did, else this rank's share of the cores.
 
     Sums over other shares differ in their last bit, so a run must not depend on who starts it.
     """
     threads = settings.run.threads_per_rank
     if not threads and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, cores // place.local_world_size)
+        threads = max(1, cores // rank_info.local_world_size)
     if threads:
         torch.set_num_threads(threads)
 
 
-def _place(rank: PlainRank, device: DevicePlan) -> RankInfo:
+def _rank_info(rank: PlainRank, device: DevicePlan) -> RankInfo:
     is_cpu = device.visible_index is None
     return RankInfo(
         rank=rank.rank,
@@ -291,7 +291,7 @@ def _write_summary(
         return
     reports = {
         rank: list(read_restart_log(restart_log_path(log_dir, rank)))
-        for rank in range(runtime.place.world_size)
+        for rank in range(runtime.rank_info.world_size)
     }
     reports[0].append(runtime.restart_progress())  # its own file may be on a disk that is full
     run = replay(reports)
@@ -299,7 +299,7 @@ def _write_summary(
     summary = run.accounting.summary(
         status=status,
         exit_code=EXIT_CODE_OF_STATUS[status],
-        world_size=runtime.place.world_size,
+        world_size=runtime.rank_info.world_size,
         reading=run.reading_of_all(runtime.slot.read()),
         steps_per_epoch=0,  # the report has the epochs
         finished=[finished_message(report, 0)],

@@ -49,7 +49,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     seal = str(spec["log_seal"])
     logger = DDPLogger(rank=request.rank, debug=settings.run.debug, seal=seal)
     install_root_handler(logger)
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=request.rank,
         local_rank=request.local_rank,
         world_size=int(spec["world_size"]),
@@ -59,7 +59,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         short_of_memory_in=str(spec["short_of_memory_in"]),
         device_free_bytes=int(spec["device_free_bytes"]),
     )
-    slot = _map_slot(board, place)
+    slot = _map_slot(board, rank_info)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun
     link = StoreLink(
         str(spec["store_host"]),
@@ -69,7 +69,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     link.connect_ahead()
     runtime = SupervisedRuntime(
         Channel.from_descriptor(control),
-        place=place,
+        rank_info=rank_info,
         slot=slot,
         logger=logger,
         output=output,
@@ -128,18 +128,18 @@ def prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
         torch.autograd.set_detect_anomaly(True)
 
 
-def _map_slot(descriptor: int, place: RankInfo) -> Slot:
+def _map_slot(descriptor: int, rank_info: RankInfo) -> Slot:
     memory = mmap.mmap(descriptor, 0)
     os.close(descriptor)
-    return Board(memoryview(memory), place.world_size).slot(place.rank)
+    return Board(memoryview(memory), rank_info.world_size).slot(rank_info.rank)
 
 
 def _train(settings: Any, runtime: SupervisedRuntime) -> int:
     """The rank boundary: whatever escapes the trainer becomes a Fault and an exit status."""
     try:
         DDPTrainer(
-            rank=runtime.place.rank,
-            world_size=runtime.place.world_size,
+            rank=runtime.rank_info.rank,
+            world_size=runtime.rank_info.world_size,
             config=settings,
             runtime=runtime,
         ).train()
@@ -149,7 +149,7 @@ def _train(settings: Any, runtime: SupervisedRuntime) -> int:
         reading = runtime.slot.read()
         fault = fault_of(
             error,
-            rank=runtime.place.rank,
+            rank=runtime.rank_info.rank,
             step=max(0, reading.step),
             phase=reading.phase.label,
             aborted=False,

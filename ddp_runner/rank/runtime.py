@@ -118,14 +118,14 @@ class SupervisedRuntime:
         self,
         channel: Channel,
         *,
-        place: RankInfo,
+        rank_info: RankInfo,
         slot: Slot,
         logger: DDPLogger,
         output: StartupOutput,
         link: StoreLink,
         injections: dict[int, Injection] | None = None,
     ) -> None:
-        self.place = place
+        self.rank_info = rank_info
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
         self.disk: Disk = FencedDisk(lambda: bool(slot.get(Cell.FENCED)))
@@ -202,7 +202,7 @@ class SupervisedRuntime:
             injections,
             announce=lambda number, kind: self.report(
                 Injected(
-                    rank=self.place.rank,
+                    rank=self.rank_info.rank,
                     number=number,
                     kind=kind.value,
                     step=slot.get(Cell.STEP),
@@ -216,7 +216,7 @@ class SupervisedRuntime:
     def _on_signal(self, number: signal.Signals) -> None:
         """SIGTERM or SIGUSR1 to this rank alone asks the whole run to stop."""
         del number
-        self.report(StopAsked(rank=self.place.rank, reason=StopReason.PREEMPTED))
+        self.report(StopAsked(rank=self.rank_info.rank, reason=StopReason.PREEMPTED))
 
     def _listen(self) -> None:
         """Thread: act on what the supervisor says. Its end is this rank's end."""
@@ -243,7 +243,7 @@ class SupervisedRuntime:
                 for generation in self._of(number):
                     generation.switch.trip()
                 if self._ends_in_silence:
-                    self.report(AbortHeard(rank=self.place.rank, generation=number))
+                    self.report(AbortHeard(rank=self.rank_info.rank, generation=number))
             case Cut(generation=number):
                 for generation in self._of(number):
                     generation.switch.cut()
@@ -251,7 +251,7 @@ class SupervisedRuntime:
                 write_stacks()
                 count = collectives_begun() - self.slot.get(Cell.COLLECTIVES)
                 step = self.slot.get(Cell.COMMITTED_STEP)
-                self.report(CollectivesBegun(rank=self.place.rank, step=step, count=count))
+                self.report(CollectivesBegun(rank=self.rank_info.rank, step=step, count=count))
             case Stop(reason=reason):
                 self._stop = reason
             case Checkpoint():

@@ -92,7 +92,7 @@ def _prepare_source(
         loss=parts.progress.loss,
         warn=runtime.logger.warning,
     )
-    if runtime.place.loads and not has_trained:
+    if runtime.rank_info.loads and not has_trained:
         # INVARIANT left-before-shared: whoever has the state of this run finds no other course.
         # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
         # Guarded by: test_a_rank_that_dies_leaving_the_other_branch_has_a_successor.
@@ -107,7 +107,7 @@ def _prepare_source(
 def _standings(group: Group, parts: RankParts, name: str) -> list[tuple[int, int]]:
     """Committed step and slot of every rank of the group; all take over the first one's run id."""
     runtime = parts.runtime
-    mine = json.dumps([parts.state.committed_step, runtime.place.rank, runtime.run_id])
+    mine = json.dumps([parts.state.committed_step, runtime.rank_info.rank, runtime.run_id])
     answers = [json.loads(answer) for answer in group.exchange(name, mine)]
     runtime.run_id = answers[0][2]  # without a supervisor each rank has made one
     return [(step, slot) for step, slot, _ in answers]
@@ -146,7 +146,7 @@ def agree_on_tuning(
 def recalled(parts: RankParts) -> Tuning | None:
     """What the process before this one changed at or after the step that the ranks stand at."""
     state, runtime = parts.state, parts.runtime
-    learnt = runtime.place.learnt
+    learnt = runtime.rank_info.learnt
     if learnt is None or learnt.step < state.committed_step:
         return None  # a checkpoint that was made since then has it
     runtime.logger.warning(f"as the process before this one had it: {learnt.action}")
@@ -159,7 +159,7 @@ def _halved(parts: RankParts, phase: str) -> Tuning:
     state, runtime = parts.state, parts.runtime
     fault = Fault(
         kind=FaultKind.OUT_OF_MEMORY,
-        rank=runtime.place.rank,
+        rank=runtime.rank_info.rank,
         step=state.committed_step,
         cause="this rank ended for lack of memory, with single samples",
         phase=phase,

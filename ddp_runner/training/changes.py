@@ -59,7 +59,7 @@ def tell_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -
             runtime.logger.info(f"changed: {line}")
         runtime.report(
             TuningChanged(
-                rank=runtime.place.rank,
+                rank=runtime.rank_info.rank,
                 step=state.committed_step,
                 action=line if is_news else "",
                 inexact_reason=line,

@@ -48,7 +48,7 @@ class DiskFaults:
         )
 
     def _note(self, fault: Fault, remedy: str) -> None:
-        rank = self._runtime.place.rank
+        rank = self._runtime.rank_info.rank
         self._runtime.report(
             FaultTolerated(rank=rank, fault=replace(fault, rank=rank), action=remedy)
         )

@@ -80,7 +80,7 @@ class Engine:
         self._run_id = run_id
         self._state = parts.state
         self._runtime = parts.runtime
-        self._rank = parts.runtime.place.rank
+        self._rank = parts.runtime.rank_info.rank
         self._generation: Generation | None = None  # the newest, which may have been left
         self._session: Session | None = None  # of the generation that this rank is in
         self._step: StepInHand | None = None  # in there, between its beginning and the next one's
@@ -184,7 +184,7 @@ class Engine:
         self._members = brought.members
         if state.buffers.frozen_bytes():
             room_bytes = ROOM_SHARE_MAX * parts.memory.room_bytes()
-            state.hold_frozen(room_bytes=room_bytes / self._runtime.place.local_world_size)
+            state.hold_frozen(room_bytes=room_bytes / self._runtime.rank_info.local_world_size)
         transferred_s = time.monotonic()
         self._client.agree(group, is_first=not self._has_trained)
         if group.rank == 0 and generation.membership.generation == 1:

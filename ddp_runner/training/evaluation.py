@@ -189,4 +189,4 @@ class Validation:
         figures = self._parts.progress.figures
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         runtime.logger.info(f"evaluated: {shown}  ({took_ns / 1e9:.1f} s)", step=step)
-        runtime.report(Metrics(rank=runtime.place.rank, step=step, values=dict(figures)))
+        runtime.report(Metrics(rank=runtime.rank_info.rank, step=step, values=dict(figures)))

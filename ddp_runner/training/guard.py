@@ -56,7 +56,7 @@ class NumericsGuard:
         self._saving = parts.saving
         self._workload = parts.workload
         self._runtime = parts.runtime
-        self._rank = parts.runtime.place.rank
+        self._rank = parts.runtime.rank_info.rank
         self._group = group
         self._step_rolled_back_to = EMPTY_STEP  # where replicas differed without a majority
         self._rollbacks_there = 0

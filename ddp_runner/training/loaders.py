@@ -54,11 +54,11 @@ def make_loader(
     on_wait: Callable[[], None],
 ) -> SafeDataLoader | StreamLoader:
     """The loader of this rank's training data."""
-    data, place = settings.data, runtime.place
+    data, rank_info = settings.data, runtime.rank_info
     order = workload.order
     bad = bad_sample_places(
         settings.run.inject,
-        world_size=place.world_size,
+        world_size=rank_info.world_size,
         total_steps=workload.length.total_steps,
     )
     if isinstance(order, StreamOrder):
@@ -70,8 +70,8 @@ def make_loader(
             workload.datasets.train,
             order=order,
             position=state.stream,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             micro_batch_size=data.micro_batch_size or data.batch_size,
             on_wait=on_wait,
             log=runtime.logger.info,
@@ -84,23 +84,25 @@ def make_loader(
         workload.datasets.train,
         bad,
         order=lambda: replace(order, version=state.order_version),
-        world_size=place.world_size,
+        world_size=rank_info.world_size,
     )
     return SafeDataLoader(
         dataset,
         order=replace(order, version=state.order_version),
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         total_steps=workload.length.total_steps,
         micro_batch_size=data.micro_batch_size or data.batch_size,
         seed=settings.run.seed,
         num_workers=data.num_workers,
-        local_world_size=place.local_world_size,
+        local_world_size=rank_info.local_world_size,
         prefetch_factor=data.prefetch_factor,
         pin_memory=data.pin_memory and workload.device.type == "cuda",
         timeout_s=data.loader_timeout_s,
         start_step=max(0, state.committed_step),
-        on_workers=lambda pids: runtime.report(LoaderWorkers(rank=place.rank, pids=tuple(pids))),
+        on_workers=lambda pids: runtime.report(
+            LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
+        ),
         on_repaired=lambda mended: _tell(mended, runtime),
         on_wait=on_wait,
         log=runtime.logger.info,
@@ -113,7 +115,7 @@ def make_loader(
 
 
 def _tell_inexact(runtime: Runtime, reason: str) -> None:
-    rank, step = runtime.place.rank, runtime.slot.get(Cell.STEP)
+    rank, step = runtime.rank_info.rank, runtime.slot.get(Cell.STEP)
     runtime.logger.warning(reason, step=step)
     runtime.report(TuningChanged(rank=rank, step=step, action="", inexact_reason=reason))
 
@@ -131,16 +133,16 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
     """The loader of one evaluation, for this rank's part of it; to be closed."""
     settings, workload, runtime = parts.settings, parts.workload, parts.runtime
     batch_size = parts.state.tuning.evaluation_batch_size
-    rank, step = runtime.place.rank, parts.state.committed_step
+    rank, step = runtime.rank_info.rank, parts.state.committed_step
     # The same samples however few fit at once, so that the figures can be compared.
-    asked = settings.log.evaluate_batches * settings.data.batch_size * runtime.place.world_size
+    asked = settings.log.evaluate_batches * settings.data.batch_size * runtime.rank_info.world_size
     order = WholeOrder(
         seed=settings.run.seed,
         dataset_size=min(asked, workload.validation_samples) or workload.validation_samples,
         global_batch_size=batch_size * group.world_size,
     )
     batches = order.steps_per_epoch
-    local_world_size = runtime.place.local_world_size
+    local_world_size = runtime.rank_info.local_world_size
     workers = worker_count(
         settings.data.num_workers, local_world_size=local_world_size, cores=cores_here()
     )
@@ -200,7 +202,7 @@ def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
         runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
         runtime.report(
             TuningChanged(
-                rank=runtime.place.rank,
+                rank=runtime.rank_info.rank,
                 step=parts.state.committed_step,
                 action="",
                 inexact_reason=SAMPLES_REPLACED,
@@ -211,7 +213,7 @@ def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
 def _left_waiting(runtime: Runtime) -> Fault:
     return Fault(
         kind=FaultKind.COLLECTIVE_FAILED,
-        rank=runtime.place.rank,
+        rank=runtime.rank_info.rank,
         step=runtime.slot.get(Cell.STEP),
         phase=Phase.DATA.label,
         cause="told to leave while it waited for data",
@@ -220,7 +222,7 @@ def _left_waiting(runtime: Runtime) -> Fault:
 
 
 def _tell(mended: LoadingRepaired, runtime: Runtime) -> None:
-    fault, remedy, rank = mended.fault, mended.action, runtime.place.rank
+    fault, remedy, rank = mended.fault, mended.action, runtime.rank_info.rank
     runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
     runtime.report(
         RepairedInPlace(

@@ -73,7 +73,7 @@ class Generation:
 class Runtime(Protocol):
     """A trainer's surroundings. All calls come from the trainer's own thread."""
 
-    place: RankInfo
+    rank_info: RankInfo
     run_id: str
     slot: Slot
     disk: Disk
@@ -123,17 +123,19 @@ class LocalRuntime:
     store_timeout_s = STORE_TIMEOUT_S
 
     def __init__(
-        self, *, place: RankInfo, log_dir: Path, debug: bool, line: ProgressLine | None = None
+        self, *, rank_info: RankInfo, log_dir: Path, debug: bool, line: ProgressLine | None = None
     ) -> None:
         """``line``: where a person sees how far it is; None for nowhere."""
         self._line = line
-        self.place = place
+        self.rank_info = rank_info
         self.run_id = uuid.uuid4().hex[:12]
         self._memory = bytearray(SLOT_BYTES)
         self.slot = Board(memoryview(self._memory), 1).slot(0)
         self.disk: Disk = RealDisk()
         log_dir.mkdir(parents=True, exist_ok=True)
-        self.logger = _logger(log_dir / f"rank_{place.rank}.log", rank=place.rank, debug=debug)
+        self.logger = _logger(
+            log_dir / f"rank_{rank_info.rank}.log", rank=rank_info.rank, debug=debug
+        )
         self._formed = False
 
     def next_generation(self, ready: Ready) -> Generation:
@@ -149,13 +151,13 @@ class LocalRuntime:
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")
         self._formed = True
-        alone = self.place.world_size == 1
+        alone = self.rank_info.world_size == 1
         membership = Membership(
             generation=self.generation,
-            rank=self.place.rank,
-            world_size=self.place.world_size,
-            local_rank=self.place.local_rank,
-            local_world_size=self.place.local_world_size,
+            rank=self.rank_info.rank,
+            world_size=self.rank_info.world_size,
+            local_rank=self.rank_info.local_rank,
+            local_world_size=self.rank_info.local_world_size,
         )
         link = StoreLink("127.0.0.1", 0, timeout_s=STORE_TIMEOUT_S) if alone else self.store_link()
         return Generation(membership=membership, link=link, switch=AbortSwitch())
@@ -209,7 +211,7 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
 def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
     """The surroundings of a trainer that a script or a notebook has made."""
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
@@ -221,7 +223,7 @@ def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntim
         quiet_torch()
     shows = rank == 0 and settings.log.display != "none"
     return LocalRuntime(
-        place=place,
+        rank_info=rank_info,
         log_dir=Path(settings.run.log_dir),
         debug=settings.run.debug,
         line=ProgressLine() if shows else None,

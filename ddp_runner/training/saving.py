@@ -232,7 +232,7 @@ class Saving:
         if cause:
             self._runtime.report(
                 messages.NotSaved(
-                    rank=self._runtime.place.rank,
+                    rank=self._runtime.rank_info.rank,
                     step=state.committed_step,
                     cause=cause,
                     is_its_own=is_its_own,
@@ -430,7 +430,7 @@ class Saving:
             self._runtime.logger.info(note, step=step)
         self._runtime.report(
             messages.Saved(
-                rank=self._runtime.place.rank,
+                rank=self._runtime.rank_info.rank,
                 step=step,
                 path=str(saved.path),
                 blocked_s=waited_s,

@@ -34,9 +34,9 @@ class TaskClient:
     def __init__(self, parts: RankParts) -> None:
         self._parts = parts
         self._runtime = parts.runtime
-        self._place = parts.runtime.place
+        self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
-        self._short_of_memory_in = self._place.short_of_memory_in
+        self._short_of_memory_in = self._rank_info.short_of_memory_in
         self._tuning_mended: Tuning | None = None  # until the ranks have agreed on it
         self.report: TrainReport | None = None  # once training has ended
 
@@ -75,7 +75,7 @@ class TaskClient:
         self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
         self._runtime.report(
             TuningChanged(
-                rank=self._place.rank,
+                rank=self._rank_info.rank,
                 step=fault.step,
                 action=mended.remedy,
                 inexact_reason=mended.inexact_reason,
@@ -109,7 +109,7 @@ class TaskClient:
                 )
             )
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
-        self._runtime.report(finished_message(report, self._place.rank))
+        self._runtime.report(finished_message(report, self._rank_info.rank))
         if not self._runtime.is_watched:
             model = give_average(parts.state.model, parts.state.ema)
             report = replace(report, model=model)

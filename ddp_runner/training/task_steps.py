@@ -60,7 +60,7 @@ class TaskSteps:
         self._wrap()
         self._wraps = 0  # in a row, of the step in hand
         self._validation = Validation(parts, group)
-        self._rank = parts.runtime.place.rank  # the slot: what files and messages are named by
+        self._rank = parts.runtime.rank_info.rank  # the slot: what files and messages are named by
         self._audit = open_audit(settings, self._rank, warn=parts.runtime.logger.warning)
         self._logged_at_ns = time.monotonic_ns()
         self._trained_samples = 0  # since then; those of the state go back with it

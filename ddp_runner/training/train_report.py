@@ -53,7 +53,7 @@ def ready_message(parts: RankParts, run_id: str) -> Ready:
     """What this rank has, as the supervisor gets it. ``run_id``: of what is resumed, if anything is."""
     workload, state = parts.workload, parts.state
     return Ready(
-        rank=parts.runtime.place.rank,
+        rank=parts.runtime.rank_info.rank,
         committed_step=state.committed_step,
         run_id=run_id,
         total_steps=workload.length.total_steps,

@@ -67,7 +67,7 @@ class DDPTrainer:
         self.settings = config
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         self._runtime.logger.hidden = tuple(secret_texts(self.settings.task))
-        self._place = self._runtime.place
+        self._rank_info = self._runtime.rank_info
         self._engine: Engine | None = None  # once there is something to train
 
     def train(self) -> TrainReport:
@@ -96,7 +96,7 @@ class DDPTrainer:
         rehearse_threads()
         settings = self.settings
         stages = StageClock(self._runtime)
-        workload, state = build_workload(settings, self._place, entering=stages.enter)
+        workload, state = build_workload(settings, self._rank_info, entering=stages.enter)
         on_wait = waiting(self._runtime, is_leaving=self._is_leaving)
         same_data = SameData(settings, workload, self._runtime, on_wait=on_wait)
         ending.callback(same_data.close)
@@ -106,7 +106,7 @@ class DDPTrainer:
             disk=self._runtime.disk,
         )
         progress, run_id, loaded = Progress(), "", None
-        if self._place.loads:
+        if self._rank_info.loads:
             stages.enter(Stage.CHECKPOINT)
             loaded = load_start(settings, workload, state, store)
             if loaded is not None or settings.run.init_from:
@@ -125,7 +125,7 @@ class DDPTrainer:
         ending.callback(loader.close)
         memory = MemoryManager(
             settings.memory,
-            rank=self._place.rank,
+            rank=self._rank_info.rank,
             loader_pids=lambda: loader.worker_pids,
             shrink_prefetch=loader.shrink_prefetch,
             log=lambda level, message: getattr(self._runtime.logger, level)(message),

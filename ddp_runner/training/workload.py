@@ -74,13 +74,13 @@ class Workload:
 
 
 def build_workload(
-    settings: Settings, place: RankInfo, *, entering: Callable[[Stage], None] = lambda _: None
+    settings: Settings, rank_info: RankInfo, *, entering: Callable[[Stage], None] = lambda _: None
 ) -> tuple[Workload, TrainState]:
     """The workload, and a state that is still empty. Raises BadInputError for what a user can mend.
 
     ``entering`` is called as each stage begins.
     """
-    device = torch.device(place.device)
+    device = torch.device(rank_info.device)
     torch.use_deterministic_algorithms(settings.run.deterministic)
     if settings.run.deterministic:
         torch.backends.cudnn.benchmark = False  # it times kernels, and so chooses by chance
@@ -88,7 +88,7 @@ def build_workload(
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    device_free_bytes = await_free(device, place.device_free_bytes)
+    device_free_bytes = await_free(device, rank_info.device_free_bytes)
     entering(Stage.DATA)
     # INVARIANT seeded-before-user-code: what a task shuffles or splits by a global generator is the same
     # on every rank, in a replacement and at a resume. Broken if: user code runs before it.
@@ -96,8 +96,8 @@ def build_workload(
     seed_all(settings.run.seed)
     task = load_task(settings)
     datasets = task.build_datasets()
-    global_batch = settings.data.batch_size * place.world_size
-    order = _sample_order(settings, datasets, global_batch, place.world_size)
+    global_batch = settings.data.batch_size * rank_info.world_size
+    order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
@@ -109,7 +109,7 @@ def build_workload(
     _refuse_shapeless(model, settings)
     model = model.to(device)
     _refuse_sparse_gradients(model, settings)
-    key = dict(config.resume_key(settings, world_size=place.world_size))
+    key = dict(config.resume_key(settings, world_size=rank_info.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
     workload = Workload(
@@ -121,7 +121,7 @@ def build_workload(
         device=device,
         backend=backend_of(settings, device),
         resume_key=key,
-        recipe=_recipe(settings, place, task, total_steps=length.total_steps),
+        recipe=_recipe(settings, rank_info, task, total_steps=length.total_steps),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
@@ -134,12 +134,14 @@ def build_workload(
     return workload, state
 
 
-def _recipe(settings: Settings, place: RankInfo, task: Task, *, total_steps: int) -> dict[str, Any]:
-    device = torch.device(place.device)
+def _recipe(
+    settings: Settings, rank_info: RankInfo, task: Task, *, total_steps: int
+) -> dict[str, Any]:
+    device = torch.device(rank_info.device)
     is_own = settings.run.task not in BUILT_IN_TASKS
     found = config.Surroundings(
         total_steps=total_steps,
-        ranks=place.world_size,
+        ranks=rank_info.world_size,
         device=device.type,
         precision=Precision(use_amp=settings.optim.use_amp, device=device).name,
         backend=backend_of(settings, device),

@@ -80,11 +80,11 @@ def runtime(tmp_path, monkeypatch):
     """Rank 0 of two after a restart; rank 1 has its file."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setattr(outside.signal, "signal", lambda *_: None)
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True
     )
     settings = from_flat({"task": "synthetic", "log_dir": str(tmp_path), "device": "cpu"})
-    return outside.OutsideRuntime(place=place, settings=settings), settings
+    return outside.OutsideRuntime(rank_info=rank_info, settings=settings), settings
 
 
 def summary_of(runtime, tmp_path):
@@ -158,5 +158,5 @@ def test_a_restart_resumes_what_this_launch_has_saved(runtime):
     made, _ = runtime
     assert made.resume_word("none") == "none"
     made.report(SAVED)
-    restarted = outside.OutsideRuntime(place=made.place, settings=runtime[1])
+    restarted = outside.OutsideRuntime(rank_info=made.rank_info, settings=runtime[1])
     assert restarted.resume_word("none") == "auto"

@@ -123,7 +123,7 @@ def test_a_log_file_that_was_removed_is_made_again(tmp_path):
 def make_runtime(descriptor, path):
     return SupervisedRuntime(
         Channel.from_descriptor(descriptor),
-        place=RankInfo(
+        rank_info=RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         ),
         slot=Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0),

@@ -25,11 +25,11 @@ WORKLOAD = STREAMING.with_name("workload.py")
 
 
 def build(name="StreamTask", file=STREAMING, **settings):
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=0, local_rank=0, world_size=2, local_world_size=2, device="cpu", loads=True
     )
     flat = {"task": f"{file}:{name}", "batch_size": 4, "max_steps": 30, "num_workers": 0}
-    return build_workload(from_flat({**flat, **settings}), place)
+    return build_workload(from_flat({**flat, **settings}), rank_info)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def _generators_kept():
 
 
 def build(*, world_size=2, **changed):
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=0,
         local_rank=0,
         world_size=world_size,
@@ -43,7 +43,7 @@ def build(*, world_size=2, **changed):
         loads=True,
     )
     settings = from_flat({**USUAL, **changed})
-    return settings, *build_workload(settings, place)
+    return settings, *build_workload(settings, rank_info)
 
 
 def save(store, workload, state, *, step=STEP, **facts):

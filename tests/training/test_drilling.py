@@ -35,7 +35,7 @@ class Bench:
         self.state.before_change = self._count
         runtime = SimpleNamespace(
             is_watched=is_watched,
-            place=SimpleNamespace(rank=0, world_size=1),
+            rank_info=SimpleNamespace(rank=0, world_size=1),
             slot=make_slot(),
             disk=RealDisk(),
             report=self.told.append,

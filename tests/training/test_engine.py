@@ -61,10 +61,10 @@ class Reforming(LocalRuntime):
 
     def __init__(self, config):
         made = from_flat(config)
-        place = RankInfo(
+        rank_info = RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         )
-        super().__init__(place=place, log_dir=Path(made.run.log_dir), debug=False)
+        super().__init__(rank_info=rank_info, log_dir=Path(made.run.log_dir), debug=False)
         self.formed_at, self.faults, self.alive = [], [], []
 
     def next_generation(self, ready):

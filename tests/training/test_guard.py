@@ -372,8 +372,10 @@ def _trace(me, port, norms, waits):
     """Look for where a broken gradient came from; rank 1 computes until it is told to stop."""
     slot, lines = make_slot(), []
     logger = SimpleNamespace(warning=lines.append)
-    place = SimpleNamespace(rank=me.rank)
-    runtime = SimpleNamespace(slot=slot, logger=logger, place=place, report=lambda message: None)
+    rank_info = SimpleNamespace(rank=me.rank)
+    runtime = SimpleNamespace(
+        slot=slot, logger=logger, rank_info=rank_info, report=lambda message: None
+    )
     parts = SimpleNamespace(
         settings=from_flat({}),
         state=build_state(),
@@ -441,7 +443,7 @@ def _late_hash(me, port, every, odd):
     saving = Verdicts(wait=me.hear if me.rank == 1 else lambda: None)
     parts = SimpleNamespace(
         settings=from_flat({"replica_check_steps": every}), state=state, store=None, workload=None, saving=saving,
-        runtime=SimpleNamespace(slot=slot, place=SimpleNamespace(rank=me.rank)),
+        runtime=SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank)),
     )  # fmt: skip
     if me.rank in odd:
         with torch.no_grad():
@@ -490,7 +492,7 @@ def _written_while_hashed(me, port, odd):
     logger = SimpleNamespace(info=lambda text, **_: logged.append(text))
     parts = SimpleNamespace(
         settings=from_flat({"replica_check_steps": 500}), state=state, store=None, workload=None, saving=saving,
-        runtime=SimpleNamespace(slot=slot, place=SimpleNamespace(rank=me.rank), logger=logger),
+        runtime=SimpleNamespace(slot=slot, rank_info=SimpleNamespace(rank=me.rank), logger=logger),
     )  # fmt: skip
     if me.rank in odd:
         with torch.no_grad():
@@ -570,7 +572,7 @@ def _held_up(me, port):
 
     parts = SimpleNamespace(
         settings=from_flat({}), state=state, store=None, workload=None, saving=Verdicts(wait=lambda: None),
-        runtime=SimpleNamespace(slot=make_slot(), place=SimpleNamespace(rank=me.rank)),
+        runtime=SimpleNamespace(slot=make_slot(), rank_info=SimpleNamespace(rank=me.rank)),
     )  # fmt: skip
     if me.rank == 1:
         with torch.no_grad():

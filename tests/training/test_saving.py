@@ -48,10 +48,10 @@ class RecordingRuntime(LocalRuntime):
     """Keeps the messages."""
 
     def __init__(self, folder):
-        place = RankInfo(
+        rank_info = RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         )
-        super().__init__(place=place, log_dir=folder / "logs", debug=False)
+        super().__init__(rank_info=rank_info, log_dir=folder / "logs", debug=False)
         self.saved_steps = []
         self.waited_s = {}
         self.not_saved = []

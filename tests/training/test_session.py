@@ -103,10 +103,10 @@ class RecordingRuntime(LocalRuntime):
 
     def __init__(self, config, *, stop_in_evaluation=-1, save_at=()):
         made = from_flat(config)
-        place = RankInfo(
+        rank_info = RankInfo(
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         )
-        super().__init__(place=place, log_dir=Path(made.run.log_dir), debug=False)
+        super().__init__(rank_info=rank_info, log_dir=Path(made.run.log_dir), debug=False)
         self.told = []
         self._stop_in_evaluation = stop_in_evaluation
         self._save_at = set(save_at)

@@ -193,7 +193,7 @@ def test_the_dirty_mark_of_a_predecessor_is_wiped_off(tmp_path):
 
 
 def make_runtime(config, rank, world_size, kind=LocalRuntime):
-    place = RankInfo(
+    rank_info = RankInfo(
         rank=rank,
         local_rank=rank,
         world_size=world_size,
@@ -202,7 +202,7 @@ def make_runtime(config, rank, world_size, kind=LocalRuntime):
         loads=True,
     )
     made = from_flat(config)
-    return kind(place=place, log_dir=Path(made.run.log_dir), debug=False)
+    return kind(rank_info=rank_info, log_dir=Path(made.run.log_dir), debug=False)
 
 
 def _train_until_stopped(me, config, at_step):

@@ -31,8 +31,8 @@ from ddp_runner.training.workload import backend_of, build_workload, load_start
 class _Aside(LocalRuntime):
     """Surroundings that nobody hears or sees: a board and a disk of its own."""
 
-    def __init__(self, place: RankInfo, logger: DDPLogger) -> None:  # none of the files of a run's
-        self.place = place
+    def __init__(self, rank_info: RankInfo, logger: DDPLogger) -> None:  # writes no files of a run
+        self.rank_info = rank_info
         self.run_id = ""
         self._memory = bytearray(SLOT_BYTES)
         self.slot = Board(memoryview(self._memory), 1).slot(0)
@@ -45,8 +45,8 @@ class _Aside(LocalRuntime):
         """To nobody."""
 
 
-def compare(settings: Settings, place: RankInfo, *, folder: Path, logger: DDPLogger) -> str:
-    """Compute the share of ``place`` once more, from the state in ``folder``, and compare it.
+def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DDPLogger) -> str:
+    """Compute the share of ``rank_info`` once more, from the state in ``folder``, and compare it.
 
     Returns where it parts first from what the rank has noted, in words; empty where it does not. Raises
     whatever building, loading or computing raises: then nothing is known.
@@ -60,7 +60,7 @@ def compare(settings: Settings, place: RankInfo, *, folder: Path, logger: DDPLog
         run=replace(settings.run, resume="auto", checkpoint_dir=str(folder / STATE_FOLDER)),
         data=replace(settings.data, num_workers=0),
     )
-    workload, state = build_workload(settings, place)
+    workload, state = build_workload(settings, rank_info)
     loaded = load_start(
         settings, workload, state, CheckpointStore(folder / STATE_FOLDER, keep_last=1)
     )
@@ -72,7 +72,7 @@ def compare(settings: Settings, place: RankInfo, *, folder: Path, logger: DDPLog
     group = stand_apart(
         rank=rank, world_size=world_size, backend=backend_of(settings, workload.device)
     )
-    runtime = _Aside(place, logger)
+    runtime = _Aside(rank_info, logger)
     loader = make_loader(settings, workload, state, runtime, on_wait=lambda: None)
     with contextlib.closing(loader):
         loader.assign(

@@ -82,7 +82,7 @@ class Drills:
     ) -> None:
         """After ``saving`` was made: both wait before the state changes."""
         is_wanted = runtime.is_watched and not changes_loss(
-            settings.run.inject, world_size=runtime.place.world_size
+            settings.run.inject, world_size=runtime.rank_info.world_size
         )
         self._drill_at = settings.recovery.drill_at if is_wanted else None
         self._folder = Path(settings.run.checkpoint_dir)
@@ -188,7 +188,7 @@ class Drills:
         self._tell(self._step, STATE, problem)
 
     def _tell(self, step: int, part: str, problem: str) -> None:
-        rank = self._runtime.place.rank
+        rank = self._runtime.rank_info.rank
         self._runtime.report(DrillPart(rank=rank, step=step, part=part, problem=problem))
 
     def _release_state(self) -> None:

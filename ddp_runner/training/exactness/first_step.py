@@ -81,7 +81,7 @@ class FirstStep:
             tell_inexact(self._parts, varies)
         needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
-        if needed_bytes > room_bytes / self._runtime.place.local_world_size:
+        if needed_bytes > room_bytes / self._runtime.rank_info.local_world_size:
             self._runtime.logger.info(
                 "the first step is not computed twice to see whether it can be repeated: that takes"
                 f" {byte_size(needed_bytes)} more memory"
@@ -147,7 +147,7 @@ class FirstStep:
         differing = {rank: what for rank, what in enumerate(told) if what not in ("", _NOT_DONE)}
         if not differing and _NOT_DONE not in told:
             if self._group.rank == 0:
-                rank = self._runtime.place.rank
+                rank = self._runtime.rank_info.rank
                 self._runtime.report(Proved(rank=rank, step=step - 1, what="repeated"))
             return
         if not differing:
@@ -223,7 +223,7 @@ def tell_inexact(parts: RankParts, reason: str) -> None:
     parts.runtime.logger.warning(reason, step=step)
     parts.runtime.report(
         TuningChanged(
-            rank=parts.runtime.place.rank,
+            rank=parts.runtime.rank_info.rank,
             step=step,
             action="",
             inexact_reason=reason,

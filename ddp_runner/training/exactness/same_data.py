@@ -100,18 +100,18 @@ class SameData:
         self._is_repair = runtime.slot.get(Cell.GENERATION) > 0
         self._samples = tuple(dict.fromkeys(_looked_at(workload.order.dataset_size)))
         # The first one once more; a replacement need not know that of its dataset where others do.
-        again = () if self._is_repair and not runtime.place.loads else self._samples[:1]
+        again = () if self._is_repair and not runtime.rank_info.loads else self._samples[:1]
         self._left = [*self._samples, *again]  # to be loaded, in this order
-        place = runtime.place
+        rank_info = runtime.rank_info
         self._has_workers = (
             worker_count(
                 settings.data.num_workers,
-                local_world_size=place.local_world_size,
+                local_world_size=rank_info.local_world_size,
                 cores=cores_here(),
             )
             > 0
         )
-        if not self._has_workers or not self._is_repair or place.loads:
+        if not self._has_workers or not self._is_repair or rank_info.loads:
             self._begin()
 
     def _begin(self) -> None:
@@ -129,7 +129,7 @@ class SameData:
         # Guarded by: test_what_a_dataset_opens_is_opened_in_workers_only.
         keys = [_key(index) for index in self._left]
         pool = PoolSettings(
-            rank=self._runtime.place.rank,
+            rank=self._runtime.rank_info.rank,
             workers=1,
             prefetch_factor=len(keys),
             pin_memory=False,
@@ -248,7 +248,7 @@ class SameData:
         look = self.look() if looks or self._pool is not None else self._look
         record = self._known if look is None else look.record
         unlike = "" if look is None else look.unlike_itself
-        mine = json.dumps([self._runtime.place.rank, record, unlike, look is not None])
+        mine = json.dumps([self._runtime.rank_info.rank, record, unlike, look is not None])
         return [tuple(json.loads(answer)) for answer in group.exchange("data", mine)]
 
     def _seen_by_loader(self, found: Mapping[int, list[str] | SampleFailed]) -> None:
@@ -264,7 +264,7 @@ class SameData:
             return
         by_loader, self._look = self._look.record, self._seen_in_one_worker()
         if lines := differences(self.record, self._look.record):
-            self._differs({self._runtime.place.rank: lines}, is_first=False, tells=True)
+            self._differs({self._runtime.rank_info.rank: lines}, is_first=False, tells=True)
             return
         odd = [name for name, one in by_loader.items() if self.record.get(name, one) != one]
         self._runtime.logger.warning(f"{odd[0]} is {OWN_MEMORY}")
@@ -303,7 +303,7 @@ class SameData:
     def _tell_inexact(self, reason: str) -> None:
         self._runtime.report(
             TuningChanged(
-                rank=self._runtime.place.rank,
+                rank=self._runtime.rank_info.rank,
                 step=max(0, self._runtime.slot.get(Cell.COMMITTED_STEP)),
                 action="",
                 inexact_reason=reason,

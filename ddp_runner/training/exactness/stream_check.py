@@ -47,7 +47,7 @@ class StreamWatch:
             raise FaultError(
                 Fault(
                     kind=FaultKind.RANK_RAISED,
-                    rank=self._runtime.place.rank,
+                    rank=self._runtime.rank_info.rank,
                     step=step,
                     cause=f"the ranks' streams are not of one length, they stand at {places}. "
                     f"{WHOLE_STREAM}",
@@ -61,7 +61,7 @@ class StreamWatch:
                 self._runtime.logger.warning(f"{STREAMS_DIFFER}. {WHOLE_STREAM}", step=step)
                 self._runtime.report(
                     TuningChanged(
-                        rank=self._runtime.place.rank,
+                        rank=self._runtime.rank_info.rank,
                         step=step,
                         action="",
                         inexact_reason=STREAMS_DIFFER,
