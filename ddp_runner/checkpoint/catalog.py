@@ -148,7 +148,7 @@ class Catalog:
         pointers = [name for name, path in named.items() if path is not None and path.name in later]
         return self.set_aside([*sorted(later), *pointers], stamp)
 
-    def set_other_course_aside(self, begun_from: Path | None, stamp: str) -> Path | None:
+    def set_other_branch_aside(self, begun_from: Path | None, stamp: str) -> Path | None:
         """The same with what a run does not go on from: what is later, or all where it began elsewhere.
 
         Until its first save, the newest one that is left is ``begun_from``; None if it starts from nothing.

@@ -97,9 +97,9 @@ def preload(task: str) -> float:
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
     for name in _PRELOADED:
         importlib.import_module(name)
-    from ddp_runner.training.fork_safety import rehearse_threads  # noqa: PLC0415 - imports torch
+    from ddp_runner.training.fork_safety import make_forks_safe  # noqa: PLC0415 - imports torch
 
-    rehearse_threads()
+    make_forks_safe()
     if task in ("bytes", "synthetic"):
         importlib.import_module("ddp_runner.tasks.transformer")
     elif task:

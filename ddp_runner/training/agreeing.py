@@ -15,9 +15,9 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.audit import GenerationMembers, complete_audits
-from ddp_runner.training.components.tuning import Tuning, mend
+from ddp_runner.training.components.tuning import Tuning, repair_tuning
 from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.workload import leave_other_course, restore_newest
+from ddp_runner.training.workload import leave_other_branch, restore_newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,13 @@ def bring_to_newest(
     """
     settings, state, slot = parts.settings, parts.state, parts.runtime.slot
     parts.same_data.compare(group, parts.loader)
-    answers = _standings(group, parts, "committed_step")
+    answers = _committed_steps(group, parts, "committed_step")
     if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
         slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
         if group.rank == 0:
             loaded = restore_newest(settings, parts.workload, state, parts.store)
             parts.saving.rolled_back(loaded)
-        answers = _standings(group, parts, "restored_step")
+        answers = _committed_steps(group, parts, "restored_step")
         slot.stamp(Phase.FORMING, time.monotonic_ns())
     election = elect_source(
         [ReplicaProgress(rank=rank, committed_step=step) for rank, (step, _) in enumerate(answers)]
@@ -96,7 +96,7 @@ def _prepare_source(
         # INVARIANT left-before-shared: whoever has the state of this run finds no other course.
         # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
         # Guarded by: test_a_rank_that_dies_leaving_the_other_branch_has_a_successor.
-        leave_other_course(
+        leave_other_branch(
             parts.settings,
             parts.store,
             begun_from=parts.progress.checkpoint,
@@ -104,7 +104,7 @@ def _prepare_source(
         )
 
 
-def _standings(group: Group, parts: RankParts, name: str) -> list[tuple[int, int]]:
+def _committed_steps(group: Group, parts: RankParts, name: str) -> list[tuple[int, int]]:
     """Committed step and slot of every rank of the group; all take over the first one's run id."""
     runtime = parts.runtime
     mine = json.dumps([parts.state.committed_step, runtime.rank_info.rank, runtime.run_id])
@@ -119,11 +119,11 @@ def _show_progress(parts: RankParts) -> None:
 
 
 def agree_on_tuning(
-    group: Group, parts: RankParts, *, mended: Tuning | None, short_of_memory_in: str
+    group: Group, parts: RankParts, *, changed: Tuning | None, short_of_memory_in: str
 ) -> None:
     """Take what suits every rank, and cut this rank's share accordingly. Every rank must call it.
 
-    ``mended``: what this rank has just changed for a fault of its own; the state that it received
+    ``changed``: what this rank has just changed for a fault of its own; the state that it received
     since then, where the others had gone on without it, knows nothing of that.
     ``short_of_memory_in``: the phase in which this rank's predecessor ended for lack of memory, if it
     did, so that it asks for half.
@@ -131,8 +131,8 @@ def agree_on_tuning(
     """
     state = parts.state
     mine = _halved(parts, short_of_memory_in) if short_of_memory_in else state.tuning
-    if mended is not None:
-        mine = mine.agreed_with([mine, mended])
+    if changed is not None:
+        mine = mine.agreed_with([mine, changed])
     records = group.exchange("tuning", json.dumps(mine.to_record()))
     all_tunings = [Tuning.from_record(json.loads(r), otherwise=mine) for r in records]
     state.tuning = mine.agreed_with(all_tunings)
@@ -166,18 +166,18 @@ def _halved(parts: RankParts, phase: str) -> Tuning:
         at_ns=time.monotonic_ns(),
         may_retry=False,
     )
-    mended = mend(fault, state.tuning, samples=parts.loader.share_samples)
-    if mended is None:
+    change = repair_tuning(fault, state.tuning, samples=parts.loader.share_samples)
+    if change is None:
         raise FaultError(fault)
-    runtime.logger.warning(f"the process before this one ran out of memory: {mended.remedy}")
+    runtime.logger.warning(f"the process before this one ran out of memory: {change.action}")
     runtime.report(
         TuningChanged(
             rank=fault.rank,
             step=fault.step,
-            action=mended.remedy,
-            inexact_reason=mended.inexact_reason,
+            action=change.action,
+            inexact_reason=change.inexact_reason,
             fault_free=True,
-            plain_retry=mended.plain_retry,
+            plain_retry=change.plain_retry,
         )
     )
-    return mended.tuning
+    return change.tuning

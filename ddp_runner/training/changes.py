@@ -51,7 +51,7 @@ def note_changes(loaded: Loaded, state: TrainState, *, recipe: Mapping[str, Any]
     state.changes = (*state.changes, *news)[-CHANGES_KEPT:]
 
 
-def tell_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -> None:
+def report_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -> None:
     """Say, and give as reasons why the run is not exact, what was changed; ``known``: said before."""
     for line in state.changes:
         is_news = line not in known

@@ -24,12 +24,12 @@ class DiskFaults:
         """A save that failed, of the step as it is now."""
         return self._fault(FaultKind.STORAGE_FAILED, cause)
 
-    def warn(self, fault: Fault, remedy: str) -> None:
+    def warn(self, fault: Fault, action: str) -> None:
         """A line for people, and an event."""
-        self._runtime.logger.warning(f"{fault.cause}; {remedy}", step=self._state.committed_step)
-        self._note(fault, remedy)
+        self._runtime.logger.warning(f"{fault.cause}; {action}", step=self._state.committed_step)
+        self._note(fault, action)
 
-    def tell_of_unusable(self, store: CheckpointStore, loaded: Loaded) -> None:
+    def report_unusable(self, store: CheckpointStore, loaded: Loaded) -> None:
         """Newer checkpoints that were passed over, and why."""
         for remark in store.remarks(loaded):
             self._runtime.logger.warning(remark)
@@ -47,8 +47,8 @@ class DiskFaults:
             at_ns=time.monotonic_ns(),
         )
 
-    def _note(self, fault: Fault, remedy: str) -> None:
+    def _note(self, fault: Fault, action: str) -> None:
         rank = self._runtime.rank_info.rank
         self._runtime.report(
-            FaultTolerated(rank=rank, fault=replace(fault, rank=rank), action=remedy)
+            FaultTolerated(rank=rank, fault=replace(fault, rank=rank), action=action)
         )

@@ -27,7 +27,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.agreeing import bring_to_newest
 from ddp_runner.training.audit import GenerationMembers
-from ddp_runner.training.exactness.first_step import tell_lost
+from ddp_runner.training.exactness.first_step import report_lost
 from ddp_runner.training.failure import drop_frames, fault_of
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.last_save import warn_of_room
@@ -195,7 +195,7 @@ class Engine:
         self._held.callback(self._close_session)
         self._has_trained = True
         maker.settle()
-        tell_lost(parts)
+        report_lost(parts)
         slot.stamp(Phase.FORMING, time.monotonic_ns())
         self._runtime.report(
             Formed(

@@ -21,7 +21,7 @@ from ddp_runner.training.components.tensor_hash import tensor_hash
 # Broken if: hashing or saving beside the step begins to use other functions of torch than these.
 # Guarded by: test_a_process_forked_beside_the_threads_of_a_rank_is_never_stuck.
 @functools.cache
-def rehearse_threads() -> None:
+def make_forks_safe() -> None:
     """Hash, copy and write a tensor, once in a process and all that are forked from it.
 
     Takes milliseconds, starts no thread and touches neither a device, a disk nor a random number.

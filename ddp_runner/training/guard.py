@@ -96,8 +96,8 @@ class NumericsGuard:
                 cause=what,
                 at_ns=time.monotonic_ns(),
             )
-            remedy = "step skipped on all ranks"
-            self._runtime.report(FaultTolerated(rank=self._rank, fault=fault, action=remedy))
+            action = "step skipped on all ranks"
+            self._runtime.report(FaultTolerated(rank=self._rank, fault=fault, action=action))
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False
         limit = self._settings.recovery.max_errors_per_epoch
@@ -115,8 +115,8 @@ class NumericsGuard:
         ranks, found = result.broken_ranks, bool(result.broken_ranks)
         if not found and math.isfinite(result.loss):
             mine = recompute()
-            told = self._exchange(f"gradient/{result.step}", json.dumps(mine))
-            norms = [json.loads(answer) for answer in told]
+            answers = self._exchange(f"gradient/{result.step}", json.dumps(mine))
+            norms = [json.loads(answer) for answer in answers]
             found = None not in norms
             if found:
                 limit = self._state.loss_spikes.limits().grad_norm
@@ -296,8 +296,8 @@ class NumericsGuard:
         if len(set(self._exchange(f"again/{step}", combined(list(now.values()))))) > 1:
             return False
         mine = [name for name in hashes if hashes[name] != now.get(name)]
-        told = self._exchange(f"written/{step}", json.dumps(mine))
-        written = sorted({name for names in told for name in json.loads(names)})
+        answers = self._exchange(f"written/{step}", json.dumps(mine))
+        written = sorted({name for names in answers for name in json.loads(names)})
         if self._saving.drop():
             self._saving.put_off(INTERVAL)
         self._state.buffers.follow(written)
@@ -357,7 +357,7 @@ class NumericsGuard:
         began_s, step = time.monotonic(), self._state.committed_step
         lowered = rate_factor != self._state.tuning.rate_factor
         if self._group.rank == 0:
-            self._tell_inexact(step, lowered=lowered)  # also where what follows is cut short
+            self._report_inexact(step, lowered=lowered)  # also where what follows is cut short
         self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
         # INVARIANT left-for-good: after a roll-back has begun, no rank stands with the state that is left.
         # Broken if: a rank fails in here while its committed_step is still the old one.
@@ -367,7 +367,7 @@ class NumericsGuard:
             loaded = restore_newest(self._settings, self._workload, self._state, self._store)
             self._saving.rolled_back(loaded)
             if lowered:
-                self._state.monitor.start_count_anew()
+                self._state.monitor.restart_count()
             others = [rank for rank in range(self._group.world_size) if rank != 0]
             send_state(self._group, self._state.capture(), to=others)
         else:
@@ -375,11 +375,11 @@ class NumericsGuard:
                 received = receive_state(self._group, source=0)
             self._state.restore(received)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
-        remedy = f"rolled back to step {self._state.committed_step}"
+        action = f"rolled back to step {self._state.committed_step}"
         if lowered:
-            remedy += f", learning rate x {rate_factor:g}"
+            action += f", learning rate x {rate_factor:g}"
         if self._group.rank == 0:
-            self._runtime.logger.warning(f"{reason}: {remedy}", step=step)
+            self._runtime.logger.warning(f"{reason}: {action}", step=step)
             fault = Fault(
                 kind=kind,
                 rank=-1,
@@ -388,9 +388,9 @@ class NumericsGuard:
                 phase=Phase.COMPARE.label if kind is FaultKind.REPLICA_DIVERGED else "",
                 at_ns=time.monotonic_ns(),
             )
-            self._report_roll_back(fault, remedy, began_s=began_s)
+            self._report_roll_back(fault, action, began_s=began_s)
 
-    def _tell_inexact(self, step: int, *, lowered: bool) -> None:
+    def _report_inexact(self, step: int, *, lowered: bool) -> None:
         """The state gone back to is one that all ranks had: computed as before, the same steps follow."""
         searches = self._state.tuning.find_unused_parameters
         inexact = ""
@@ -408,13 +408,13 @@ class NumericsGuard:
             )
         )
 
-    def _report_roll_back(self, fault: Fault, remedy: str, *, began_s: float) -> None:
+    def _report_roll_back(self, fault: Fault, action: str, *, began_s: float) -> None:
         took_s = time.monotonic() - began_s
         self._runtime.report(
             RepairedInPlace(
                 rank=self._rank,
                 fault=fault,
-                action=remedy,
+                action=action,
                 seconds=took_s,
                 steps_lost=fault.step - self._state.committed_step,
             )

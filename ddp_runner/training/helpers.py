@@ -27,7 +27,7 @@ class Helpers:
         try:
             given: object = self._task.figures(loss)
         except Exception as error:  # noqa: BLE001 - whatever user code raises
-            self._leave_out(f"figures() raised {_told(error)}")
+            self._leave_out(f"figures() raised {_described(error)}")
             return {}
         if not isinstance(given, Mapping):
             self._leave_out(f"figures() gave {_named(given)}, not a dict of names and numbers")
@@ -47,7 +47,7 @@ class Helpers:
                 given = self._task.sample(model)
             return "" if given is None else str(given)
         except Exception as error:  # noqa: BLE001 - whatever user code raises
-            self._leave_out(f"sample() raised {_told(error)}")
+            self._leave_out(f"sample() raised {_described(error)}")
             return ""
 
     def _number(self, name: str, value: object) -> float | None:
@@ -70,7 +70,7 @@ def _named(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """Type, text and line of what user code raised."""
     *_, newest = traceback.extract_tb(error.__traceback__)
     text = str(error).strip().partition("\n")[0]

@@ -28,7 +28,7 @@ BEFORE_END = (
 )
 FIRST_PAUSES_S = (0.2, 1.0, 2.0)  # what may be a passing error
 PAUSE_S = 5.0
-TOLD_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 _MOMENTS = 2  # of AdamW, each of the size of what it updates
 
 Save = Callable[[CheckpointStore], Saved]
@@ -38,12 +38,17 @@ class LastSave:
     """One rank's. All calls come from the training thread."""
 
     def __init__(
-        self, settings: Settings, store: CheckpointStore, runtime: Runtime, *, told: DiskFaults
+        self,
+        settings: Settings,
+        store: CheckpointStore,
+        runtime: Runtime,
+        *,
+        disk_faults: DiskFaults,
     ) -> None:
         self._settings = settings
         self._store = store
         self._runtime = runtime
-        self._told = told
+        self._disk_faults = disk_faults
 
     def make(self, save: Save, *, reason: str) -> tuple[Saved, Fault | None]:
         """Save where the other checkpoints are, or else elsewhere: then with the fault of the first place.
@@ -67,7 +72,7 @@ class LastSave:
 
     def _save_patiently(self, save: Save, *, limit_s: float) -> Saved:
         began_s = time.monotonic()
-        tell_at_s = began_s
+        warn_at_s = began_s
         may_hurry = self._runtime.stop_asked() is None  # once a stop is asked for, nobody will wait
         for pause_s in itertools.chain(FIRST_PAUSES_S, itertools.repeat(PAUSE_S)):
             try:
@@ -78,9 +83,9 @@ class LastSave:
                 is_hurried = may_hurry and self._runtime.stop_asked() is not None
                 if not self._is_of_disk(error) or left_s <= 0 or is_hurried:
                     raise
-                if now_s >= tell_at_s:
-                    tell_at_s = now_s + TOLD_EVERY_S
-                    self._told.warn(error.fault, f"tried again for {left_s:.0f} s")
+                if now_s >= warn_at_s:
+                    warn_at_s = now_s + WARN_EVERY_S
+                    self._disk_faults.warn(error.fault, f"tried again for {left_s:.0f} s")
             time.sleep(min(pause_s, left_s))
         raise AssertionError("the pauses have no end")
 
@@ -93,8 +98,8 @@ class LastSave:
             raise FaultError(
                 replace(fault, cause=f"{fault.cause}; nor elsewhere: {error.fault.cause}")
             ) from error
-        remedy = f"saved as {saved.path} instead: go on from it with --resume {saved.path}"
-        return saved, replace(fault, cause=f"{fault.cause}; {remedy}")
+        action = f"saved as {saved.path} instead: go on from it with --resume {saved.path}"
+        return saved, replace(fault, cause=f"{fault.cause}; {action}")
 
     def _is_of_disk(self, error: FaultError) -> bool:
         """Whether a disk has refused it, and not the fence of a rank that is about to be killed."""

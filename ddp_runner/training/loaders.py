@@ -76,7 +76,7 @@ def make_loader(
             on_wait=on_wait,
             log=runtime.logger.info,
             collate_fn=workload.datasets.collate,
-            on_other=partial(_tell_inexact, runtime),
+            on_other=partial(_report_inexact, runtime),
         )
     left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
     runtime.slot.set(Cell.SAMPLE, 0)
@@ -103,7 +103,7 @@ def make_loader(
         on_workers=lambda pids: runtime.report(
             LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
         ),
-        on_repaired=lambda mended: _tell(mended, runtime),
+        on_repaired=lambda repaired: _report_repair(repaired, runtime),
         on_wait=on_wait,
         log=runtime.logger.info,
         quarantine=state.quarantine,
@@ -114,7 +114,7 @@ def make_loader(
     )
 
 
-def _tell_inexact(runtime: Runtime, reason: str) -> None:
+def _report_inexact(runtime: Runtime, reason: str) -> None:
     rank, step = runtime.rank_info.rank, runtime.slot.get(Cell.STEP)
     runtime.logger.warning(reason, step=step)
     runtime.report(TuningChanged(rank=rank, step=step, action="", inexact_reason=reason))
@@ -147,9 +147,11 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
         settings.data.num_workers, local_world_size=local_world_size, cores=cores_here()
     )
 
-    def on_repaired(mended: LoadingRepaired) -> None:
+    def on_repaired(repaired: LoadingRepaired) -> None:
         # What is trained does not depend on it; the figure does, and the line says so.
-        _tell(replace(mended, fault=replace(mended.fault, step=step), inexact_reason=""), runtime)
+        _report_repair(
+            replace(repaired, fault=replace(repaired.fault, step=step), inexact_reason=""), runtime
+        )
 
     return SafeDataLoader(
         workload.datasets.validation,
@@ -221,16 +223,16 @@ def _left_waiting(runtime: Runtime) -> Fault:
     )
 
 
-def _tell(mended: LoadingRepaired, runtime: Runtime) -> None:
-    fault, remedy, rank = mended.fault, mended.action, runtime.rank_info.rank
-    runtime.logger.warning(f"{fault.cause}; {remedy} ({mended.seconds:.2f} s)", step=fault.step)
+def _report_repair(repaired: LoadingRepaired, runtime: Runtime) -> None:
+    fault, action, rank = repaired.fault, repaired.action, runtime.rank_info.rank
+    runtime.logger.warning(f"{fault.cause}; {action} ({repaired.seconds:.2f} s)", step=fault.step)
     runtime.report(
         RepairedInPlace(
             rank=rank,
             fault=fault,
-            action=remedy,
-            seconds=mended.seconds,
-            inexact_reason=mended.inexact_reason,
-            kernel_kills=mended.kernel_kills,
+            action=action,
+            seconds=repaired.seconds,
+            inexact_reason=repaired.inexact_reason,
+            kernel_kills=repaired.kernel_kills,
         )
     )

@@ -65,7 +65,7 @@ class Saving:
         self._progress = progress
         self._data = data
         self._disk_faults = DiskFaults(state, runtime)
-        self._last = LastSave(settings, store, runtime, told=self._disk_faults)
+        self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
         self._saver = BackgroundSaver()
         self._begun_step = 0  # of the newest save
         self._compare_s: float | None = (
@@ -171,7 +171,7 @@ class Saving:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
         self._knows_the_past = True
         self._pace.go_on_from(loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL)
-        self._disk_faults.tell_of_unusable(self._store, loaded)
+        self._disk_faults.report_unusable(self._store, loaded)
 
     def compared(self, compare_s: float) -> None:
         """So long training has waited for the comparison of the replicas, for a save's sake."""
@@ -192,7 +192,7 @@ class Saving:
         """A checkpoint was needed within this process, if only there had been one."""
         self._pace.faults += 1
         if loaded is not None:
-            self._disk_faults.tell_of_unusable(self._store, loaded)
+            self._disk_faults.report_unusable(self._store, loaded)
 
     def settle(self) -> None:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
@@ -216,13 +216,15 @@ class Saving:
         Returns why this process ends.
         """
         state = self._state
-        told_before, cause, is_its_own = self._progress.checkpoint_step, "", True
+        reported_step, cause, is_its_own = self._progress.checkpoint_step, "", True
         try:
             self.settle()
-            has_just_told = told_before != self._progress.checkpoint_step == state.committed_step
+            has_just_reported = (
+                reported_step != self._progress.checkpoint_step == state.committed_step
+            )
             if state.is_in_doubt:
                 cause = "its state differs from that of other ranks"
-            elif not has_just_told:
+            elif not has_just_reported:
                 self._save_last(BEFORE_END)
         except FaultError as error:
             cause = error.fault.cause

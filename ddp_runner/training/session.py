@@ -70,7 +70,7 @@ class StepMaker(Protocol):
         """Give this rank's share of ``step``; blocks until it is loaded."""
         ...
 
-    def wrap_anew(self) -> None:
+    def wrap_again(self) -> None:
         """After a step that raised FlagsChangedError, which is begun again."""
         ...
 
@@ -165,7 +165,7 @@ class Session:
         if step is None:
             return self._take_up()
         if step.must_wrap:
-            self._maker.wrap_anew()
+            self._maker.wrap_again()
         if step.result is None:
             return None
         return self._after(step, step.result)
@@ -240,17 +240,17 @@ class Session:
         covered_step = self._saving.covered_step() if saves else 0
         mine = json.dumps([self._state.boundary_done_step, makes_up, wanted_step, covered_step])
         with waiting_for_peers(self._runtime.slot):
-            answers = [json.loads(answer) for answer in self.group.exchange("attended", mine)]
+            answers = [json.loads(answer) for answer in self.group.exchange("boundary_done", mine)]
         if self._maker.at_end:
             return None
         due = self._due(step)
-        unattended = min(attended for attended, *_ in answers) < step
+        is_undone = min(done for done, *_ in answers) < step
         is_lost = (
             max(wanted for _, _, wanted, _ in answers) > answers[0][3]
         )  # with the rank 0 before
-        save_now = self._may_save(wanted=(unattended and due.save) or answers[0][1] or is_lost)
+        save_now = self._may_save(wanted=(is_undone and due.save) or answers[0][1] or is_lost)
         return self._run_due(
-            evaluate_now=unattended and due.evaluate, save_now=save_now, compare_now=False
+            evaluate_now=is_undone and due.evaluate, save_now=save_now, compare_now=False
         )
 
     def _run_due(

@@ -259,7 +259,7 @@ def accumulate(
     """
     state.model.train()
     replica.zero_gradients()
-    wishes = _as_signals(votes, rules.device)
+    signals = _as_signals(votes, rules.device)
     last = len(micro_batches) - 1
     for number, micro_batch in enumerate(micro_batches):
         seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
@@ -274,7 +274,7 @@ def accumulate(
                 loss = replica.forward(
                     batch,
                     weight=weight,
-                    votes=wishes if number == last else wishes * 0,
+                    votes=signals if number == last else signals * 0,
                     loss_limit=limits.loss,
                 )
             if notes is not None:

@@ -17,7 +17,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.agreeing import agree_on_tuning, recalled
-from ddp_runner.training.components.tuning import Tuning, free_memory, mend
+from ddp_runner.training.components.tuning import Tuning, free_memory, repair_tuning
 from ddp_runner.training.given import give_average
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
@@ -37,7 +37,7 @@ class TaskClient:
         self._rank_info = parts.runtime.rank_info
         self._steps: TaskSteps | None = None  # of the newest generation
         self._short_of_memory_in = self._rank_info.short_of_memory_in
-        self._tuning_mended: Tuning | None = None  # until the ranks have agreed on it
+        self._changed_tuning: Tuning | None = None  # until the ranks have agreed on it
         self.report: TrainReport | None = None  # once training has ended
 
     def train_step(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
@@ -50,10 +50,10 @@ class TaskClient:
         agree_on_tuning(
             group,
             self._parts,
-            mended=self._tuning_mended or (recalled(self._parts) if is_first else None),
+            changed=self._changed_tuning or (recalled(self._parts) if is_first else None),
             short_of_memory_in=self._short_of_memory_in,
         )
-        self._tuning_mended, self._short_of_memory_in = None, ""
+        self._changed_tuning, self._short_of_memory_in = None, ""
         open_quarantine(self._parts, is_first=is_first)
 
     def enter(self, group: Group, guard: NumericsGuard) -> TaskSteps:
@@ -68,19 +68,19 @@ class TaskClient:
         state = self._parts.state
         self._steps = None  # of the generation that was left
         free_memory()
-        mended = mend(fault, state.tuning, samples=self._parts.loader.share_samples)
-        if mended is None:
+        change = repair_tuning(fault, state.tuning, samples=self._parts.loader.share_samples)
+        if change is None:
             return replace(fault, may_retry=False)
-        state.tuning = self._tuning_mended = mended.tuning
-        self._runtime.logger.progress(f"{fault.cause}: {mended.remedy}", step=fault.step)
+        state.tuning = self._changed_tuning = change.tuning
+        self._runtime.logger.progress(f"{fault.cause}: {change.action}", step=fault.step)
         self._runtime.report(
             TuningChanged(
                 rank=self._rank_info.rank,
                 step=fault.step,
-                action=mended.remedy,
-                inexact_reason=mended.inexact_reason,
-                tuning=dict(mended.tuning.to_record()),
-                plain_retry=mended.plain_retry,
+                action=change.action,
+                inexact_reason=change.inexact_reason,
+                tuning=dict(change.tuning.to_record()),
+                plain_retry=change.plain_retry,
             )
         )
         return fault

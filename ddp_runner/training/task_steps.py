@@ -52,7 +52,7 @@ class TaskSteps:
         self._group = group
         self._guard = guard
         self._adapt_rules = AdaptRules.of(settings)
-        state.buffers.form_anew()
+        state.buffers.forget_agreement()
         self._first = FirstStep(parts, group)
         if not self.at_end:
             self._first.rehearse(self._rules(), take=self._take_copy)
@@ -114,7 +114,7 @@ class TaskSteps:
                 return
         raise _flips()
 
-    def wrap_anew(self) -> None:
+    def wrap_again(self) -> None:
         """After forward has changed which parameters require a gradient, which DDP does not expect.
 
         Raises FaultError where a step does so again and again.
@@ -139,12 +139,12 @@ class TaskSteps:
         rewraps = change.tuning.find_unused_parameters != state.tuning.find_unused_parameters
         state.tuning = change.tuning
         if self._group.rank == 0:
-            self._runtime.logger.info(change.remedy, step=state.committed_step)
+            self._runtime.logger.info(change.action, step=state.committed_step)
             self._runtime.report(
                 TuningChanged(
                     rank=self._rank,
                     step=state.committed_step,
-                    action=change.remedy,
+                    action=change.action,
                     inexact_reason=change.inexact_reason,
                     fault_free=True,
                 )

@@ -21,12 +21,12 @@ from ddp_runner.core.secrets import secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.memory.manager import MemoryManager
-from ddp_runner.training.changes import tell_changes
+from ddp_runner.training.changes import report_changes
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.fitting import warn_of_values
-from ddp_runner.training.fork_safety import rehearse_threads
+from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.given import with_task_named
 from ddp_runner.training.loaders import make_loader, waiting
 from ddp_runner.training.progress import Progress
@@ -93,7 +93,7 @@ class DDPTrainer:
         slot = self._runtime.slot
         slot.stamp(Phase.STARTUP, time.monotonic_ns())
         slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
-        rehearse_threads()
+        make_forks_safe()
         settings = self.settings
         stages = StageClock(self._runtime)
         workload, state = build_workload(settings, self._rank_info, entering=stages.enter)
@@ -116,7 +116,7 @@ class DDPTrainer:
                 progress.checkpoint = str(loaded.path)
                 if loaded.path.parent.resolve() == store.directory.resolve():
                     progress.checkpoint_step = state.committed_step  # else it is to be saved here
-                self._tell_of_old_order(state)
+                self._log_old_order(state)
                 same_data.compare_with(loaded, workload, state)
                 self._look_back(loaded, workload, state, progress)
         stages.enter(Stage.NONE)
@@ -162,13 +162,13 @@ class DDPTrainer:
         )
         if loaded is not None:
             parts.saving.resumed(loaded)
-            tell_changes(self._runtime, state, known=loaded.manifest.changes)
+            report_changes(self._runtime, state, known=loaded.manifest.changes)
         return parts, run_id
 
     def _is_leaving(self) -> bool:
         return self._engine is not None and self._engine.is_leaving
 
-    def _tell_of_old_order(self, state: TrainState) -> None:
+    def _log_old_order(self, state: TrainState) -> None:
         if state.order_version != ORDER_VERSION and state.stream is None:
             self._runtime.logger.info(
                 "the samples come in the order that this run began with; a new run has one that"

@@ -299,7 +299,7 @@ def load_start(
         else store.load(settings.run.resume, set_bad_aside=True)
     )
     if loaded is not None:
-        _refuse_other_meaning(settings, workload, loaded)
+        _refuse_other_resume_key(settings, workload, loaded)
         _restore(settings, state, loaded.state, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
         state.begun_step = state.committed_step
@@ -313,11 +313,11 @@ def load_start(
             settings.run.resume,
             f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
         )
-    _begin_anew(settings, state)
+    _start_fresh(settings, state)
     return None
 
 
-def _begin_anew(settings: Settings, state: TrainState) -> None:
+def _start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that is new, the one of step 0."""
     if settings.run.init_from:
         weights = read_as(load_weights(Path(settings.run.init_from)), state.weights())
@@ -328,7 +328,7 @@ def _begin_anew(settings: Settings, state: TrainState) -> None:
     state.committed_step = state.begun_step = 0
 
 
-def leave_other_course(
+def leave_other_branch(
     settings: Settings, store: CheckpointStore, *, begun_from: str, say: Callable[[str], None]
 ) -> None:
     """Set aside what the run does not go on from, before it saves: a roll-back would read that.
@@ -339,7 +339,7 @@ def leave_other_course(
         return
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     origin = Path(begun_from) if begun_from else None
-    aside = store.catalog.set_other_course_aside(origin, stamp)
+    aside = store.catalog.set_other_branch_aside(origin, stamp)
     if aside is not None:
         say(f"checkpoints that this run does not go on from are now in {aside}")
 
@@ -414,7 +414,7 @@ def _first_state(
     first = _empty_state(settings, model, workload.device, workload=workload, task=task)
     first.order_version = state.order_version
     first.side.follow(state.side.followed_names())
-    _begin_anew(settings, first)
+    _start_fresh(settings, first)
     return first.capture()
 
 
@@ -424,7 +424,7 @@ def _nothing_left(cause: str) -> Fault:
     )
 
 
-def _refuse_other_meaning(settings: Settings, workload: Workload, loaded: Loaded) -> None:
+def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:
     old = loaded.manifest.meaning
     # With the salts of the file, without which no secret could be compared.
     new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})

@@ -13,7 +13,7 @@ from ddp_runner.data.workers.pool import WorkerPool
 from ddp_runner.training import task_steps
 from tests.processes import run_ranks
 
-from .test_session import STEPS, RecordingRuntime, settings, told
+from .test_session import STEPS, RecordingRuntime, messages_of, settings
 
 
 class Sender:
@@ -34,7 +34,7 @@ class Sender:
 
 
 def _train(me, config, is_ahead):
-    """The weights' digest, what was told, and how many batches were taken ahead."""
+    """The weights' digest, what was reported, and how many batches were taken ahead."""
     senders = []
 
     def made(device, loader):
@@ -45,7 +45,7 @@ def _train(me, config, is_ahead):
         task_steps.copy_ahead, WorkerPool.arrived = made, 99
     runtime = RecordingRuntime(config)
     report = replace(DDPTrainer(config=config, runtime=runtime).train(), model=None)
-    return report, runtime.told, sum(len(sender.taken) for sender in senders)
+    return report, runtime.reported, sum(len(sender.taken) for sender in senders)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path,
     assert taken >= STEPS - 1
     assert ahead.weights_sha256 == plain.weights_sha256
     for kind in (TuningChanged, RepairedInPlace):
-        assert len(told(reported_ahead, kind)) == len(told(reported_plain, kind))
-    seen = [one.action.split(" after")[0] for one in told(reported_ahead, TuningChanged)]
+        assert len(messages_of(reported_ahead, kind)) == len(messages_of(reported_plain, kind))
+    seen = [one.action.split(" after")[0] for one in messages_of(reported_ahead, TuningChanged)]
     assert seen == remedies
 
 

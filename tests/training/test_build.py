@@ -304,7 +304,7 @@ def test_weights_that_are_not_finite_begin_no_run(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("poison", "told"),
+    ("poison", "parts"),
     [
         (lambda state: state.model[0].weight.data.fill_(math.inf), ["0.weight"]),
         (lambda state: buffer_of(state).fill_(math.nan), ["buffer"]),
@@ -317,14 +317,14 @@ def test_weights_that_are_not_finite_begin_no_run(tmp_path, value):
     ],
     ids=["weight", "buffer", "mask", "average", "moment"],
 )
-def test_values_of_a_state_that_are_not_finite_are_named(poison, told):
+def test_values_of_a_state_that_are_not_finite_are_named(poison, parts):
     """All of it, with what it is of; infinities in a buffer are no fault."""
     workload, state = build(**PACED)
     workload.task.loss(state.model, next(iter(batches(workload)))).backward()
     state.optimizer.step()
     state.ema.update(state.model)
     poison(state)
-    named = [next(n for n, _ in state.model.named_buffers())] if told == ["buffer"] else told
+    named = [next(n for n, _ in state.model.named_buffers())] if parts == ["buffer"] else parts
     assert not_finite(state) == named
 
 

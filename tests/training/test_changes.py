@@ -49,8 +49,8 @@ def build(*, world_size=2, **changed):
 def save(store, workload, state, *, step=STEP, **facts):
     """The state as the checkpoint of ``step``, as a rank would write it."""
     state.committed_step = step
-    told = {**facts_of(step), "meaning": workload.resume_key, "recipe": workload.recipe}
-    store.save(state.capture(), **{**told, "changes": state.changes, **facts})
+    kept = {**facts_of(step), "meaning": workload.resume_key, "recipe": workload.recipe}
+    store.save(state.capture(), **{**kept, "changes": state.changes, **facts})
 
 
 def resumed(folder, *, before=(), step=STEP, world_size=2, **changed):
@@ -125,22 +125,22 @@ def test_nothing_has_changed_where_no_step_was_computed_or_is_left(tmp_path, ste
 def test_state_that_the_settings_do_not_want_is_named(tmp_path):
     """An average that was kept is gone from the files to come."""
     state = resumed(tmp_path, before={"ema_decay": 0.9})
-    told = "optim.ema_decay 0.9 -> none at step 40: the file's average (EMA) is dropped"
-    assert state.changes == (told,)
+    line = "optim.ema_decay 0.9 -> none at step 40: the file's average (EMA) is dropped"
+    assert state.changes == (line,)
     assert "ema" not in state.capture()
 
 
 @pytest.mark.parametrize(
-    ("ema", "told"), [(0.9, "the file's average (EMA) is dropped"), (None, "")]
+    ("ema", "line"), [(0.9, "the file's average (EMA) is dropped"), (None, "")]
 )
-def test_a_file_without_a_recipe_tells_what_it_has(tmp_path, ema, told):
+def test_a_file_without_a_recipe_says_what_it_has(tmp_path, ema, line):
     """One of an older version: its average, its loss scale and its torch are known all the same."""
     store = CheckpointStore(tmp_path, keep_last=3)
     _, workload, state = build(ema_decay=ema)
     save(store, workload, state, recipe={})
     settings, workload, state = build(lr=0.5)
     assert load_start(settings, workload, state, store) is not None
-    assert state.changes == ((f"{told} at step {STEP}",) if told else ())
+    assert state.changes == ((f"{line} at step {STEP}",) if line else ())
 
 
 @pytest.mark.parametrize(

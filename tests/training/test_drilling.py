@@ -27,7 +27,7 @@ class Bench:
     """Drills of one rank, with a stepper whose steps do nothing but commit."""
 
     def __init__(self, folder, *, room_bytes=1 << 40, is_watched=True, **settings):
-        self.told = []
+        self.reported = []
         self.folder = folder
         self.state = build_state()
         self.state.begun_step = 0
@@ -38,7 +38,7 @@ class Bench:
             rank_info=SimpleNamespace(rank=0, world_size=1),
             slot=make_slot(),
             disk=RealDisk(),
-            report=self.told.append,
+            report=self.reported.append,
         )
         workload = SimpleNamespace(length=SimpleNamespace(total_steps=100), device=CPU)
         saving = SimpleNamespace(
@@ -78,13 +78,13 @@ class Bench:
                     parameter.data.add_(1.0)
                 self.state.committed_step += 1
 
-    def until_told(self, count):
-        def told():
+    def until_reported(self, count):
+        def all_there():
             self.step()
-            return len(self.told) >= count
+            return len(self.reported) >= count
 
-        poll(told, what=f"{count} messages, not {self.told}")
-        return self.told
+        poll(all_there, what=f"{count} messages, not {self.reported}")
+        return self.reported
 
 
 class _Noted:
@@ -104,8 +104,8 @@ def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
     bench.step()
     bench.step()
     before = {name: value.clone() for name, value in bench.state.weights().items()}
-    told = bench.until_told(2)
-    assert told == [DrillPart(rank=0, step=2, part=part) for part in ("share", "state")]
+    reported = bench.until_reported(2)
+    assert reported == [DrillPart(rank=0, step=2, part=part) for part in ("share", "state")]
     folder = tmp_path / folder_name(2)
     loaded = CheckpointStore(folder / STATE_FOLDER, keep_last=1).load("auto")
     assert loaded.manifest.step == 2
@@ -127,24 +127,24 @@ def test_who_waited_before_the_state_changes_still_does(tmp_path):
 def test_where_memory_is_short_nothing_is_written(tmp_path):
     """Control: with a little more there is a drill."""
     bench = Bench(tmp_path / "short", drill_at="1", room_bytes=260 << 20)
-    told = bench.until_told(2)
-    assert "memory is short (0.3 GB wanted, 0.3 free)" in told[0].problem
+    reported = bench.until_reported(2)
+    assert "memory is short (0.3 GB wanted, 0.3 free)" in reported[0].problem
     assert not list((tmp_path / "short").rglob("*.pt"))
     bench = Bench(tmp_path / "enough", drill_at="1", room_bytes=300 << 20)
-    assert [part.problem for part in bench.until_told(2)] == ["", ""]
+    assert [part.problem for part in bench.until_reported(2)] == ["", ""]
 
 
-def test_a_disk_that_refuses_is_told_and_the_next_drill_is_tried(tmp_path):
+def test_a_disk_that_refuses_is_reported_and_the_next_drill_is_tried(tmp_path):
     """A folder that cannot be made: for the share and for the state."""
     (tmp_path / ".drill").write_text("in the way")
     bench = Bench(tmp_path, drill_at="1,30")
-    told = bench.until_told(2)
-    assert all(part.problem for part in told), told
+    reported = bench.until_reported(2)
+    assert all(part.problem for part in reported), reported
     (tmp_path / ".drill").unlink()
     while bench.state.committed_step < 30:
         bench.step()
-    del told[:]
-    assert [part.problem for part in bench.until_told(2)] == ["", ""]
+    del reported[:]
+    assert [part.problem for part in bench.until_reported(2)] == ["", ""]
 
 
 def test_a_save_that_begins_beside_it_takes_no_share_for_left_over(tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_a_save_that_begins_beside_it_takes_no_share_for_left_over(tmp_path, mon
 
     monkeypatch.setattr(drill_notes, "replace_file", held_up)
     bench = Bench(tmp_path, drill_at="1")
-    assert [part.problem for part in bench.until_told(2)] == ["", ""]
+    assert [part.problem for part in bench.until_reported(2)] == ["", ""]
 
 
 def test_a_step_whose_state_was_given_up_has_no_share(tmp_path):
@@ -171,7 +171,7 @@ def test_a_step_whose_state_was_given_up_has_no_share(tmp_path):
     bench.step()
     bench.step()
     bench.step(commits=False)
-    assert bench.told == []
+    assert bench.reported == []
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_step_whose_state_was_given_up_has_no_share(tmp_path):
         ({"inject": ["random:mtbf_s=5,seed=7,kinds=kill+diverge"]}, True, False),
     ],
 )
-def test_there_are_drills_where_they_can_tell_something(tmp_path, settings, is_watched, drills):
+def test_there_are_drills_where_they_can_show_something(tmp_path, settings, is_watched, drills):
     """Not where nobody forks them, and not where what a step computes is changed on request."""
     bench = Bench(tmp_path, is_watched=is_watched, **settings)
     while bench.state.committed_step < 12:

@@ -70,7 +70,7 @@ def test_buffers_are_copied_and_infinite_masks_stay():
     assert all(torch.equal(buffers[name], model.state_dict()[name]) for name in buffers)
 
 
-def test_a_buffer_that_the_module_assigns_anew_is_followed():
+def test_a_buffer_that_the_module_assigns_again_is_followed():
     """A module may replace a buffer's tensor, as ``.to()`` does."""
     model = build()
     ema = Ema(model, 0.9)

@@ -134,7 +134,7 @@ def _break_in_a_world(me, port, config, environment=()):
     ],
     ids=["an older one", "from elsewhere", "from a folder that goes on", "the newest"],
 )
-def test_a_roll_back_before_the_first_save_reads_no_other_course(tmp_path, resumed, aside, back_to):
+def test_a_roll_back_before_the_first_save_reads_no_other_branch(tmp_path, resumed, aside, back_to):
     """What lies beside the file that is resumed is set aside, once; control: beside the newest is nothing."""
     folder = tmp_path / "checkpoints"
     config = settings(
@@ -486,9 +486,9 @@ def _verdicts(world_size, every=500, odd=()):
 def _written_while_hashed(me, port, odd):
     """Forward clamps a weight through ``.data`` after rank 0 has hashed it and before rank 1 has."""
     slot, state, logged = make_slot(), build_state(), []
-    told = threading.Event()
+    may_answer = threading.Event()
     is_late = me.rank == 1 and not odd
-    saving = Verdicts(wait=told.wait if is_late else lambda: None)
+    saving = Verdicts(wait=may_answer.wait if is_late else lambda: None)
     logger = SimpleNamespace(info=lambda text, **_: logged.append(text))
     parts = SimpleNamespace(
         settings=from_flat({"replica_check_steps": 500}), state=state, store=None, workload=None, saving=saving,
@@ -504,7 +504,7 @@ def _written_while_hashed(me, port, odd):
         if not is_late:
             guard._hashing._ended.wait()
         state.model[3].bias.data.clamp_(-1e-6, 1e-6)
-        told.set()
+        may_answer.set()
         try:
             outcome = guard.may_commit()
         except FaultError as error:
@@ -582,12 +582,12 @@ def _held_up(me, port):
         group._store = _Reading(group._store, before)
         guard = NumericsGuard(parts, group)
         guard.begin_comparison()
-        with pytest.raises(FaultError) as told:
+        with pytest.raises(FaultError) as caught:
             guard.may_commit()
         if me.rank != 1:
             me.say("leaves")
         group.exchange("end", "")
-    return told.value.fault.at_ns, released_ns
+    return caught.value.fault.at_ns, released_ns
 
 
 def test_the_majority_leaves_when_the_odd_one_knows():
@@ -615,7 +615,7 @@ def test_where_nothing_is_compared_a_save_is_as_good_as_proven():
     ],
     ids=["one is broken", "one cannot tell"],
 )
-def test_a_broken_gradient_is_traced_where_all_can_tell(norms, words):
+def test_a_broken_gradient_is_traced_where_all_can_compute_theirs(norms, words):
     """Where one rank cannot compute it again nobody is blamed."""
     with hosted_store() as port:
         for (line,) in run_ranks(_trace, 2, port, norms, False):

@@ -56,8 +56,10 @@ def make(tmp_path, monkeypatch):
     def made(disk, reason=COMPLETED, **settings):
         store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
         asked = from_flat({"log_dir": str(tmp_path / "logs"), **settings})
-        told = DiskFaults(SimpleNamespace(committed_step=STEP), runtime)
-        return LastSave(asked, store, runtime, told=told).make(disk.save, reason=reason)
+        disk_faults = DiskFaults(SimpleNamespace(committed_step=STEP), runtime)
+        return LastSave(asked, store, runtime, disk_faults=disk_faults).make(
+            disk.save, reason=reason
+        )
 
     made.runtime, made.log = runtime, runtime.log
     return made
@@ -85,7 +87,7 @@ def test_what_is_not_freed_is_saved_elsewhere(make, tmp_path, rescue_dir):
     assert refusal.cause.endswith(f"--resume {saved.path}")
 
 
-def test_where_no_place_takes_it_both_reasons_are_told(make, tmp_path):
+def test_where_no_place_takes_it_both_reasons_are_reported(make, tmp_path):
     """Only then is the work lost."""
     disk = Disk(tmp_path, count=10**9, elsewhere=True)
     with pytest.raises(FaultError) as caught:
@@ -134,7 +136,7 @@ def test_what_no_disk_has_refused_is_raised_at_once(make, tmp_path):
     assert (disk.tries, fenced.tries) == (1, 1)
 
 
-def test_too_little_room_is_told_before_training(tmp_path):
+def test_too_little_room_is_reported_before_training(tmp_path):
     """For one checkpoint, or for those that are kept; control: enough says nothing."""
     state = build_state()
     folder = tmp_path / "disk"

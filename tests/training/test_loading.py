@@ -241,7 +241,7 @@ def test_importing_the_loader_imports_no_built_in_task():
         ("import sys\nsys.exit(3)\n", "SystemExit: 3 (line 2)"),
     ],
 )
-def test_file_that_fails_to_import_is_told_with_its_line(tmp_path, source, words):
+def test_file_that_fails_to_import_is_reported_with_its_line(tmp_path, source, words):
     """The error says what was raised and where; the traceback stays in its cause."""
     path_before = list(sys.path)
     error = error_of(write(tmp_path, source))
@@ -275,7 +275,7 @@ def test_syntax_error_of_a_neighbour_names_the_neighbour(tmp_path):
     assert "loading_neighbour3.py line 2" in error.expected
 
 
-def test_module_that_fails_to_import_is_told_with_its_file(tmp_path, monkeypatch):
+def test_module_that_fails_to_import_is_reported_with_its_file(tmp_path, monkeypatch):
     """A missing import inside a module is not mistaken for the module itself being missing."""
     write(tmp_path, "\nimport no_such_thing_at_all\n", "loading_broken.py")
     monkeypatch.syspath_prepend(tmp_path)
@@ -349,7 +349,7 @@ def test_ready_instance_takes_no_arguments(tmp_path):
     assert error_of(f"{file}:ready", width=3).option == "task.width"
 
 
-def test_constructor_that_raises_is_told_with_its_line(tmp_path):
+def test_constructor_that_raises_is_reported_with_its_line(tmp_path):
     """A constructor's error is the user's to mend; its traceback stays in the cause."""
     file = write(tmp_path, TASK_SOURCE.replace("self.width, self.depth = width, depth", "int('x')"))
     error = error_of(file)

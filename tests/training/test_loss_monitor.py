@@ -81,12 +81,12 @@ def test_it_is_calm_once_enough_steps_have_followed_a_skipped_one():
     assert calm == [False] * 9 + [True] * 2
 
 
-def test_a_remedy_starts_the_count_anew():
+def test_a_repair_restarts_the_count():
     """What was skipped before the rate was lowered does not count against the lower one."""
     watch = monitor()
     for step in range(2):
         watch.observe(step, 0, math.nan, applied=False)
-    watch.start_count_anew()
+    watch.restart_count()
     for step in range(2, 4):
         assert watch.observe(step, 0, math.nan, applied=False) is Verdict.CONTINUE
     assert watch.observe(4, 0, math.nan, applied=False) is Verdict.TOO_MANY_ERRORS

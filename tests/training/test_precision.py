@@ -60,7 +60,7 @@ def test_amp_on_a_gpu_is_bf16_or_scaled_fp16():
     precision.load_state_dict(precision.state_dict())
 
 
-def test_an_update_that_an_abort_has_cut_short_is_begun_anew():
+def test_an_update_that_an_abort_has_cut_short_begins_again():
     """Between unscaling and the update; control: the scaler itself would refuse to unscale again."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -306,14 +306,14 @@ def test_after_a_failed_save_the_interval_doubles_until_one_succeeds(tmp_path):
     assert warnings == 2
 
 
-def _fail_one_save(me, folder, condemned):
+def _fail_one_save(me, folder, fenced):
     del me
     state = build_state()
     saving, runtime, _ = make_saving(folder, state)
     state.committed_step = 1
 
     def save(self, content, **rest):
-        runtime.slot.set(Cell.FENCED, int(condemned))
+        runtime.slot.set(Cell.FENCED, int(fenced))
         raise OSError(errno.EPERM, "no more")
 
     CheckpointStore.save = save
@@ -322,10 +322,10 @@ def _fail_one_save(me, folder, condemned):
     return runtime.log().count("training goes on")
 
 
-@pytest.mark.parametrize(("condemned", "told"), [(False, 1), (True, 0)])
-def test_a_save_that_ends_with_its_rank_blames_no_disk(tmp_path, condemned, told):
+@pytest.mark.parametrize(("fenced", "reported"), [(False, 1), (True, 0)])
+def test_a_save_that_ends_with_its_rank_blames_no_disk(tmp_path, fenced, reported):
     """Whoever is being killed is kept from publishing, and says nothing of a disk that is sound."""
-    assert run_ranks(_fail_one_save, 1, tmp_path, condemned) == [told]
+    assert run_ranks(_fail_one_save, 1, tmp_path, fenced) == [reported]
 
 
 def _repairs_in_a_pause(me, folder, every, asked):
@@ -702,9 +702,9 @@ def _takes_over_what_was_learnt(me, folder, pace, resumed):
         runtime.slot.set(Cell.GENERATION, generation)
         saving.has_to_make_up()
         boundary(saving)
-    told = runtime.log()
+    log = runtime.log()
     saving.finish("stopped")
-    return told, store.load().manifest.pace
+    return log, store.load().manifest.pace
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -713,11 +713,11 @@ def test_a_new_rank_0_goes_on_at_the_learnt_pace(tmp_path, known, resumed):
     """It says the choice and its reasons at once; a run that has learnt nothing says nothing."""
     cost = {"compare_s": 0.1, "blocked_s": 0.2, "slowed_s": 0.2, "write_s": 1.0}
     pace = {"faults": 1, "observed_s": 600.0, **(cost if known else {})}
-    told, written = run_ranks(_takes_over_what_was_learnt, 1, tmp_path, pace, resumed)[0]
+    log, written = run_ranks(_takes_over_what_was_learnt, 1, tmp_path, pace, resumed)[0]
     expected = "saving every 87 s (save_every_steps=auto): a save takes 0.500 s from training"
-    assert told.count("saving every") == known
-    assert (expected in told) == known
-    assert ("1 faults in 0.2 h" in told) == known
+    assert log.count("saving every") == known
+    assert (expected in log) == known
+    assert ("1 faults in 0.2 h" in log) == known
     assert written["faults"] == 1
     assert 600.0 <= written["observed_s"] < 700.0
 

@@ -107,13 +107,13 @@ class RecordingRuntime(LocalRuntime):
             rank=0, local_rank=0, world_size=1, local_world_size=1, device="cpu", loads=True
         )
         super().__init__(rank_info=rank_info, log_dir=Path(made.run.log_dir), debug=False)
-        self.told = []
+        self.reported = []
         self._stop_in_evaluation = stop_in_evaluation
         self._save_at = set(save_at)
 
     def report(self, message):
         reading = self.slot.read()
-        self.told.append((message, reading.committed_step, reading.phase))
+        self.reported.append((message, reading.committed_step, reading.phase))
 
     def stop_asked(self):
         reading = self.slot.read()
@@ -130,7 +130,7 @@ class RecordingRuntime(LocalRuntime):
 
     def of(self, kind):
         """The messages of one kind."""
-        return [message for message, _, _ in self.told if isinstance(message, kind)]
+        return [message for message, _, _ in self.reported if isinstance(message, kind)]
 
 
 def _train(me, config, options, breaks_saving):
@@ -143,7 +143,7 @@ def _train(me, config, options, breaks_saving):
         report = replace(DDPTrainer(config=config, runtime=runtime).train(), model=None)
     except FaultError as error:
         report = error.fault
-    return report, runtime.told, runtime.slot.read()
+    return report, runtime.reported, runtime.slot.read()
 
 
 def _break_saving(steps):
@@ -170,14 +170,14 @@ def train(config, *, breaks_saving=(), **options):
     return run_ranks(_train, 1, config, options, breaks_saving)[0]
 
 
-def told(messages, kind):
+def messages_of(messages, kind):
     return [message for message, _, _ in messages if isinstance(message, kind)]
 
 
 def test_metrics_come_at_the_first_step_each_interval_and_the_end(tmp_path):
     """Each with loss, rate, norm and speed, all finite."""
     _, messages, _ = train(settings(tmp_path))
-    lines = [message for message in told(messages, Metrics) if "loss" in message.values]
+    lines = [message for message in messages_of(messages, Metrics) if "loss" in message.values]
     assert [line.step for line in lines] == [1, 5, 10, 12]
     for line in lines:
         assert {"loss", "learning_rate", "grad_norm", "samples_per_s", "step_s"} <= set(line.values)
@@ -188,9 +188,9 @@ def test_metrics_come_at_the_first_step_each_interval_and_the_end(tmp_path):
 def test_evaluation_and_checkpoint_come_at_each_epoch_s_end(tmp_path):
     """In this order, once per epoch, the last one with the end of the run."""
     report, messages, _ = train(settings(tmp_path))
-    evaluated = [m.step for m in told(messages, Metrics) if "validation_loss" in m.values]
+    evaluated = [m.step for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
     assert evaluated == [6, 12]
-    assert [saved.step for saved in told(messages, Saved)] == [6, 12]
+    assert [saved.step for saved in messages_of(messages, Saved)] == [6, 12]
     assert isinstance(next(m for m, *_ in messages if not isinstance(m, Built)), Formed)
     assert isinstance(messages[-1][0], Finished)
     assert report.figures["validation_loss"] > 0
@@ -205,9 +205,11 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
     )
     report, messages, _ = train(config)
     assert report.steps == STEPS
-    assert [m.steps_lost for m in told(messages, RepairedInPlace)] == [3], "it was rolled back"
-    remedies = [m.action for m in told(messages, TuningChanged)]
-    assert [remedy.split(" after")[0] for remedy in remedies] == [
+    assert [m.steps_lost for m in messages_of(messages, RepairedInPlace)] == [3], (
+        "it was rolled back"
+    )
+    actions = [m.action for m in messages_of(messages, TuningChanged)]
+    assert [action.split(" after")[0] for action in actions] == [
         "find_unused_parameters=False",
         "going back to an older state",
     ]
@@ -216,13 +218,13 @@ def test_a_roll_back_keeps_what_was_learnt_since_the_checkpoint(tmp_path):
 def test_checkpoints_by_steps_come_besides_those_by_epochs(tmp_path):
     """Both intervals hold; a step that both name is saved once."""
     _, messages, _ = train(settings(tmp_path, save_every_steps=4, keep_last=9))
-    assert [saved.step for saved in told(messages, Saved)] == [4, 6, 8, 12]
+    assert [saved.step for saved in messages_of(messages, Saved)] == [4, 6, 8, 12]
 
 
 def test_a_checkpoint_that_was_asked_for_is_made_after_the_step(tmp_path):
     """Between the intervals, without stopping."""
     report, messages, _ = train(settings(tmp_path), save_at=[2])
-    assert [saved.step for saved in told(messages, Saved)] == [3, 6, 12]
+    assert [saved.step for saved in messages_of(messages, Saved)] == [3, 6, 12]
     assert report.steps == STEPS
 
 
@@ -231,7 +233,7 @@ def test_a_checkpoint_that_was_asked_for_ends_the_pause_after_failed_ones(tmp_pa
     """Three failures leave out the rest of the run, unless a person wants to try again."""
     config = settings(tmp_path, save_every_steps=1, keep_last=9)
     _, messages, _ = train(config, breaks_saving=(1, 3, 7), save_at=save_at)
-    assert [one.step for one in told(messages, Saved)] == saved
+    assert [one.step for one in messages_of(messages, Saved)] == saved
 
 
 def test_a_checkpoint_asked_for_before_a_roll_back_is_made(tmp_path):
@@ -241,8 +243,10 @@ def test_a_checkpoint_asked_for_before_a_roll_back_is_made(tmp_path):
         save_every_steps=0, keep_last=9,
     )  # fmt: skip
     _, messages, _ = train(config, save_at=[2, 9])
-    assert [m.steps_lost for m in told(messages, RepairedInPlace)] == [7], "it was rolled back"
-    assert [saved.step for saved in told(messages, Saved)] == [3, 4, STEPS]
+    assert [m.steps_lost for m in messages_of(messages, RepairedInPlace)] == [7], (
+        "it was rolled back"
+    )
+    assert [saved.step for saved in messages_of(messages, Saved)] == [3, 4, STEPS]
 
 
 def _paced_steps(me, config):
@@ -265,7 +269,7 @@ def _paced_steps(me, config):
     return seen
 
 
-def test_the_steps_beside_a_save_are_told_from_those_in_peace(tmp_path):
+def test_the_steps_beside_a_save_are_distinguished_from_the_others(tmp_path):
     """Each step once: those before a save, and those while its file is written."""
     seen = run_ranks(_paced_steps, 1, settings(tmp_path))[0]
     assert len(seen) == STEPS
@@ -294,7 +298,7 @@ def test_without_validation_data_nothing_is_evaluated(tmp_path):
     """Control: no figure is invented."""
     report, messages, _ = train(settings(tmp_path, **{"task.validation": 0}))
     assert report.figures == {}
-    assert not [m for m in told(messages, Metrics) if "validation_loss" in m.values]
+    assert not [m for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
 
 
 class Counting(nn.Linear):
@@ -324,7 +328,7 @@ def test_an_evaluation_leaves_no_trace_in_the_state(tmp_path, ema_decay):
     config = settings(tmp_path, task=f"{__file__}:CountingTask", keep_last=9, ema_decay=ema_decay)
     report, messages, _ = train(config)
     assert "validation_loss" in report.figures
-    for saved in told(messages, Saved):
+    for saved in messages_of(messages, Saved):
         path = tmp_path / "checkpoints" / f"step_{saved.step:08d}.pt"
         model = torch.load(path, weights_only=True)["model"]
         assert (int(model["in_place"]), int(model["anew"])) == (saved.step, saved.step)
@@ -333,18 +337,18 @@ def test_an_evaluation_leaves_no_trace_in_the_state(tmp_path, ema_decay):
 def test_a_run_of_several_epochs_can_evaluate_at_its_end_only(tmp_path):
     """Interval 0."""
     _, messages, _ = train(settings(tmp_path, evaluate_interval=0, save_interval=0))
-    assert [m.step for m in told(messages, Metrics) if "validation_loss" in m.values] == [12]
-    assert [saved.step for saved in told(messages, Saved)] == [12]
+    assert [m.step for m in messages_of(messages, Metrics) if "validation_loss" in m.values] == [12]
+    assert [saved.step for saved in messages_of(messages, Saved)] == [12]
 
 
 def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tmp_path):
     """Stopped inside it, the run saves; resumed, it evaluates first and saves what was due."""
     stopped, messages, _ = train(settings(tmp_path), stop_in_evaluation=6)
     assert (stopped.reason, stopped.steps) == (StopReason.PREEMPTED, 6)
-    assert not [m for m in told(messages, Metrics) if "validation_loss" in m.values]
-    assert [saved.step for saved in told(messages, Saved)] == [6]
+    assert not [m for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
+    assert [saved.step for saved in messages_of(messages, Saved)] == [6]
     resumed, messages, _ = train(settings(tmp_path))
-    evaluated = [m.step for m in told(messages, Metrics) if "validation_loss" in m.values]
+    evaluated = [m.step for m in messages_of(messages, Metrics) if "validation_loss" in m.values]
     assert evaluated == [6, 12]
     assert resumed.steps == STEPS
 
@@ -353,7 +357,7 @@ def test_a_complete_run_saves_nothing_again(tmp_path):
     """Control: started again, it has nothing to make up for."""
     train(settings(tmp_path, max_steps=6))
     _, messages, _ = train(settings(tmp_path, max_steps=6))
-    assert not told(messages, Saved)
+    assert not messages_of(messages, Saved)
 
 
 def _leave_a_mess(folder):
@@ -393,7 +397,7 @@ def test_a_save_that_fails_leaves_training_going_on(tmp_path):
     """A full disk in the middle of a run costs a warning, not the run."""
     report, messages, _ = train(settings(tmp_path), breaks_saving=(6,))
     assert report.steps == STEPS
-    assert [saved.step for saved in told(messages, Saved)] == [12]
+    assert [saved.step for saved in messages_of(messages, Saved)] == [12]
     assert "training goes on" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
@@ -401,7 +405,7 @@ def test_a_final_save_that_fails_is_a_fault(tmp_path):
     """Work that cannot be kept is no success."""
     fault, messages, _ = train(settings(tmp_path, checkpoint_timeout_s=1), breaks_saving=(12,))
     assert fault.kind is FaultKind.STORAGE_FAILED
-    assert not told(messages, Finished)
+    assert not messages_of(messages, Finished)
 
 
 def test_skipped_steps_within_the_budget_are_warned_of(tmp_path):
@@ -463,7 +467,7 @@ def test_the_board_adds_up(tmp_path, find_unused_parameters):
     assert reading.checkpoint_ns > 0
     assert 0 < reading.first_step_ns < reading.last_commit_ns
     assert reading.loss == report.loss
-    (formed,) = told(messages, Formed)
+    (formed,) = messages_of(messages, Formed)
     assert (formed.committed_step, formed.source) == (0, 0)
 
 

@@ -148,7 +148,7 @@ def test_a_replacement_has_what_the_others_have():
     assert _digests(other) == _digests(side)
 
 
-def test_what_changes_late_is_followed_or_told():
+def test_what_changes_late_is_followed_or_reported():
     """A number is put back all the same; of a tensor nobody has kept what it held."""
     task = type("Late", (), {})()
     task.number, task.queue, task.quiet = 1, torch.zeros(2), 0
@@ -182,7 +182,7 @@ def test_what_ranks_have_differently_is_named_when_it_is_taken_over():
     assert other.took_over == ["task.recent"]
 
 
-def test_an_object_that_cannot_be_sent_is_told_by_who_receives():
+def test_an_object_that_cannot_be_sent_is_reported_by_who_receives():
     """Its attribute is named; here it stays."""
     side, _, task = _made(task=type("Odd", (), {})())
     task.thing = object()

@@ -135,7 +135,7 @@ def test_a_state_that_was_restored_by_half_stands_in_no_election(missing):
     assert other.committed_step == EMPTY_STEP
 
 
-def test_an_average_that_was_not_saved_starts_anew():
+def test_an_average_that_was_not_saved_starts_fresh():
     """A run that turns its average on later resumes from a state without one."""
     source, other = build_state(ema=False), build_state(ema=True)
     advance(source, 2)
@@ -178,7 +178,7 @@ class _Moving(torch.nn.Module):
         return self.layer(inputs - self.mean)
 
 
-def test_a_buffer_that_was_assigned_anew_is_dropped_too():
+def test_a_buffer_that_was_assigned_again_is_dropped_too():
     """The module has the tensor of the last commit again, with its values; the batch is untouched."""
     state = build_state(model=_Moving(), ema=False)
     advance(state, 2)

@@ -332,7 +332,7 @@ def _train_with_assigned_statistics(me, port):
     return means, bits_of(state)
 
 
-def test_buffers_that_a_module_assigns_anew_are_rank_0_s_everywhere():
+def test_buffers_that_a_module_assigns_again_are_rank_0_s_everywhere():
     """Its state is the same on all ranks after each commit, and a skipped step leaves it alone."""
     with hosted_store() as port:
         first, other = run_ranks(_train_with_assigned_statistics, 2, port)
@@ -733,7 +733,7 @@ def test_a_share_computed_alone_has_the_bits_of_the_rank_s_part(micro_steps, vie
     assert after == other_after
 
 
-def test_the_first_difference_is_told_by_the_name_of_its_parameter():
+def test_the_first_difference_has_the_name_of_its_parameter():
     """Samples come before gradients, which come before the loss."""
     share = OwnShare(samples=("a",), losses=("b",), gradients={"x": "1", "y": "2"})
     names = ["x", "y"]

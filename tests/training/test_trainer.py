@@ -290,7 +290,7 @@ def _error_of(me, config):
     return None
 
 
-def test_a_mistake_in_user_code_is_told_with_its_traceback(tmp_path):
+def test_a_mistake_in_user_code_is_reported_with_its_traceback(tmp_path):
     """Without a supervisor it ends the run; the fault names kind and line, the log has it once."""
     config = settings(tmp_path, task=f"{__file__}:SmallTask", **{"task.raises_at": 3})
     name, text, (kind, detail) = run_ranks(_error_of, 1, config)[0]
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     assert "seed" in text
 
 
-def test_resume_none_starts_anew(tmp_path):
+def test_resume_none_starts_fresh(tmp_path):
     """The old files are set aside, and the new run is that of a fresh folder."""
     first = train_alone(settings(tmp_path, max_steps=3))
     again = train_alone(settings(tmp_path, max_steps=3, resume="none"))

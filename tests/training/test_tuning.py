@@ -8,7 +8,7 @@ import pytest
 
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.training.components.tuning import AdaptRules, Tuning, adapt, mend
+from ddp_runner.training.components.tuning import AdaptRules, Tuning, adapt, repair_tuning
 
 TUNING = Tuning(micro_batch_size=8, evaluation_batch_size=8, find_unused_parameters=True)
 RULES = AdaptRules(relax_after_steps=50, regrow_after_steps=10, micro_batch_size_max=8)
@@ -24,7 +24,7 @@ def oom(step, phase="forward"):
 
 
 def out_of_memory(tuning, step):
-    return mend(oom(step), tuning, samples=8).tuning
+    return repair_tuning(oom(step), tuning, samples=8).tuning
 
 
 def test_the_search_for_unused_parameters_ends_after_enough_equal_steps():
@@ -92,10 +92,10 @@ def test_a_single_sample_is_tried_again_at_each_step():
     single = replace(TUNING, micro_batch_size=1)
     again = out_of_memory(single, 40)
     assert again == replace(single, retried_at_step=40, retries_there=1)
-    assert mend(oom(40), single, samples=8).inexact_reason == ""
+    assert repair_tuning(oom(40), single, samples=8).inexact_reason == ""
     twice = out_of_memory(again, 40)
     assert twice.retries_there == 2
-    assert mend(oom(40), twice, samples=8) is None
+    assert repair_tuning(oom(40), twice, samples=8) is None
     assert out_of_memory(twice, 41) == replace(single, retried_at_step=41, retries_there=1)
 
 
@@ -111,8 +111,8 @@ def test_ranks_agree_on_how_often_a_step_was_tried():
 def test_a_sample_that_never_fits_ends_the_run():
     """Control: eight, four, two, one, one twice more, and the end."""
     tuning, sizes = TUNING, []
-    while (mended := mend(oom(40), tuning, samples=8)) is not None:
-        tuning = mended.tuning
+    while (change := repair_tuning(oom(40), tuning, samples=8)) is not None:
+        tuning = change.tuning
         sizes.append(tuning.micro_batch_size)
     assert sizes == [4, 2, 1, 1, 1]
 
@@ -120,10 +120,10 @@ def test_a_sample_that_never_fits_ends_the_run():
 def test_an_evaluation_of_single_samples_is_tried_again():
     """What halving cannot help, a second look may."""
     single = replace(TUNING, evaluation_batch_size=1)
-    again = mend(oom(40, phase="evaluate"), single, samples=8).tuning
+    again = repair_tuning(oom(40, phase="evaluate"), single, samples=8).tuning
     assert again == replace(single, retried_at_step=40, retries_there=1)
-    twice = mend(oom(40, phase="evaluate"), again, samples=8).tuning
-    assert mend(oom(40, phase="evaluate"), twice, samples=8) is None
+    twice = repair_tuning(oom(40, phase="evaluate"), again, samples=8).tuning
+    assert repair_tuning(oom(40, phase="evaluate"), twice, samples=8) is None
 
 
 def test_a_rate_that_was_lowered_is_agreed_on():
@@ -142,14 +142,14 @@ def ready_twice(step):
 
 def test_reentrant_checkpoints_turn_the_search_off_for_good():
     """One rank that has met them is enough; looking again would only fail again."""
-    mended = mend(ready_twice(0), TUNING, samples=8)
-    assert not mended.tuning.find_unused_parameters
-    assert mended.inexact_reason == "", "at the first step of a run, always"
-    assert mend(ready_twice(7), TUNING, samples=8).inexact_reason
-    assert TUNING.agreed_with([TUNING, mended.tuning]) == mended.tuning
-    assert mend(ready_twice(1), mended.tuning, samples=8) is None
+    change = repair_tuning(ready_twice(0), TUNING, samples=8)
+    assert not change.tuning.find_unused_parameters
+    assert change.inexact_reason == "", "at the first step of a run, always"
+    assert repair_tuning(ready_twice(7), TUNING, samples=8).inexact_reason
+    assert TUNING.agreed_with([TUNING, change.tuning]) == change.tuning
+    assert repair_tuning(ready_twice(1), change.tuning, samples=8) is None
     unused = replace(ready_twice(1), cause="Expected to have finished reduction")
-    assert mend(unused, mended.tuning, samples=8) is None
+    assert repair_tuning(unused, change.tuning, samples=8) is None
 
 
 def test_ranks_agree_on_the_most_cautious():

@@ -110,7 +110,7 @@ class Buffers:
                 kind = getattr(torch, layout[1])
                 setattr(owner, key, torch.empty(layout[0], dtype=kind, device=self._device))
 
-    def form_anew(self) -> None:
+    def forget_agreement(self) -> None:
         """Other ranks are there, who may have other layouts of what is not saved."""
         self._has_agreed = not self._unsaved
 

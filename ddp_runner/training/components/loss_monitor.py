@@ -97,7 +97,7 @@ class LossMonitor:
             self._best = smoothed
         return Verdict.TARGET_REACHED if self.target_reached else Verdict.CONTINUE
 
-    def start_count_anew(self) -> None:
+    def restart_count(self) -> None:
         """After a remedy: what was skipped before it is not held against it."""
         self._errors = 0
 

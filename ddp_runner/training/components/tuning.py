@@ -71,19 +71,19 @@ class Tuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
+class TuningChange:
     """A change of the tuning: how a rank mends a fault of its own, or what a fault-free run tries.
 
     ``inexact_reason`` is empty where no bit changes; ``plain_retry``: nor does anything else.
     """
 
     tuning: Tuning
-    remedy: str
+    action: str
     inexact_reason: str
     plain_retry: bool = False
 
 
-def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
+def repair_tuning(fault: Fault, tuning: Tuning, *, samples: int) -> TuningChange | None:
     """What this rank changes so that the same step works; None where nothing is left to change.
 
     ``samples``: this rank's share of the global batch, which bounds a micro-batch that helps.
@@ -91,25 +91,25 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
     match fault.kind:
         case FaultKind.OUT_OF_MEMORY if fault.phase == Phase.EVALUATE.label:
             if tuning.evaluation_batch_size == 1:
-                return _once_more(fault, tuning)
+                return _plain_retry(fault, tuning)
             size = tuning.evaluation_batch_size // 2
-            return Mended(
+            return TuningChange(
                 tuning=replace(tuning, evaluation_batch_size=size),
-                remedy=f"evaluating {size} samples at a time",
+                action=f"evaluating {size} samples at a time",
                 inexact_reason="",
             )
         case FaultKind.OUT_OF_MEMORY:
             size = min(tuning.micro_batch_size, samples) // 2
             if size == 0:
-                return _once_more(fault, tuning)
-            return Mended(
+                return _plain_retry(fault, tuning)
+            return TuningChange(
                 tuning=replace(
                     tuning,
                     micro_batch_size=size,
                     reductions=tuning.reductions + 1,
                     resized_at_step=fault.step,
                 ),
-                remedy=f"micro-batches of {size} samples, same global batch",
+                action=f"micro-batches of {size} samples, same global batch",
                 inexact_reason=f"micro-batches of {size} samples from step {fault.step}",
             )
         case FaultKind.REDUCTION_UNFINISHED:
@@ -118,7 +118,7 @@ def mend(fault: Fault, tuning: Tuning, *, samples: int) -> Mended | None:
             return None
 
 
-def _once_more(fault: Fault, tuning: Tuning) -> Mended | None:
+def _plain_retry(fault: Fault, tuning: Tuning) -> TuningChange | None:
     """The same again, where no less can be asked for; None if that was tried often at this step.
 
     A shortage may pass; and who follows a rank that ended may find that others have halved since, or
@@ -127,28 +127,28 @@ def _once_more(fault: Fault, tuning: Tuning) -> Mended | None:
     retries = tuning.retries_there if fault.step == tuning.retried_at_step else 0
     if retries == SINGLE_RETRIES_MAX:
         return None
-    return Mended(
+    return TuningChange(
         tuning=replace(tuning, retried_at_step=fault.step, retries_there=retries + 1),
-        remedy="once more with single samples, which cannot be split",
+        action="once more with single samples, which cannot be split",
         inexact_reason="",
         plain_retry=True,
     )
 
 
-def _search_changed(fault: Fault, tuning: Tuning) -> Mended | None:
+def _search_changed(fault: Fault, tuning: Tuning) -> TuningChange | None:
     """Look for unused parameters from here on, or no longer, as DDP's complaint has it."""
     if _READY_TWICE in fault.cause and tuning.find_unused_parameters:
         when = f"find_unused_parameters turned off at step {fault.step}" if fault.step else ""
-        return Mended(
+        return TuningChange(
             tuning=replace(tuning, find_unused_parameters=False, must_not_search=True),
-            remedy="find_unused_parameters=False from here on: reentrant checkpoints need it so",
+            action="find_unused_parameters=False from here on: reentrant checkpoints need it so",
             inexact_reason=when,
         )
     if tuning.find_unused_parameters or tuning.must_not_search:
         return None
-    return Mended(
+    return TuningChange(
         tuning=replace(tuning, find_unused_parameters=True, found_unused=True),
-        remedy="find_unused_parameters=True from here on",
+        action="find_unused_parameters=True from here on",
         inexact_reason=f"find_unused_parameters turned on at step {fault.step}",
     )
 
@@ -181,24 +181,24 @@ class AdaptRules:
 
 def adapt(
     tuning: Tuning, rules: AdaptRules, *, committed_step: int, all_used_steps: int
-) -> Mended | None:
+) -> TuningChange | None:
     """What to try between two steps; None for nothing. A function of what all ranks know alike.
 
     Twice the micro-batch waits longer after each time that memory did not suffice.
     """
     if rules.watch_use(tuning) and all_used_steps >= rules.relax_after_steps:
-        return Mended(
+        return TuningChange(
             tuning=replace(tuning, find_unused_parameters=False),
-            remedy=f"find_unused_parameters=False after {all_used_steps} steps in a row that used all",
+            action=f"find_unused_parameters=False after {all_used_steps} steps in a row that used all",
             inexact_reason="",
         )
     size = min(tuning.micro_batch_size * 2, rules.micro_batch_size_max)
     wait_steps = rules.regrow_after_steps * 2 ** min(max(0, tuning.reductions - 1), WAIT_DOUBLINGS)
     waited_steps = committed_step - tuning.resized_at_step
     if wait_steps and size > tuning.micro_batch_size and waited_steps >= wait_steps:
-        return Mended(
+        return TuningChange(
             tuning=replace(tuning, micro_batch_size=size, resized_at_step=committed_step),
-            remedy=f"trying micro-batches of {size} samples",
+            action=f"trying micro-batches of {size} samples",
             inexact_reason=f"micro-batches of {size} samples from step {committed_step}",
         )
     return None

@@ -21,7 +21,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.system.run_files import read_small
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
-from ddp_runner.training.fork_safety import rehearse_threads
+from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.step import StepRules, own_share
@@ -53,7 +53,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
     """
     noted: dict[str, Any] = json.loads(read_small(folder / SHARE_FILE))
     rank, world_size = int(noted["rank"]), int(noted["world_size"])
-    rehearse_threads()
+    make_forks_safe()
     # As a resume does, but for the loader, whose workers a drill can do without.
     settings = replace(
         settings,

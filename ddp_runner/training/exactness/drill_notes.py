@@ -131,7 +131,7 @@ class Drills:
                 "share": notes.share().to_record(),
                 "quarantine": self._state.quarantine.to_record(),
             }
-            self._tell(step, SHARE, self._write_share(step, record))
+            self._report_part(step, SHARE, self._write_share(step, record))
 
     def _begin_writing(self, step: int) -> None:
         if self._saver is not None:
@@ -150,7 +150,7 @@ class Drills:
             else:
                 self._saver, self._step = saver, step
         if problem:
-            self._tell(step, STATE, problem)
+            self._report_part(step, STATE, problem)
 
     def _lacks_memory(self, state_bytes: int) -> str:
         """Why there is no room for a second process with this state; empty where there is."""
@@ -185,9 +185,9 @@ class Drills:
             problem = error.fault.cause
         except Exception as error:  # noqa: BLE001 - top of the thread that wrote: no drill is worth a run
             problem = f"its state could not be written ({type(error).__name__}: {error})"
-        self._tell(self._step, STATE, problem)
+        self._report_part(self._step, STATE, problem)
 
-    def _tell(self, step: int, part: str, problem: str) -> None:
+    def _report_part(self, step: int, part: str, problem: str) -> None:
         rank = self._runtime.rank_info.rank
         self._runtime.report(DrillPart(rank=rank, step=step, part=part, problem=problem))
 

@@ -51,8 +51,8 @@ class FirstStep:
         Before DDP wraps the model, where some rank has not done so yet in this launch. Raises what the
         task raises, and BadInputError for a model that DDP would not keep the same on all ranks.
         """
-        told = self._exchange("rehearsed", json.dumps(self._state.is_rehearsed))
-        if all(map(json.loads, told)):
+        answers = self._exchange("rehearsed", json.dumps(self._state.is_rehearsed))
+        if all(map(json.loads, answers)):
             return
         written = self._rehearse_alone(rules, take=take)
         every = [json.loads(one) for one in self._exchange("written", json.dumps(written))]
@@ -78,7 +78,7 @@ class FirstStep:
         settings, device = self._parts.settings.run, self._parts.workload.device
         varies = why_a_device_varies(device, is_deterministic=settings.deterministic)
         if varies and self._group.rank == 0:
-            tell_inexact(self._parts, varies)
+            report_inexact(self._parts, varies)
         needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
         if needed_bytes > room_bytes / self._runtime.rank_info.local_world_size:
@@ -143,9 +143,9 @@ class FirstStep:
         if self._rehearsed is not None and self._repeated is not None:
             names = [name for name, _ in self._state.named_parameters()]
             where = first_difference(self._rehearsed, self._repeated, names=names)
-        told = self._exchange(f"repeated/{step}", where)
-        differing = {rank: what for rank, what in enumerate(told) if what not in ("", _NOT_DONE)}
-        if not differing and _NOT_DONE not in told:
+        answers = self._exchange(f"repeated/{step}", where)
+        differing = {rank: what for rank, what in enumerate(answers) if what not in ("", _NOT_DONE)}
+        if not differing and _NOT_DONE not in answers:
             if self._group.rank == 0:
                 rank = self._runtime.rank_info.rank
                 self._runtime.report(Proved(rank=rank, step=step - 1, what="repeated"))
@@ -160,7 +160,7 @@ class FirstStep:
             else ""
         )
         if self._group.rank == 0:
-            tell_inexact(
+            report_inexact(
                 self._parts,
                 f"the first step cannot be repeated: computed twice from the same state, {what} differs"
                 f" on {rank_list(ranks)} (a kernel that is not deterministic, or a state that cannot be"
@@ -170,8 +170,8 @@ class FirstStep:
     def _compare_side(self, step: int) -> None:
         """What two ranks have differently beside the model, which a replaced one will not have."""
         side = self._state.side
-        told = self._exchange(f"side/{step}", json.dumps(side.digests()))
-        all_digests = [json.loads(text) for text in told]
+        answers = self._exchange(f"side/{step}", json.dumps(side.digests()))
+        all_digests = [json.loads(text) for text in answers]
         names = {name for digests in all_digests for name in digests}
         differing = {n for n in names if len({digests.get(n) for digests in all_digests}) > 1}
         if differing - side.differing and self._group.rank == 0:
@@ -206,18 +206,18 @@ def why_a_device_varies(device: torch.device, *, is_deterministic: bool) -> str:
     )
 
 
-def tell_lost(parts: RankParts) -> None:
+def report_lost(parts: RankParts) -> None:
     """Say what of a step that is done again, or of a rank that is replaced, could not be kept."""
     lost, side = parts.state.take_lost(), parts.state.side
     if lost:
-        tell_inexact(parts, f"{named(lost)}, which steps change, could not be kept over a repair")
+        report_inexact(parts, f"{named(lost)}, which steps change, could not be kept over a repair")
     if side.took_over:
         whose = "which each rank has its own of, is another rank's since a repair"
-        tell_inexact(parts, f"{named(side.took_over)}, {whose}")
+        report_inexact(parts, f"{named(side.took_over)}, {whose}")
     side.took_over = []
 
 
-def tell_inexact(parts: RankParts, reason: str) -> None:
+def report_inexact(parts: RankParts, reason: str) -> None:
     """Why the run is not exact from here on."""
     step = parts.state.committed_step
     parts.runtime.logger.warning(reason, step=step)

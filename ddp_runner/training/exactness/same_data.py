@@ -90,7 +90,7 @@ class SameData:
         self._unseen: dict[int, str] = {}
         self._unlike: int | None = None
         self._unlike_itself = ""  # of any rank
-        self._has_told = False
+        self._has_reported = False
         self.record: Record = {}  # what the ranks have agreed on
         is_off = settings.data.compare_samples == "off"
         self._known = {} if is_off else _known_of(workload)
@@ -232,11 +232,11 @@ class SameData:
             for rank, record, _, _ in answers
         }
         self.record, odd = agreed(records)
-        if group.rank == 0 and not self._has_told:
-            self._tell_of(is_first=is_first)
-        self._has_told = True
+        if group.rank == 0 and not self._has_reported:
+            self._report_unlike(is_first=is_first)
+        self._has_reported = True
         if odd:
-            self._differs(odd, is_first=is_first, tells=group.rank == 0)
+            self._differs(odd, is_first=is_first, reports=group.rank == 0)
         if self._look is None and isinstance(loader, SafeDataLoader):
             samples = [index for index in self._samples if _named(index) in self.record]
             if samples:
@@ -264,11 +264,11 @@ class SameData:
             return
         by_loader, self._look = self._look.record, self._seen_in_one_worker()
         if lines := differences(self.record, self._look.record):
-            self._differs({self._runtime.rank_info.rank: lines}, is_first=False, tells=True)
+            self._differs({self._runtime.rank_info.rank: lines}, is_first=False, reports=True)
             return
         odd = [name for name, one in by_loader.items() if self.record.get(name, one) != one]
         self._runtime.logger.warning(f"{odd[0]} is {OWN_MEMORY}")
-        self._tell_inexact(f"{odd[0]} is {OWN_MEMORY}")
+        self._report_inexact(f"{odd[0]} is {OWN_MEMORY}")
 
     def _seen_in_one_worker(self) -> DataLook:
         """The samples once more, in the order in which they were loaded at the start of the run."""
@@ -281,18 +281,18 @@ class SameData:
             self.close()
         return replace(self._concluded(), unlike_itself=self._unlike_itself)
 
-    def _differs(self, odd: Mapping[int, Sequence[str]], *, is_first: bool, tells: bool) -> None:
+    def _differs(self, odd: Mapping[int, Sequence[str]], *, is_first: bool, reports: bool) -> None:
         line = _line_of(odd)
         if self._settings.data.compare_samples == "stop":
             raise BadInputError("--task", self._settings.run.task, _refusal(line, is_first))
-        if tells:
+        if reports:
             self._runtime.logger.warning(line)
-            self._tell_inexact(line)
+            self._report_inexact(line)
 
-    def _tell_of(self, *, is_first: bool) -> None:
+    def _report_unlike(self, *, is_first: bool) -> None:
         unlike = self._unlike_itself
         if unlike:
-            self._tell_inexact(f"{unlike} is {OWN_RANDOMNESS}")
+            self._report_inexact(f"{unlike} is {OWN_RANDOMNESS}")
         if not is_first or self._look is None:
             return  # the rank 0 before has said it
         if unlike:
@@ -300,7 +300,7 @@ class SameData:
         for name, why in self._look.unseen.items():
             self._runtime.logger.info(f"{name} is not compared between ranks and launches: {why}")
 
-    def _tell_inexact(self, reason: str) -> None:
+    def _report_inexact(self, reason: str) -> None:
         self._runtime.report(
             TuningChanged(
                 rank=self._runtime.rank_info.rank,

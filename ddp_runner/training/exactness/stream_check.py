@@ -40,8 +40,8 @@ class StreamWatch:
             return
         mine = loader.position()
         with waiting_for_peers(self._runtime.slot):
-            told = self._group.exchange(f"stream/{step}", json.dumps(mine))
-        answers = [json.loads(answer) for answer in told]
+            texts = self._group.exchange(f"stream/{step}", json.dumps(mine))
+        answers = [json.loads(answer) for answer in texts]
         if len({(epoch, items) for epoch, items, _ in answers}) > 1:
             places = ", ".join(f"item {items} of epoch {epoch}" for epoch, items, _ in answers)
             raise FaultError(

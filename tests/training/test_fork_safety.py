@@ -12,7 +12,7 @@ import torch
 
 from ddp_runner.checkpoint.snapshot import HostMemory
 from ddp_runner.training.components.tensor_hash import tensor_hash
-from ddp_runner.training.fork_safety import rehearse_threads
+from ddp_runner.training.fork_safety import make_forks_safe
 from tests.processes import run_ranks
 
 TRIES = 12  # two or three of them go wrong where nothing was rehearsed
@@ -67,7 +67,7 @@ def _fork_all_along():
 
 def _stuck(me):
     """Of as many ranks as there are tries, each of which begins anew."""
-    rehearse_threads()
+    make_forks_safe()
     return [
         os.waitstatus_to_exitcode(os.waitpid(_in_a_process(_fork_all_along), 0)[1])
         for _ in range(TRIES)
