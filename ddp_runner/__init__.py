@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ddp_runner.data.loader import SafeDataLoader
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.logger import DDPLogger
+    from ddp_runner.system.heartbeat import heartbeat
     from ddp_runner.training.task import Datasets, Task
     from ddp_runner.training.trainer import DDPTrainer
 
@@ -39,6 +40,7 @@ __all__ = [
     "Settings",
     "Task",
     "__version__",
+    "heartbeat",
     "launch",
 ]
 _HOME_OF_NAME = {
@@ -50,6 +52,7 @@ _HOME_OF_NAME = {
     "SafeDataLoader": "ddp_runner.data.loader",
     "Settings": "ddp_runner.core.settings",
     "Task": "ddp_runner.training.task",
+    "heartbeat": "ddp_runner.system.heartbeat",
     "launch": "ddp_runner.cli.launch",
 }
 

@@ -23,7 +23,7 @@ from ddp_runner.start import COMMAND
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _WIDTH, _INDENT = 79, 28
 # Options of ``train`` that mean the same here.
@@ -46,6 +46,12 @@ _OWN = {
             long="--grace-period",
             metavar="SECONDS",
             says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
+        ),
+        Option(
+            long="--hang-timeout",
+            metavar="SECONDS",
+            says="from the first step on: without a step, a collective, a line or "
+            "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
         ),
         Option(
             long="--preload",
@@ -226,7 +232,8 @@ def _script(words: _Words) -> ScriptPlan:
         module=module,
         arguments=tuple(arguments),
         restarts=bool(words.resume_with),
-        grace_period_s=_seconds(words.own.get("--grace-period", ""), GRACE_AT_STOP_S),
+        grace_period_s=_seconds(words.own, "--grace-period", otherwise=GRACE_AT_STOP_S),
+        hang_timeout_s=_seconds(words.own, "--hang-timeout", otherwise=0.0),
         resume_with=tuple(map(_resume_with, words.resume_with)),
         from_scratch="--from-scratch" in words.own,
         plain_saves="--plain-saves" in words.own,
@@ -279,7 +286,8 @@ def _is_found(module: str) -> bool:
         del sys.path[0]
 
 
-def _seconds(text: str, otherwise: float) -> float:
+def _seconds(own: Mapping[str, str], option: str, *, otherwise: float) -> float:
+    text = own.get(option, "")
     if not text:
         return otherwise
     try:
@@ -287,7 +295,7 @@ def _seconds(text: str, otherwise: float) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise BadInputError("--grace-period", text, "must be a number of seconds, 0 or more")
+        raise BadInputError(option, text, "must be a number of seconds, 0 or more")
     return seconds
 
 

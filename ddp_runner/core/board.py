@@ -50,6 +50,7 @@ class Cell(IntEnum):
     DEVICE_SUMS = 27  # written by the rank's device: generation, shifted, and the sum it has come to; 0: untold
     SCRIPT_SAVES = 28  # of a script: how often it has saved with torch
     SCRIPT_LOADS = 29  # and how often it has read with torch
+    SCRIPT_HEARTBEATS = 30  # and how often it has said that it is at work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,11 +69,20 @@ class Stacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivesBegun:
-    """Rank -> supervisor, answering ``Stacks``: how many since it committed ``step``; below 0: in no group."""
+    """Rank -> supervisor, answering ``Stacks``: how many since it committed ``step``; below 0: in no group.
+
+    Of a script, which answers ``CountCollectives`` as well, all so far; ``in_others``: in groups of some ranks.
+    """
 
     rank: int
     step: int
     count: int
+    in_others: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountCollectives:
+    """Supervisor -> rank of a script: answer with :class:`CollectivesBegun`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +406,7 @@ Message = (
     | Cut
     | Stacks
     | CollectivesBegun
+    | CountCollectives
     | Stop
     | Checkpoint
     | ReopenLog

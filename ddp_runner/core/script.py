@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.exits import ExitCode, RunStatus
-from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
@@ -34,7 +34,7 @@ class ScriptPlan:
     ``path`` is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
     zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin at its
-    beginning where an attempt before has saved something.
+    beginning where an attempt before has saved something. ``hang_timeout_s``: without a sign of any rank; 0: no limit.
     """
 
     path: str
@@ -46,6 +46,7 @@ class ScriptPlan:
     resume_with: tuple[ResumeWith, ...] = ()
     plain_saves: bool = False
     from_scratch: bool = False
+    hang_timeout_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -113,7 +114,10 @@ def plan_restart(
         return end("started again only with --max-restarts or --resume-with")
     if not any(attempt.steps for attempt in attempts):
         return end("it failed before the first optimizer step")
-    is_own = newest.fault.kind in (FaultKind.RANK_RAISED, FaultKind.RANK_EXITED)
+    kind, origin = newest.fault.kind, newest.fault.origin
+    is_own = kind in (FaultKind.RANK_RAISED, FaultKind.RANK_EXITED) or (
+        kind in (FaultKind.RANK_HUNG, FaultKind.COLLECTIVE_STUCK) and origin is Origin.OWN
+    )
     if is_own and any(
         attempt.steps == newest.steps and same_error(attempt.fault, newest.fault)
         for attempt in earlier

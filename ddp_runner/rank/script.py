@@ -7,6 +7,7 @@ joined, ``atexit`` is called, the exit code is the program's.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import functools
 import io
@@ -28,10 +29,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.core.board import Board, Cell, Slot
 from ddp_runner.core.messages import (
+    CollectivesBegun,
+    CountCollectives,
     Faulted,
     Fork,
     Form,
@@ -39,13 +43,15 @@ from ddp_runner.core.messages import (
     Message,
     Ready,
     ReopenLog,
+    Stacks,
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import lossy_text
-from ddp_runner.rank.runtime import StartupOutput
+from ddp_runner.rank.runtime import StartupOutput, write_stacks
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.heartbeat import count_heartbeats
 from ddp_runner.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.training.failure import fault_of
 
@@ -71,6 +77,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
     )
     link.join()
     register_optimizer_step_post_hook(_StepCounter(link.slot))
+    count_heartbeats(link.slot)
     notice_files(link.slot, whole_saves=not spec["plain_saves"])
     return _run_as_main(
         str(spec["path"]), str(spec["module"]), spec["arguments"], on_error=link.failed
@@ -201,8 +208,42 @@ class _Link:
                 self._forms.put(message)
             case ReopenLog():
                 self._output.reopen()
+            case Stacks():
+                write_stacks()
+                self._count_collectives()
+            case CountCollectives():
+                self._count_collectives()
             case _:
                 raise TypeError(f"a script's rank does not take {type(message).__name__}")
+
+    def _count_collectives(self) -> None:
+        step = self.slot.get(Cell.COMMITTED_STEP)
+        in_all, in_others = collectives_by_groups()
+        answer = CollectivesBegun(rank=self._rank, step=step, count=in_all, in_others=in_others)
+        self._send(answer)
+
+
+def collectives_by_groups() -> tuple[int, int]:
+    """How many collectives this process has begun: in groups of all ranks, and in all others. For any thread.
+
+    (-1, 0) outside of any group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return -1, 0
+    in_all = in_others = 0
+    with contextlib.suppress(ValueError, RuntimeError):  # the main thread has just left them
+        world_size = dist.get_world_size()
+        for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public list
+            try:
+                count: Callable[[], int] = group._get_sequence_number_for_group  # type: ignore[attr-defined] # noqa: SLF001 - nor count, and no stub
+                begun = count()
+            except RuntimeError:  # of a backend that does not count
+                continue
+            if group.size() == world_size:
+                in_all += begun
+            else:
+                in_others += begun
+    return in_all, in_others
 
 
 class _StepCounter:

@@ -24,7 +24,7 @@ from ddp_runner.core.lifecycle import (
     RankState,
     RunEvent,
 )
-from ddp_runner.core.messages import Faulted, Finished, Formed, Message, Ready
+from ddp_runner.core.messages import CollectivesBegun, Faulted, Finished, Formed, Message, Ready
 from ddp_runner.core.script import (
     GRACE_AFTER_FAULT_S,
     STOPPED_MAX_S,
@@ -42,6 +42,7 @@ from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.script_hangs import ScriptHangs
 from ddp_runner.supervisor.supervisor import Supervisor
 
 LATE_S = 10.0  # for ranks to end after the first has
@@ -64,6 +65,7 @@ class ScriptSupervisor(Supervisor):
         self._renews_store = False
         self._has_saved = False  # in an attempt that has failed
         self._others_ended_s: float | None = None  # when the first ranks of this attempt had ended
+        self._hangs = ScriptHangs(script.hang_timeout_s, world=self.world)  # of this attempt
         self._run_id = uuid.uuid4().hex[:12]
 
     @property
@@ -80,6 +82,8 @@ class ScriptSupervisor(Supervisor):
                 handle.machine.advance(RankEvent.GOT_FORMED)
                 handle.has_formed = True
                 self._on_formed(message)
+            case CollectivesBegun():
+                self._hangs.note(message)
             case Faulted(fault=fault):
                 self._codes.setdefault(handle.rank, 1)
                 self._report(fault)
@@ -198,6 +202,13 @@ class ScriptSupervisor(Supervisor):
             self._form(now_s)
             self._name_late_ones(now_s)
             self._end_if_it_does_not_resume()
+            self._look_for_hung(now_s)
+
+    def _look_for_hung(self, now_s: float) -> None:
+        fault = self._hangs.look(now_s) if self._script.hang_timeout_s else None
+        if fault is not None:
+            self._codes[fault.rank] = 128 + signal.SIGKILL
+            self._report(fault)
 
     def _look_for_stopped(self, now_s: float) -> None:
         """A rank that the system holds stopped has all others wait, and nobody may wake it."""
@@ -285,6 +296,8 @@ class ScriptSupervisor(Supervisor):
         )
         self._faults.clear()
         self._codes.clear()
+        self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
+        self.world.forget_stacks()
         self._again_at_s = now_s + plan.delay_s
         # What is in the store is of this attempt: torch keeps no prefix for each.
         self._renews_store = self.node.store is not None

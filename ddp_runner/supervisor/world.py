@@ -13,7 +13,7 @@ from pathlib import Path
 from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState
-from ddp_runner.core.messages import Abort, Cut, Form, Message, Stacks, Stop
+from ddp_runner.core.messages import Abort, CountCollectives, Cut, Form, Message, Stacks, Stop
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -192,6 +192,20 @@ class World:
             if handle.state in (RankState.FORMING, RankState.TRAINING):
                 self._node.processes[handle.rank].mark_asked()
                 self.send(handle, Stacks())
+
+    def count_collectives(self) -> None:
+        """Have every rank of a script say how many it has begun."""
+        for handle in self.ranks:
+            if handle.state is RankState.TRAINING:
+                self.send(handle, CountCollectives())
+
+    def log_bytes(self, handle: RankHandle) -> int:
+        """How much its process has written."""
+        return self._node.processes[handle.rank].written_bytes
+
+    def stack_of(self, handle: RankHandle) -> str:
+        """Where its main thread was when it was asked; empty where it has not said so."""
+        return self._node.processes[handle.rank].stack_when_asked()
 
     def force_stacks(self, hung: Collection[int]) -> None:
         """Have ranks that answer nothing write theirs by signal, once they are awake, and no file."""

@@ -97,7 +97,7 @@ class RankProcess:
     def mark_asked(self) -> None:
         """From here on it shows where it hangs; asked twice for one fault, it counts once."""
         if self._asked_bytes is None:
-            self._asked_bytes = self._written_bytes
+            self._asked_bytes = self.written_bytes
             self._seen_bytes, self._seen_s = -1, 0.0
 
     def forget_asked(self) -> None:
@@ -111,11 +111,16 @@ class RankProcess:
         """
         if self._asked_bytes is None:
             return False
-        written_bytes = self._written_bytes
+        written_bytes = self.written_bytes
         if written_bytes != self._seen_bytes:
             self._seen_bytes, self._seen_s = written_bytes, now_s
         is_quiet = written_bytes > self._asked_bytes and now_s >= self._seen_s + STACKS_QUIET_S
         return is_quiet and bool(read_stack(self._written_since(self._asked_bytes)))
+
+    def stack_when_asked(self) -> str:
+        """Where its main thread was when it was asked; empty where it has not said so."""
+        asked = self._asked_bytes
+        return "" if asked is None else read_stack(self._written_since(asked))
 
     def what_it_wrote(self) -> WhatItWrote:
         """Read before the lines are closed."""
@@ -129,13 +134,13 @@ class RankProcess:
         )
 
     @property
-    def _written_bytes(self) -> int:
+    def written_bytes(self) -> int:
         """How much there is of what the rank wrote, before it had a log file and since."""
         before = os.fstat(self._output).st_size if self._output >= 0 else 0
         return file_size(self.log_path) + before
 
     def _written_since(self, written_bytes: int) -> str:
         """What the rank wrote since there were so many bytes, to whichever place."""
-        more_bytes = min(self._written_bytes - written_bytes, WORDS_BYTES)
+        more_bytes = min(self.written_bytes - written_bytes, WORDS_BYTES)
         before = read_output(self._output, more_bytes) if self._output >= 0 else ""
         return before + read_end(self.log_path, begin=file_size(self.log_path) - more_bytes)

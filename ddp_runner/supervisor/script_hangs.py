@@ -1,0 +1,97 @@
+"""Finds the ranks of a script that hang, where a limit was asked for, and has them say where first. Ends nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.messages import CollectivesBegun
+from ddp_runner.core.script_hang import (
+    SignsOfLife,
+    Silence,
+    asked_every_s,
+    hang_in_words,
+    who_holds_up,
+)
+from ddp_runner.supervisor.processes.endings import place_in
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.world import World
+
+ANSWER_TIME_S = 3.0  # for ranks to say how many collectives they have begun, and where they are
+FORCED_TIME_S = 1.0  # for one that does not answer to be made to
+
+
+class ScriptHangs:
+    """Of one attempt. Driven by ``ScriptSupervisor``, once a tick while no fault is known."""
+
+    def __init__(self, timeout_s: float, *, world: World) -> None:
+        self._timeout_s = timeout_s
+        self._world = world
+        self._silence = Silence()
+        self._newest: dict[int, CollectivesBegun] = {}  # of each rank
+        self._count_at_s = 0.0  # when ranks are asked how many they have begun
+        # Where they hang: when all were asked, who has answered since, and when the rest was made to.
+        self._asked_s: float | None = None
+        self._answers: dict[int, CollectivesBegun] = {}
+        self._forced_s: float | None = None
+
+    def note(self, message: CollectivesBegun) -> None:
+        """A rank has answered."""
+        self._newest[message.rank] = message
+        if self._asked_s is not None:
+            self._answers[message.rank] = message
+
+    def look(self, now_s: float) -> Fault | None:
+        """Whom the others wait for, once nothing has come of any rank for too long and all have said where."""
+        alive = [handle for handle in self._world.ranks if handle.is_alive and handle.has_formed]
+        if not alive:
+            return None
+        if self._asked_s is None:
+            silent_s = self._silence.observe([self._signs(handle) for handle in alive], now_s)
+            if silent_s > self._timeout_s:
+                self._asked_s = now_s
+                self._world.ask_stacks()
+            elif now_s >= self._count_at_s:
+                self._count_at_s = now_s + asked_every_s(self._timeout_s)
+                self._world.count_collectives()
+            return None
+        missing = [handle for handle in alive if handle.rank not in self._answers]
+        if missing and self._forced_s is None:
+            if now_s >= self._asked_s + ANSWER_TIME_S:
+                self._forced_s = now_s
+                self._world.force_stacks([handle.rank for handle in missing])
+            return None
+        if self._forced_s is not None and now_s < self._forced_s + FORCED_TIME_S:
+            return None
+        return self._verdict(alive, now_s)
+
+    def _signs(self, handle: RankHandle) -> SignsOfLife:
+        answer = self._newest.get(handle.rank)
+        return SignsOfLife(
+            rank=handle.rank,
+            steps=handle.slot.get(Cell.COMMITTED_STEP),
+            heartbeats=handle.slot.get(Cell.SCRIPT_HEARTBEATS),
+            log_bytes=self._world.log_bytes(handle),
+            collectives=0 if answer is None else answer.count,
+            in_others=0 if answer is None else answer.in_others,
+        )
+
+    def _verdict(self, alive: list[RankHandle], now_s: float) -> Fault:
+        begun: Mapping[int, int] = {
+            rank: answer.count for rank, answer in self._answers.items() if answer.count >= 0
+        }
+        # One outside of any group has answered all the same.
+        answered = {rank: begun.get(rank, 0) for rank in self._answers}
+        rank = who_holds_up([handle.rank for handle in alive], answered)
+        stack = self._world.stack_of(self._world.ranks[rank]) if rank >= 0 else ""
+        return Fault(
+            kind=FaultKind.RANK_HUNG if rank >= 0 else FaultKind.COLLECTIVE_STUCK,
+            rank=rank,
+            step=max(handle.slot.get(Cell.COMMITTED_STEP) for handle in alive),
+            cause=hang_in_words(
+                rank, timeout_s=self._timeout_s, place=place_in(stack), begun=answered
+            ),
+            detail=stack,
+            at_ns=int(now_s * 1e9),
+        )

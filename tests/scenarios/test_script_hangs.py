@@ -1,0 +1,92 @@
+"""``run --hang-timeout``: ranks of a script that show no sign of life, and those that do."""
+
+from __future__ import annotations
+
+import pytest
+
+from .test_scripts import TRAIN, run_script
+
+# One optimizer step on each rank, and then what a test wants.
+ONE_STEP = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+w = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([w], lr=0.1)
+def step():
+    (w * w).sum().backward(); dist.all_reduce(w.grad); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def own(folder, code):
+    script = folder / "own.py"
+    script.write_text(ONE_STEP + code, encoding="utf-8")
+    return script
+
+
+@pytest.mark.parametrize(
+    ("rank", "harm", "says"),
+    [
+        (1, "import time; time.sleep(1000)", "rank 1 hung in wait_for_harm, train.py:"),
+        (0, "import re; re.match('(a+)+$', 'a' * 40 + 'b')", "it did not answer"),
+    ],
+    ids=["sleeps", "holds the lock of the interpreter"],
+)
+def test_who_hangs_is_named_and_all_start_again(tmp_path, rank, harm, says):
+    """The stacks of all stand in their logs before anybody is ended."""
+    (tmp_path / f"harm_{rank}_1").write_text(harm, encoding="utf-8")
+    options = ("--hang-timeout", 2, "--max-restarts", 1)
+    with run_script(tmp_path, TRAIN, options=options) as run:
+        assert run.wait() == 0, run.console
+    first, second = run.summary()["attempts"]
+    assert (first["rank"], first["exit_code"], second["exit_code"]) == (rank, 137, None)
+    assert says in first["cause"]
+    assert "no step, collective, line or heartbeat of any rank for 2 s" in run.console
+    for each in range(2):
+        log = (run.logs / "attempt_0" / f"rank_{each}.log").read_text()
+        assert "train.py" in log
+        assert "most recent call first" in log
+
+
+def test_without_a_limit_nobody_hangs(tmp_path):
+    """The same script; a limit alone asks for no restart."""
+    script = own(tmp_path, "step(); time.sleep(4 if rank else 0); step()")
+    with run_script(tmp_path, script) as run:
+        assert run.wait() == 0, run.console
+    with run_script(tmp_path, script, options=("--hang-timeout", 2)) as run:
+        assert run.wait() == 137, run.console
+    assert "rank 1 hung in <module>, own.py:" in run.console
+    assert "collectives begun: rank 0 2, rank 1 1" in run.console
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "time.sleep(4); step()",
+        "step()\nfor _ in range(6): time.sleep(0.6); rank or print('.', end='', flush=True)",
+        "step()\nfor _ in range(6): time.sleep(0.6); dist.barrier()",
+        "import ddp_runner\nstep()\nfor _ in range(6): time.sleep(0.6); rank or ddp_runner.heartbeat()",
+    ],
+    ids=["before the first step", "lines", "collectives", "heartbeats"],
+)
+def test_signs_of_one_rank_are_enough(tmp_path, code):
+    """However long it goes on; and before the first step nobody asks."""
+    with run_script(tmp_path, own(tmp_path, code), options=("--hang-timeout", 2)) as run:
+        assert run.wait() == 0, run.console
+    assert "hung" not in run.console
+
+
+def test_one_that_never_ends_when_the_others_have_is_found(tmp_path):
+    """It has nobody to wait for."""
+    script = own(tmp_path, "step()\nif rank: time.sleep(1000)\nos._exit(0)")
+    with run_script(tmp_path, script, options=("--hang-timeout", 2)) as run:
+        assert run.wait() == 137, run.console
+    assert "rank 1 hung in <module>, own.py:" in run.console
+
+
+def test_a_heartbeat_outside_of_a_run_does_nothing():
+    """So that a script may have it wherever it runs."""
+    import ddp_runner
+
+    assert ddp_runner.heartbeat() is None
