@@ -1,6 +1,6 @@
 """Writes the pages of the reference that are made from the code's tables.
 
-``PYTHONPATH=. python docs/generate.py`` writes them; a test tells when that is due.
+``PYTHONPATH=. python docs/generate.py`` writes them; a test says when that is due.
 """
 
 from __future__ import annotations

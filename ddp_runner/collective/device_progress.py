@@ -1,6 +1,6 @@
 """To which sum over ranks a rank's device has come, as the device itself writes it on the board. Judges nobody.
 
-The host only tells a device what to do, and all ranks then wait in the same place for the sums. A
+The host only gives a device its work, and all ranks then wait in the same place for the sums. A
 device whose kernel never ends is distinguished from those that wait for it by what each has written.
 """
 

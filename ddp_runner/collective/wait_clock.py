@@ -45,7 +45,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Where a device computes: the host only tells it what to do, long before it does.
+    """Where a device computes: the host only gives it work, long before that is done.
 
     By the host's clock all ranks would take equally long, since each waits for the slowest where it
     reads the sums. Two events on the device's stream show what of that was this rank's own.

@@ -47,7 +47,7 @@ class Cell(IntEnum):
     DONE_BETWEEN = 24  # the committed step, shifted, and what this generation has done since
     COMPARISON_NS = 25  # cumulative, of training that waited for comparisons of the replicas
     STAGE = 26  # of the start, what is being built
-    DEVICE_SUMS = 27  # written by the rank's device: generation, shifted, and the sum it has come to; 0: untold
+    DEVICE_SUMS = 27  # written by the rank's device: generation, shifted, and the sum it has come to; 0: unknown
     SCRIPT_SAVES = 28  # of a script: how often it has saved with torch
     SCRIPT_LOADS = 29  # and how often it has read with torch
     SCRIPT_HEARTBEATS = 30  # and how often it has said that it is at work

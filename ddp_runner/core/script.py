@@ -11,7 +11,7 @@ from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
 ZYGOTE_OF_SCRIPTS = (
-    "scripts:"  # told to a zygote in place of a task; modules to import ahead follow
+    "scripts:"  # sent to a zygote in place of a task; modules to import ahead follow
 )
 WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left

@@ -128,7 +128,7 @@ def _slot_of(descriptor: int, request: Fork, spec: Mapping[str, Any]) -> Slot:
 
 
 class _Link:
-    """What the supervisor is told, and asks. One daemon thread receives."""
+    """Reports to the supervisor, and hears what that asks. One daemon thread receives."""
 
     def __init__(self, channel: Channel, slot: Slot, output: StartupOutput, rank: int) -> None:
         self._channel = channel
@@ -141,7 +141,7 @@ class _Link:
     def join(self) -> None:
         """Say that this rank is there, and wait until all are: then the log file is open."""
         self.slot.clear()
-        self.slot.set_loss(float("nan"))  # nobody tells us
+        self.slot.set_loss(float("nan"))  # nobody reports it
         self.slot.stamp(Phase.STARTUP, time.monotonic_ns())
         threading.Thread(target=self._listen, name="control", daemon=True).start()
         self._send(

@@ -334,7 +334,7 @@ class ScriptSupervisor(Supervisor):
                 handle.member.advance(MembershipEvent.REPLACED)
 
     def _resume_words(self) -> list[str]:
-        """What the script is told beside its own words, where what it resumes from is there."""
+        """What the script is given beside its own words, where what it resumes from is there."""
         found = [one for one in self._script.resume_with if glob.glob(one.pattern)]  # noqa: PTH207 - as a shell has it
         return [word for one in found for word in one.words]
 

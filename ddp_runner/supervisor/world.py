@@ -97,7 +97,7 @@ class World:
     def spawn_script(
         self, handle: RankHandle, script: Mapping[str, object], *, log_file: Path, now_s: float
     ) -> bool:
-        """A fork for a rank of a script; what it is told is ``script``. False where no zygote is ready."""
+        """A fork for a rank of a script, which is sent ``script``. False where no zygote is ready."""
         handle.begin(now_s=now_s, loads=False)
         start = RankStart(
             loads=False,

@@ -22,7 +22,7 @@ from ddp_runner.training.workload import leave_other_branch, restore_newest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """All ranks stand at the newest committed step, which came from the rank ``source``."""
+    """All ranks are at the newest committed step, which came from the rank ``source``."""
 
     source: int
     members: GenerationMembers
@@ -93,7 +93,7 @@ def _prepare_source(
         warn=runtime.logger.warning,
     )
     if runtime.rank_info.loads and not has_trained:
-        # INVARIANT left-before-shared: whoever has the state of this run finds no other course.
+        # INVARIANT left-before-shared: whoever has the state of this run finds no other branch.
         # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
         # Guarded by: test_a_rank_that_dies_leaving_the_other_branch_has_a_successor.
         leave_other_branch(
@@ -105,7 +105,7 @@ def _prepare_source(
 
 
 def _committed_steps(group: Group, parts: RankParts, name: str) -> list[tuple[int, int]]:
-    """Committed step and slot of every rank of the group; all take over the first one's run id."""
+    """Committed step and slot of every rank of the group; all ranks take rank 0's run id."""
     runtime = parts.runtime
     mine = json.dumps([parts.state.committed_step, runtime.rank_info.rank, runtime.run_id])
     answers = [json.loads(answer) for answer in group.exchange(name, mine)]
@@ -144,7 +144,7 @@ def agree_on_tuning(
 
 
 def recalled(parts: RankParts) -> Tuning | None:
-    """What the process before this one changed at or after the step that the ranks stand at."""
+    """What the process before this one changed at or after the step that the ranks are at."""
     state, runtime = parts.state, parts.runtime
     learnt = runtime.rank_info.learnt
     if learnt is None or learnt.step < state.committed_step:

@@ -71,7 +71,7 @@ def complete_audits(
     loss: float,
     warn: Warn,
 ) -> None:
-    """Write the lines of ``step``, the newest committed one, that ``members`` still owe.
+    """Write the lines of ``step``, the newest committed one, that ``members`` have not written.
 
     ``members``: of the newest generation that this process trained in. Called by one rank, while no
     other one trains.

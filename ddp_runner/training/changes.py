@@ -52,7 +52,7 @@ def note_changes(loaded: Loaded, state: TrainState, *, recipe: Mapping[str, Any]
 
 
 def report_changes(runtime: Runtime, state: TrainState, *, known: Sequence[str]) -> None:
-    """Say, and give as reasons why the run is not exact, what was changed; ``known``: said before."""
+    """Report what was changed, as reasons why the run is not exact; ``known`` lines were logged before."""
     for line in state.changes:
         is_news = line not in known
         if is_news:

@@ -1,4 +1,4 @@
-"""What the disk refused or damaged, told to people and to the supervisor. Training goes on."""
+"""Reports what the disk refused or damaged, to people and to the supervisor. Training goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_runner.training.state import TrainState
 
 
 class DiskFaults:
-    """Owned by :class:`Saving`. Each fault is told with what is done about it."""
+    """Owned by :class:`Saving`. Each fault is reported with what is done about it."""
 
     def __init__(self, state: TrainState, runtime: Runtime) -> None:
         self._state = state

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-# Where a disk refused us, or a value was of no use, is in our own code: the plan tells it.
+# Where a disk refused us, or a value was of no use, is in our own code: the plan says where.
 OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_INPUT}
 
 

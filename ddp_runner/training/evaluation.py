@@ -102,7 +102,7 @@ def _batches(loader: SafeDataLoader, step: int) -> Iterator[list[MicroBatch]]:
     try:
         for number in range(loader.total_steps):
             yield loader.take(number)
-    except FaultError as error:  # it tells of the loader's own steps
+    except FaultError as error:  # its step is one of the loader's own
         raise FaultError(replace(error.fault, step=step)) from error
 
 

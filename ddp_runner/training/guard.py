@@ -75,7 +75,7 @@ class NumericsGuard:
     ) -> bool:
         """A step without effect, on all ranks: bounded, then a roll-back at half the rate, then the end.
 
-        Returns whether the state is now another one. ``recompute`` tells the norm of this rank's own
+        Returns whether the state is now another one. ``recompute`` returns the norm of this rank's own
         gradient, computed once more; None where it cannot be. Raises FaultError (NON_FINITE,
         LOSS_EXPLODED) at the end.
         """
@@ -111,7 +111,7 @@ class NumericsGuard:
         raise FaultError(self._hopeless(result, what, micro_batches, origin))
 
     def _origin(self, result: StepResult, recompute: Callable[[], float | None]) -> _Origin:
-        """Where it came from. A rank's loss tells by itself; a sum of gradients does not."""
+        """Where it came from. A rank's own loss shows it; a sum of gradients does not."""
         ranks, found = result.broken_ranks, bool(result.broken_ranks)
         if not found and math.isfinite(result.loss):
             mine = recompute()
@@ -187,7 +187,7 @@ class NumericsGuard:
             return False
         raise FaultError(
             Fault(
-                kind=FaultKind.COLLECTIVE_FAILED,  # of whoever is at fault, who tells it
+                kind=FaultKind.COLLECTIVE_FAILED,  # by whoever is at fault, who reports it
                 rank=self._group.rank,
                 step=self._state.committed_step,
                 cause=f"the step has a gradient of {rank_list(comparison.odd)}, whose state differs",
@@ -266,7 +266,7 @@ class NumericsGuard:
         self._state.boundary_done_step = min(self._state.boundary_done_step, step - 1)
         if rank not in comparison.odd:
             self._saving.prove()  # what is saved is the majority's
-            # INVARIANT odd-ones-first: whoever is told of first makes all leave, and a rank that was held
+            # INVARIANT odd-ones-first: whoever is reported first makes all leave, and a rank that was held
             # up would never read that its state is wrong, and keep it.
             # Broken if: a rank of the majority leaves before the odd ones know.
             # Guarded by: test_the_majority_leaves_when_the_odd_one_knows.
@@ -359,7 +359,7 @@ class NumericsGuard:
         if self._group.rank == 0:
             self._report_inexact(step, lowered=lowered)  # also where what follows is cut short
         self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
-        # INVARIANT left-for-good: after a roll-back has begun, no rank stands with the state that is left.
+        # INVARIANT left-for-good: after a roll-back has begun, no rank has the state that is left.
         # Broken if: a rank fails in here while its committed_step is still the old one.
         # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
         self._state.committed_step = EMPTY_STEP

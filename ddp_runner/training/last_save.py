@@ -132,7 +132,7 @@ def room_warning(state: TrainState, store: CheckpointStore, disk: Disk) -> str:
         free_bytes = disk.free_bytes(store.directory)
         kept = [entry.path.stat().st_size for entry in store.catalog.entries() if not entry.problem]
     except OSError:
-        return ""  # the first save tells
+        return ""  # the first save will show it
     size, room = byte_size(needed_bytes), f"{byte_size(free_bytes)} are free in {store.directory}"
     if free_bytes < needed_bytes:
         missing = byte_size(needed_bytes - free_bytes)

@@ -1,4 +1,4 @@
-"""Ties a rank's loader to its surroundings: what it repairs is told, and waiting is seen as life."""
+"""Ties a rank's loader to its surroundings: repairs are reported, and waiting counts as life."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
 
 
 def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
-    """Long enough for a peer whose loader times out, is mended and finds a sample that hangs.
+    """Long enough for a peer whose loader times out, is repaired and finds a sample that hangs.
 
     Only what waits for ever inside a collective has to wait so long: a rank that hangs elsewhere
     is found on the board. ``is_watched``: there is a supervisor to find it. Then no wait for a peer
@@ -193,7 +193,7 @@ def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
 
 
 def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
-    """Share the bad samples of the run with its other ranks; what is known from before is told once."""
+    """Share the bad samples of the run with its other ranks; what is known from before is reported once."""
     quarantine, runtime = parts.state.quarantine, parts.runtime
     folder = Path(parts.settings.run.log_dir)
     quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id)

@@ -46,7 +46,7 @@ class RankInfo:
     """Where a rank stands. ``loads``: whether it starts from the newest checkpoint or empty.
 
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
-    ``learnt``: what that one changed, and told, before it ended. ``device_free_bytes``: what was free
+    ``learnt``: what that one changed, and reported, before it ended. ``device_free_bytes``: what was free
     on its GPU when the first process of this rank came, where the GPU is its own; 0: nobody knows.
     """
 
@@ -146,7 +146,7 @@ class LocalRuntime:
         if self._line is not None and ready.is_complete:
             self._line.say(
                 f"already complete: {ready.total_steps:,} steps, nothing to train; another name, or"
-                " resume='none', trains anew"
+                " resume='none', starts fresh"
             )
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")

@@ -211,7 +211,7 @@ class Saving:
             raise FaultError(refusal)
 
     def save_alone(self) -> Fault:
-        """The run ends: have the state on disk, without the other ranks, and tell what became of it.
+        """Save at the end of the run, without the other ranks, and report what became of it.
 
         Returns why this process ends.
         """
@@ -229,7 +229,7 @@ class Saving:
         except FaultError as error:
             cause = error.fault.cause
             is_its_own = error.fault.kind is not FaultKind.STORAGE_FAILED
-        except Exception as error:  # noqa: BLE001 - a named boundary: what cannot be saved is told
+        except Exception as error:  # noqa: BLE001 - a named boundary: what cannot be saved is reported
             cause = f"{type(error).__name__}: {error}"
         if cause:
             self._runtime.report(

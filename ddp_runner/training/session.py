@@ -39,7 +39,7 @@ class StepInHand:
     waited_ns: int  # for its data
     aside_ns: int  # given to saves and comparisons, in all, when it began
     result: StepResult | None = None
-    must_wrap: bool = False  # it is begun again, once the model is wrapped anew
+    must_wrap: bool = False  # it is begun again, once the model is wrapped again
 
 
 class Outcome(Enum):

@@ -42,7 +42,7 @@ class StepRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Votes:
-    """What this rank wants to happen after the step; one rank's wish is enough."""
+    """What this rank wants to happen after the step; one rank is enough."""
 
     stop: StopReason | None = None
     save: bool = False
@@ -70,7 +70,7 @@ class StepResult:
 
 
 class FlagsChangedError(Exception):
-    """Forward has changed which parameters require a gradient: DDP must be told, and the step done again."""
+    """Forward has changed which parameters require a gradient: DDP wraps again, and the step is done again."""
 
 
 class Stepper:
@@ -104,7 +104,7 @@ class Stepper:
     def settle(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Run one throw-away forward and backward, so that DDP's bucket layout is its final one.
 
-        With ``find_unused_parameters=False`` DDP lays its buckets out anew after the first backward;
+        With ``find_unused_parameters=False`` DDP lays its buckets out again after the first backward;
         without this, the summation order after a repair would differ from that of a fault-free run.
         Every rank must call it, right after the replica was built.
         """

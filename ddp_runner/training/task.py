@@ -48,7 +48,7 @@ class Task(Protocol):
         ...
 
     def build_datasets(self) -> Datasets:
-        """The data. Raise ``BadInputError`` where the user can mend it."""
+        """The data. Raise ``BadInputError`` for what the user can correct."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -1,7 +1,7 @@
 """Finds the task that ``--task`` names and makes it. Never trains, and never hides whose error it was.
 
 Forms: a built-in name, ``FILE.py[:NAME]``, ``module:NAME``. NAME is a class, a factory function or
-a ready instance. All that goes wrong here is the user's to mend, so it is a
+a ready instance. All that goes wrong here is for the user to correct, so it is a
 :class:`~ddp_runner.core.faults.BadInputError` whose ``__cause__`` is the user's own traceback.
 """
 

@@ -81,7 +81,7 @@ class TaskSteps:
     def make(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
         """Make one step of ``micro_batches``; None where the state is now an older one.
 
-        Raises FlagsChangedError where the step is to be begun again, after :meth:`wrap_anew`.
+        Raises FlagsChangedError where the step is to be begun again, after :meth:`wrap_again`.
         """
         with (
             self._drills.beside(self._stepper, self._group),

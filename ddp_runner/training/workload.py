@@ -76,7 +76,7 @@ class Workload:
 def build_workload(
     settings: Settings, rank_info: RankInfo, *, entering: Callable[[Stage], None] = lambda _: None
 ) -> tuple[Workload, TrainState]:
-    """The workload, and a state that is still empty. Raises BadInputError for what a user can mend.
+    """The workload, and a state that is still empty. Raises BadInputError for what a user can correct.
 
     ``entering`` is called as each stage begins.
     """
@@ -129,7 +129,7 @@ def build_workload(
     state = _empty_state(settings, model, device, workload=workload)
     try:
         stored_bytes(state.capture())
-    except TypeError as error:  # told now, not at the first save
+    except TypeError as error:  # reported now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
     return workload, state
 
@@ -318,7 +318,7 @@ def load_start(
 
 
 def _start_fresh(settings: Settings, state: TrainState) -> None:
-    """Make ``state``, with a model that is new, the one of step 0."""
+    """Make ``state``, with a model that was just built, the one of step 0."""
     if settings.run.init_from:
         weights = read_as(load_weights(Path(settings.run.init_from)), state.weights())
         check_weights(weights, state, option="--init-from", value=settings.run.init_from)
@@ -333,7 +333,7 @@ def leave_other_branch(
 ) -> None:
     """Set aside what the run does not go on from, before it saves: a roll-back would read that.
 
-    ``begun_from``: the file that was loaded, if one was. The newest has no other course beside it.
+    ``begun_from``: the file that was loaded, if one was. The newest has no other branch beside it.
     """
     if settings.run.resume in ("auto", "last"):
         return
@@ -450,7 +450,7 @@ def _refuse_earlier_end(
         option,
         value,
         f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
-        f"give a larger end, another run with {config.own_folder(settings)}, or start anew with "
+        f"give a larger end, another run with {config.own_folder(settings)}, or start fresh with "
         "--resume none",
     )
 

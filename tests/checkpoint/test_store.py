@@ -119,7 +119,7 @@ def test_retention_reads_each_file_once(tmp_path, monkeypatch):
 
 
 def test_going_back_sets_the_left_branch_aside(tmp_path):
-    """After a save at an earlier step, no later step of the abandoned course is the newest."""
+    """After a save at an earlier step, no later step of the abandoned branch is the newest."""
     for step, monitored in ((10, 3.0), (20, 2.0), (30, 1.0)):
         save(tmp_path, step, monitored=monitored, keep_last=3)
     save(tmp_path, 15, monitored=2.5, keep_last=3)

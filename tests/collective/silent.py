@@ -28,7 +28,7 @@ _MAGIC = b"silent\0\0"
 
 
 class Device:
-    """Does what it is told one after another, later, while the host goes on: a stream's kernels.
+    """Does what it is given one after another, later, while the host goes on: a stream's kernels.
 
     Nothing ends one of them, no abort either. What a rank computes itself, the host has computed at once.
     """
@@ -47,7 +47,7 @@ class Device:
         self._acts.put((act, arguments))
 
     def comes_here(self):
-        """An event that is set when all that it was told has been done."""
+        """An event that is set when all that it was given has been done."""
         here = threading.Event()
         self.enqueue(here.set)
         return here

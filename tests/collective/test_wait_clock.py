@@ -8,7 +8,7 @@ from ddp_runner.collective.wait_clock import DeviceClock, HostClock, wait_clock
 
 
 class _Stream:
-    """A device that does what it is told later, at a time of its own."""
+    """A device that does its work later, at a time of its own."""
 
     def __init__(self):
         self.now_ms = 0.0

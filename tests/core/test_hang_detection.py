@@ -202,7 +202,7 @@ def test_of_ranks_that_wait_those_with_late_devices_are_hung(device_sums, behind
 
 
 def test_who_is_late_by_its_phase_is_hung_whatever_devices_show():
-    """Its device has come to nothing new because it is told nothing."""
+    """Its device has come to nothing new because it is given nothing to do."""
     waiting = replace(look(0, Phase.REDUCE, 9.0), device_sums=9)
     late = replace(look(1, Phase.FORWARD, 2.1), device_sums=8)
     assert verdict(waiting, late) == HangVerdict(ranks=(1,), waited_s=2.1)

@@ -109,7 +109,7 @@ class Model:
                 rank.member.advance(MembershipEvent.TAKEN_BACK)
         self.form()
 
-    def strike(self, victims, kind):
+    def inject(self, victims, kind):
         """Some ranks are lost at once, the others lose their peers."""
         present = [number for number, _ in self.present()]
         lost = sorted({present[index % len(present)] for index in victims})
@@ -192,7 +192,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("commit"), st.sets(st.integers(0, WORLD - 1), max_size=WORLD - 1)),
     st.tuples(st.just("save"), st.just(frozenset())),
     st.tuples(st.just("regrow"), st.just(frozenset())),
-    st.tuples(st.just("strike"), st.sets(st.integers(0, WORLD - 1), min_size=1)),
+    st.tuples(st.just("inject"), st.sets(st.integers(0, WORLD - 1), min_size=1)),
 )
 
 
@@ -211,14 +211,14 @@ def test_whatever_happens_the_invariants_hold(events):
             model.commit(arguments)
             if arguments:
                 # Some ranks committed and the rest did not: only a fault leaves a world like that.
-                model.strike({0}, kind)
+                model.inject({0}, kind)
             since_progress = 0 if model.committed_max > before else since_progress
         elif name == "save":
             model.save()
         elif name == "regrow":
             model.regrow()
         else:
-            model.strike(arguments, kind)
+            model.inject(arguments, kind)
             since_progress += 1
         if model.ended is not None:
             assert model.ended.status in (RunStatus.GAVE_UP, RunStatus.FAILED)
@@ -233,7 +233,7 @@ def test_a_crash_loop_always_ends(kind, count, comes_back):
     """Faults without progress end the run after a bounded number, whoever they hit and returns."""
     model = Model()
     for _ in range(SETTINGS.no_progress_generations + 2 * WORLD + SETTINGS.max_restarts):
-        model.strike(set(range(count)), kind)
+        model.inject(set(range(count)), kind)
         if model.ended is not None:
             return
         if comes_back:

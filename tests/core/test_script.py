@@ -68,7 +68,7 @@ def test_steps_of_an_earlier_attempt_show_that_the_script_can_train():
 
 
 def test_the_budget_counts_within_its_window():
-    """Two restarts within a hundred seconds; later ones count anew."""
+    """Two restarts within a hundred seconds; later ones are counted from zero."""
     soon = [attempt(at_s=float(at)) for at in (0, 1, 2)]
     end = plan(*soon)
     assert (end.status, end.exit_code) == (RunStatus.GAVE_UP, 3)

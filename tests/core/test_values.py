@@ -1,4 +1,4 @@
-"""Messages, board, election and duties: small pure rules."""
+"""Messages, board, election and due actions: small pure rules."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_newest_replica_is_elected(steps):
 
 
 def test_duties_follow_epochs_and_steps():
-    """Epoch ends and step intervals both count; the last step's duties belong to the end."""
+    """Epoch ends and step intervals both count; what is due after the last step belongs to the end."""
     length = run_length(steps_per_epoch=4, epochs=3, max_steps=0)
     assert (length.total_steps, length.epochs) == (12, 3)
     log = LogSettings(log_interval=3, evaluate_interval=1)

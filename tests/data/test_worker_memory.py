@@ -106,13 +106,13 @@ class KilledForMemory(Plain):
         own.write_text("0::/\n")
         self._counts = counts
         self._kills = mmap.mmap(-1, 1)
-        self._tell()
+        self._write_events()
 
     @property
     def kills(self):
         return self._kills[0]
 
-    def _tell(self):
+    def _write_events(self):
         """At once, as the kernel does: the rank may be reading."""
         new = self._events.with_name("new")
         new.write_text(f"oom_kill {self.kills if self._counts else 0}\n")
@@ -121,7 +121,7 @@ class KilledForMemory(Plain):
     def __getitem__(self, index):
         if index == BAD:
             self._kills[0] += 1
-            self._tell()
+            self._write_events()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
 

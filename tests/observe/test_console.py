@@ -104,7 +104,7 @@ def test_an_identical_warning_is_held_back_and_counted(tmp_path, follow):
 
 
 def test_drain_shows_what_was_held_back_and_the_unfinished_line(tmp_path, follow):
-    """At the end nothing stays untold: counts and a last line without its end included."""
+    """At the end nothing stays unsaid: counts and a last line without its end included."""
     follower = follow()
     append(tmp_path, 0, record("WARNING", "w") * 3 + "no end")
     assert follower.drain() == [

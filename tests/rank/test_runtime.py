@@ -238,8 +238,8 @@ def _change_frames_all_the_time(me, runtime):
     runtime.next_generation(READY)
     while runtime.stop_asked() is None:
         namespace = {}
-        exec("def made_anew(): return 0", namespace)  # a code object that is freed again
-        namespace["made_anew"]()
+        exec("def made_again(): return 0", namespace)  # a code object that is freed again
+        namespace["made_again"]()
         deeper(20)
 
 

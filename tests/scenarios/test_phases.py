@@ -137,7 +137,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_pat
 def check_saves(run):
     """Whatever became of the rank that made it, a save is made up for before the next one is due.
 
-    A save may be on disk and yet untold: the rank that had written it was killed at once.
+    A save may be on disk and yet unreported: the rank that had written it was killed at once.
     """
     saved = {int(path.stem.removeprefix("step_")) for path in run.checkpoints.glob("step_*.pt")}
     for due in range(10, STEPS - 10, 10):

@@ -101,7 +101,7 @@ def test_all_start_again_from_the_script_s_own_checkpoint(tmp_path, fault_free, 
 
 
 def test_without_being_asked_nothing_is_started_again(tmp_path):
-    """A script that does not resume would begin anew and overwrite its results."""
+    """A script that does not resume would start fresh and overwrite its results."""
     (tmp_path / "harm_1_0").write_text("os._exit(7)", encoding="utf-8")
     with run_script(tmp_path, TRAIN) as run:
         assert run.wait() == 7, run.console
@@ -239,8 +239,8 @@ begin = torch.load("out.pt")["step"] if "--resume" in sys.argv else 0
 for step in range(begin, 6):
     (w * w).sum().backward(); optimizer.step()
     if os.environ["RANK"] == "0" and step in (2, 5):
-        deadly = [Deadly()] if step == 5 and not os.path.exists("struck") else []
-        if deadly: open("struck", "w").close()
+        deadly = [Deadly()] if step == 5 and not os.path.exists("injected") else []
+        if deadly: open("injected", "w").close()
         torch.save({"step": step + 1, "deadly": deadly, "w": torch.ones(1000)}, "out.pt")
 """
 

@@ -192,7 +192,7 @@ class Simulation:
         self.saved_alone = []  # by which rank, of which step
         self.is_held = False  # no generation comes to be while it is
         self.zygotes = 0
-        self.resumed = []  # what each rank was told that has loaded
+        self.resumed = []  # what was sent to each rank that has loaded
         self.answers_s = 0.0  # after which the zygote says whom it has forked
         self.spares_refused = 0  # forks of a spare for which there is no room
         self.drills_refused = 0

@@ -63,7 +63,7 @@ def test_whatever_happens_when_nobody_is_cut_too_early(simulate, seed):
 
 
 def test_where_collectives_raise_nothing_is_cut(simulate):
-    """Control: gloo's ranks leave when they are told."""
+    """Control: gloo's ranks leave when they are told to."""
     run = simulate()
     run.to_step(10)
     run.kill(2)

@@ -63,7 +63,7 @@ def test_kills_of_loader_workers_are_not_taken_for_that_of_a_rank(
 
 
 @pytest.mark.parametrize("plain_retry", [True, False])
-def test_kernel_kills_at_every_step_end_a_run_without_remedy(simulate, tmp_path, plain_retry):
+def test_kernel_kills_at_every_step_end_a_run_without_a_way_out(simulate, tmp_path, plain_retry):
     """The budget counts them; control: not while each successor has halved something."""
     events = tmp_path / "sys/fs/cgroup/memory.events"
     for path, text in ((events, "oom_kill 0\n"), (tmp_path / "proc/self/cgroup", "0::/\n")):

@@ -1,4 +1,4 @@
-"""Lines that a rank owes because it died of a step that the others committed."""
+"""Lines that a rank has not written because it died of a step that the others committed."""
 
 from __future__ import annotations
 

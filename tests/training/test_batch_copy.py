@@ -49,16 +49,16 @@ def _train(me, config, is_ahead):
 
 
 @pytest.mark.parametrize(
-    ("changes", "remedies"),
+    ("changes", "actions"),
     [
         ({}, []),
         ({"task.nan_at": "3"}, []),  # whose gradient it was is found by that step's batch, again
         ({"task.nan_at": "8+9", "max_errors_per_epoch": 1}, ["going back to an older state"]),
         ({"ddp.find_unused_parameters": "auto", "relax_after_steps": 3}, ["find_unused_parameters=False"]),
     ],
-    ids=["plain", "skipped", "rolled back", "wrapped anew"],
+    ids=["plain", "skipped", "rolled back", "wrapped again"],
 )  # fmt: skip
-def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path, changes, remedies):
+def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path, changes, actions):
     """Also where a step is skipped and looked into, and where the run goes back."""
     runs = {}
     for is_ahead in (False, True):
@@ -71,7 +71,7 @@ def test_a_run_whose_batches_are_sent_ahead_ends_with_the_same_weights(tmp_path,
     for kind in (TuningChanged, RepairedInPlace):
         assert len(messages_of(reported_ahead, kind)) == len(messages_of(reported_plain, kind))
     seen = [one.action.split(" after")[0] for one in messages_of(reported_ahead, TuningChanged)]
-    assert seen == remedies
+    assert seen == actions
 
 
 @pytest.mark.gpu

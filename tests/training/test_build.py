@@ -1,4 +1,4 @@
-"""What is refused before anything is trained, with the option that would mend it."""
+"""What is refused before anything is trained, with the option that would correct it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_beyond_the_end_is_refused_in_one_line(tmp_path, which):
         load_start(asked, workload, state, store)
     assert str(caught.value) == (
         f"--max-steps=30: the run would end at step 30, and {path} is at step 31 already; "
-        "give a larger end, another run with --name bytes-2, or start anew with --resume none"
+        "give a larger end, another run with --name bytes-2, or start fresh with --resume none"
     )
     assert sorted(tmp_path.iterdir()) == before
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_at_the_end_is_no_fault(tmp_path):
 
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_what_is_asked_for_by_name_must_be_there(tmp_path, which):
-    """A run that was to go on does not begin anew in silence."""
+    """A run that was to go on does not start fresh in silence."""
     workload, state = build()
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     expected = rf"--resume={which}: there is no checkpoint in {store.directory}; --resume auto"
@@ -348,7 +348,7 @@ def test_a_deterministic_run_leaves_no_choice_to_chance(monkeypatch, determinist
 
 
 def test_a_run_on_a_gpu_is_exact_only_where_its_kernels_repeat():
-    """Told from the start, not when a repair has shown it."""
+    """Reported from the start, not when a repair has shown it."""
     gpu = torch.device("cuda", 0)
     assert "run.deterministic=true" in why_a_device_varies(gpu, is_deterministic=False)
     assert why_a_device_varies(gpu, is_deterministic=True) == ""

@@ -1,4 +1,4 @@
-"""A rank's part in a fire drill: what it writes and tells, and what it leaves alone."""
+"""A rank's part in a fire drill: what it writes and reports, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Noted:
 
 
 def test_state_and_share_of_a_step_are_written_beside_it(tmp_path):
-    """The state is that of before the step, whatever the step does to it; both are told."""
+    """The state is that of before the step, whatever the step does to it; both are reported."""
     bench = Bench(tmp_path, drill_at="2")
     bench.step()
     bench.step()

@@ -141,14 +141,14 @@ def test_a_limit_beyond_the_data_changes_nothing():
             assert evaluation.samples == 9
 
 
-def _evaluate_until_stopped(me, port, wishes):
+def _evaluate_until_stopped(me, port, stop):
     state, task = build_state(), MeanSquare()
     asked = 0
 
     def stop_asked():
         nonlocal asked
         asked += 1
-        rank, when, reason = wishes
+        rank, when, reason = stop
         return reason if me.rank == rank and asked >= when else None
 
     with join(me, port) as group:

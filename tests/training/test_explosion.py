@@ -109,7 +109,7 @@ def test_state_continues_exactly():
         ([1.0, 31.0, 1.0], 90.0, (1,)),
         ([1.0, 1e30, 1.0], math.inf, ()),
     ],
-    ids=["in peace", "not a number", "everywhere", "too high", "no limit yet"],
+    ids=["fault-free", "not a number", "everywhere", "too high", "no limit yet"],
 )
 def test_a_gradient_is_traced_by_the_ranks_own_norms(norms, limit, broken):
     """Each counts as if all ranks had one like it."""

@@ -15,7 +15,7 @@ from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.fork_safety import make_forks_safe
 from tests.processes import run_ranks
 
-TRIES = 12  # two or three of them go wrong where nothing was rehearsed
+TRIES = 12  # two or three of them go wrong where nothing was called before
 FORKS_MAX = 60
 STUCK_S = 20.0
 
@@ -66,7 +66,7 @@ def _fork_all_along():
 
 
 def _stuck(me):
-    """Of as many ranks as there are tries, each of which begins anew."""
+    """Of as many ranks as there are tries, each of which starts fresh."""
     make_forks_safe()
     return [
         os.waitstatus_to_exitcode(os.waitpid(_in_a_process(_fork_all_along), 0)[1])

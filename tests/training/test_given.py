@@ -136,7 +136,7 @@ def test_a_cell_that_is_run_again_says_that_nothing_was_trained(tmp_path, monkey
     again = DDPTrainer(task, config=SHORT).train()
     said = capsys.readouterr().out
     assert said == (
-        "already complete: 60 steps, nothing to train; another name, or resume='none', trains anew\n"
+        "already complete: 60 steps, nothing to train; another name, or resume='none', starts fresh\n"
     )
     assert torch.equal(first.model.weight, again.model.weight)
     DDPTrainer(task, config={**SHORT, "max_steps": 70, "learning_rate": 0.01}).train()

@@ -80,7 +80,7 @@ def _ends(folder, **task):
 
 
 def test_replicas_that_always_differ_again_end_the_run(tmp_path):
-    """A device that computes wrongly every time is not mended by going back: two tries, then the end."""
+    """A device that computes wrongly every time is not repaired by going back: two tries, then the end."""
     ends, log = _ends(tmp_path, since=7)
     for kind, cause, may_retry in ends:
         assert kind is FaultKind.REPLICA_DIVERGED
@@ -95,7 +95,7 @@ def test_replicas_that_always_differ_again_end_the_run(tmp_path):
     ids=["twice", "and once more, after a newer checkpoint"],
 )
 def test_replicas_that_differ_now_and_then_do_not_end_it(tmp_path, at, back_to):
-    """Control: what goes away is mended, however often, as long as there are new checkpoints."""
+    """Control: what goes away is repaired, however often, as long as there are new checkpoints."""
     ends, log = _ends(tmp_path, at=at)
     assert ends == [STEPS, STEPS]
     assert [log.count(f"no majority agrees: rolled back to step {step}") for step in (5, 10)] == [
@@ -104,7 +104,7 @@ def test_replicas_that_differ_now_and_then_do_not_end_it(tmp_path, at, back_to):
 
 
 class BrokenTask(SmallTask):
-    """In a process that is told so, the fourth and fifth training calls of rank 1 give no number."""
+    """In a process that is asked to, the fourth and fifth training calls of rank 1 give no number."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ def _train_broken_in_a_world(me, port, config):
 
 
 @pytest.mark.parametrize("task", ["BrokenTask", "StreamTask", "KeepsModelTask"])
-@pytest.mark.parametrize("starts_from", ["", "elsewhere.pt"], ids=["anew", "others' weights"])
+@pytest.mark.parametrize("starts_from", ["", "elsewhere.pt"], ids=["fresh", "others' weights"])
 def test_a_roll_back_before_the_first_save_starts_once_more(tmp_path, task, starts_from):
     """All that the first steps changed is gone: it ends as a run that began with the lower rate."""
     common = {
@@ -234,14 +234,16 @@ def test_a_roll_back_before_the_first_save_starts_once_more(tmp_path, task, star
         torch.manual_seed(3)
         torch.save(SmallTask().build_model().state_dict(), common["init_from"])
     with hosted_store() as port:
-        peaceful = run_ranks(_train_in_a_world, 2, port, settings(tmp_path / "peace", **common))
+        fault_free = run_ranks(
+            _train_in_a_world, 2, port, settings(tmp_path / "fault_free", **common)
+        )
     common["learning_rate"] = 0.02
     with hosted_store() as port:
         ends = run_ranks(_train_broken_in_a_world, 2, port, settings(tmp_path, **common))
     log = (tmp_path / "logs" / "rank_0.log").read_text()
     assert log.count("rolled back to step 0, learning rate x 0.5") == 1
-    assert {end.weights_sha256 for end in ends} == {peaceful[0].weights_sha256}
-    assert [end.samples for end in ends] == [peaceful[0].samples] * 2
+    assert {end.weights_sha256 for end in ends} == {fault_free[0].weights_sha256}
+    assert [end.samples for end in ends] == [fault_free[0].samples] * 2
 
 
 def test_a_task_that_has_but_one_model_cannot_start_once_more(tmp_path):
@@ -288,18 +290,18 @@ def test_replicas_that_differ_before_the_first_save_start_once_more(tmp_path):
 
 
 class _Asking(LocalRuntime):
-    """Asks once for what it is told to, when so many steps are committed; a stop is asked for ever."""
+    """Asks once for what the test says, when so many steps are committed; a stop is asked for ever."""
 
-    wish, at_step = "", -1
+    request, at_step = "", -1
 
     def save_asked(self):
-        if self.wish != "save" or self.slot.get(Cell.COMMITTED_STEP) != self.at_step:
+        if self.request != "save" or self.slot.get(Cell.COMMITTED_STEP) != self.at_step:
             return False
-        self.wish = ""
+        self.request = ""
         return True
 
     def stop_asked(self):
-        reached = self.wish == "stop" and self.slot.get(Cell.COMMITTED_STEP) >= self.at_step
+        reached = self.request == "stop" and self.slot.get(Cell.COMMITTED_STEP) >= self.at_step
         self.at_step = 0 if reached else self.at_step
         return StopReason.PREEMPTED if reached else None
 
@@ -308,14 +310,14 @@ def _ask_in_a_world(me, port, config, *asking):
     training_saving.PATIENCE_S = 30.0  # a slow disk puts no save off: each is of its own step
     os.environ.update(RANK=str(me.rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     runtime = make_runtime(config, me.rank, me.world_size, kind=_Asking)
-    rank, wish, at_step = asking
+    rank, request, at_step = asking
     if me.rank == rank:
-        runtime.wish, runtime.at_step = wish, at_step
+        runtime.request, runtime.at_step = request, at_step
     return DDPTrainer(config=config, runtime=runtime).train().steps
 
 
 @pytest.mark.parametrize(
-    ("asking", "wish", "at_step", "saved"),
+    ("asking", "asked", "at_step", "saved"),
     [
         (1, "save", 10, [5, 6, 10, STEPS]),
         (0, "save", 7, [5, 6, 10, STEPS]),
@@ -324,7 +326,7 @@ def _ask_in_a_world(me, port, config, *asking):
     ids=["in the step given up", "begun before", "with the end"],
 )
 def test_a_checkpoint_asked_for_is_made_after_a_roll_back_as_well(
-    tmp_path, asking, wish, at_step, saved
+    tmp_path, asking, asked, at_step, saved
 ):
     """Asked for in the step that is given up, or begun of the state that is: of the step after 5."""
     config = settings(
@@ -332,7 +334,7 @@ def test_a_checkpoint_asked_for_is_made_after_a_roll_back_as_well(
         keep_last=9, **{"task.at": 7},
     )  # fmt: skip
     with hosted_store() as port:
-        ends = run_ranks(_ask_in_a_world, 2, port, config, asking, wish, at_step)
+        ends = run_ranks(_ask_in_a_world, 2, port, config, asking, asked, at_step)
     assert ends == [saved[-1]] * 2
     log = (tmp_path / "logs" / "rank_0.log").read_text()
     assert log.count("no majority agrees: rolled back to step 5") == 1
@@ -532,22 +534,22 @@ def test_a_rank_that_differs_besides_is_found_all_the_same():
 
 def test_who_waits_for_another_s_hash_is_not_late_itself():
     """Rank 1 alone stands in the comparison; what training has waited is counted, once."""
-    for outcome, said, waited_s, compared_s, attended in _verdicts(2):
-        assert (outcome, said, attended) == (True, ["prove"], 7)
+    for outcome, said, waited_s, compared_s, done_step in _verdicts(2):
+        assert (outcome, said, done_step) == (True, ["prove"], 7)
         assert len(waited_s) == 1
         assert 0 < compared_s == pytest.approx(waited_s[0])
 
 
 def test_of_ranks_that_differ_only_what_the_majority_has_is_saved():
-    """No rank commits the step: its gradient is partly of the odd one; its boundary is attended to again."""
+    """No rank commits the step: its gradient is partly of the odd one; what is due at its boundary is done again."""
     usual, odd, other = _verdicts(3, odd=(1,))
     assert odd[:2] == (FaultKind.REPLICA_DIVERGED, [])
-    for outcome, said, _, _, attended in (usual, other):
-        assert (outcome, said, attended) == (FaultKind.COLLECTIVE_FAILED, ["prove"], 6)
+    for outcome, said, _, _, done_step in (usual, other):
+        assert (outcome, said, done_step) == (FaultKind.COLLECTIVE_FAILED, ["prove"], 6)
 
 
 class _Reading:
-    """A group's store that tells before each look at another rank's word."""
+    """A group's store that says so before each look at another rank's word."""
 
     def __init__(self, store, before):
         self.set = store.set
@@ -613,7 +615,7 @@ def test_where_nothing_is_compared_a_save_is_as_good_as_proven():
         ((1.0, float("nan")), "gradient norm is nan, first on rank 1: step"),
         ((1.0, None), "gradient norm is nan: step"),
     ],
-    ids=["one is broken", "one cannot tell"],
+    ids=["one is broken", "one does not know"],
 )
 def test_a_broken_gradient_is_traced_where_all_can_compute_theirs(norms, words):
     """Where one rank cannot compute it again nobody is blamed."""

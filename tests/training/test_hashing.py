@@ -105,7 +105,7 @@ def test_nobody_waits_for_a_hash_that_is_dropped():
         assert gate.wait(GIVE_UP_S)
         return Looked(tensors)
 
-    others = _threads()  # which have told their result, and are about to end
+    others = _threads()  # which have given their result, and are about to end
     hashing = StateHashing(state, source=late)
     (thread,) = [thread for thread in _threads() if thread not in others]
     hashing.drop()

@@ -78,9 +78,9 @@ def test_what_is_freed_in_time_is_saved_where_it_belongs(make, tmp_path):
 
 @pytest.mark.parametrize("rescue_dir", ["", "rescue"])
 def test_what_is_not_freed_is_saved_elsewhere(make, tmp_path, rescue_dir):
-    """In the log directory or where it was wished, in a folder of this run; and how to resume it is said."""
-    wished = {"checkpoint.rescue_dir": str(tmp_path / rescue_dir)} if rescue_dir else {}
-    saved, refusal = make(Disk(tmp_path, count=10**9), **wished, checkpoint_timeout_s=0.1)
+    """In the log directory or where it was asked for, in a folder of this run; and how to resume it is said."""
+    asked = {"checkpoint.rescue_dir": str(tmp_path / rescue_dir)} if rescue_dir else {}
+    saved, refusal = make(Disk(tmp_path, count=10**9), **asked, checkpoint_timeout_s=0.1)
     assert saved.path.parent == tmp_path / (rescue_dir or "logs") / "rescued_run-1"
     assert step_in(saved.path) == STEP
     assert refusal.cause.startswith(f"{tmp_path / 'checkpoints'}: no room; saved as {saved.path}")

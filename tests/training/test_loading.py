@@ -1,4 +1,4 @@
-"""Finding the task that ``--task`` names, and telling the user what is wrong with it."""
+"""Finding the task that ``--task`` names, and saying what is wrong with it."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_folder_is_not_a_file(tmp_path):
 
 
 def test_several_tasks_are_named(tmp_path):
-    """The user is asked to choose, and told among what."""
+    """The user is asked to choose, and the choices are named."""
     source = textwrap.dedent(TASK_SOURCE) + "class Other(Mine): pass\nAlias = Other\n"
     file = write(tmp_path, source)
     assert "add :NAME of Mine, Other" in error_of(file).expected
@@ -350,7 +350,7 @@ def test_ready_instance_takes_no_arguments(tmp_path):
 
 
 def test_constructor_that_raises_is_reported_with_its_line(tmp_path):
-    """A constructor's error is the user's to mend; its traceback stays in the cause."""
+    """A constructor's error is for the user to correct; its traceback stays in the cause."""
     file = write(tmp_path, TASK_SOURCE.replace("self.width, self.depth = width, depth", "int('x')"))
     error = error_of(file)
     assert "making it raised ValueError: invalid literal" in error.expected

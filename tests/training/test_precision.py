@@ -15,7 +15,7 @@ def result_dtype(precision):
 
 
 def test_amp_off_is_float32_without_a_note():
-    """Control: nothing is cast, scaled or told."""
+    """Control: nothing is cast, scaled or reported."""
     precision = Precision(use_amp=False, device=CPU)
     assert (precision.name, precision.notes) == ("fp32", ())
     assert result_dtype(precision) is torch.float32

@@ -685,7 +685,7 @@ def _takes_over(me, folder, generation, age_s):
     ids=["old file", "no file", "manifest alone", "new file", "a resumed run", "a new run"],
 )
 def test_ranks_0_that_die_one_after_the_other_put_no_save_off(tmp_path, generation, age_s, saved):
-    """The interval counts from the newest file, whoever wrote it; a new launch begins it anew."""
+    """The interval counts from the newest file, whoever wrote it; a new launch begins it again."""
     assert run_ranks(_takes_over, 1, tmp_path, generation, age_s)[0] == saved
 
 
@@ -743,7 +743,7 @@ def _saves_after_comparisons(me, folder):
 
 
 def test_what_training_waited_for_a_save_has_the_comparison_in_it(tmp_path):
-    """In the line, and in what is told to the supervisor: that of this save, and of no other."""
+    """In the line, and in what is reported to the supervisor: that of this save, and of no other."""
     lines, waited_s = run_ranks(_saves_after_comparisons, 1, tmp_path)[0]
     assert lines[0].endswith(" s, 1000.00 s of it to compare the ranks)")
     assert lines[2].endswith(" s, 2000.00 s of it to compare the ranks)")

@@ -99,7 +99,7 @@ def settings(folder, **changes):
 
 
 class RecordingRuntime(LocalRuntime):
-    """Keeps what the trainer tells, with the step and phase on the board at that moment."""
+    """Keeps what the trainer reports, with the step and phase on the board at that moment."""
 
     def __init__(self, config, *, stop_in_evaluation=-1, save_at=()):
         made = from_flat(config)
@@ -166,7 +166,7 @@ def _break_saving(steps):
 
 
 def train(config, *, breaks_saving=(), **options):
-    """A run in a process of its own: its report or fault, what it told, its last board."""
+    """A run in a process of its own: its report or fault, its messages, its last board."""
     return run_ranks(_train, 1, config, options, breaks_saving)[0]
 
 
@@ -302,16 +302,16 @@ def test_without_validation_data_nothing_is_evaluated(tmp_path):
 
 
 class Counting(nn.Linear):
-    """Counts its forwards, in place and anew, in evaluations too."""
+    """Counts its forwards, in place and by assignment, in evaluations too."""
 
     def __init__(self):
         super().__init__(3, 1)
         self.register_buffer("in_place", torch.zeros(1))
-        self.register_buffer("anew", torch.zeros(1))
+        self.register_buffer("assigned", torch.zeros(1))
 
     def forward(self, inputs):
         self.in_place += 1
-        self.anew = self.anew + 1
+        self.assigned = self.assigned + 1
         return super().forward(inputs)
 
 
@@ -331,7 +331,7 @@ def test_an_evaluation_leaves_no_trace_in_the_state(tmp_path, ema_decay):
     for saved in messages_of(messages, Saved):
         path = tmp_path / "checkpoints" / f"step_{saved.step:08d}.pt"
         model = torch.load(path, weights_only=True)["model"]
-        assert (int(model["in_place"]), int(model["anew"])) == (saved.step, saved.step)
+        assert (int(model["in_place"]), int(model["assigned"])) == (saved.step, saved.step)
 
 
 def test_a_run_of_several_epochs_can_evaluate_at_its_end_only(tmp_path):

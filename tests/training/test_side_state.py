@@ -127,7 +127,7 @@ def test_a_step_given_up_twice_and_done_is_as_once_done():
 
 
 def test_a_replacement_has_what_the_others_have():
-    """From a record that a checkpoint can hold; what it makes late is told, not passed over."""
+    """From a record that a checkpoint can hold; what it makes late is reported, not passed over."""
     side, model, task = _made()
     held = side.hold()
     _step(model, task)
@@ -196,7 +196,7 @@ def test_an_object_that_cannot_be_sent_is_reported_by_who_receives():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
 def test_spectral_norm_of_old_and_recurrent_layers_are_not_followed():
-    """What hooks compute anew before each forward, and lists of parameters, are no state."""
+    """What hooks compute again before each forward, and lists of parameters, are no state."""
     model = nn.Sequential(
         nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.weight_norm(nn.Linear(4, 4))
     )

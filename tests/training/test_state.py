@@ -163,7 +163,7 @@ def test_an_unfinished_step_is_dropped():
 
 
 class _Moving(torch.nn.Module):
-    """Assigns its statistics anew at each forward, as models do that were not written for DDP."""
+    """Assigns its statistics again at each forward, as models do that were not written for DDP."""
 
     def __init__(self):
         super().__init__()

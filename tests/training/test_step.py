@@ -202,7 +202,7 @@ def _gradient_explodes(me, port):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_too():
-    """The loss alone would not tell."""
+    """The loss alone would not show it."""
     with hosted_store() as port:
         assert run_ranks(_gradient_explodes, 2, port) == [(False, True, True)] * 2
 
@@ -237,7 +237,7 @@ def _gradient_of_one_rank_is_broken(me, port, recomputes, finds_unused):
 
 @pytest.mark.parametrize("finds_unused", [True, False])
 def test_a_broken_gradient_computed_again_names_its_rank_without_trace(finds_unused):
-    """The sum over ranks does not tell whose it was; what follows is as if nobody had asked."""
+    """The sum over ranks does not show whose it was; what follows is as if nobody had asked."""
     with hosted_store() as port:
         asked = run_ranks(_gradient_of_one_rank_is_broken, 3, port, True, finds_unused)
     with hosted_store() as port:
@@ -432,7 +432,7 @@ def _overflows(me, port, scale, breaks):
         (1024.0, "norm", (False, False, 1024.0)),
         (1024.0, "nothing", (True, False, 1024.0)),
     ],
-    ids=["scale too high", "no scale left", "loss not finite", "norm too large", "in peace"],
+    ids=["scale too high", "no scale left", "loss not finite", "norm too large", "fault-free"],
 )
 def test_an_overflow_in_fp16_is_the_scaler_s_while_it_scales(scale, breaks, expected):
     """The scale falls and nothing is wrong; a loss that is no number is not a matter of the scale."""
@@ -485,7 +485,7 @@ INTERRUPT = Votes(stop=StopReason.INTERRUPTED)
         ((INTERRUPT, Votes(save=True)), (StopReason.INTERRUPTED, True)),
     ],
 )
-def test_one_rank_s_wish_is_every_rank_s_decision(votes, agreed):
+def test_one_rank_s_vote_is_every_rank_s_decision(votes, agreed):
     """All learn it in the same step; an interrupt weighs most; the next step has no votes."""
     with hosted_store() as port:
         for decided, afterwards in run_ranks(_vote, 2, port, votes):

@@ -1,4 +1,4 @@
-"""Streams that shard themselves are told, in worlds of real ranks; and a loss that is no scalar."""
+"""Streams that shard themselves are reported, in worlds of real ranks; and a loss that is no scalar."""
 
 from __future__ import annotations
 

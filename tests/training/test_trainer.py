@@ -375,7 +375,7 @@ def test_an_unused_layer_without_the_search_is_everybody_s_fault(tmp_path):
 
 
 def test_a_rank_that_raises_frees_its_peer(tmp_path):
-    """The culprit is told by its own error, the peer by a lost collective; nobody waits."""
+    """The culprit is named by its own error, the peer by a lost collective; nobody waits."""
     config = settings(tmp_path, **{"task.raises_at": 4, "task.raises_on": 1})
     with hosted_store() as port, ranks(_fault_in_a_world, 2, port, config) as world:
         faults = [process.hear() for process in world]

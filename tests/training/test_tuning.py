@@ -1,4 +1,4 @@
-"""What a run changes about itself: after a fault at once, in peace with caution. Values only."""
+"""What a run changes about itself: after a fault at once, without one with caution. Values only."""
 
 from __future__ import annotations
 

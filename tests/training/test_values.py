@@ -104,7 +104,7 @@ def test_without_contents_a_tensor_is_known_by_torch_s_count():
 
 
 def test_of_other_objects_only_who_they_are_is_known():
-    """They are told by the name of their type where they would have to be sent."""
+    """They are reported by the name of their type where they would have to be sent."""
     value = object()
     kept = kept_of(value)
     assert kept.is_in(value)

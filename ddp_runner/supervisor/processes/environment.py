@@ -28,7 +28,7 @@ _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # By size and topology NCCL chooses how it sums, and so in which order.
 _NCCL_IN_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-# CUDA counts the fastest GPU first unless told otherwise; --gpus and nvidia-smi count by bus.
+# CUDA counts the fastest GPU first unless this says otherwise; --gpus and nvidia-smi count by bus.
 _BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 # A model whose parts come from a set of names has them in one order in every process, a replacement's too.
 _SETS_IN_ORDER = {"PYTHONHASHSEED": "0"}

@@ -472,7 +472,7 @@ class Node:
 
 
 def _what_to_import(plan: LaunchPlan) -> str:
-    """What the zygote is told: the task, or that its forks run scripts, and modules to import for them."""
+    """What the zygote is sent: the task, or that its forks run scripts, and modules to import for them."""
     if plan.script is None:
         return plan.settings.run.task
     return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)

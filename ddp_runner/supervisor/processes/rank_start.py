@@ -30,7 +30,7 @@ class RankStart:
     short_of_memory_in: str
     # Free on its device when the first process of the rank came; 0: not known.
     device_free_bytes: int
-    # Of a script: what the rank is told beside its surroundings, and the log file of this attempt.
+    # Of a script: what the rank is sent beside its surroundings, and the log file of this attempt.
     script: Mapping[str, object] | None = None
     log_file: Path | None = None
     # One that is tried again may take its time: it leaves the spare to those that are missed.

@@ -23,7 +23,7 @@ class OpenIncident:
     began_s: float
     event_id: int
     # Of each rank that is in the state HUNG, when it was asked where it hangs. It is killed once it has
-    # told, or after STACKS_TIME_S.
+    # reported that, or after STACKS_TIME_S.
     pending_kills: dict[int, float] = field(default_factory=dict)
     # Of each rank with a fault, when that was reported: one that is woken goes on, and gives more.
     last_sign_s: dict[int, float] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class ProgressWatch:
         self._long_phases = LongPhases()
         self._first_steps = FirstSteps()
         self._comparisons = Comparisons()
-        self._anew_since_ns: dict[int, int] = {}  # ranks that were the last of a shared pause
+        self._counted_since_ns: dict[int, int] = {}  # ranks that were the last of a shared pause
         self._finished = 0  # ranks
         self._own: dict[int, tuple[int, int]] = {}
         self._straggler_watch = StragglerWatch()
@@ -78,7 +78,7 @@ class ProgressWatch:
         self._long_phases.excuse(late)
         left = self._pauses.observe(late)
         if left is not None:
-            self._anew_since_ns[left] = self._clock.monotonic_ns()
+            self._counted_since_ns[left] = self._clock.monotonic_ns()
             looks = [self._look_at(handle) for handle in training]
         verdict = find_hung(looks, self._pace(), self._settings)
         if verdict is not None:
@@ -125,8 +125,8 @@ class ProgressWatch:
 
     def _look_at(self, handle: RankHandle) -> RankLook:
         reading = handle.slot.read()
-        anew_since_ns = self._anew_since_ns.get(handle.rank, 0)
-        since_ns = max(reading.phase_since_ns, self._awake_since_ns, anew_since_ns)
+        counted_since_ns = self._counted_since_ns.get(handle.rank, 0)
+        since_ns = max(reading.phase_since_ns, self._awake_since_ns, counted_since_ns)
         now_ns = self._clock.monotonic_ns()
         age_s = (now_ns - since_ns) / 1e9
         is_stopped = age_s > STOPS_UNSEEN_S and self._world.is_stopped(handle)

@@ -111,7 +111,7 @@ class Buffers:
                 setattr(owner, key, torch.empty(layout[0], dtype=kind, device=self._device))
 
     def forget_agreement(self) -> None:
-        """Other ranks are there, who may have other layouts of what is not saved."""
+        """Compare layouts again: a new rank may have other ones of the buffers that are not saved."""
         self._has_agreed = not self._unsaved
 
     def is_relaid(self) -> bool:

@@ -98,7 +98,7 @@ class LossMonitor:
         return Verdict.TARGET_REACHED if self.target_reached else Verdict.CONTINUE
 
     def restart_count(self) -> None:
-        """After a remedy: what was skipped before it is not held against it."""
+        """Count skipped steps from zero, after a repair that may have helped."""
         self._errors = 0
 
     @property

@@ -84,7 +84,7 @@ def _choose(device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
 def cpu_has_fast_bf16() -> bool:
     """Whether the processor has bf16 multiply instructions (AVX512-BF16 or AMX) that torch uses.
 
-    False where the installed torch cannot tell.
+    False where the installed torch does not know.
     """
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, check, bool)()) for check in checks)

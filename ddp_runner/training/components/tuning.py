@@ -72,9 +72,9 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningChange:
-    """A change of the tuning: how a rank mends a fault of its own, or what a fault-free run tries.
+    """A change of the tuning: how a rank repairs a fault of its own, or what a fault-free run tries.
 
-    ``inexact_reason`` is empty where no bit changes; ``plain_retry``: nor does anything else.
+    ``inexact_reason`` is empty where no bit changes. With ``plain_retry`` nothing else changes either.
     """
 
     tuning: Tuning

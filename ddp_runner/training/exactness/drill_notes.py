@@ -174,7 +174,7 @@ class Drills:
         return ""
 
     def _collect(self, saver: BackgroundSaver) -> None:
-        """Tell of the state once it is written, or cannot be."""
+        """Report the state once it is written, or cannot be."""
         ended = saver.take_ended()
         if ended is None:
             return

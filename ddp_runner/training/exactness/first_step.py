@@ -131,7 +131,7 @@ class FirstStep:
                 self._repeated = notes.share()
 
     def compare(self, step: int) -> None:
-        """After a step: tell whether the first one was repeated, and what ranks have differently."""
+        """After a step: report whether the first one was repeated, and what ranks have differently."""
         if self._is_first:
             self._compare_shares(step)
             self._is_first, self._rehearsed = False, None

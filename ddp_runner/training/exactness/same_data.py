@@ -220,7 +220,7 @@ class SameData:
 
         Whoever has not looked yet is given what the others have seen, and holds its own against that
         when ``loader`` gives it its first batch. Raises BadInputError where it differs, if that is not
-        only to be told.
+        only to be reported.
         """
         is_first = group.membership.generation == 1
         answers = self._exchange(group, looks=is_first)
@@ -314,8 +314,8 @@ class SameData:
     def compare_with(self, loaded: Loaded, workload: Workload, state: TrainState) -> None:
         """Hold what this rank has seen against what the run of a checkpoint was trained on.
 
-        Raises BadInputError where it differs, if that is not only to be told: then ``state`` keeps it as
-        a change. A file of before this was written has nothing to compare.
+        Raises BadInputError where it differs, if that is not only to be reported: then ``state`` keeps it
+        as a change. A file of before this was written has nothing to compare.
         """
         before = loaded.manifest.data
         if not before or not 0 < state.committed_step < workload.length.total_steps:

@@ -93,7 +93,7 @@ class _Owner:
 class SideState:
     """Of one rank. Names are paths: ``task.queue``, ``model.layer2.counter``.
 
-    What could not be put back or taken over is told by :meth:`take_lost`. ``apart``: objects that are
+    What could not be put back or taken over is what :meth:`take_lost` returns. ``apart``: objects that are
     somebody else's, as the datasets. The order of calls: :meth:`keep` at each commit, :meth:`drop` when
     the step after it is given up.
     """
@@ -179,7 +179,7 @@ class SideState:
     def drop(self) -> None:
         """A step is given up: put everything back as it was when :meth:`keep` was called last."""
         # INVARIANT put-back-whole: a step that is given up leaves nothing of what it has changed, or
-        # it is told. Broken if: something changes that is neither put back nor in take_lost().
+        # it is reported. Broken if: something changes that is neither put back nor in take_lost().
         # Guarded by: test_a_step_given_up_twice_and_done_is_as_once_done.
         self._owners = self._walk()
         for name in [name for name, _ in self._changed()]:
@@ -421,7 +421,7 @@ def _is_walked(value: Any) -> bool:
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         return False  # data
     if callable(getattr(value, "load_state_dict", None)):
-        return False  # it tells its state itself
+        return False  # it gives its state itself
     root = (kind.__module__ or "").partition(".")[0]
     return root not in _NOT_WALKED or root == "__main__"
 

@@ -400,7 +400,7 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether it tells and takes a state by itself; a module is looked into instead."""
+    """Whether it gives and takes a state by itself; a module is looked into instead."""
     if isinstance(value, (torch.nn.Module, type)):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(
