@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
+import shutil
 import sys
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.options import LONG_OF_SHORT, OPTIONS, Option
+from ddp_runner.cli.options import OPTIONS, Option
 from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.run_options import (
+    ACCEPTED_VALUES,
+    EXAMPLES,
+    LONG_OF_SHORT_HERE,
+    OWN,
+    PYTHON_ONLY,
+    REFUSED,
+    REFUSED_SWITCHES,
+    SAYS_OF_SHARED,
+    SHARED,
+)
 from ddp_runner.cli.train import allow_open_files, plan_launch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.core.faults import BadInputError
@@ -26,81 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _WIDTH, _INDENT = 79, 28
-# Options of ``train`` that mean the same here.
-_SHARED = (
-    *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
-    *("--config", "--max-restarts", "--debug"),
-)
-# Where they mean a little less.
-_SAYS = {
-    "--name": "of this run: it writes to logs/NAME [the script's]",
-    "--max-restarts": "restarts of all ranks within an hour; without it none",
-}
-_OWN = {
-    option.long: option
-    for option in (
-        Option(
-            long="--module", short="-m", metavar="MODULE", says="run a module, as python -m does"
-        ),
-        Option(
-            long="--grace-period",
-            metavar="SECONDS",
-            says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
-        ),
-        Option(
-            long="--hang-timeout",
-            metavar="SECONDS",
-            says="from the first step on: without a step, a collective, a line or "
-            "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
-        ),
-        Option(
-            long="--preload",
-            metavar="A,B",
-            says="modules to import once, before the ranks are forked, such as transformers",
-        ),
-        Option(
-            long="--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"
-        ),
-        Option(
-            long="--resume-with",
-            metavar="GLOB:WORDS",
-            says="words that are added at each start at which such a file exists, as in "
-            "'out/ckpt.pt:--resume out/ckpt.pt'; may be repeated",
-        ),
-        Option(
-            long="--from-scratch",
-            says="a restart may begin at the beginning, though an attempt before has saved",
-        ),
-        Option(
-            long="--plain-saves", says="leave torch.save as it is: else a file is replaced whole"
-        ),
-        Option(long="--standalone", says="accepted: there is one machine"),
-    )
-}
-_SHORT = {
-    "-m": "--module",
-    **{short: long for short, long in LONG_OF_SHORT.items() if long in _SHARED},
-}
-# Of torchrun, with no meaning here, or none that could be kept.
-_ONE_MACHINE_ONLY = "is for several machines, which are not in this version"
-_REFUSED = {
-    "--nnodes": f"must be 1: more {_ONE_MACHINE_ONLY}",
-    "--node-rank": _ONE_MACHINE_ONLY,
-    "--rdzv-endpoint": _ONE_MACHINE_ONLY,
-    "--rdzv-id": _ONE_MACHINE_ONLY,
-    "--rdzv-conf": _ONE_MACHINE_ONLY,
-    "--rdzv-backend": _ONE_MACHINE_ONLY,
-    "--no-python": "is not in this version: give a Python file, or -m MODULE",
-    "--start-method": "is not needed: ranks are forked from a process that has torch imported",
-    "--redirects": "is not needed: each rank has its own log file below --log-dir",
-    "--tee": "is not needed: rank 0 is shown, and each rank has its own log file",
-}
-_EXAMPLES = (
-    ("train.py --lr 1e-3", "two ranks on the CPU, or one per GPU"),
-    ("-n 4 train.py", "as torchrun --nproc-per-node 4 train.py"),
-    ("--max-restarts 3 train.py", "started again from its own checkpoint"),
-    ("-m package.train --epochs 3", "a module, as python -m"),
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,7 +69,7 @@ def run(words: Sequence[str]) -> int:
     script = _script(sorted_words)
     plan = plan_launch(parse_train(_settings(sorted_words, script)), words=words)
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
-        script = replace(script, restarts=True)
+        script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     settings = plan.settings
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)
@@ -140,7 +78,11 @@ def run(words: Sequence[str]) -> int:
         plan,
         settings=replace(settings, run=of_run, recovery=recovery),
         command=(*plan.command[:3], "run", *masked_words(words)),
-        notes=(*plan.notes, *_thread_notes(plan.threads_per_rank)),
+        notes=(
+            *plan.notes,
+            *_thread_notes(plan.threads_per_rank),
+            *_torchrun_notes(sorted_words.own),
+        ),
         script=script,
     )
     allow_open_files(plan.world_size)
@@ -157,12 +99,26 @@ def _thread_notes(threads: int) -> tuple[str, ...]:
     return (f"OMP_NUM_THREADS={threads} for each rank: the cores, shared out; torchrun sets 1",)
 
 
+def _torchrun_notes(own: Mapping[str, str]) -> tuple[str, ...]:
+    """What options of torchrun's do here instead, where it is not the same."""
+    notes = []
+    if "--monitor-interval" in own:
+        _seconds(own, "--monitor-interval", otherwise=0.0)
+        notes.append("--monitor-interval: the end of a rank is noticed at once, not in intervals")
+    if {"1", "2"} & set(re.findall(r"(?:^|:)([0-3])", own.get("--tee", ""))):
+        notes.append("--tee: stdout and stderr of a rank are one file here; both are shown")
+    return tuple(notes)
+
+
 def _sort(words: Sequence[str]) -> _Words:
     """Options and settings up to the script, or the module; what follows is the script's."""
     found = _Words(shared=[], own={}, resume_with=[], rest=[])
     rest = list(words)
     while rest:
         word = rest.pop(0)
+        if word == "--":
+            found.rest = rest
+            return found
         if word.startswith("-") and word != "-":
             if _is_last(word, rest, found):
                 found.rest = rest
@@ -180,16 +136,14 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     name, _, attached = word.partition("=")
     if not word.startswith("--"):
         name, attached = word[:2], word[2:].removeprefix("=")
-    long = _SHORT.get(name, name.replace("_", "-").lower())
+    long = LONG_OF_SHORT_HERE.get(name, name.replace("_", "-").lower())
     if long in ("--help", "-h", "--version"):
         found.own["--help" if long == "-h" else long] = ""
         return True
-    if long in _REFUSED:
-        value = attached or (rest.pop(0) if rest and not rest[0].startswith("-") else "")
-        if (long, value) not in (("--nnodes", "1"), ("--nnodes", "1:1")):
-            raise BadInputError(long, value, _REFUSED[long])
+    if long in REFUSED:
+        _refuse_unless_so_anyhow(long, attached, rest)
         return False
-    option = _OWN.get(long) or (OPTIONS[long] if long in _SHARED else None)
+    option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
         raise BadInputError(
             word, "", "unknown option; run --help lists them. The script's own words follow it"
@@ -197,13 +151,22 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
     value = _value(option, attached, rest)
     if option.long == "--resume-with":
         found.resume_with.append(value)
-    elif option.long in _OWN:
+    elif option.long in OWN:
         found.own[option.long] = value
-    if option.key and option.long in _OWN:
+    if option.key and option.long in OWN:
         found.shared.append(f"{option.key}={value}")
-    elif option.long not in _OWN:
+    elif option.long not in OWN:
         found.shared.append(f"{option.long}={value}" if option.metavar else option.long)
     return option.long == "--module"
+
+
+def _refuse_unless_so_anyhow(long: str, attached: str, rest: list[str]) -> None:
+    """Refuse an option of torchrun's by its name, but for a value that is so in any case."""
+    value = attached
+    if not value and rest and not rest[0].startswith("-") and long not in REFUSED_SWITCHES:
+        value = rest.pop(0)
+    if value not in ACCEPTED_VALUES.get(long, ()):
+        raise BadInputError(long, value, REFUSED[long])
 
 
 def _value(option: Option, attached: str, rest: list[str]) -> str:
@@ -217,19 +180,28 @@ def _value(option: Option, attached: str, rest: list[str]) -> str:
 
 
 def _script(words: _Words) -> ScriptPlan:
-    module = words.own.get("--module", "")
+    module, is_program = words.own.get("--module", ""), "--no-python" in words.own
     path, arguments = "", words.rest
+    if is_program:
+        _refuse_with_program(words.own)
     if not module:
         if not words.rest:
             raise BadInputError("run", "", f"needs a script: {COMMAND} run [OPTIONS] train.py ARGS")
         path, arguments = words.rest[0], words.rest[1:]
-        _check_file(path)
-        path = str(Path(path).absolute())
+        if not is_program:
+            _check_file(path)
+            path = str(Path(path).absolute())
+        elif shutil.which(path) is None:
+            raise BadInputError("--no-python", path, "no program of this name can be run")
     elif not _is_found(module):
         raise BadInputError("-m", module, "no module of this name is found from here")
+    shown, marks_lines = _shown(words.own)
     return ScriptPlan(
         path=path,
         module=module,
+        is_program=is_program,
+        shown_ranks=shown,
+        marks_lines=marks_lines,
         arguments=tuple(arguments),
         restarts=bool(words.resume_with),
         grace_period_s=_seconds(words.own, "--grace-period", otherwise=GRACE_AT_STOP_S),
@@ -239,6 +211,35 @@ def _script(words: _Words) -> ScriptPlan:
         plain_saves="--plain-saves" in words.own,
         preload=_preload(words.own.get("--preload", "")),
     )
+
+
+def _refuse_with_program(own: Mapping[str, str]) -> None:
+    for option in PYTHON_ONLY:
+        if option in own:
+            raise BadInputError(
+                option, own[option], "is for Python: it has no use with --no-python"
+            )
+
+
+def _shown(own: Mapping[str, str]) -> tuple[tuple[int, ...] | None, bool]:
+    """Whose lines the console has, None: all ranks', and whether each line says whose it is."""
+    shown: tuple[int, ...] | None = (0,)
+    tee = own.get("--tee", "0")
+    if re.fullmatch(r"[0-3]", tee):
+        shown = None if tee != "0" else shown
+    elif re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", tee):
+        each = [one.split(":") for one in tee.split(",")]
+        shown = tuple(int(rank) for rank, streams in each if streams != "0")
+    else:
+        raise BadInputError("--tee", tee, "must be 0 to 3, or rank:0 to 3 for some, as in 0:3,1:3")
+    only = own.get("--local-ranks-filter", "")
+    if only:
+        if not re.fullmatch(r"\d+(,\d+)*", only):
+            raise BadInputError("--local-ranks-filter", only, "must be ranks, as in 0,1")
+        ranks = tuple(map(int, only.split(",")))
+        is_teed = "--tee" in own and shown is not None
+        shown = tuple(rank for rank in ranks if rank in (shown or ())) if is_teed else ranks
+    return shown, "--tee" in own and tee != "0"
 
 
 def _preload(text: str) -> tuple[str, ...]:
@@ -326,13 +327,13 @@ def run_help() -> str:
         "",
         "Options:",
     ]
-    for option in (*(OPTIONS[long] for long in _SHARED), *_OWN.values()):
+    for option in (*(OPTIONS[long] for long in SHARED), *OWN.values()):
         flags = f"  {option.short}, {option.long}" if option.short else f"      {option.long}"
         if option.metavar:
             flags += f" {option.metavar}"
-        lines += _entry(flags, _SAYS.get(option.long, option.says))
+        lines += _entry(flags, SAYS_OF_SHARED.get(option.long, option.says))
     lines += ["", "Examples:"]
-    for words, says in _EXAMPLES:
+    for words, says in EXAMPLES:
         lines += [f"  {COMMAND} run {words}", f"      {says}"]
     lines += [
         "",

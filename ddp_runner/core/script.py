@@ -29,12 +29,13 @@ class ResumeWith:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptPlan:
-    """A program of the user's: a Python file, or a module as of ``python -m``.
+    """A program of the user's: a Python file, a module as of ``python -m``, or a program as it is (``is_program``).
 
-    ``path`` is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
+    ``path`` of a file is absolute; exactly one of ``path`` and ``module`` is not empty. ``restarts``: it may be
     started again, because the user has said how it resumes, or how often. ``preload``: modules that the
     zygote imports ahead. ``plain_saves``: torch.save is left as it is. ``from_scratch``: it may begin at its
-    beginning where an attempt before has saved something. ``hang_timeout_s``: without a sign of any rank; 0: no limit.
+    beginning where an attempt before has saved something. ``hang_timeout_s``: without a sign of any rank; 0: no limit. ``shown_ranks``: whose lines the console has,
+    None: all; ``marks_lines``: and each says whose it is.
     """
 
     path: str
@@ -47,6 +48,9 @@ class ScriptPlan:
     plain_saves: bool = False
     from_scratch: bool = False
     hang_timeout_s: float = 0.0
+    is_program: bool = False
+    shown_ranks: tuple[int, ...] | None = (0,)
+    marks_lines: bool = False
 
     @property
     def name(self) -> str:
@@ -96,12 +100,16 @@ def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
 
 
 def plan_restart(
-    attempts: Sequence[Attempt], *, restarts: bool, settings: RecoverySettings
+    attempts: Sequence[Attempt],
+    *,
+    restarts: bool,
+    settings: RecoverySettings,
+    counts_steps: bool = True,
 ) -> StartAgain | EndRun:
     """What follows the newest of ``attempts``, all of which have failed, oldest first.
 
     A script that does not resume begins at its beginning and overwrites its results, so none is
-    started again unless that was asked for.
+    started again unless that was asked for. Where nobody ``counts_steps``, the budget alone ends it.
     """
     newest, earlier = attempts[-1], attempts[:-1]
 
@@ -112,12 +120,13 @@ def plan_restart(
         return end("its arguments are wrong")
     if not restarts:
         return end("started again only with --max-restarts or --resume-with")
-    if not any(attempt.steps for attempt in attempts):
+    if counts_steps and not any(attempt.steps for attempt in attempts):
         return end("it failed before the first optimizer step")
     kind, origin = newest.fault.kind, newest.fault.origin
     is_own = kind in (FaultKind.RANK_RAISED, FaultKind.RANK_EXITED) or (
         kind in (FaultKind.RANK_HUNG, FaultKind.COLLECTIVE_STUCK) and origin is Origin.OWN
     )
+    is_own = is_own and counts_steps
     if is_own and any(
         attempt.steps == newest.steps and same_error(attempt.fault, newest.fault)
         for attempt in earlier

@@ -1,6 +1,6 @@
 """Follows the rank logs and picks what the console shows. Never writes, never waits.
 
-Shown: rank 0's records from INFO up (with ``debug`` also its DEBUG) and its raw output; WARNING and
+Shown, unless other ranks are asked for: rank 0's records from INFO up (with ``debug`` also its DEBUG) and its raw output; WARNING and
 ERROR of every rank; never STEP records. The same warning of several ranks within one poll is one line; an identical one
 that comes again is held back and shown with its count.
 """
@@ -19,7 +19,7 @@ from ddp_runner.observe.logger import CONTINUATION, parse_line, split_records
 from ddp_runner.observe.tail import BACKLOG_BYTES_MAX, CHUNK_BYTES, FollowedFile, FollowedMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 RAW = "RAW"
 LINES_PER_POLL_MAX = 200  # of one rank, warnings and errors not counted
@@ -64,7 +64,8 @@ class LogTail:
 
     Only lines with ``seal`` are records; whatever else looks like one is a task's output.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
-    shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either.
+    shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either. ``shown``: the ranks
+    whose lines are shown, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class LogTail:
         seal: str = "",
         from_end: bool = True,
         shown_bytes: int = 0,
+        shown: Collection[int] = (0,),
+        marks_lines: bool = False,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         paths = (
@@ -90,6 +93,8 @@ class LogTail:
             for rank, path in enumerate(paths)
         ]
         self._open: list[_Record | None] = [None] * ranks
+        self._shown = frozenset(shown)
+        self._marks_lines = marks_lines
         self._debug = debug
         self._seal = seal
         self._now_s = now_s
@@ -127,8 +132,9 @@ class LogTail:
                 if record.level in _ALARMS:
                     key = (record.level, "\n".join(record.lines))
                     alarms.setdefault(key, (record, []))[1].append(rank)
-                elif rank == 0:
-                    text = "\n".join(record.lines)
+                elif rank in self._shown:
+                    mark = f"[default{rank}]:" if self._marks_lines else ""
+                    text = "\n".join(mark + line for line in record.lines)
                     plain.append(ConsoleLine(rank=rank, level=record.level, text=text))
             shown += self._bounded(plain)
         for (level, text), (record, ranks) in alarms.items():

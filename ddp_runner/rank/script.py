@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ from ddp_runner.system.run_files import left_over, temporary_path, writer_of
 from ddp_runner.training.failure import fault_of
 
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
+_IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # which programs of others expect to end of
 
 
 def run(request: Fork, descriptors: list[int]) -> int:
@@ -76,6 +77,8 @@ def run(request: Fork, descriptors: list[int]) -> int:
         Channel.from_descriptor(control), _slot_of(board, request, spec), startup, request.rank
     )
     link.join()
+    if spec["is_program"]:
+        _become_program(str(spec["path"]), spec["arguments"])
     register_optimizer_step_post_hook(_StepCounter(link.slot))
     count_heartbeats(link.slot)
     notice_files(link.slot, whole_saves=not spec["plain_saves"])
@@ -119,6 +122,17 @@ def _be_an_ordinary_process() -> None:
     os.close(null)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     np.random.seed()  # noqa: NPY002 - all forks would draw the same numbers; Python's own does this itself
+
+
+def _become_program(path: str, arguments: list[str]) -> NoReturn:
+    """Run another program in this process; of ours nothing is left but its environment and output."""
+    for number in _IGNORED_BY_PYTHON:
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            if int(descriptor.name) > 2:
+                os.set_inheritable(int(descriptor.name), False)
+    os.execvp(path, [path, *arguments])  # noqa: S606 - the user's program
 
 
 def _slot_of(descriptor: int, request: Fork, spec: Mapping[str, Any]) -> Slot:

@@ -196,6 +196,7 @@ class ScriptSupervisor(Supervisor):
             self._wait_for_rest(now_s, self._kill_at_s)
         elif all(handle.has_finished for handle in ranks):
             self._note_attempt(None)
+            self._say_if_nothing_was_trained()
             self.run_end.completed(StopReason.COMPLETED)
         else:
             self._spawn(now_s)
@@ -203,6 +204,11 @@ class ScriptSupervisor(Supervisor):
             self._name_late_ones(now_s)
             self._end_if_it_does_not_resume()
             self._look_for_hung(now_s)
+
+    def _say_if_nothing_was_trained(self) -> None:
+        """Some scripts end with 0 where they miss a GPU."""
+        if not self.facts.committed_step and not self._script.is_program:
+            self.recorder.say("no rank has made an optimizer step", level="WARNING")
 
     def _look_for_hung(self, now_s: float) -> None:
         fault = self._hangs.look(now_s) if self._script.hang_timeout_s else None
@@ -276,10 +282,16 @@ class ScriptSupervisor(Supervisor):
         self._attempts.append(failed)
         self._has_saved |= any(handle.slot.get(Cell.SCRIPT_SAVES) for handle in self.world.ranks)
         plan = plan_restart(
-            self._attempts, restarts=self._script.restarts, settings=self.plan.settings.recovery
+            self._attempts,
+            restarts=self._script.restarts,
+            settings=self.plan.settings.recovery,
+            counts_steps=not self._script.is_program,
         )
+        what = culprit.cause
+        if not self._script.is_program:
+            what += f" after {failed.steps:,} optimizer steps"
         if isinstance(plan, EndRun):
-            reason = f"{culprit.cause} after {failed.steps:,} optimizer steps ({plan.reason}){log}"
+            reason = f"{what} ({plan.reason}){log}"
             self.run_end.at_once(
                 Ending.of(
                     plan.status,
@@ -290,7 +302,7 @@ class ScriptSupervisor(Supervisor):
             )
             return
         self.recorder.say(
-            f"{culprit.cause} after {failed.steps:,} optimizer steps -> all {len(self.world.ranks)} ranks"
+            f"{what} -> all {len(self.world.ranks)} ranks"
             f" start again (attempt {self.attempt}){log}",
             level="WARNING",
         )
@@ -323,12 +335,13 @@ class ScriptSupervisor(Supervisor):
                 "path": self._script.path,
                 "module": self._script.module,
                 "arguments": arguments,
+                "is_program": self._script.is_program,
                 "plain_saves": self._script.plain_saves,
                 "log_file": str(log),
                 "error_file": str(log.with_name(f"rank_{handle.rank}_error.json")),
                 "run_id": self._run_id,
                 "attempt": self.attempt,
-                "max_restarts": self.plan.settings.recovery.max_restarts,
+                "max_restarts": self._script.restarts and self.plan.settings.recovery.max_restarts,
             }
             if self.world.spawn_script(handle, extra, log_file=log, now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
@@ -365,7 +378,13 @@ class ScriptSupervisor(Supervisor):
         if not self.recorder.may_write and not self._begin():
             return
         self._log_file(0).parent.mkdir(exist_ok=True)
-        self.outputs.follow([self._log_file(handle.rank) for handle in self.world.ranks])
+        ranks = tuple(range(len(self.world.ranks)))
+        shown = self._script.shown_ranks
+        self.outputs.follow(
+            [self._log_file(rank) for rank in ranks],
+            shown=ranks if shown is None else shown,
+            marks_lines=self._script.marks_lines,
+        )
         self.facts.generation += 1
         self.facts.formed_at_s = now_s
         self.recorder.record(events.Forming(generation=self.facts.generation))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ddp_runner import config
@@ -106,8 +106,13 @@ class Outputs:
             if os.path.lexists(path) and not is_regular(path):
                 self.warn_console(f"{path} is no regular file: what rank {rank} says is not kept")
 
-    def follow(self, paths: Sequence[Path]) -> None:
-        """From now on show what comes into these files, one for each rank, from their beginning."""
+    def follow(
+        self, paths: Sequence[Path], *, shown: Collection[int], marks_lines: bool = False
+    ) -> None:
+        """From now on show what comes into these files, one for each rank, from their beginning.
+
+        Of the ranks that are ``shown``; with ``marks_lines`` each line says of which, as torchrun marks them.
+        """
         if self._files is not None:
             self.show_rest()
             self._files.tail.close()
@@ -117,6 +122,8 @@ class Outputs:
                 debug=self._settings.run.debug,
                 seal=self._seal,
                 from_end=False,
+                shown=shown,
+                marks_lines=marks_lines,
             )
 
     def write_config(self) -> None:

@@ -1,0 +1,129 @@
+"""What ``run`` takes before the script, as tables: its own options, those of ``train``, and what torchrun has besides."""
+
+from __future__ import annotations
+
+from ddp_runner.cli.options import LONG_OF_SHORT, Option
+
+# Options of ``train`` that mean the same here.
+SHARED = (
+    *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
+    *("--config", "--max-restarts", "--debug"),
+)
+# Where they mean a little less.
+SAYS_OF_SHARED = {
+    "--name": "of this run: it writes to logs/NAME [the script's]",
+    "--log-dir": "this folder has attempt_<n>/rank_<r>.log [logs/NAME]",
+    "--max-restarts": "restarts of all ranks within an hour; without it none",
+}
+OWN = {
+    option.long: option
+    for option in (
+        Option(
+            long="--module", short="-m", metavar="MODULE", says="run a module, as python -m does"
+        ),
+        Option(
+            long="--no-python",
+            says="run a program as it is, such as bash worker.sh: its steps and hangs are not seen",
+        ),
+        Option(
+            long="--grace-period",
+            metavar="SECONDS",
+            says="from SIGTERM to SIGKILL when the run is asked to stop [30]",
+        ),
+        Option(
+            long="--hang-timeout",
+            metavar="SECONDS",
+            says="from the first step on: without a step, a collective, a line or "
+            "ddp_runner.heartbeat() of any rank it is a fault [no limit]",
+        ),
+        Option(
+            long="--preload",
+            metavar="A,B",
+            says="modules to import once, before the ranks are forked, such as transformers",
+        ),
+        Option(
+            long="--master-port", key="ddp.port", metavar="PORT", says="of the store [any free]"
+        ),
+        Option(
+            long="--resume-with",
+            metavar="GLOB:WORDS",
+            says="words that are added at each start at which such a file exists, as in "
+            "'out/ckpt.pt:--resume out/ckpt.pt'; may be repeated",
+        ),
+        Option(
+            long="--from-scratch",
+            says="a restart may begin at the beginning, though an attempt before has saved",
+        ),
+        Option(
+            long="--plain-saves", says="leave torch.save as it is: else a file is replaced whole"
+        ),
+        Option(
+            long="--tee",
+            short="-t",
+            metavar="WHICH",
+            says="show these ranks on the console, each line with [default<r>]: 3: all, 0:3,1:3: "
+            "these; a log has stdout and stderr in one",
+        ),
+        Option(
+            long="--local-ranks-filter",
+            metavar="0,1",
+            says="show these ranks only on the console [0]",
+        ),
+        Option(
+            long="--monitor-interval",
+            metavar="SECONDS",
+            says="accepted: the end of a rank is noticed at once",
+        ),
+        Option(long="--standalone", says="accepted: there is one machine"),
+    )
+}
+LONG_OF_SHORT_HERE = {
+    **{option.short: long for long, option in OWN.items() if option.short},
+    **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
+    "-r": "--redirects",
+}
+# What means nothing of a program that is no Python of ours to run.
+PYTHON_ONLY = ("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves")
+# Of torchrun, with no meaning here, or none that could be kept.
+_ONE_MACHINE_ONLY = "is for several machines, which are not in this version"
+REFUSED = {
+    "--nnodes": f"must be 1: more {_ONE_MACHINE_ONLY}",
+    "--node-rank": _ONE_MACHINE_ONLY,
+    "--rdzv-endpoint": _ONE_MACHINE_ONLY,
+    "--rdzv-id": _ONE_MACHINE_ONLY,
+    "--rdzv-conf": _ONE_MACHINE_ONLY,
+    "--rdzv-backend": _ONE_MACHINE_ONLY,
+    "--master-addr": _ONE_MACHINE_ONLY,
+    "--local-addr": _ONE_MACHINE_ONLY,
+    "--start-method": "is not needed: ranks are forked from a process that has torch imported",
+    "--redirects": "is not needed: each rank has its own log file below --log-dir",
+    "--run-path": "is not needed: a Python file runs in a fork of this command's own Python",
+    "--shutdown-timeout": "is called --grace-period here",
+    "--signals-to-handle": "cannot be chosen: SIGINT, SIGTERM, SIGHUP and SIGUSR1 stop the run",
+    "--role": "has no use on one machine: ROLE_NAME is default",
+    "--logs-specs": "is not in this version",
+    "--event-log-handler": "is not in this version: events.jsonl has what happened",
+    "--duplicate-stdout-filters": "is not in this version",
+    "--duplicate-stderr-filters": "is not in this version",
+    "--numa-binding": "is not in this version",
+    "--virtual-local-rank": "is not in this version",
+}
+REFUSED_SWITCHES = ("--run-path", "--virtual-local-rank")
+# Values with which they say what is so in any case.
+ACCEPTED_VALUES = {
+    "--nnodes": ("1", "1:1"),
+    "--node-rank": ("0",),
+    "--master-addr": ("127.0.0.1", "localhost"),
+}
+EXAMPLES = (
+    ("train.py --lr 1e-3", "two ranks on the CPU, or one per GPU"),
+    ("-n 4 train.py", "as torchrun --nproc-per-node 4 train.py"),
+    ("--max-restarts 3 train.py", "started again from its own checkpoint"),
+    (
+        "--resume-with 'out/*.pt:--resume out' train.py",
+        "the same command resumes, now and after a failure",
+    ),
+    ("--hang-timeout 600 --tee 3 train.py", "hangs are faults, and all ranks are shown"),
+    ("-m package.train --epochs 3", "a module, as python -m"),
+    ("--no-python bash worker.sh", "a program that is no Python"),
+)
