@@ -76,8 +76,8 @@ class Saving:
         self._skips = 0  # saves that come due and are not tried
         self.save_requests = SaveRequests()
         self._said_waiting = False
-        self._pace = CheckpointInterval(now_s=time.monotonic())
-        self._knows_the_past = False  # what a process before has seen is counted in the pace
+        self._interval = CheckpointInterval(now_s=time.monotonic())
+        self._knows_the_past = False  # what a process before has seen is counted in the interval
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
         self._reserves = pins_copies(workload.device)
         state.before_change = self._release_state
@@ -138,7 +138,7 @@ class Saving:
         if self._failures and not self.save_requests.is_open:
             return False
         if self._saves_by_time and self._runtime.slot.get(Cell.GENERATION) > 1:
-            self._take_over_pace()
+            self._take_over_interval()
         step, length = self._state.committed_step, self._workload.length
         due = last_save_due(step, length, self._settings.checkpoint)
         if due <= max(0, self._progress.checkpoint_step):
@@ -170,12 +170,14 @@ class Saving:
     def resumed(self, loaded: Loaded) -> None:
         """Go on from a checkpoint: one that no stop has made was needed because of a fault."""
         self._knows_the_past = True
-        self._pace.go_on_from(loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL)
+        self._interval.go_on_from(
+            loaded.manifest.pace, after_fault=loaded.manifest.reason == INTERVAL
+        )
         self._disk_faults.report_unusable(self._store, loaded)
 
     def compared(self, compare_s: float) -> None:
         """So long training has waited for the comparison of the replicas, for a save's sake."""
-        self._pace.compared(compare_s)
+        self._interval.compared(compare_s)
         if (
             self._compare_s is None
         ):  # else it is for the save's sake no more, which is being written
@@ -183,14 +185,14 @@ class Saving:
 
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
-        self._pace.stepped(step_s, beside_save=self._saver.is_busy)
+        self._interval.stepped(step_s, beside_save=self._saver.is_busy)
         if self._reserves:
             self._reserves = False
             self._reserve()
 
     def rolled_back(self, loaded: Loaded | None) -> None:
         """A checkpoint was needed within this process, if only there had been one."""
-        self._pace.faults += 1
+        self._interval.faults += 1
         if loaded is not None:
             self._disk_faults.report_unusable(self._store, loaded)
 
@@ -248,37 +250,37 @@ class Saving:
 
     def _is_time(self) -> bool:
         now_s, step_s = time.monotonic(), self._runtime.slot.get(Cell.STEP_NS) / 1e9
-        if not self._pace.is_due(now_s=now_s, step_s=step_s):
-            if news := self._pace.news(now_s=now_s, step_s=step_s):
+        if not self._interval.is_due(now_s=now_s, step_s=step_s):
+            if news := self._interval.news(now_s=now_s, step_s=step_s):
                 self._runtime.logger.info(news, step=self._state.committed_step)
             return False
         if not self._skips:
             return True
         self._skips -= 1
-        self._pace.began(now_s=now_s)
+        self._interval.began(now_s=now_s)
         return False
 
-    def _take_over_pace(self) -> None:
+    def _take_over_interval(self) -> None:
         """Count from the newest file: ranks 0 that die one after the other must not put saves off.
 
         What the one before has learnt about the cost of a save is in its newest manifest.
         """
         written_s, entries = 0.0, self._store.catalog.entries()
         known = next((entry.manifest.pace for entry in entries if entry.manifest), None)
-        if known and not self._knows_the_past and not self._pace.has_learnt:
+        if known and not self._knows_the_past and not self._interval.has_learnt:
             self._knows_the_past = True
-            self._pace.go_on_from(known, after_fault=False)
+            self._interval.go_on_from(known, after_fault=False)
         for entry in entries:
             with contextlib.suppress(OSError):  # no file, or retention was faster
                 written_s = max(written_s, entry.path.stat().st_mtime)
         age_s = max(0.0, time.time() - written_s)
-        self._pace.began(now_s=time.monotonic() - age_s)
+        self._interval.began(now_s=time.monotonic() - age_s)
 
     def _begin(self, reason: str) -> None:
         self._begun_step, self._compare_s = self._state.committed_step, None
         self._put_off = ""
         self.save_requests.begun()
-        self._pace.began(now_s=time.monotonic())
+        self._interval.began(now_s=time.monotonic())
         began_ns = self._enter()
         try:
             self._start_saving(reason)
@@ -349,7 +351,7 @@ class Saving:
             data=self._data(),
             monitored=self._monitored(),
             reason=reason,
-            pace=self._pace.to_record(now_s=time.monotonic()),
+            pace=self._interval.to_record(now_s=time.monotonic()),
             order=self._state.order_version,
         )
 
@@ -420,7 +422,7 @@ class Saving:
         self.save_requests.answered()
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s
         waited_s = blocked_s + compare_s
-        self._pace.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
+        self._interval.measured(blocked_s=blocked_s, write_s=saved.blocked_s)
         self._progress.checkpoint = str(saved.path)
         self._progress.checkpoint_step = step
         of_it = f", {compare_s:.2f} s of it to compare the ranks" if compare_s >= 0.005 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_runner.training.components import tensor_hash as fingerprint
+from ddp_runner.training.components import tensor_hash as module
 from ddp_runner.training.components.tensor_hash import combined, state_hashes, tensor_hash
 
 
@@ -75,5 +75,5 @@ def test_a_state_is_hashed_by_name_in_its_order():
 def test_a_device_comes_to_the_same_hash_with_one_look_at_it(size):
     """Replicas on unlike devices are compared; what a GPU would sum is summed here on the CPU."""
     tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    on_device = int(fingerprint._total_on_device(fingerprint._chunks(tensor), torch.device("cpu")))
-    assert fingerprint._as_text(on_device) == tensor_hash(tensor)
+    on_device = int(module._total_on_device(module._chunks(tensor), torch.device("cpu")))
+    assert module._as_text(on_device) == tensor_hash(tensor)
