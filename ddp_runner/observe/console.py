@@ -62,7 +62,9 @@ class _Alarm:
 class LogTail:
     """Tails ``rank_<r>.log`` of a directory, or one path (or memory file) per rank in rank order.
 
-    Only lines with ``seal`` are records; whatever else looks like one is a task's output.
+    Only lines with ``seal`` are records; whatever else looks like one is a task's output. What
+    stands behind a line of nothing but the seal is for the log alone: a traceback, where somebody else
+    knows whose is to be shown.
     With ``from_end`` what stands in the files now is not shown; a file that appears later is
     shown from its start. Of rank 0 the next ``shown_bytes`` are not shown either. ``shown``: the ranks
     whose lines are shown, with ``marks_lines`` each behind ``[default0]:``, as torchrun has it.
@@ -94,6 +96,7 @@ class LogTail:
         ]
         self._open: list[_Record | None] = [None] * ranks
         self._shown = frozenset(shown)
+        self._held_back: set[int] = set()  # ranks of which nothing more is shown
         self._marks_lines = marks_lines
         self._debug = debug
         self._seal = seal
@@ -132,7 +135,9 @@ class LogTail:
                 if record.level in _ALARMS:
                     key = (record.level, "\n".join(record.lines))
                     alarms.setdefault(key, (record, []))[1].append(rank)
-                elif rank in self._shown:
+                elif self._is_last_shown(record):
+                    self._held_back.add(rank)
+                elif rank in self._shown and rank not in self._held_back:
                     mark = f"[default{rank}]:" if self._marks_lines else ""
                     text = "\n".join(mark + line for line in record.lines)
                     plain.append(ConsoleLine(rank=rank, level=record.level, text=text))
@@ -159,8 +164,13 @@ class LogTail:
                 self._open[rank] = records[-1] if records[-1].level != RAW else None
         return [record for record in records if self._worth_showing(record)]
 
+    def _is_last_shown(self, record: _Record) -> bool:
+        return record.level == RAW and bool(self._seal) and record.lines[0] == self._seal
+
     def _worth_showing(self, record: _Record) -> bool:
         if record.level == RAW:
+            if self._is_last_shown(record):
+                return True
             return bool(record.lines[0].strip()) and not _STACK_LINE.match(record.lines[0])
         if record.level == "STEP":
             return False

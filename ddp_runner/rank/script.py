@@ -46,7 +46,7 @@ from ddp_runner.core.messages import (
     Stacks,
 )
 from ddp_runner.core.phases import Phase
-from ddp_runner.observe.files import lossy_text
+from ddp_runner.observe.files import ends_torn, lossy_text
 from ddp_runner.rank.runtime import StartupOutput, write_stacks
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
@@ -74,7 +74,12 @@ def run(request: Fork, descriptors: list[int]) -> int:
     os.environ.update(torchrun_environment(request, spec))
     _be_an_ordinary_process()
     link = _Link(
-        Channel.from_descriptor(control), _slot_of(board, request, spec), startup, request.rank
+        Channel.from_descriptor(control),
+        _slot_of(board, request, spec),
+        startup,
+        request.rank,
+        log=log,
+        hold_back=f"{spec['log_seal']}\n".encode(),
     )
     link.join()
     if spec["is_program"]:
@@ -144,11 +149,22 @@ def _slot_of(descriptor: int, request: Fork, spec: Mapping[str, Any]) -> Slot:
 class _Link:
     """Reports to the supervisor, and hears what that asks. One daemon thread receives."""
 
-    def __init__(self, channel: Channel, slot: Slot, output: StartupOutput, rank: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        slot: Slot,
+        output: StartupOutput,
+        rank: int,
+        *,
+        log: Path,
+        hold_back: bytes,
+    ) -> None:
         self._channel = channel
         self.slot = slot
         self._output = output
         self._rank = rank
+        self._log = log
+        self._hold_back = hold_back  # a line after which nothing of this rank is shown
         self._forms: queue.SimpleQueue[Form] = queue.SimpleQueue()
         self._generation = 0
 
@@ -196,6 +212,14 @@ class _Link:
             aborted=False,
         )
         self._send(Faulted(generation=self._generation, fault=fault))
+        # INVARIANT one-traceback: what stands behind a line of the seal alone is for the log, not for the console.
+        # Broken if: the traceback is printed before that line.
+        # Guarded by: test_one_traceback_is_shown_and_that_of_the_first.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+                stream.flush()
+        with contextlib.suppress(OSError):
+            os.write(2, (b"\n" if ends_torn(self._log) else b"") + self._hold_back)
 
     def _send(self, message: Message) -> None:
         try:

@@ -42,6 +42,7 @@ from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.script_errors import error_file, explained, recorded_fault
 from ddp_runner.supervisor.script_hangs import ScriptHangs
 from ddp_runner.supervisor.supervisor import Supervisor
 
@@ -270,7 +271,7 @@ class ScriptSupervisor(Supervisor):
 
     def _judge(self, now_s: float) -> None:
         """The attempt is over: start all again, or end the run."""
-        culprit = attribute(self._faults).culprit
+        culprit = attribute(explained(self._faults, self._recorded())).culprit
         failed = Attempt(
             fault=culprit,
             exit_code=self._codes.get(culprit.rank, 1),
@@ -288,6 +289,8 @@ class ScriptSupervisor(Supervisor):
             counts_steps=not self._script.is_program,
         )
         what = culprit.cause
+        if culprit.rank >= 0 and not what.startswith("rank "):
+            what = f"rank {culprit.rank}: {what}"
         if not self._script.is_program:
             what += f" after {failed.steps:,} optimizer steps"
         if isinstance(plan, EndRun):
@@ -297,10 +300,12 @@ class ScriptSupervisor(Supervisor):
                     plan.status,
                     reason,
                     exit_code=plan.exit_code,
-                    detail=culprit.detail if culprit.rank else "",
+                    detail=self._traceback_to_show(culprit),
                 )
             )
             return
+        if trace := self._traceback_to_show(culprit):
+            self.recorder.say(trace, level="ERROR")
         self.recorder.say(
             f"{what} -> all {len(self.world.ranks)} ranks"
             f" start again (attempt {self.attempt}){log}",
@@ -317,6 +322,21 @@ class ScriptSupervisor(Supervisor):
         for handle in self.world.ranks:
             handle.member.advance(MembershipEvent.TO_REPLACE)
             handle.slot.clear()  # what it says is of the attempt that is over
+
+    def _recorded(self) -> list[Fault]:
+        """What ranks of this attempt have left in the files for their errors."""
+        steps = ((one, one.slot.get(Cell.COMMITTED_STEP)) for one in self.world.ranks)
+        found = (
+            recorded_fault(error_file(self._log_file(one.rank)), rank=one.rank, step=step)
+            for one, step in steps
+        )
+        return [fault for fault in found if fault is not None]
+
+    def _traceback_to_show(self, culprit: Fault) -> str:
+        """The only one on the console: a Python's own is held back there. A program's is not."""
+        shown = self._script.shown_ranks
+        is_there = self._script.is_program and (shown is None or culprit.rank in shown)
+        return "" if is_there else culprit.detail.rstrip()
 
     def _spawn(self, now_s: float) -> None:
         if not self.node.can_fork or now_s < self._again_at_s or self._renews_store:
@@ -338,7 +358,7 @@ class ScriptSupervisor(Supervisor):
                 "is_program": self._script.is_program,
                 "plain_saves": self._script.plain_saves,
                 "log_file": str(log),
-                "error_file": str(log.with_name(f"rank_{handle.rank}_error.json")),
+                "error_file": str(error_file(log)),
                 "run_id": self._run_id,
                 "attempt": self.attempt,
                 "max_restarts": self._script.restarts and self.plan.settings.recovery.max_restarts,
@@ -378,6 +398,8 @@ class ScriptSupervisor(Supervisor):
         if not self.recorder.may_write and not self._begin():
             return
         self._log_file(0).parent.mkdir(exist_ok=True)
+        for handle in self.world.ranks:  # of an earlier launch
+            error_file(self._log_file(handle.rank)).unlink(missing_ok=True)
         ranks = tuple(range(len(self.world.ranks)))
         shown = self._script.shown_ranks
         self.outputs.follow(

@@ -109,7 +109,7 @@ class Outputs:
     def follow(
         self, paths: Sequence[Path], *, shown: Collection[int], marks_lines: bool = False
     ) -> None:
-        """From now on show what comes into these files, one for each rank, from their beginning.
+        """From now on show what comes into these files, one for each rank.
 
         Of the ranks that are ``shown``; with ``marks_lines`` each line says of which, as torchrun marks them.
         """
@@ -121,7 +121,6 @@ class Outputs:
                 ranks=len(paths),
                 debug=self._settings.run.debug,
                 seal=self._seal,
-                from_end=False,
                 shown=shown,
                 marks_lines=marks_lines,
             )

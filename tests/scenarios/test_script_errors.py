@@ -1,0 +1,105 @@
+"""Whose traceback is shown when a script fails on several ranks, and what ``@record`` adds to that."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from .test_scripts import run_script
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+w = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([w], lr=0.1)
+def main():
+    dist.init_process_group("gloo")
+    for step in range(9):
+        (w * w).sum().backward()
+        dist.all_reduce(w.grad)
+        optimizer.step()
+        if step == 3 and dist.get_rank() == 1:
+            raise ValueError("row 17 is bad")
+"""
+LOST = "Connection closed by peer"
+
+
+def own(folder, call):
+    script = folder / "own.py"
+    script.write_text(f"{SCRIPT}{call}\n", encoding="utf-8")
+    return script
+
+
+def logs(run):
+    return [(run.logs / "attempt_0" / f"rank_{rank}.log").read_text() for rank in range(2)]
+
+
+def test_one_traceback_is_shown_and_that_of_the_first(tmp_path):
+    """Rank 0 lost its peer by that: its own traceback stands in its log only, and is no cause."""
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    script = own(tmp_path, f"{deaf}\nprint('begun', end='', flush=True); main()")
+    with run_script(tmp_path, script) as run:
+        assert run.wait() == 1, run.console
+    assert run.console.count("Traceback") == 1
+    assert "ValueError: row 17 is bad" in run.console
+    assert "rank 1: ValueError: row 17 is bad after 4 optimizer steps" in run.console
+    assert LOST not in run.console
+    assert "begun" in run.console
+    zero, one = logs(run)
+    assert LOST in zero
+    assert "ValueError: row 17 is bad" in one
+    assert run.summary()["attempts"][0]["rank"] == 1
+
+
+def test_an_exception_that_only_record_has_seen_is_the_cause(tmp_path):
+    """The script itself ends with a code of its own, and says nothing."""
+    quiet = "try: record(main)()\nexcept BaseException: os._exit(9)"
+    with run_script(tmp_path, own(tmp_path, quiet), options=("--max-restarts", 1)) as run:
+        assert run.wait() == 9, run.console
+    first, second = run.summary()["attempts"]
+    assert (first["rank"], first["cause"]) == (1, "ValueError: row 17 is bad")
+    assert "in main" in first["detail"]
+    assert second["cause"] == first["cause"]
+    assert "the same error after as many steps again" in run.console
+
+
+def test_of_a_program_the_recorded_error_says_more_than_its_exit_code(tmp_path):
+    """Of two that end with 1, the one that lost its peer may be the first to do so."""
+    script = own(tmp_path, "record(main)()")
+    with run_script(tmp_path, sys.executable, script, options=("--no-python",)) as run:
+        assert run.wait() == 1, run.console
+    attempt = run.summary()["attempts"][0]
+    assert (attempt["rank"], attempt["cause"]) == (1, "ValueError: row 17 is bad")
+
+
+@pytest.mark.parametrize("content", ["", "no JSON", "[]", json.dumps({"message": "old: form"})])
+def test_an_error_file_of_another_form_or_launch_does_no_harm(tmp_path, content):
+    """Those of an earlier launch in the same folder are removed; one by other means is read as it can be."""
+    stale = tmp_path / "logs" / "attempt_0"
+    stale.mkdir(parents=True)
+    (stale / "rank_0_error.json").write_text(json.dumps({"message": "ValueError: stale"}))
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os\n"
+        f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({content!r})\n"
+        "os._exit(7)\n",
+        encoding="utf-8",
+    )
+    with run_script(tmp_path, script, world=1) as run:
+        assert run.wait() == 7, run.console
+    cause = "old: form" if "old" in content else "rank 0 exited with code 7"
+    assert run.summary()["attempts"][0]["cause"] == cause
+
+
+def test_a_second_launch_shows_nothing_of_the_first(tmp_path):
+    """Its lines stand in the same logs, behind those."""
+    script = tmp_path / "own.py"
+    script.write_text("import sys; print('launch', sys.argv[1])\n", encoding="utf-8")
+    for launch in (1, 2):
+        with run_script(tmp_path, script, launch, world=1) as run:
+            assert run.wait() == 0, run.console
+        assert f"launch {launch}" in run.console
+        assert f"launch {3 - launch}" not in run.console
