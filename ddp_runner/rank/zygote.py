@@ -1,7 +1,8 @@
 """The zygote: imports torch once, then forks ranks and the store host in milliseconds.
 
-It stays single-threaded and never touches CUDA, so that its forks start clean. It is started as
-``start.py ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID [TASK]`` and ends with its supervisor.
+It stays single-threaded and never touches CUDA, so that its forks start clean: what it imports for a user
+and leaves either behind is left to the ranks, and it starts again without that. It is started as
+``start.py ddp_runner.rank.zygote DESCRIPTOR SUPERVISOR_PID [TASK [LEFT_OUT...]]`` and ends with its supervisor.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from ddp_runner import start
 from ddp_runner.core.messages import (
     DRILL_RANK,
     NO_PROCESS,
@@ -66,6 +69,14 @@ _PRELOADED_FOR_SCRIPTS = (
 )
 
 
+class UnfitForForksError(Exception):
+    """What was imported has left something behind that no fork can use. ``wanted``: what is left to import."""
+
+    def __init__(self, wanted: str, left_out: str) -> None:
+        super().__init__(left_out)
+        self.wanted = wanted
+
+
 class ProgramBegins(BaseException):
     """Raised in a fork that is a program of its own from here on: it is to run at the bottom of the stack.
 
@@ -78,11 +89,22 @@ class ProgramBegins(BaseException):
 
 
 def preload_for_scripts(modules: Sequence[str]) -> float:
-    """Import what scripts need, and ``modules``; returns the seconds it took. Raises ImportError."""
+    """Import what scripts need, and ``modules``; returns the seconds it took.
+
+    Raises ImportError, and UnfitForForksError for the first of ``modules`` after which forks would not start clean.
+    """
     began_s = time.monotonic()
     gc.disable()
-    for name in (*_PRELOADED_FOR_SCRIPTS, *modules):
+    for name in _PRELOADED_FOR_SCRIPTS:
         importlib.import_module(name)
+    was_fit = not what_forks_inherit()
+    for name in modules:
+        importlib.import_module(name)
+        left = what_forks_inherit()
+        if left and was_fit:
+            wanted = ",".join(one for one in modules if one != name)
+            says = f"--preload: {name} is left to each rank: after importing it {left}"
+            raise UnfitForForksError(ZYGOTE_OF_SCRIPTS + wanted, says)
     gc.freeze()
     gc.enable()
     return time.monotonic() - began_s
@@ -91,7 +113,8 @@ def preload_for_scripts(modules: Sequence[str]) -> float:
 def preload(task: str) -> float:
     """Import everything that forks will need; returns the seconds it took.
 
-    A user's task that cannot be imported is left to the ranks, which report it properly.
+    A user's task that cannot be imported is left to the ranks, which report it properly. Raises
+    UnfitForForksError for one after which forks would not start clean.
     """
     began_s = time.monotonic()
     gc.disable()  # looking for garbage while importing takes a quarter of the time, for 7 MB
@@ -105,8 +128,15 @@ def preload(task: str) -> float:
     elif task:
         from ddp_runner.training.task_import import import_task_module  # noqa: PLC0415 - after torch
 
+        was_fit = not what_forks_inherit()
         with contextlib.suppress(Exception):  # said by the ranks, which import it again
             import_task_module(task)
+        left = what_forks_inherit()
+        if left and was_fit:
+            says = (
+                f"the task is imported by each rank, not ahead of them: after importing it {left}"
+            )
+            raise UnfitForForksError("", says)
     gc.freeze()  # keeps the collector from touching, and so copying, shared pages
     gc.enable()
     return time.monotonic() - began_s
@@ -221,14 +251,12 @@ def stand_by(channel_descriptor: int, output: int, *, supervisor_pid: int) -> in
     return 0
 
 
-def _what_forks_inherit() -> str:
-    """What importing the user's task left behind that no fork can use; empty where there is nothing."""
+def what_forks_inherit() -> str:
+    """What imports have left behind that no fork can use; empty where there is nothing."""
     threads = len(list(Path("/proc/self/task").iterdir()))
     uses_cuda = sys.modules["torch"].cuda.is_initialized() or driver_has_started()
     left = [f"{threads} threads run"] * (threads > 1) + ["CUDA is in use"] * uses_cuda
-    if not left:
-        return ""
-    return f"after importing the task {' and '.join(left)}: ranks that are forked may not work"
+    return " and ".join(left)
 
 
 def driver_has_started(library: str = "libcuda.so.1") -> bool:
@@ -243,6 +271,13 @@ def driver_has_started(library: str = "libcuda.so.1") -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_NOT_INITIALIZED
 
 
+def _start_again(descriptor: int, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be a new zygote in the same process: of what was imported nothing is left, no thread and no driver."""
+    os.set_inheritable(descriptor, True)
+    command = [sys.executable, start.__file__, "ddp_runner.rank.zygote", *words]
+    os.execve(command[0], command, environment)  # noqa: S606 - our own interpreter and module
+
+
 def main(arguments: list[str]) -> int:
     """Entry point."""
     descriptor, supervisor_pid = int(arguments[0]), int(arguments[1])
@@ -252,15 +287,22 @@ def main(arguments: list[str]) -> int:
     leave_stops_to_supervisor()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # a user's module may import for ever
     channel = Channel.from_descriptor(descriptor)
-    wanted = arguments[2] if len(arguments) > 2 else ""
-    if wanted.startswith(ZYGOTE_OF_SCRIPTS):
-        modules = wanted.removeprefix(ZYGOTE_OF_SCRIPTS)
-        import_s = preload_for_scripts(modules.split(",") if modules else ())
-    else:
-        import_s = preload(wanted)
+    wanted, left_out = arguments[2] if len(arguments) > 2 else "", arguments[3:]
+    environment = dict(os.environ)  # before anybody's import changes it
+    try:
+        if wanted.startswith(ZYGOTE_OF_SCRIPTS):
+            modules = wanted.removeprefix(ZYGOTE_OF_SCRIPTS)
+            import_s = preload_for_scripts(modules.split(",") if modules else ())
+        else:
+            import_s = preload(wanted)
+    except UnfitForForksError as unfit:
+        words = [*arguments[:2], unfit.wanted, *left_out, str(unfit)]
+        _start_again(descriptor, words, environment)
     torch_version = str(sys.modules["torch"].__version__)
+    if left := what_forks_inherit():
+        left_out = [*left_out, f"after the imports {left}: ranks that are forked may not work"]
     channel.send(
-        ZygoteReady(torch_version=torch_version, import_s=import_s, warning=_what_forks_inherit())
+        ZygoteReady(torch_version=torch_version, import_s=import_s, warning="\n".join(left_out))
     )
     try:
         serve(channel, supervisor_pid)

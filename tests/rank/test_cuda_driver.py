@@ -52,7 +52,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, unsigned long long *memory) {
 """
 
 
-def _library(folder, name, source="int unused;"):
+def build_library(folder, name, source="int unused;"):
     (folder / f"{name}.c").write_text(source, encoding="utf-8")
     file = folder / name
     subprocess.run(
@@ -66,10 +66,10 @@ def _library(folder, name, source="int unused;"):
 def nvidia(tmp_path_factory):
     """A folder with a driver for three GPUs, NVML, and cuDNN as it is shipped."""
     folder = tmp_path_factory.mktemp("nvidia")
-    _library(folder, "libcuda.so.1", DRIVER % GPUS)
-    _library(folder, "libnvidia-ml.so.1", NVML % UUID)
+    build_library(folder, "libcuda.so.1", DRIVER % GPUS)
+    build_library(folder, "libnvidia-ml.so.1", NVML % UUID)
     for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "libcudnn_cnn.so.9"):
-        _library(folder, name)
+        build_library(folder, name)
     (folder / "libcudnn_broken.so.9").write_bytes(b"no library")
     return folder
 

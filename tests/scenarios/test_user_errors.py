@@ -32,17 +32,23 @@ def test_an_exception_that_always_comes_ends_the_run_with_its_traceback(tmp_path
     assert all(event["detail"] == "" for event in victims)
 
 
-def test_what_a_task_leaves_running_at_import_is_said_at_once(tmp_path):
-    """A fork beside a thread may inherit its locks: said when it is known, not when something hangs."""
+def test_a_task_that_starts_a_thread_is_imported_by_each_rank(tmp_path):
+    """A fork beside a thread may inherit its locks: said when it is known, and no rank is such a fork."""
     (tmp_path / "threaded.py").write_text(
         "import threading\n"
         "from tests.scenarios.workload import PacedTask\n"
+        "import os\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "open('imported', 'a').write(f'{os.getpid()}\\n')\n"
         "class Task(PacedTask):\n    pass\n"
     )
     with Run(tmp_path, *SETTINGS, "task.pace_s=0", task=f"{tmp_path / 'threaded.py'}:Task") as run:
         assert run.wait() == 0, run.console
-    warning = "after importing the task 2 threads run: ranks that are forked may not work"
+    warning = (
+        "the task is imported by each rank, not ahead of them: after importing it 2 threads run"
+    )
+    importers = (tmp_path / "imported").read_text().split()
+    assert len(set(importers)) == 3, "a zygote once, and each rank"
     assert run.console.count(warning) == 1, run.console
     assert run.console.index(warning) < run.console.index("parameters")
 

@@ -1,0 +1,97 @@
+"""``run --preload``: what is imported once for all ranks, and what does not suit for that."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from tests.rank.test_cuda_driver import DRIVER, build_library, needs_compiler
+
+from .harness import ROOT
+from .test_scripts import run_script
+
+SCRIPT = """
+import json, os, sys, threading
+found = {name: name in sys.modules for name in ("calm", "busy", "starts_cuda")}
+import calm, busy
+found["pids"] = [calm.pid, busy.pid, os.getpid()]
+found["threads"] = sorted(t.name for t in threading.enumerate())
+found["native"] = len(os.listdir("/proc/self/task"))
+found["changed"] = os.environ.get("CHANGED_BY_BUSY_IN", "")
+json.dump(found, open(f"found_{os.environ['RANK']}.json", "w"))
+"""
+BUSY = """
+import os, threading
+pid = os.getpid()
+os.environ["CHANGED_BY_BUSY_IN"] = f"{os.environ.get('CHANGED_BY_BUSY_IN', '')} {pid}".strip()
+threading.Thread(target=threading.Event().wait, daemon=True, name="busy").start()
+"""
+STARTS_CUDA = """
+import ctypes
+assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+"""
+
+
+@pytest.fixture
+def modules(tmp_path):
+    """Modules of a user's beside the script, on the search path of every process."""
+    (tmp_path / "calm.py").write_text("import os\npid = os.getpid()\n")
+    (tmp_path / "busy.py").write_text(BUSY)
+    (tmp_path / "starts_cuda.py").write_text(STARTS_CUDA)
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT)
+    return script
+
+
+def found_by(folder, rank):
+    return json.loads((folder / f"found_{rank}.json").read_text())
+
+
+def with_path(folder, **more):
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **more}
+
+
+def test_a_module_that_starts_a_thread_is_left_to_each_rank(tmp_path, modules):
+    """It is named, the others are there all the same, and nothing of it is left in the ranks."""
+    options = ("--preload", "calm,busy")
+    how = {"options": options, "environment": with_path(tmp_path)}
+    with run_script(tmp_path, modules, **how) as run:
+        assert run.wait() == 0, run.console
+    line = "--preload: busy is left to each rank: after importing it 2 threads run"
+    assert run.console.count(line) == 1, run.console
+    for rank in range(2):
+        found = found_by(tmp_path, rank)
+        assert (found["calm"], found["busy"]) == (True, False)
+        calm_pid, busy_pid, own_pid = found["pids"]
+        assert calm_pid != own_pid
+        assert busy_pid == own_pid
+        assert found["changed"] == str(own_pid), "what it did to the zygote's environment is gone"
+        assert found["threads"] == ["MainThread", "busy", "control"]
+
+
+def test_a_module_that_starts_nothing_is_imported_once(tmp_path, modules):
+    """Control: no word about it, and no import in a rank."""
+    options = ("--preload", "calm")
+    how = {"options": options, "environment": with_path(tmp_path)}
+    with run_script(tmp_path, modules, **how) as run:
+        assert run.wait() == 0, run.console
+    assert "is left to each rank" not in run.console
+    assert found_by(tmp_path, 0)["pids"][0] == found_by(tmp_path, 1)["pids"][0]
+
+
+@needs_compiler
+def test_a_module_that_starts_cuda_is_left_to_each_rank(tmp_path, modules):
+    """With a stand-in for NVIDIA's library, which a compiler makes here: no GPU is needed."""
+    folder = tmp_path / "nvidia"
+    folder.mkdir()
+    build_library(folder, "libcuda.so.1", DRIVER % 1)
+    environment = with_path(tmp_path, LD_LIBRARY_PATH=str(folder))
+    options = ("--preload", "starts_cuda,calm")
+    with run_script(tmp_path, modules, options=options, environment=environment) as run:
+        assert run.wait() == 0, run.console
+    line = "--preload: starts_cuda is left to each rank: after importing it CUDA is in use"
+    assert run.console.count(line) == 1, run.console
+    found = found_by(tmp_path, 1)
+    assert (found["calm"], found["starts_cuda"]) == (True, False)
