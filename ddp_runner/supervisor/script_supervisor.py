@@ -40,6 +40,7 @@ from ddp_runner.observe.script_summary import AttemptRecord, ScriptSummary
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.script_errors import error_file, explained, recorded_fault
@@ -363,7 +364,7 @@ class ScriptSupervisor(Supervisor):
                 "attempt": self.attempt,
                 "max_restarts": self._script.restarts and self.plan.settings.recovery.max_restarts,
             }
-            if self.world.spawn_script(handle, extra, log_file=log, now_s=now_s):
+            if self.world.spawn_rank(handle, RankStart(script=extra, log_file=log), now_s=now_s):
                 handle.member.advance(MembershipEvent.REPLACED)
 
     def _resume_words(self) -> list[str]:

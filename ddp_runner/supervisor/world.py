@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState
+from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
 from ddp_runner.core.messages import Abort, CountCollectives, Cut, Form, Message, Stacks, Stop
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
@@ -64,53 +63,13 @@ class World:
         """Whether a process waits that may become this rank."""
         return self._node.has_spare_for(handle.device.device)
 
-    def spawn_rank(
-        self,
-        handle: RankHandle,
-        *,
-        loads: bool,
-        resume: str,
-        injections_left: dict[str, int],
-        short_of_memory_in: str = "",
-        now_s: float,
-    ) -> bool:
-        """A process for a rank that has none: see :class:`RankStart`.
-
-        False where there is neither a spare nor a zygote: the spare has just ended.
-        """
-        handle.begin(now_s=now_s, loads=loads)
-        start = RankStart(
-            loads=loads,
-            resume=resume,
-            injections_left=injections_left,
-            short_of_memory_in=short_of_memory_in,
-            device_free_bytes=handle.device_free_bytes,
-            may_take_spare=handle.membership is not Membership.REJOINING,
-        )
+    def spawn_rank(self, handle: RankHandle, start: RankStart, *, now_s: float) -> bool:
+        """A process for a rank that has none. False where there is neither a spare nor a zygote that is ready."""
+        handle.begin(now_s=now_s, loads=start.loads)
         started = self._node.start_rank(handle.rank, start)
         if started is StartedBy.SPARE:
             handle.pid, handle.was_spare = self._node.processes[handle.rank].pid, True
         elif started is StartedBy.NOBODY:
-            self._forget(handle)
-        return started is not StartedBy.NOBODY
-
-    def spawn_script(
-        self, handle: RankHandle, script: Mapping[str, object], *, log_file: Path, now_s: float
-    ) -> bool:
-        """A fork for a rank of a script, which is sent ``script``. False where no zygote is ready."""
-        handle.begin(now_s=now_s, loads=False)
-        start = RankStart(
-            loads=False,
-            resume="none",
-            injections_left={},
-            short_of_memory_in="",
-            device_free_bytes=0,
-            may_take_spare=False,
-            script=script,
-            log_file=log_file,
-        )
-        started = self._node.start_rank(handle.rank, start)
-        if started is StartedBy.NOBODY:
             self._forget(handle)
         return started is not StartedBy.NOBODY
 

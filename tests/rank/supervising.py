@@ -14,6 +14,7 @@ from ddp_runner.core.messages import Forked, StoreReady, ZygoteReady
 from ddp_runner.supervisor.processes.departures import RankEnded
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
+from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.world import World
 from ddp_runner.system import parent_death
 from tests.processes import DEADLINE_S
@@ -133,9 +134,8 @@ class PlayedSupervisor:
 
     def spawn_rank(self, handle, *, loads):
         """Fork a rank."""
-        self.world.spawn_rank(
-            handle, loads=loads, resume="auto", injections_left={}, now_s=time.monotonic()
-        )
+        start = RankStart(loads=loads, resume="auto", may_take_spare=True)
+        self.world.spawn_rank(handle, start, now_s=time.monotonic())
 
 
 def threads_of(pid):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -21,17 +21,17 @@ class RankStart:
     """What the process of a rank is to begin with."""
 
     # Whether it reads the checkpoint, because no other rank has a state to give it; and which one.
-    loads: bool
-    resume: str
+    loads: bool = False
+    resume: str = "none"
     # Number -> times, of the injections that are still to happen to it.
-    injections_left: Mapping[str, int]
+    injections_left: Mapping[str, int] = field(default_factory=dict)
     # The phase in which its predecessor had too little memory, so that this one halves the micro-batch,
     # or what it evaluates at a time; empty where it did not.
-    short_of_memory_in: str
+    short_of_memory_in: str = ""
     # Free on its device when the first process of the rank came; 0: not known.
-    device_free_bytes: int
-    # Of a script: what the rank is sent beside its surroundings, and the log file of this attempt.
+    device_free_bytes: int = 0
+    # One that is tried again may take its time: it leaves the spare to those that are missed.
+    may_take_spare: bool = False
+    # Of a script: what the rank is told beside its surroundings, and the log file of this attempt.
     script: Mapping[str, object] | None = None
     log_file: Path | None = None
-    # One that is tried again may take its time: it leaves the spare to those that are missed.
-    may_take_spare: bool = True

@@ -8,6 +8,7 @@ from ddp_runner.core.faults import Fault
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, MembershipEvent, RankState
 from ddp_runner.core.recovery import regrow_delay_s
 from ddp_runner.core.settings import RecoverySettings
+from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
@@ -94,13 +95,12 @@ class ReturningRanks:
                 continue
             handle.member.advance(MembershipEvent.TRIED_AGAIN)
             self._recorder.say(f"trying rank {handle.rank} again")
-            self._world.spawn_rank(
-                handle,
-                loads=False,
+            start = RankStart(
                 resume="auto",
                 injections_left=self._fault_injector.left_for(handle.rank),
-                now_s=now_s,
+                device_free_bytes=handle.device_free_bytes,
             )
+            self._world.spawn_rank(handle, start, now_s=now_s)
 
     def got_ready(self, handle: RankHandle) -> None:
         """It could join: at the next step that the others commit, so that none is cut short."""

@@ -33,6 +33,7 @@ from ddp_runner.core.recovery import (
     plan_recovery,
 )
 from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.processes.rank_start import RankStart
 from ddp_runner.supervisor.rank_handle import REAP_TIMEOUT_S, RankHandle, who_is_left
 from ddp_runner.supervisor.recovery.communicator_cut import UNANSWERED, Cutting
 from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
@@ -401,15 +402,15 @@ class Repair:
             self._spawn(handle, now_s)
 
     def _spawn(self, handle: RankHandle, now_s: float) -> None:
-        began = self._world.spawn_rank(
-            handle,
+        start = RankStart(
             loads=handle.rank == self._loader,
             resume=self._resume_word(),
             injections_left=self._fault_injector.left_for(handle.rank),
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
-            now_s=now_s,
+            device_free_bytes=handle.device_free_bytes,
+            may_take_spare=handle.membership is not Membership.REJOINING,
         )
-        if began:
+        if self._world.spawn_rank(handle, start, now_s=now_s):
             handle.member.advance(MembershipEvent.REPLACED)
             self._short_of_memory.pop(handle.rank, None)
         if handle.was_spare:
