@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_runner.system import parent_death
+from tests.huge_pages import use_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_S = 120.0  # a hang; a slow machine has its time
@@ -344,6 +345,7 @@ def _main() -> None:
     own = importlib.import_module("tests.processes")
     gc.collect()
     gc.freeze()
+    use_huge_pages()
     own._serve(socket.socket(fileno=descriptor))
 
 

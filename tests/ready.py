@@ -24,6 +24,7 @@ from array import array
 from pathlib import Path
 
 from ddp_runner.system import parent_death
+from tests.huge_pages import use_huge_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 # As the supervisor has it for two ranks on two cores: read when torch is imported.
@@ -130,6 +131,7 @@ def _serve(path: str) -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()
+    use_huge_pages()
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)
     listening.listen()
