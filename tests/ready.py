@@ -36,7 +36,10 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
 }
 # What the command imports on its way: the supervisor, the screens and all that they need.
-_PRELOADED = ("ddp_runner.cli.train", "ddp_runner.supervisor.loop", "ddp_runner.observe.display")
+_PRELOADED = (
+    *("ddp_runner.cli.train", "ddp_runner.cli.run", "ddp_runner.supervisor.loop"),
+    "ddp_runner.observe.display",
+)
 _POPEN = subprocess.Popen
 # For the environments of all that is forked, in the memory from which the kernel shows them.
 _ROOM = {"_ROOM": "0" * 16384}
@@ -128,6 +131,7 @@ def _serve(path: str) -> None:
     from ddp_runner.rank import zygote
 
     zygote.preload("")
+    zygote.preload_for_scripts(())
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()
@@ -229,11 +233,14 @@ def _be_zygote(link, supervisor_pid) -> None:
     # Which torch has read already, as it stood in the launcher's environment.
     sys.modules["torch"].set_num_threads(int(asked["env"]["OMP_NUM_THREADS"]))
     sys.argv = ["zygote", str(channel), *asked["arguments"][1:]]
+    own_pid = os.getpid()
     code = 1
     try:
         code = zygote.main(sys.argv[1:])
     finally:
-        os._exit(code)
+        if os.getpid() == own_pid:
+            os._exit(code)
+    sys.exit(code)  # a rank that is a script: it ends as an interpreter does
 
 
 def _hold_zygote(pid, link) -> None:

@@ -30,7 +30,8 @@ NO_DRILLS = "recovery.drill_at=off"  # they would take time from a test of somet
 # The only rank would have every core, where torch's threads turn while they wait for its next step.
 ONE_THREAD = "run.threads_per_rank=1"
 # What a person types, with interpreters that have imported nothing yet.
-TRAIN = (sys.executable, "-m", "ddp_runner", "train")
+PYTHON_M = (sys.executable, "-m", "ddp_runner")
+TRAIN = (*PYTHON_M, "train")
 # Every process of a job inherits this variable, whoever its parent is by now.
 MARK = "SCENARIO_RUN"
 
@@ -100,7 +101,7 @@ def assert_every_sample_once(outputs, world, *, samples):
 
 
 class Run(Outputs):
-    """One launch of ``python -m ddp_runner train`` in a folder of its own.
+    """One launch of ``python -m ddp_runner train``, or of another ``verb``, in a folder of its own.
 
     Without a ``command``, which is everything up to the options, and an ``environment``, the command and its
     zygote are forks of a process that has imported torch (see tests.ready). ``task`` None trains the
@@ -114,6 +115,7 @@ class Run(Outputs):
         *arguments,
         world=2,
         task=f"{WORKLOAD}:PacedTask",
+        verb="train",
         command=None,
         environment=None,
     ):
@@ -123,7 +125,7 @@ class Run(Outputs):
         self.temporary.mkdir(exist_ok=True)
         self.output_path = self.folder / "console.txt"
         is_ready = command is None and environment is None
-        words = [*(command or TRAIN), "--cpu", "-n", str(world)]
+        words = [*(command or (*PYTHON_M, verb)), "--cpu", "-n", str(world)]
         if task is not None:
             words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
         if not any("drill_at" in str(argument) for argument in arguments):
@@ -147,7 +149,7 @@ class Run(Outputs):
         }
         with self.output_path.open("ab") as output:
             if is_ready:
-                words = words[len(TRAIN) - 1 :]
+                words = words[len(PYTHON_M) :]
                 self.process = ready.shared().start(words, cwd=folder, output=output, env=env)
             else:
                 self.process = subprocess.Popen(

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.scenarios.harness import Run, poll
+from tests.scenarios.harness import PYTHON_M, Run, poll
 
-RUN = (sys.executable, "-m", "ddp_runner", "run")
+# As a person starts it, with interpreters that have imported nothing; most are forks, see tests.ready.
+RUN = (*PYTHON_M, "run")
 SCRIPTS = Path(__file__).with_name("scripts")
 TRAIN, PROBE = SCRIPTS / "train.py", SCRIPTS / "probe.py"
 
 
 def run_script(folder, *words, world=2, options=(), **how):
     """``run`` in ``folder``, with its logs below."""
-    return Run(
-        folder,
-        *("-l", Path(folder) / "logs", *options, *words),
-        world=world,
-        task=None,
-        command=RUN,
-        **how,
-    )
+    words = ("-l", Path(folder) / "logs", *options, *words)
+    return Run(folder, *words, world=world, task=None, verb="run", **how)
 
 
 def weights(folder):
@@ -38,14 +32,23 @@ def weights(folder):
 def fault_free(tmp_path_factory):
     """The weights of the script when nothing happens to it."""
     folder = tmp_path_factory.mktemp("fault_free")
-    with run_script(folder, TRAIN) as run:
+    with run_script(folder, TRAIN, command=RUN) as run:
+        assert run.wait() == 0, run.console
+    return weights(folder)
+
+
+@pytest.fixture(scope="module")
+def one_epoch(tmp_path_factory):
+    """The weights after one epoch, without loader workers."""
+    folder = tmp_path_factory.mktemp("one_epoch")
+    with run_script(folder, TRAIN, "--epochs", 1) as run:
         assert run.wait() == 0, run.console
     return weights(folder)
 
 
 def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
     """Its own ``__main__``, words, folder and variables; it ends as python does, with its own code."""
-    with run_script(tmp_path, PROBE, 5, "--flag=x") as run:
+    with run_script(tmp_path, PROBE, 5, "--flag=x", command=RUN) as run:
         assert run.wait() == 5, run.console
     found = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
     for rank, one in enumerate(found):
@@ -185,16 +188,16 @@ def test_a_rank_that_runs_on_when_others_have_ended_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_loader_workers_of_a_script_start_by_every_method(tmp_path, fault_free, method):
+def test_loader_workers_of_a_script_start_by_every_method(tmp_path, one_epoch, method):
     """What is in ``__main__`` pickles, and workers import the script again."""
-    words = ("--workers", 1, "--start-method", method)
+    words = ("--workers", 1, "--start-method", method, "--epochs", 1)
     # Python's sockets for tensors lie there, and have names of at most 108 bytes.
     with (
         tempfile.TemporaryDirectory() as short,
         run_script(tmp_path, TRAIN, *words, environment={"TMPDIR": short}) as run,
     ):
         assert run.wait() == 0, run.console
-    assert weights(tmp_path) == fault_free
+    assert weights(tmp_path) == one_epoch
 
 
 @pytest.mark.parametrize("restarts", [1, 0], ids=["then again", "then the end"])
@@ -220,7 +223,7 @@ def test_a_module_runs_as_python_m_does(tmp_path):
         "open(f'out_{os.environ[\"RANK\"]}', 'w').write(f'{parent} {__name__} {sys.argv[1:]}')\n",
         encoding="utf-8",
     )
-    with run_script(tmp_path, "-m", "mine.go", "--lr", "1") as run:
+    with run_script(tmp_path, "-m", "mine.go", "--lr", "1", command=RUN) as run:
         assert run.wait() == 0, run.console
     assert (tmp_path / "out_1").read_text() == "mine __main__ ['--lr', '1']"
     assert (run.logs / "attempt_0" / "rank_1.log").exists()
