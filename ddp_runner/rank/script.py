@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.core.board import Board, Cell, Slot
@@ -48,6 +47,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.phases import Phase
 from ddp_runner.observe.files import ends_torn, lossy_text
 from ddp_runner.rank.runtime import StartupOutput, write_stacks
+from ddp_runner.rank.script_groups import collectives_by_groups, hold_groups
 from ddp_runner.rank.signals import RUN_SIGNALS
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -261,29 +261,6 @@ class _Link:
         self._send(answer)
 
 
-def collectives_by_groups() -> tuple[int, int]:
-    """How many collectives this process has begun: in groups of all ranks, and in all others. For any thread.
-
-    (-1, 0) outside of any group.
-    """
-    if not dist.is_available() or not dist.is_initialized():
-        return -1, 0
-    in_all = in_others = 0
-    with contextlib.suppress(ValueError, RuntimeError):  # the main thread has just left them
-        world_size = dist.get_world_size()
-        for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - there is no public list
-            try:
-                count: Callable[[], int] = group._get_sequence_number_for_group  # type: ignore[attr-defined] # noqa: SLF001 - nor count, and no stub
-                begun = count()
-            except RuntimeError:  # of a backend that does not count
-                continue
-            if group.size() == world_size:
-                in_all += begun
-            else:
-                in_others += begun
-    return in_all, in_others
-
-
 class _StepCounter:
     """A hook of torch's: counts optimizer steps on the board. A script with several optimizers counts one."""
 
@@ -293,6 +270,7 @@ class _StepCounter:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         del args, kwargs
+        hold_groups()
         steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         slot, now_ns = self._slot, time.monotonic_ns()
         slot.stamp(Phase.FORWARD, now_ns)

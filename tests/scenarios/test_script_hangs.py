@@ -90,3 +90,25 @@ def test_a_heartbeat_outside_of_a_run_does_nothing():
     import ddp_runner
 
     assert ddp_runner.heartbeat() is None
+
+
+def test_a_script_that_destroys_its_group_under_a_replica_ends(tmp_path):
+    """With plain torch 2.13 the second or third of these rounds never ends: a thread waits for its own waiter."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "rank, world = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n"
+        "def once(number):\n"
+        "    meet = f'file://{os.getcwd()}/meet_{number}'\n"
+        "    dist.init_process_group('gloo', init_method=meet, rank=rank, world_size=world)\n"
+        "    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    loss = model(torch.randn(8, 8)).sum()\n"
+        "    loss.backward(); optimizer.step()\n"
+        "    dist.all_gather([torch.empty(()) for _ in range(world)], loss.detach())\n"
+        "    dist.destroy_process_group()\n"
+        "for number in range(20): once(number)\n",
+        encoding="utf-8",
+    )
+    with run_script(tmp_path, script) as run:
+        assert run.wait() == 0, run.console
