@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, Option
+from ddp_runner.cli.options import GROUPS, LONG_OF_ALIAS, OPTIONS, Option
+from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
+from ddp_runner.cli.run_options import OWN, REFUSED, SAYS_OF_SHARED, SHARED
 from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import known_fields, sections
 from ddp_runner.config.identity import ON_RESUME, OnResume
@@ -111,6 +113,8 @@ def command_line_page() -> str:
         + ".",
         "Any setting can be written as an option, too: `--num-workers 2`.",
         "",
+        *_options_of_run(),
+        "",
         "## Faults on request",
         "",
         "`--inject KIND:KEY=VALUE,...` causes a fault, and may be repeated.",
@@ -144,6 +148,29 @@ def command_line_page() -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _options_of_run() -> list[str]:
+    """The options of ``run``, those of ``train`` that it shares, and those of torchrun that it refuses."""
+    shared = (OPTIONS[long] for long in SHARED)
+    lines = [
+        "## Options of `run`",
+        "",
+        "`run [OPTIONS] [SETTING=VALUE ...] train.py ARGS`, or `-m MODULE ARGS`; see [Your own script](own-script.md).",
+        "",
+        "| option | meaning |",
+        "|---|---|",
+    ]
+    for option in (*OWN.values(), *shared):
+        says = SAYS_OF_SHARED.get(option.long, option.says)
+        lines.append(f"| {_flags(option)} | {_cell(says[0].upper() + says[1:])}. |")
+    refused = ", ".join(f"`{long}`" for long in REFUSED)
+    lines += ["", f"Options of torchrun that are refused, with a line that says why: {refused}."]
+    lines += ["", "| example | what it does |", "|---|---|"]
+    return [
+        *lines,
+        *(f"| `./launch_training.sh run {words}` | {says} |" for words, says in EXAMPLES_OF_RUN),
+    ]
 
 
 def states_page() -> str:

@@ -12,7 +12,7 @@ SHARED = (
 # Where they mean a little less.
 SAYS_OF_SHARED = {
     "--name": "of this run: it writes to logs/NAME [the script's]",
-    "--log-dir": "this folder has attempt_<n>/rank_<r>.log [logs/NAME]",
+    "--log-dir": "of this run: a log for each attempt and rank, and the files of the run [logs/NAME]",
     "--max-restarts": "restarts of all ranks within an hour; without it none",
 }
 OWN = {

@@ -32,6 +32,6 @@ class RankStart:
     device_free_bytes: int = 0
     # One that is tried again may take its time: it leaves the spare to those that are missed.
     may_take_spare: bool = False
-    # Of a script: what the rank is told beside its surroundings, and the log file of this attempt.
+    # Of a script: what the rank is given beside its surroundings, and the log file of this attempt.
     script: Mapping[str, object] | None = None
     log_file: Path | None = None
