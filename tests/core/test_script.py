@@ -75,6 +75,14 @@ def test_the_budget_counts_within_its_window():
     assert plan(*soon[:2], attempt(at_s=102.0)) == StartAgain(delay_s=0.0)
 
 
+def test_where_nobody_counts_steps_the_budget_alone_ends_it():
+    """As of a program that is no Python: whether it trains, and gets on, is not known."""
+    failed = [attempt(kind=FaultKind.RANK_EXITED, steps=0, exit_code=1, at_s=i) for i in range(3)]
+    how = {"restarts": True, "settings": SETTINGS, "counts_steps": False}
+    assert plan_restart(failed[:2], **how) == StartAgain(delay_s=0.0)
+    assert plan_restart(failed, **how).exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("exit_code", "signal_number", "seen"), [(7, None, 7), (None, 9, 137), (0, None, 1)]
 )

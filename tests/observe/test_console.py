@@ -304,3 +304,26 @@ def test_what_was_shown_before_the_log_was_followed_is_not_shown_again(tmp_path)
     assert [line.text for line in tail.poll()] == ["half a line", "more", "w (rank 1)"]
     early.close()
     tail.close()
+
+
+def test_ranks_that_are_asked_for_are_shown_and_marked(tmp_path):
+    """In place of rank 0, with torchrun's mark on each line."""
+    paths = [tmp_path / f"rank_{rank}.log" for rank in range(3)]
+    for rank, path in enumerate(paths):
+        path.write_text(f"raw {rank}\n")
+    how = {"ranks": 3, "debug": False, "from_end": False, "shown": (1, 2), "marks_lines": True}
+    with contextlib.closing(LogTail(paths, **how)) as tail:
+        assert [line.text for line in tail.poll()] == ["[default1]:raw 1", "[default2]:raw 2"]
+
+
+def test_behind_a_line_of_the_seal_alone_nothing_is_shown(tmp_path):
+    """Of that rank; a line of blanks, and a record, hold nothing back."""
+    seal, paths = new_seal(), [tmp_path / f"rank_{rank}.log" for rank in range(2)]
+    paths[0].write_text(f"before\n \t \nstill\n{seal}\nTraceback\n")
+    paths[1].write_text("of another\n")
+    how = {"ranks": 2, "debug": False, "from_end": False, "seal": seal, "shown": (0, 1)}
+    with contextlib.closing(LogTail(paths, **how)) as tail:
+        assert [line.text for line in tail.poll()] == ["before", "still", "of another"]
+        with paths[0].open("a") as file:
+            file.write("more of it\n")
+        assert tail.poll() == []

@@ -77,6 +77,16 @@ def test_signs_of_one_rank_are_enough(tmp_path, code):
     assert "hung" not in run.console
 
 
+def test_ranks_that_all_hang_alike_are_not_told_apart(tmp_path):
+    """No one is named where none has begun fewer collectives; it is a fault all the same."""
+    script = own(tmp_path, "step(); time.sleep(1000)")
+    with run_script(tmp_path, script, options=("--hang-timeout", 1)) as run:
+        assert run.wait() == 137, run.console
+    assert (
+        "all ranks hung: no step, collective, line or heartbeat of any rank for 1 s" in run.console
+    )
+
+
 def test_one_that_never_ends_when_the_others_have_is_found(tmp_path):
     """It has nobody to wait for."""
     script = own(tmp_path, "step()\nif rank: time.sleep(1000)\nos._exit(0)")
