@@ -77,7 +77,7 @@ def test_signs_of_one_rank_are_enough(tmp_path, code):
     assert "hung" not in run.console
 
 
-def test_ranks_that_all_hang_alike_are_not_told_apart(tmp_path):
+def test_ranks_that_all_hang_alike_are_not_named(tmp_path):
     """No one is named where none has begun fewer collectives; it is a fault all the same."""
     script = own(tmp_path, "step(); time.sleep(1000)")
     with run_script(tmp_path, script, options=("--hang-timeout", 1)) as run:
