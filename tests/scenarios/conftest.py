@@ -10,12 +10,12 @@ import pytest
 
 from tests.scenarios.harness import TRAIN, Outputs, Run
 
-STEPS = 72
+STEPS = 48
 # No test of what is not about hangs fails because a busy machine did not run a rank for two seconds.
 PATIENT = ("recovery.hang_min_s=20",)
 SETTINGS = (
     *("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit"),
-    *PATIENT,
+    *("evaluate_interval=3", *PATIENT),
 )
 
 
@@ -50,6 +50,7 @@ def fault_free(made_once):
     """``fault_free(world)``: the undisturbed run of that world size.
 
     Its weights are those of any run with its seed, batch size and steps, whatever else is set. It starts
-    as a person's does, and most of those that are held against it as forks.
+    as a person's does, and most of those that are held against it as forks; it evaluates after each
+    epoch, and they after every third one.
     """
-    return lambda world: made_once(*SETTINGS, world=world, command=TRAIN)
+    return lambda world: made_once(*SETTINGS, "evaluate_interval=1", world=world, command=TRAIN)

@@ -92,7 +92,10 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_only(fault_free, tmp_path):
     """One warning that names the file; the save after the pause works, no weight differs."""
     # Full from just before the save is written, which it is once it was compared in the step after;
     # no more when the last one is, however fast the steps are.
-    specs = ("disk_full:rank=0,step=10,phase=reduced,seconds=3", "slow:rank=0,step=60,seconds=3")
+    specs = (
+        "disk_full:rank=0,step=10,phase=reduced,seconds=3",
+        f"slow:rank=0,step={STEPS - 12},seconds=3",
+    )
     run = finish(tmp_path, *injected(*specs))
     assert run.console.count("training goes on") >= 1
     assert "step_00000010.pt" in run.console
@@ -139,7 +142,8 @@ def test_a_passing_error_of_the_disk_does_not_cost_the_last_save(fault_free, tmp
 
 def test_an_io_error_costs_one_save(fault_free, tmp_path):
     """Reported with the file, the next one left out, then all is as before, to the last bit."""
-    run = finish(tmp_path, *injected("disk_error:rank=0,step=9,phase=checkpoint"))
+    error = injected("disk_error:rank=0,step=9,phase=checkpoint")
+    run = finish(tmp_path, *error, "evaluate_interval=1")  # which is followed by a save, at step 12
     assert "step_00000010.pt: Input/output error; training goes on" in run.console
     assert not {10, 12} & set(saved(run))
     assert saved(run)[-1] == STEPS

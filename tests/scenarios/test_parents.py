@@ -35,7 +35,7 @@ def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
 ):
     """Everything is gone soon; the same command resumes, and no lock is stale."""
     # The kill must come well before the end, however long the disk takes.
-    settings = (*SETTINGS, "task.pace_s=0.05")
+    settings = (*SETTINGS, "task.pace_s=0.1")
     how = {
         "world": world,
         "command": command,
@@ -66,9 +66,9 @@ def test_a_rank_that_holds_the_interpreter_lock_dies_with_its_supervisor(tmp_pat
 def test_a_killed_loader_worker_is_named_and_costs_no_weight(fault_free, tmp_path):
     """The fault says that a loader died and of which rank; the weights are those of a fault-free run."""
     # The second one must be missed well before the end.
-    with Run(tmp_path, *SETTINGS, "log_interval=5", "task.pace_s=0.08") as run:
+    with Run(tmp_path, *SETTINGS, "log_interval=5", "task.pace_s=0.12") as run:
         for rank in (0, 1):
-            run.wait_for_step(14 + 24 * rank)  # between two evaluations, which have workers, too
+            run.wait_for_step(12 + 12 * rank)  # before an evaluation, which has workers, too
             workers = psutil.Process(run.rank_pid(rank)).children()
             assert workers, "no loader worker: the test would prove nothing"
             os.kill(workers[0].pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ def test_a_killed_loader_worker_is_named_and_costs_no_weight(fault_free, tmp_pat
 
 def test_a_killed_zygote_is_replaced_and_forks_the_next_replacement(fault_free, tmp_path):
     """Ranks live on without their zygote, and a later fault is repaired by another one."""
-    settings = (*SETTINGS, "task.pace_s=0.05", "recovery.warm_spare=false")
+    settings = (*SETTINGS, "task.pace_s=0.08", "recovery.warm_spare=false")
     with Run(tmp_path, *settings, world=3) as run:
         run.wait_for_step(8)
         run.signal(signal.SIGKILL, run.named("ddp:zygote").pid)
@@ -156,10 +156,10 @@ def importing(run):
 def test_a_killed_store_is_replaced(fault_free, tmp_path, world):
     """The store may die alone, or together with a rank that needs it for the next generation."""
     # Each kill must come well before the end.
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.07", world=world) as run:
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.12", world=world) as run:
         run.wait_for_step(8)
         run.signal(signal.SIGKILL, run.named("ddp:store").pid)
-        run.wait_for_step(25)
+        run.wait_for_step(20)
         store, rank = run.named("ddp:store").pid, run.rank_pid(0)
         run.signal(signal.SIGKILL, store)
         run.signal(signal.SIGKILL, rank)

@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.scenarios.conftest import STEPS
+from tests.scenarios import conftest
 from tests.scenarios.harness import WORKLOAD, Run, assert_every_sample_once, poll
 
 HALF_UPDATES = f"{Path(__file__).with_name('hungry.py')}:HalfUpdatesTask"
 
+STEPS = 72
 SETTINGS = (
     *("-b", 8, "num_workers=1", "log.display=plain", "--audit", "task.pace_s=0.01"),
     *("evaluate_every_steps=10", "evaluate_interval=0", "save_every_steps=10", "save_interval=0"),
@@ -52,7 +53,7 @@ KIND = {"kill": "rank_killed", "raise": "rank_raised", "stop": "rank_hung"}
 
 # Two ranks, of which one is left: test_every_kind_of_fault_is_repaired_without_a_lost_step.
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(fault_free, tmp_path, world):
+def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(made_once, tmp_path, world):
     """What a rank was doing does not matter, saving, evaluating and half an update included."""
     specs = [(kind, phase, rank % world, step) for kind, phase, rank, step in HARMS]
     asked = []
@@ -63,7 +64,8 @@ def test_a_fault_in_any_phase_costs_no_committed_step_and_no_bit(fault_free, tmp
     harmed = (*SETTINGS, "--max-steps", STEPS, "task.awaits_saves=true", *asked)
     with Run(tmp_path, *harmed, world=world, task=task) as run:
         assert run.wait(180.0) == 0, run.console  # twenty repairs, on a machine that may be busy
-    assert run.digest == fault_free(world).digest
+    steps = ("--max-steps", STEPS, "task.pace_s=0", "num_workers=0", "warm_spare=false")
+    assert run.digest == made_once("-b", 8, *steps, world=world).digest
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS)
     faults = summary["faults"]
@@ -110,7 +112,7 @@ def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_pat
 
     By then the disk has taken its time: the save would be over at once.
     """
-    settings = (*SETTINGS, "--max-steps", STEPS, "hang_min_s=2.5", "task.pace_s=0.05")
+    settings = (*SETTINGS, "--max-steps", conftest.STEPS, "hang_min_s=2.5", "task.pace_s=0.08")
     slow = ("--inject", "slow_disk:rank=0,step=6,seconds=2,phase=data")
     with Run(tmp_path, *settings, *slow) as run:
         first = run.wait_for_event("rank_formed", rank=0)["pid"]

@@ -16,7 +16,7 @@ from tests.scenarios.leftovers import has_lost_a_peer, is_idle, unread_bytes
 from tests.scenarios.workload import TROUBLE_NAME
 
 # Each harm comes three seconds before the end, should a test be held up.
-SLOWLY = ("task.pace_s=0.06",)
+SLOWLY = ("task.pace_s=0.1",)
 
 
 def check_recovered(run, *, kind, digest, ranks, steps=(0,), lost_most=0):

@@ -24,7 +24,7 @@ def test_the_spare_becomes_the_rank_that_died(fault_free, tmp_path):
 
     Of two ranks that die together one gets it. It was no rank before: in no status, and no process more.
     """
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.1", world=3) as run:
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.15", world=3) as run:
         first = spare_of(run)
         status = poll(run.status, what="a status")  # it is written every half second
         assert first not in [rank["pid"] for rank in status["ranks"]]
@@ -48,7 +48,7 @@ def test_the_spare_becomes_the_rank_that_died(fault_free, tmp_path):
 @pytest.mark.parametrize("setting", ["true", "libraries", "device", "false"])
 def test_what_a_spare_for_gpus_is_on_the_cpu(fault_free, tmp_path, setting):
     """The ordinary one, with a line that says so where more was asked for; ``false``: none."""
-    words = (f"recovery.warm_spare={setting}", "task.pace_s=0.05")
+    words = (f"recovery.warm_spare={setting}", "task.pace_s=0.08")
     with Run(tmp_path, *SETTINGS, *words) as run:
         spare = None if setting == "false" else spare_of(run)
         run.wait_for_step(12)
@@ -67,7 +67,7 @@ def test_what_a_spare_for_gpus_is_on_the_cpu(fault_free, tmp_path, setting):
 def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(fault_free, tmp_path):
     """Nobody trains less for it; a rank that dies meanwhile, or with it, is forked."""
     # A spare that is stopped is soon replaced; a rank of a busy machine is given its time.
-    quick = ("task.pace_s=0.12", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
+    quick = ("task.pace_s=0.18", "recovery.hang_min_s=0.6", "recovery.hang_factor=40")
     with Run(tmp_path, *SETTINGS, *quick) as run:
         run.signal(signal.SIGKILL, spare_of(run))
         run.wait_for_event("spare_ended", signal=signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_spare_that_is_killed_or_stopped_is_replaced_and_no_fault(fault_free, 
 @pytest.mark.parametrize("stopped", [False, True], ids=["asleep", "stopped"])
 def test_a_spare_dies_with_a_supervisor_that_is_killed(tmp_path, stopped):
     """By the kernel: one that is stopped could not even read that its channel is closed."""
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0.05") as run:
+    with Run(tmp_path, *SETTINGS, "task.pace_s=0.08") as run:
         spare = spare_of(run)
         if stopped:
             run.signal(signal.SIGSTOP, spare)

@@ -67,13 +67,13 @@ def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
     [
         (1, ((5, signal.SIGTERM), (18, signal.SIGINT))),
         (2, ((3, signal.SIGINT), (16, signal.SIGHUP))),
-        (3, ((30, signal.SIGUSR1),)),
+        (3, ((18, signal.SIGUSR1),)),
     ],
     ids=["1", "2", "3"],
 )
 def test_a_run_stopped_at_any_step_ends_as_without_stops(fault_free, tmp_path, world, stops):
     """Each launch starts at the exact next step, and takes every step's samples as without faults."""
-    settings = (*SETTINGS, "task.pace_s=0.08")  # each signal must come well before the end
+    settings = (*SETTINGS, "task.pace_s=0.12")  # each signal must come well before the end
     reached, names = 0, set()
     for steps, number in stops:
         with Run(tmp_path, *settings, world=world) as run:
@@ -99,7 +99,7 @@ ROUNDABOUT = (
 def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(fault_free, tmp_path, stops):
     """A rank alone, or all processes at once: the same saved end."""
     # A spare must be ready before the end, and an evaluation has loader workers of its own.
-    settings = (*SETTINGS, "task.pace_s=0.1", "evaluate_interval=0")
+    settings = (*SETTINGS, "task.pace_s=0.18", "evaluate_interval=0")
     reached = 0
     for steps, number, deliver in stops:
         with Run(tmp_path, *settings) as run:
@@ -129,7 +129,7 @@ def test_a_stop_during_evaluation_does_not_wait_for_its_end(fault_free, tmp_path
 @pytest.mark.parametrize("is_lost", [False, True], ids=["without faults", "as its rank dies"])
 def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
     """SIGUSR2 to the supervisor: one file of that time, and the run goes on as if nothing were."""
-    settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.05")
+    settings = (*SETTINGS, "save_every_steps=1000", "task.pace_s=0.09")
     with Run(tmp_path, *settings) as run:
         run.wait_for_step(12)
         run.signal(signal.SIGUSR2)
@@ -148,7 +148,7 @@ def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
 
 def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_path):
     """Only the supervisor acts on it: no other one dies of it, or writes its stacks."""
-    with Run(tmp_path, *SETTINGS, "save_every_steps=1000", "task.pace_s=0.1") as run:
+    with Run(tmp_path, *SETTINGS, "save_every_steps=1000", "task.pace_s=0.15") as run:
         run.wait_for_step(2)
         to_everybody(run, signal.SIGUSR2)
         run.wait_for_event("checkpoint_saved")

@@ -56,7 +56,7 @@ def listening(pid):
 
 def test_whoever_talks_to_a_run_s_ports_and_store_ends_nothing(fault_free, tmp_path):
     """Garbage, silence, and values in the store, overwritten and deleted: the weights are the fault-free ones."""
-    settings = (*SETTINGS, "task.pace_s=0.2", "recovery.max_restarts=100")
+    settings = (*SETTINGS, "task.pace_s=0.3", "recovery.max_restarts=100")
     with Vandal() as vandal, Run(tmp_path, *settings) as run:
         run.wait_for_step(3)
         (store,) = listening(run.named("ddp:store").pid)
