@@ -17,6 +17,8 @@ SETTINGS = (
     *("-b", 8, "--max-steps", STEPS, "num_workers=1", "save_every_steps=10", "--audit"),
     *("evaluate_interval=3", *PATIENT),
 )
+# For tests that are not about loading: a worker costs a rank a fork of itself, and as much time as its steps.
+WITHOUT_WORKERS = (*SETTINGS, "num_workers=0")
 
 
 def pytest_collection_modifyitems(items):

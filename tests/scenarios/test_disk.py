@@ -11,7 +11,8 @@ import pytest
 from ddp_runner.checkpoint.store import CheckpointStore
 from tests.disks import small_disk
 
-from .conftest import PATIENT, SETTINGS, STEPS
+from .conftest import PATIENT, STEPS
+from .conftest import WITHOUT_WORKERS as SETTINGS
 from .harness import WORKLOAD, Run, poll
 from .workload import HOLD_NAME, SLOW_DISK_NAME
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
 
 HIDDEN = Path(__file__).with_name("hidden.py")
@@ -36,7 +36,7 @@ def finish(folder, *settings, **how):
 @pytest.mark.parametrize("world", [1, 3])
 def test_drills_change_no_bit_of_a_run(fault_free, tmp_path, world):
     """Nor are they a fault; they are reported, and what they have written is gone."""
-    run = finish(tmp_path, *DRILLS, world=world)
+    run = finish(tmp_path, *DRILLS, "num_workers=1", world=world)
     assert run.digest == fault_free(world).digest
     summary = run.summary()
     assert summary["exact_proof"]["drilled"] == [2, 5], run.console

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.disks import small_disk
-from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.conftest import STEPS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run
 
 

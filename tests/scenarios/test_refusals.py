@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.conftest import STEPS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run
 from tests.scenarios.workload import HOLD_NAME
 

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from tests.scenarios.conftest import SETTINGS, STEPS
+from tests.scenarios.conftest import STEPS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
 
 CODES = {
@@ -99,7 +100,7 @@ ROUNDABOUT = (
 def test_a_stop_signal_to_others_than_the_supervisor_stops_in_order(fault_free, tmp_path, stops):
     """A rank alone, or all processes at once: the same saved end."""
     # A spare must be ready before the end, and an evaluation has loader workers of its own.
-    settings = (*SETTINGS, "task.pace_s=0.18", "evaluate_interval=0")
+    settings = (*SETTINGS, "num_workers=1", "task.pace_s=0.18", "evaluate_interval=0")
     reached = 0
     for steps, number, deliver in stops:
         with Run(tmp_path, *settings) as run:
@@ -148,7 +149,8 @@ def test_a_checkpoint_can_be_asked_for(fault_free, tmp_path, is_lost):
 
 def test_who_asks_all_processes_for_a_checkpoint_disturbs_none(fault_free, tmp_path):
     """Only the supervisor acts on it: no other one dies of it, or writes its stacks."""
-    with Run(tmp_path, *SETTINGS, "save_every_steps=1000", "task.pace_s=0.15") as run:
+    settings = (*SETTINGS, "num_workers=1", "save_every_steps=1000", "task.pace_s=0.15")
+    with Run(tmp_path, *settings) as run:
         run.wait_for_step(2)
         to_everybody(run, signal.SIGUSR2)
         run.wait_for_event("checkpoint_saved")

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import TROUBLE_NAME
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import WORKLOAD, Run
 
 # Sample 100 of 192 comes once an epoch, always at the same step and on the same rank.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.scenarios.conftest import SETTINGS
+from tests.scenarios.conftest import WITHOUT_WORKERS as SETTINGS
 from tests.scenarios.harness import ROOT, Run, poll
 
 VANDAL = Path(__file__).with_name("vandal.py")
