@@ -24,6 +24,8 @@ FORWARD = ("kill:rank=1,step=5,phase=forward",)
 REDUCE = ("kill:rank=0,step=8,phase=reducing",)
 COMMIT = ("kill:rank=1,step=10,phase=commit",)
 ALL = ("slow:rank=0,step=12,phase=data,seconds=0.3", "kill:rank=all,step=13,phase=backward")
+# A run that nothing happens to needs no spare, and no checkpoint but its last.
+CALM = ("recovery.warm_spare=false", "save_every_steps=0")
 # Somebody has the time to ask for a stop.
 SLOW = (f"slow:rank=0,step={STOPPED_AT},phase=data,seconds=1",)
 INJECTED = {
@@ -60,7 +62,8 @@ class Outcome:
 
 def run(stranger: Stranger, folder: Path, *, how: str = "fault_free", workers: int = 0) -> Outcome:
     """Train to the end: through what ``how`` injects, and stopped and started again where it says so."""
-    settings = (*SETTINGS, f"num_workers={workers}", *stranger.settings)
+    calm = () if INJECTED[how] else CALM
+    settings = (*SETTINGS, f"num_workers={workers}", *calm, *stranger.settings)
     paced = PACED if stranger.is_drilled else ()
     injected = [word for spec in (*paced, *INJECTED[how]) for word in ("--inject", spec)]
     first, second = stranger.hash_seeds or ("", "")
