@@ -278,6 +278,7 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(fault_free, tmp_path, w
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
     """Another survivor sends in its place: the replacement waits for nobody who is dead."""
     large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0", *PATIENT)  # 30 MB
+    large += ("num_workers=0",)
     with Run(tmp_path / "fault_free", *QUICK, *large, *CHEAP, world=3) as run:
         assert run.wait() == 0, run.console
         digest = run.digest
@@ -321,7 +322,8 @@ def resident_bytes(pid):
 def test_slow_is_not_hung(tmp_path):
     """A rank many times slower, a long first step or evaluation, a pause of all: nothing is repaired."""
     settings = (
-        *("--max-steps", 130, "evaluate_every_steps=65", "task.validation_s=1.5"),
+        *("--max-steps", 130, "num_workers=0"),
+        *("evaluate_every_steps=65", "task.validation_s=1.5"),
         *("--inject", "slow:rank=1,step=0,seconds=2"),
         # Slow beside peers that have a busy machine's own step of a tenth of a second, too.
         *("--inject", "slow:rank=1,step=4,times=80,seconds=0.1"),

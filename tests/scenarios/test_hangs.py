@@ -181,8 +181,8 @@ def test_a_rank_that_hangs_again_where_all_wait_is_replaced_again(tmp_path):
     with Run(tmp_path / "fault_free", *QUICK, *steps, world=3) as run:
         assert run.wait() == 0, run.console
         digest = run.digest
-    spins = ("--inject", "spin:rank=1,step=20,phase=reducing,times=2")
-    with Run(tmp_path / "spins", *QUICK, *steps, *spins, world=3) as run:
+    hangs = ("--inject", "hang:rank=1,step=20,phase=reducing,times=2")
+    with Run(tmp_path / "hangs", *QUICK, *steps, *hangs, world=3) as run:
         assert run.wait() == 0, run.console
     reported = run.summary()["faults"]
     assert [(one["kind"], one["rank"], one["step"]) for one in reported] == [

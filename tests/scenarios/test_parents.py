@@ -28,25 +28,22 @@ SHELL = ("bash", str(ROOT / "launch_training.sh"), "train")
 
 
 @pytest.mark.parametrize(
-    ("command", "world"), [(TRAIN, 3), (SHELL, 2)], ids=["supervisor", "shell"]
+    ("how", "world"),
+    [({}, 3), ({"command": SHELL, "environment": {"DDP_RUNNER_PYTHON": sys.executable}}, 2)],
+    ids=["supervisor", "shell"],
 )
 def test_a_killed_supervisor_leaves_no_process_and_a_run_that_resumes(
-    fault_free, tmp_path, command, world
+    fault_free, tmp_path, how, world
 ):
     """Everything is gone soon; the same command resumes, and no lock is stale."""
     # The kill must come well before the end, however long the disk takes.
     settings = (*SETTINGS, "task.pace_s=0.1")
-    how = {
-        "world": world,
-        "command": command,
-        "environment": {"DDP_RUNNER_PYTHON": sys.executable},
-    }
-    with Run(tmp_path, *settings, **how) as run:
+    with Run(tmp_path, *settings, world=world, **how) as run:
         run.wait_for_checkpoint(20)
         run.signal(signal.SIGKILL)
         run.assert_gone()
         run.assert_machine_clean()
-    with Run(tmp_path, *settings, **how) as run:
+    with Run(tmp_path, *settings, world=world, **how) as run:
         assert run.wait() == 0, run.console
     assert run.digest == fault_free(world).digest
     assert run.events("run_begins")[-1]["resumed_step"] >= 20
