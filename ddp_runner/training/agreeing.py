@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.transfer import receive_state, send_state
+from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -16,8 +17,8 @@ from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.audit import GenerationMembers, complete_audits
 from ddp_runner.training.components.tuning import Tuning, repair_tuning
-from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.workload import leave_other_branch, restore_newest
+from ddp_runner.training.rank_context import RankParts, TaskParts
+from ddp_runner.training.resume import leave_other_branch, restore_newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,6 @@ def bring_to_newest(
     ``has_trained``: it has come so far as to train in one.
     """
     settings, state, slot = parts.settings, parts.state, parts.runtime.slot
-    parts.same_data.compare(group, parts.loader)
     answers = _committed_steps(group, parts, "committed_step")
     if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
         slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
@@ -119,7 +119,7 @@ def _show_progress(parts: RankParts) -> None:
 
 
 def agree_on_tuning(
-    group: Group, parts: RankParts, *, changed: Tuning | None, short_of_memory_in: str
+    group: Group, parts: TaskParts, *, changed: Tuning | None, short_of_memory_in: str
 ) -> None:
     """Take what suits every rank, and cut this rank's share accordingly. Every rank must call it.
 
@@ -154,7 +154,49 @@ def recalled(parts: RankParts) -> Tuning | None:
     return Tuning.from_record(learnt.tuning, otherwise=state.tuning)
 
 
-def _halved(parts: RankParts, phase: str) -> Tuning:
+def change_tuning(parts: RankParts, fault: Fault, *, samples: int) -> Tuning | None:
+    """Change what keeps this rank from doing a step, where that can be; None where it cannot.
+
+    ``samples``: this rank's share of a step.
+    """
+    state, runtime = parts.state, parts.runtime
+    change = repair_tuning(fault, state.tuning, samples=samples)
+    if change is None:
+        return None
+    state.tuning = change.tuning
+    runtime.logger.progress(f"{fault.cause}: {change.action}", step=fault.step)
+    runtime.report(
+        TuningChanged(
+            rank=runtime.rank_info.rank,
+            step=fault.step,
+            action=change.action,
+            inexact_reason=change.inexact_reason,
+            tuning=dict(change.tuning.to_record()),
+            plain_retry=change.plain_retry,
+        )
+    )
+    return change.tuning
+
+
+def agree_on_weights(group: Group, parts: RankParts, weights_sha256: str) -> None:
+    """At the end of training: raise FaultError where the replicas have different weights."""
+    with waiting_for_peers(parts.runtime.slot):
+        digests = group.exchange("weights_sha256", weights_sha256)
+    if len(set(digests)) > 1:
+        parts.state.is_in_doubt = True
+        raise FaultError(
+            Fault(
+                kind=FaultKind.REPLICA_DIVERGED,
+                rank=-1,
+                step=parts.state.committed_step,
+                cause=f"the replicas ended with different weights: {digests}",
+                at_ns=time.monotonic_ns(),
+                may_retry=False,  # they were equal before the save: there is nobody to believe
+            )
+        )
+
+
+def _halved(parts: TaskParts, phase: str) -> Tuning:
     """What a rank does about its own lack of memory, done for its predecessor."""
     state, runtime = parts.state, parts.runtime
     fault = Fault(

@@ -50,6 +50,10 @@ OF_NO_USE = {FaultKind.STORAGE_FAILED, FaultKind.STORE_TAMPERED, FaultKind.BAD_I
 class Client(Protocol):
     """Whose loop it is, and what is trained there. Every rank calls its methods at the same places."""
 
+    def compare(self, group: Group) -> None:
+        """Compare with the other ranks what must be alike before one has another's state."""
+        ...
+
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree with the other ranks, which have the same state by now, on what else they need alike.
 
@@ -106,6 +110,12 @@ class Engine:
     def is_leaving(self) -> bool:
         """Whether this rank is to leave its generation, if it still is in there."""
         return self._generation is not None and self._generation.switch.tripped
+
+    @property
+    def in_hand(self) -> StepInHand:
+        """The step that :meth:`steps` has yielded."""
+        assert self._step is not None, "steps() has yielded one"
+        return self._step
 
     @property
     def _newest(self) -> Generation:
@@ -178,6 +188,7 @@ class Engine:
             )
         )
         joined_s = time.monotonic()
+        self._client.compare(group)
         brought = bring_to_newest(
             group, parts, members=self._members, has_trained=self._has_trained
         )

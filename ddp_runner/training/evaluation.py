@@ -27,7 +27,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import make_validation_loader
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.task import Task
 
 # Ranks agree this often whether to go on, so that a stop need not wait for a long evaluation.
@@ -130,7 +130,7 @@ def _one_round(
 class Validation:
     """The evaluations of one generation on one rank, from the samples to what is said of them."""
 
-    def __init__(self, parts: RankParts, group: Group) -> None:
+    def __init__(self, parts: TaskParts, group: Group) -> None:
         self._parts = parts
         self._group = group
         self._helpers = Helpers(parts.workload.task, warn=self._warn_once)

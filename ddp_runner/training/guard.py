@@ -28,9 +28,9 @@ from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tensor_hash import combined, state_hashes
 from ddp_runner.training.exactness.state_hashes import StateHashing
 from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.resume import newest_to_restore, restore_newest
 from ddp_runner.training.saving import INTERVAL
 from ddp_runner.training.step import StepResult
-from ddp_runner.training.workload import newest_to_restore, restore_newest
 
 INDICES_SHOWN = 16
 ROLLBACKS_WITHOUT_MAJORITY_MAX = 2  # to one checkpoint; what then differs again differs every time

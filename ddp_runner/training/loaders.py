@@ -27,9 +27,10 @@ from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FIL
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import cores_here, worker_count
 from ddp_runner.memory.kernel_kills import KernelKills
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.task import Datasets
 from ddp_runner.training.workload import Workload
 
 
@@ -48,6 +49,7 @@ def waiting(runtime: Runtime, *, is_leaving: Callable[[], bool]) -> Callable[[],
 def make_loader(
     settings: Settings,
     workload: Workload,
+    datasets: Datasets,
     state: TrainState,
     runtime: Runtime,
     *,
@@ -67,7 +69,7 @@ def make_loader(
             expected = "bad_sample needs a dataset whose samples have indices"
             raise BadInputError(INJECT_OPTION, settings.run.inject[0], expected)
         return StreamLoader(
-            workload.datasets.train,
+            datasets.train,
             order=order,
             position=state.stream,
             rank=rank_info.rank,
@@ -75,13 +77,13 @@ def make_loader(
             micro_batch_size=data.micro_batch_size or data.batch_size,
             on_wait=on_wait,
             log=runtime.logger.info,
-            collate_fn=workload.datasets.collate,
+            collate_fn=datasets.collate,
             on_other=partial(_report_inexact, runtime),
         )
     left = runtime.slot.get(Cell.SAMPLE)  # by a process before this one
     runtime.slot.set(Cell.SAMPLE, 0)
     dataset = with_bad_samples(
-        workload.datasets.train,
+        datasets.train,
         bad,
         order=lambda: replace(order, version=state.order_version),
         world_size=rank_info.world_size,
@@ -107,7 +109,7 @@ def make_loader(
         on_wait=on_wait,
         log=runtime.logger.info,
         quarantine=state.quarantine,
-        collate_fn=workload.datasets.collate,
+        collate_fn=datasets.collate,
         kills=KernelKills(),
         on_sample=_stamping(runtime, sign=1),
         suspect=left - 1 if left > 0 else None,
@@ -129,7 +131,7 @@ def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
     return on_sample
 
 
-def make_validation_loader(parts: RankParts, group: Group) -> SafeDataLoader:
+def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
     """The loader of one evaluation, for this rank's part of it; to be closed."""
     settings, workload, runtime = parts.settings, parts.workload, parts.runtime
     batch_size = parts.state.tuning.evaluation_batch_size
@@ -192,7 +194,7 @@ def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
     return max(settings.ddp.collective_timeout_s, patience_s, granted_s)
 
 
-def open_quarantine(parts: RankParts, *, is_first: bool) -> None:
+def open_quarantine(parts: TaskParts, *, is_first: bool) -> None:
     """Share the bad samples of the run with its other ranks; what is known from before is reported once."""
     quarantine, runtime = parts.state.quarantine, parts.runtime
     folder = Path(parts.settings.run.log_dir)

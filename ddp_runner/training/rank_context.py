@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device_progress import DeviceProgress
@@ -17,26 +18,40 @@ from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.workload import Workload
+from ddp_runner.training.workload import TaskWorkload, Workload
+
+
+class Feed(Protocol):
+    """Where a step's batches come from."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the newest step has waited for its batches."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankParts:
-    """What one rank trains with, from its start to its end, whatever the generation.
-
-    ``on_wait``: what a loader calls while it waits.
-    """
+    """What one rank trains with, from its start to its end, whatever the generation."""
 
     settings: Settings
     workload: Workload
     state: TrainState
-    loader: SafeDataLoader | StreamLoader
+    loader: Feed
     memory: MemoryManager
     store: CheckpointStore
     runtime: Runtime
     progress: Progress
     saving: Saving
+    device: DeviceProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskParts(RankParts):
+    """The same for a Task. ``on_wait``: what a loader calls while it waits."""
+
+    workload: TaskWorkload
+    loader: SafeDataLoader | StreamLoader
     drills: Drills
     on_wait: Callable[[], None]
     same_data: SameData
-    device: DeviceProgress

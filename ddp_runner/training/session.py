@@ -18,7 +18,7 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions, due_after
+from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import RankParts
@@ -64,6 +64,10 @@ class StepMaker(Protocol):
 
     def adapt(self) -> None:
         """Before a step: try what may be faster."""
+        ...
+
+    def due(self, step: int) -> DueActions:
+        """What is due once ``step`` steps are committed."""
         ...
 
     def take(self, step: int) -> list[MicroBatch]:
@@ -178,7 +182,7 @@ class Session:
         return self._make_up()
 
     def _after(self, step: StepInHand, result: StepResult) -> StopReason | None:
-        due = self._due(result.step)
+        due = self._maker.due(result.step)
         outcome = self._maker.after(step, result, due=due)
         if outcome is Outcome.ALL_DONE:
             return StopReason.COMPLETED
@@ -223,15 +227,6 @@ class Session:
             return False
         return wanted
 
-    def _due(self, step: int) -> DueActions:
-        return due_after(
-            step,
-            self._workload.length,
-            log=self._settings.log,
-            checkpoint=self._settings.checkpoint,
-            replica_check_steps=self._settings.recovery.replica_check_steps,
-        )
-
     def _make_up(self) -> StopReason | None:
         """Make up for an evaluation or save that a fault or a stop cut short, on all ranks alike."""
         step = self._state.committed_step
@@ -243,7 +238,7 @@ class Session:
             answers = [json.loads(answer) for answer in self.group.exchange("boundary_done", mine)]
         if self._maker.at_end:
             return None
-        due = self._due(step)
+        due = self._maker.due(step)
         is_undone = min(done for done, *_ in answers) < step
         is_lost = (
             max(wanted for _, _, wanted, _ in answers) > answers[0][3]

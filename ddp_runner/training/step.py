@@ -161,7 +161,7 @@ class Stepper:
             overflowed=math.isfinite(loss) and state.precision.has_lowered(scale),
             broken_ranks=_ranks_in(int(agreed.signals[Signal.TROUBLE])),
             waited_ns=self._replica.waited_ns(),
-            stop=_agreed_stop(agreed.signals),
+            stop=agreed_stop(agreed.signals),
             save=agreed.signals[Signal.SAVE] > 0,
         )
 
@@ -259,7 +259,7 @@ def accumulate(
     """
     state.model.train()
     replica.zero_gradients()
-    signals = _as_signals(votes, rules.device)
+    signals = as_signals(votes, rules.device)
     last = len(micro_batches) - 1
     for number, micro_batch in enumerate(micro_batches):
         seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
@@ -324,7 +324,8 @@ def own_share(
     return notes.share()
 
 
-def _as_signals(votes: Votes, device: torch.device) -> Tensor:
+def as_signals(votes: Votes, device: torch.device) -> Tensor:
+    """``votes`` as a replica's signals: a float32 tensor of one number for each :class:`Signal`."""
     values = [0.0] * len(Signal)
     values[Signal.PREEMPT] = float(votes.stop is StopReason.PREEMPTED)
     values[Signal.INTERRUPT] = float(votes.stop is StopReason.INTERRUPTED)
@@ -336,7 +337,7 @@ def _ranks_in(mask: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
 
 
-def _agreed_stop(signals: Sequence[float]) -> StopReason | None:
+def agreed_stop(signals: Sequence[float]) -> StopReason | None:
     """An interrupt weighs more than a preemption: a person asked."""
     if signals[Signal.INTERRUPT] > 0:
         return StopReason.INTERRUPTED

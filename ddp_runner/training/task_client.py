@@ -9,20 +9,23 @@ import time
 from dataclasses import replace
 
 from ddp_runner.collective.group import Group
-from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.exits import StopReason
-from ddp_runner.core.faults import Fault, FaultError, FaultKind
-from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.recovery import is_short_for_steps
 from ddp_runner.data.loader import MicroBatch
-from ddp_runner.training.agreeing import agree_on_tuning, recalled
-from ddp_runner.training.components.tuning import Tuning, free_memory, repair_tuning
+from ddp_runner.training.agreeing import (
+    agree_on_tuning,
+    agree_on_weights,
+    change_tuning,
+    recalled,
+)
+from ddp_runner.training.components.tuning import Tuning, free_memory
 from ddp_runner.training.given import give_average
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import open_quarantine
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.step import StepResult, Votes
 from ddp_runner.training.task_steps import TaskSteps
 from ddp_runner.training.train_report import TrainReport, finished_message, report_of
@@ -31,7 +34,7 @@ from ddp_runner.training.train_report import TrainReport, finished_message, repo
 class TaskClient:
     """Implements :class:`~ddp_runner.training.engine.Client` for a Task, from the rank's start to its end."""
 
-    def __init__(self, parts: RankParts) -> None:
+    def __init__(self, parts: TaskParts) -> None:
         self._parts = parts
         self._runtime = parts.runtime
         self._rank_info = parts.runtime.rank_info
@@ -44,6 +47,10 @@ class TaskClient:
         """Make one step; None where the state is now an older one, or raises what broke in it."""
         assert self._steps is not None, "a step is made in a generation"
         return self._steps.make(micro_batches, votes=votes)
+
+    def compare(self, group: Group) -> None:
+        """Compare samples: a step is of the same ones whoever loads them."""
+        self._parts.same_data.compare(group, self._parts.loader)
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on the tuning, and take over what is known of bad samples."""
@@ -65,24 +72,12 @@ class TaskClient:
         """Ask for less memory, or have DDP search for unused parameters; the fault says if it was in vain."""
         if fault.kind is FaultKind.OUT_OF_MEMORY and not is_short_for_steps(fault):
             return fault  # this process ends, and the next one asks for less
-        state = self._parts.state
         self._steps = None  # of the generation that was left
         free_memory()
-        change = repair_tuning(fault, state.tuning, samples=self._parts.loader.share_samples)
-        if change is None:
+        changed = change_tuning(self._parts, fault, samples=self._parts.loader.share_samples)
+        if changed is None:
             return replace(fault, may_retry=False)
-        state.tuning = self._changed_tuning = change.tuning
-        self._runtime.logger.progress(f"{fault.cause}: {change.action}", step=fault.step)
-        self._runtime.report(
-            TuningChanged(
-                rank=self._rank_info.rank,
-                step=fault.step,
-                action=change.action,
-                inexact_reason=change.inexact_reason,
-                tuning=dict(change.tuning.to_record()),
-                plain_retry=change.plain_retry,
-            )
-        )
+        self._changed_tuning = changed
         return fault
 
     def conclude(self, group: Group, reason: StopReason) -> None:
@@ -94,20 +89,7 @@ class TaskClient:
             helpers = Helpers(parts.workload.task, warn=self._runtime.logger.warning)
             # The report is of the weights before it: a sample may change them.
             report = replace(report, sample=helpers.sample(parts.state.model))
-        with waiting_for_peers(self._runtime.slot):
-            digests = group.exchange("weights_sha256", report.weights_sha256)
-        if len(set(digests)) > 1:
-            parts.state.is_in_doubt = True
-            raise FaultError(
-                Fault(
-                    kind=FaultKind.REPLICA_DIVERGED,
-                    rank=-1,
-                    step=report.steps,
-                    cause=f"the replicas ended with different weights: {digests}",
-                    at_ns=time.monotonic_ns(),
-                    may_retry=False,  # they were equal before the save: there is nobody to believe
-                )
-            )
+        agree_on_weights(group, parts, report.weights_sha256)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._rank_info.rank))
         if not self._runtime.is_watched:

@@ -16,7 +16,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics, TuningChanged
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions
+from ddp_runner.core.step_schedule import DueActions, due_after
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
@@ -27,7 +27,7 @@ from ddp_runner.training.evaluation import Validation
 from ddp_runner.training.exactness.first_step import FirstStep
 from ddp_runner.training.exactness.stream_check import StreamWatch
 from ddp_runner.training.guard import NumericsGuard
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import FlagsChangedError, Stepper, StepResult, StepRules, Votes
 
@@ -37,7 +37,7 @@ WRAPS_MAX = 3  # of one step
 class TaskSteps:
     """Makes the steps of a Task in one generation. Every rank calls its methods at the same places."""
 
-    def __init__(self, parts: RankParts, *, group: Group, guard: NumericsGuard) -> None:
+    def __init__(self, parts: TaskParts, *, group: Group, guard: NumericsGuard) -> None:
         settings, workload, state = parts.settings, parts.workload, parts.state
         self._parts = parts
         self._settings = settings
@@ -159,6 +159,16 @@ class TaskSteps:
                 world_size=self._group.world_size,
                 micro_batch_size=state.tuning.micro_batch_size,
             )
+
+    def due(self, step: int) -> DueActions:
+        """What is due once ``step`` steps are committed."""
+        return due_after(
+            step,
+            self._workload.length,
+            log=self._settings.log,
+            checkpoint=self._settings.checkpoint,
+            replica_check_steps=self._settings.recovery.replica_check_steps,
+        )
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""

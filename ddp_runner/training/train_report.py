@@ -13,7 +13,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.training.rank_context import RankParts
-from ddp_runner.training.workload import is_complete
+from ddp_runner.training.resume import is_complete
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
 
@@ -42,9 +42,12 @@ class TrainReport:
 
 def start_notes(parts: RankParts) -> tuple[str, ...]:
     """What data, precision and loader have to say before training, a line each; secrets are ``***``."""
-    data, hidden = parts.workload.datasets.notes, parts.runtime.logger.hidden
-    given = (data,) if isinstance(data, str) else tuple(data)
-    found = (*given, *parts.state.precision.notes, *getattr(parts.loader, "notes", ()))
+    hidden = parts.runtime.logger.hidden
+    found = (
+        *parts.workload.notes,
+        *parts.state.precision.notes,
+        *getattr(parts.loader, "notes", ()),
+    )
     lines = (" ".join(without_secrets(str(note), hidden).split()) for note in found[:NOTES_MAX])
     return tuple(line[:NOTE_CHARACTERS_MAX] for line in lines if line)
 

@@ -30,14 +30,15 @@ from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.given import with_task_named
 from ddp_runner.training.loaders import make_loader, waiting
 from ddp_runner.training.progress import Progress
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.rank_context import TaskParts
+from ddp_runner.training.resume import is_complete, load_start
 from ddp_runner.training.runtime import Runtime, local_runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task_client import TaskClient
 from ddp_runner.training.train_report import TrainReport
-from ddp_runner.training.workload import Workload, build_workload, is_complete, load_start
+from ddp_runner.training.workload import TaskWorkload, build_workload
 
 
 class DDPTrainer:
@@ -88,7 +89,7 @@ class DDPTrainer:
         assert task.report is not None, "training has ended"
         return task.report
 
-    def _prepare(self, ending: contextlib.ExitStack) -> tuple[RankParts, str]:
+    def _prepare(self, ending: contextlib.ExitStack) -> tuple[TaskParts, str]:
         """What this rank trains with, and its run; what has to be closed is left to ``ending``."""
         slot = self._runtime.slot
         slot.stamp(Phase.STARTUP, time.monotonic_ns())
@@ -121,7 +122,9 @@ class DDPTrainer:
                 self._look_back(loaded, workload, state, progress)
         stages.enter(Stage.NONE)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
-        loader = make_loader(settings, workload, state, self._runtime, on_wait=on_wait)
+        loader = make_loader(
+            settings, workload, workload.datasets, state, self._runtime, on_wait=on_wait
+        )
         ending.callback(loader.close)
         memory = MemoryManager(
             settings.memory,
@@ -141,7 +144,7 @@ class DDPTrainer:
             progress=progress,
             data=lambda: same_data.record,
         )
-        parts = RankParts(
+        parts = TaskParts(
             settings=settings,
             workload=workload,
             state=state,
@@ -176,7 +179,7 @@ class DDPTrainer:
             )
 
     def _look_back(
-        self, loaded: Loaded, workload: Workload, state: TrainState, progress: Progress
+        self, loaded: Loaded, workload: TaskWorkload, state: TrainState, progress: Progress
     ) -> None:
         """Note what is to be known of the run whose checkpoint was loaded."""
         before, now = (of.get(TASK_FILE) for of in (loaded.manifest.recipe, workload.recipe))

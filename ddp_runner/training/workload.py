@@ -16,14 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from ddp_runner import config
-from ddp_runner.checkpoint.catalog import WORDS
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
-from ddp_runner.checkpoint.manifest import checkpoint_name
-from ddp_runner.checkpoint.store import CheckpointStore, Loaded, load_weights
+from ddp_runner.checkpoint.store import CheckpointStore, load_weights
 from ddp_runner.collective.device import await_free
-from ddp_runner.core.classify import lacks_memory
-from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.phases import Stage
@@ -33,7 +29,6 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
-from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.components.ema import Ema
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
@@ -42,7 +37,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
-from ddp_runner.training.fitting import check_values, check_weights, misfit
+from ddp_runner.training.fitting import check_values, check_weights
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets, Task
@@ -51,10 +46,11 @@ from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Everything that stays the same for a whole run on this rank."""
+    """Everything that stays the same for a whole run on this rank.
 
-    task: Task
-    datasets: Datasets
+    ``notes``: what its data has to say before training, a line each.
+    """
+
     order: SampleOrder
     length: RunLength
     global_batch: int
@@ -65,6 +61,22 @@ class Workload:
     settings_digest: str
     parameters: int
     device_free_bytes: int = 0  # before this process took any of it
+    notes: tuple[str, ...] = ()
+
+    def first_state(
+        self, settings: Settings, state: TrainState, store: CheckpointStore
+    ) -> dict[str, Any]:
+        """What the run began with, made once more. Raises FaultError where that cannot be."""
+        del settings, state
+        raise FaultError(nothing_left(f"there is no checkpoint in {store.directory} yet"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskWorkload(Workload):
+    """The same for a Task."""
+
+    task: Task
+    datasets: Datasets
 
     @property
     def validation_samples(self) -> int:
@@ -72,10 +84,32 @@ class Workload:
         validation = self.datasets.validation
         return 0 if validation is None else len(validation)  # type: ignore[arg-type] # map-style
 
+    def first_state(
+        self, settings: Settings, state: TrainState, store: CheckpointStore
+    ) -> dict[str, Any]:
+        """As of any workload; for that time there are two models."""
+        seed_all(settings.run.seed)
+        # A task may keep the model that it makes, for its loss: the one that is trained must stay there.
+        task = copy.copy(self.task)
+        model = task.build_model().to(self.device)
+        trained = set(map(id, state.model.parameters()))
+        if not trained.isdisjoint(map(id, model.parameters())):
+            raise FaultError(
+                nothing_left(
+                    f"there is no checkpoint in {store.directory} yet, and the task's build_model()"
+                    " gives the model that was trained instead of a new one"
+                )
+            )
+        first = _empty_state(settings, model, self.device, workload=self, task=task)
+        first.order_version = state.order_version
+        first.side.follow(state.side.followed_names())
+        start_fresh(settings, first)
+        return first.capture()
+
 
 def build_workload(
     settings: Settings, rank_info: RankInfo, *, entering: Callable[[Stage], None] = lambda _: None
-) -> tuple[Workload, TrainState]:
+) -> tuple[TaskWorkload, TrainState]:
     """The workload, and a state that is still empty. Raises BadInputError for what a user can correct.
 
     ``entering`` is called as each stage begins.
@@ -112,7 +146,7 @@ def build_workload(
     key = dict(config.resume_key(settings, world_size=rank_info.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
-    workload = Workload(
+    workload = TaskWorkload(
         task=task,
         datasets=datasets,
         order=order,
@@ -125,6 +159,7 @@ def build_workload(
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
+        notes=_notes_of(datasets),
     )
     state = _empty_state(settings, model, device, workload=workload)
     try:
@@ -132,6 +167,10 @@ def build_workload(
     except TypeError as error:  # reported now, not at the first save
         raise BadInputError("--task", settings.run.task, f"its {error}") from error
     return workload, state
+
+
+def _notes_of(datasets: Datasets) -> tuple[str, ...]:
+    return (datasets.notes,) if isinstance(datasets.notes, str) else tuple(datasets.notes)
 
 
 def _recipe(
@@ -246,7 +285,7 @@ def _empty_state(
     model: nn.Module,
     device: torch.device,
     *,
-    workload: Workload,
+    workload: TaskWorkload,
     task: Task | None = None,
 ) -> TrainState:
     """``task``: the one that made ``model``, where it is not the workload's own."""
@@ -261,9 +300,9 @@ def _empty_state(
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
         loss_spikes=LossSpikes.watched_as(settings),
-        quarantine=_empty_quarantine(settings, order.dataset_size),
+        quarantine=empty_quarantine(settings, order.dataset_size),
         validation_quarantine=(
-            _empty_quarantine(settings, validation_samples) if validation_samples else None
+            empty_quarantine(settings, validation_samples) if validation_samples else None
         ),
         stream=StreamPosition() if isinstance(order, StreamOrder) else None,
         side=SideState(
@@ -279,45 +318,14 @@ def _empty_state(
     )
 
 
-def _empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
+def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
+    """Of a dataset of which no bad sample is known yet."""
     may_replace = settings.data.on_bad_sample == "substitute"
     bad_max = settings.data.max_bad_samples if may_replace else 0
     return Quarantine(seed=settings.run.seed, dataset_size=dataset_size, bad_max=bad_max)
 
 
-def load_start(
-    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
-) -> Loaded | None:
-    """Fill ``state`` from the checkpoint that ``--resume`` names, or make it a fresh step 0.
-
-    Raises BadInputError where there is none that was asked for by name, or where it is of another
-    run, does not fit the model, or lies beyond the end.
-    """
-    loaded = (
-        None
-        if settings.run.resume == "none"
-        else store.load(settings.run.resume, set_bad_aside=True)
-    )
-    if loaded is not None:
-        _refuse_other_resume_key(settings, workload, loaded)
-        _restore(settings, state, loaded.state, where=str(loaded.path))
-        _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
-        state.begun_step = state.committed_step
-        state.is_rehearsed = False  # by another launch
-        state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
-        note_changes(loaded, state, recipe=workload.recipe)
-        return loaded
-    if settings.run.resume in ("last", "best"):
-        raise BadInputError(
-            "--resume",
-            settings.run.resume,
-            f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
-        )
-    _start_fresh(settings, state)
-    return None
-
-
-def _start_fresh(settings: Settings, state: TrainState) -> None:
+def start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that was just built, the one of step 0."""
     if settings.run.init_from:
         weights = read_as(load_weights(Path(settings.run.init_from)), state.weights())
@@ -328,162 +336,11 @@ def _start_fresh(settings: Settings, state: TrainState) -> None:
     state.committed_step = state.begun_step = 0
 
 
-def leave_other_branch(
-    settings: Settings, store: CheckpointStore, *, begun_from: str, say: Callable[[str], None]
-) -> None:
-    """Set aside what the run does not go on from, before it saves: a roll-back would read that.
-
-    ``begun_from``: the file that was loaded, if one was. The newest has no other branch beside it.
-    """
-    if settings.run.resume in ("auto", "last"):
-        return
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    origin = Path(begun_from) if begun_from else None
-    aside = store.catalog.set_other_branch_aside(origin, stamp)
-    if aside is not None:
-        say(f"checkpoints that this run does not go on from are now in {aside}")
-
-
-def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
-    """The step that :func:`restore_newest` goes back to; EMPTY_STEP where there is none."""
-    newest = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
-    if newest != EMPTY_STEP:
-        return newest
-    named = _begun_from(settings, state)
-    has_begin = state.begun_step == 0 if named is None else named.is_file()
-    return state.begun_step if has_begin else EMPTY_STEP
-
-
-def _begun_from(settings: Settings, state: TrainState) -> Path | None:
-    """The file that was resumed by its path; where that is a folder, a newer one may be there now."""
-    if settings.run.resume in WORDS:
-        return None
-    path = Path(settings.run.resume).expanduser().resolve()
-    if state.begun_step == EMPTY_STEP:
-        return path
-    return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
-
-
-def restore_newest(
-    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
-) -> Loaded | None:
-    """Back to this run's newest checkpoint that verifies; before its first one, to what it began with.
-
-    What was learnt since then holds. Returns None where that is step 0. Raises FaultError
-    (CHECKPOINT_BAD) where nothing is left.
-    """
-    tuning = state.tuning  # DDP and loader are made for it
-    loaded = store.load("auto", set_bad_aside=True)
-    named = _begun_from(settings, state)
-    try:
-        if loaded is None and named is not None:
-            loaded = store.load(str(named))
-        if loaded is not None:
-            state.restore(loaded.state)
-            state.begun_step = state.committed_step
-            note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
-        elif state.begun_step == 0:
-            state.restore(_first_state(settings, workload, state, store))
-        else:
-            raise FaultError(_nothing_left(f"no checkpoint is left in {store.directory}"))
-    except BadInputError as error:
-        # It was there when the run began: no word of the user's is wrong.
-        none_yet = f"there is no checkpoint in {store.directory} yet"
-        cause = f"{none_yet}, and what the run began with is gone ({error})"
-        raise FaultError(_nothing_left(cause)) from error
-    state.tuning = tuning
-    return loaded
-
-
-def _first_state(
-    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
-) -> dict[str, Any]:
-    """What the run began with, made once more; for that time there are two models."""
-    seed_all(settings.run.seed)
-    # A task may keep the model that it makes, for its loss: the one that is trained must stay there.
-    task = copy.copy(workload.task)
-    model = task.build_model().to(workload.device)
-    trained = set(map(id, state.model.parameters()))
-    if not trained.isdisjoint(map(id, model.parameters())):
-        raise FaultError(
-            _nothing_left(
-                f"there is no checkpoint in {store.directory} yet, and the task's build_model()"
-                " gives the model that was trained instead of a new one"
-            )
-        )
-    first = _empty_state(settings, model, workload.device, workload=workload, task=task)
-    first.order_version = state.order_version
-    first.side.follow(state.side.followed_names())
-    _start_fresh(settings, first)
-    return first.capture()
-
-
-def _nothing_left(cause: str) -> Fault:
+def nothing_left(cause: str) -> Fault:
+    """Why a run ends that has no state to go back to."""
     return Fault(
         kind=FaultKind.CHECKPOINT_BAD, rank=-1, step=0, cause=cause, at_ns=time.monotonic_ns()
     )
-
-
-def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:
-    old = loaded.manifest.meaning
-    # With the salts of the file, without which no secret could be compared.
-    new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})
-    if changes := config.difference(old, new):
-        world_size = workload.global_batch // settings.data.batch_size
-        ways = config.ways_on(settings, old=old, new=new, world_size=world_size)
-        raise BadInputError(
-            "--resume",
-            settings.run.resume,
-            f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); {ways}",
-        )
-
-
-def _refuse_earlier_end(
-    settings: Settings, workload: Workload, state: TrainState, *, where: str
-) -> None:
-    """Nothing would be trained, and what would be called done is not what was asked for."""
-    end, run = workload.length.total_steps, settings.run
-    if state.committed_step <= end:
-        return
-    option, value = ("--max-steps", run.max_steps) if run.max_steps else ("--epochs", run.epochs)
-    raise BadInputError(
-        option,
-        value,
-        f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
-        f"give a larger end, another run with {config.own_folder(settings)}, or start fresh with "
-        "--resume none",
-    )
-
-
-def is_complete(workload: Workload, state: TrainState) -> bool:
-    """Whether ``state`` is one after which this run trains no step."""
-    return state.committed_step >= workload.length.total_steps or (
-        state.committed_step > 0 and state.monitor.target_reached
-    )
-
-
-def _restore(
-    settings: Settings, state: TrainState, saved: Mapping[str, Any], *, where: str
-) -> None:
-    found = saved.get("model")
-    if not isinstance(found, Mapping):
-        raise BadInputError("--resume", where, "holds no model")
-    weights = read_as(found, state.weights())
-    relaid = [name for name in saved.get("relaid", []) if isinstance(name, str)]
-    check_weights(weights, state, option="--resume", value=where, relaid=relaid)
-    try:
-        wrong = misfit(saved, state)
-        if not wrong:
-            state.restore({**saved, "model": weights})
-    except Exception as error:  # whatever a part that is none raises where it is read
-        if lacks_memory(error):
-            raise
-        wrong = str(error) or type(error).__name__
-    if wrong:
-        # It may be half taken over: nothing trains with it, this ends the run.
-        raise BadInputError(
-            "--resume", settings.run.resume, f"{where} does not fit this run: {wrong}"
-        )
 
 
 def versions() -> dict[str, str]:

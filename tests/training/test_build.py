@@ -16,8 +16,9 @@ from ddp_runner.data.quarantine import QuarantineFullError
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.training.exactness.first_step import why_a_device_varies
 from ddp_runner.training.fitting import not_finite
+from ddp_runner.training.resume import is_complete, load_start
 from ddp_runner.training.runtime import RankInfo
-from ddp_runner.training.workload import build_workload, is_complete, load_start
+from ddp_runner.training.workload import build_workload
 from tests.checkpoint.states import facts_of
 
 STREAMING = Path(__file__).parents[1] / "scenarios" / "streaming.py"

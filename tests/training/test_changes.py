@@ -11,8 +11,9 @@ import torch
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.training.changes import CHANGES_KEPT
+from ddp_runner.training.resume import load_start, restore_newest
 from ddp_runner.training.runtime import RankInfo
-from ddp_runner.training.workload import build_workload, load_start, restore_newest
+from ddp_runner.training.workload import build_workload
 from tests.checkpoint.states import facts_of
 
 WORKLOAD = Path(__file__).parents[1] / "scenarios" / "workload.py"

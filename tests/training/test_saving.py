@@ -73,7 +73,7 @@ def make_saving(folder, state, *, room_bytes=2**40, **settings):
     store = CheckpointStore(folder / "checkpoints", keep_last=9)
     runtime = RecordingRuntime(folder)
     workload = Workload(
-        task=None, datasets=None, order=None, global_batch=4, device=CPU, backend="gloo",
+        order=None, global_batch=4, device=CPU, backend="gloo",
         length=RunLength(steps_per_epoch=10, total_steps=20),
         resume_key={}, recipe={}, settings_digest="", parameters=0,
     )  # fmt: skip

@@ -63,6 +63,10 @@ class Buffers:
         found = [*self._persistent(), *self._shared_unsaved()]
         return [buffer.detach() for buffer in found if buffer is not None and buffer.numel()]
 
+    def versions(self) -> list[int]:
+        """Torch's counts of changes, of trained parameters and of :meth:`live` buffers as they were kept."""
+        return [one._version for one in (*self._trained.values(), *self._tensors)]  # noqa: SLF001 - as autograd
+
     def followed(self) -> list[Tensor]:
         """Parameters that were seen to change beside the optimizer."""
         return [parameter.detach() for parameter in self._followed.values()]

@@ -23,9 +23,10 @@ from ddp_runner.system.run_files import read_small
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader
+from ddp_runner.training.resume import load_start
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.step import StepRules, own_share
-from ddp_runner.training.workload import backend_of, build_workload, load_start
+from ddp_runner.training.workload import backend_of, build_workload
 
 
 class _Aside(LocalRuntime):
@@ -73,7 +74,9 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
         rank=rank, world_size=world_size, backend=backend_of(settings, workload.device)
     )
     runtime = _Aside(rank_info, logger)
-    loader = make_loader(settings, workload, state, runtime, on_wait=lambda: None)
+    loader = make_loader(
+        settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
+    )
     with contextlib.closing(loader):
         loader.assign(
             rank=rank, world_size=world_size, micro_batch_size=state.tuning.micro_batch_size

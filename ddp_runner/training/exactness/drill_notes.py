@@ -43,7 +43,7 @@ from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper
 
 if TYPE_CHECKING:
-    from ddp_runner.training.workload import Workload
+    from ddp_runner.training.workload import TaskWorkload
 
 REASON = "drill"
 STATES_NEEDED = 3  # in memory: the copy, what is read from the file, and what it becomes
@@ -73,7 +73,7 @@ class Drills:
     def __init__(
         self,
         settings: Settings,
-        workload: Workload,
+        workload: TaskWorkload,
         state: TrainState,
         *,
         saving: Saving,

@@ -22,7 +22,7 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import byte_size, rank_list
 from ddp_runner.training.components.tensor_hash import tensor_hash
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.training.rank_context import RankParts, TaskParts
 from ddp_runner.training.saving import ROOM_SHARE_MAX
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper, StepRules, own_share
@@ -35,7 +35,7 @@ _NOT_DONE = "-"
 class FirstStep:
     """Of one generation on one rank. Every rank calls its methods at the same places."""
 
-    def __init__(self, parts: RankParts, group: Group) -> None:
+    def __init__(self, parts: TaskParts, group: Group) -> None:
         self._parts = parts
         self._state = parts.state
         self._group = group

@@ -31,7 +31,7 @@ from ddp_runner.data.workers.timeouts import BatchLateError, PoolError
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.workload import Workload
+from ddp_runner.training.workload import TaskWorkload
 
 # From when the samples begin to be loaded. A repair is not to be held up.
 PATIENCE_S = 5.0
@@ -75,7 +75,7 @@ class SameData:
     def __init__(
         self,
         settings: Settings,
-        workload: Workload,
+        workload: TaskWorkload,
         runtime: Runtime,
         *,
         on_wait: Callable[[], None],
@@ -311,7 +311,7 @@ class SameData:
             )
         )
 
-    def compare_with(self, loaded: Loaded, workload: Workload, state: TrainState) -> None:
+    def compare_with(self, loaded: Loaded, workload: TaskWorkload, state: TrainState) -> None:
         """Hold what this rank has seen against what the run of a checkpoint was trained on.
 
         Raises BadInputError where it differs, if that is not only to be reported: then ``state`` keeps it
@@ -378,7 +378,7 @@ def differences(one: Record, other: Record) -> list[str]:
     return found
 
 
-def _known_of(workload: Workload) -> dict[str, JsonValue]:
+def _known_of(workload: TaskWorkload) -> dict[str, JsonValue]:
     """What is known of the data without loading a sample."""
     order = workload.order
     known: dict[str, JsonValue] = {}
@@ -435,7 +435,7 @@ def _refusal(line: str, is_first: bool) -> str:
     )
 
 
-def _cause_since(loaded: Loaded, workload: Workload) -> str:
+def _cause_since(loaded: Loaded, workload: TaskWorkload) -> str:
     """Why the data may be another since the checkpoint was written, the likeliest first."""
     old, new = loaded.manifest.recipe, workload.recipe
     causes = ["a file that has changed"]

@@ -98,9 +98,18 @@ class SideState:
     the step after it is given up.
     """
 
-    def __init__(self, model: nn.Module, task: Any = None, *, apart: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Any = None,
+        *,
+        root_name: str = "task",
+        apart: Iterable[Any] = (),
+    ) -> None:
+        """``root_name``: what ``task``, or what stands there in its place, is called in paths."""
         self._model = model
         self._task = task
+        self._root_name = root_name
         self._apart = frozenset(id(one) for one in apart if one is not None)
         self._own: frozenset[int] = frozenset()  # ids of what is the model's own state
         self._followed: dict[str, Kept] = {}
@@ -365,7 +374,7 @@ class SideState:
             name = f"model.{bare}" if bare else "model"
             owners.setdefault(name, _Owner(name, module, is_models=True))
             seen.add(id(module))
-        roots = [("task", self._task, 0)] if self._task is not None else []
+        roots = [(self._root_name, self._task, 0)] if self._task is not None else []
         pending = roots + [(o.path, o.of, 0) for o in owners.values()]
         while pending and len(owners) < OWNERS_MAX:
             path, at, depth = pending.pop()

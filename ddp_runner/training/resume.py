@@ -1,0 +1,183 @@
+"""Where a run begins and what it goes back to: checkpoints that are read, compared and taken over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_runner import config
+from ddp_runner.checkpoint.catalog import WORDS
+from ddp_runner.checkpoint.entry_names import read_as
+from ddp_runner.checkpoint.manifest import checkpoint_name
+from ddp_runner.checkpoint.store import CheckpointStore, Loaded
+from ddp_runner.core.classify import lacks_memory
+from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.settings import Settings
+from ddp_runner.training.changes import note_changes, tuning_of_changed
+from ddp_runner.training.fitting import check_weights, misfit
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import Workload, nothing_left, start_fresh
+
+
+def load_start(
+    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
+) -> Loaded | None:
+    """Fill ``state`` from the checkpoint that ``--resume`` names, or make it a fresh step 0.
+
+    Raises BadInputError where there is none that was asked for by name, or where it is of another
+    run, does not fit the model, or lies beyond the end.
+    """
+    loaded = (
+        None
+        if settings.run.resume == "none"
+        else store.load(settings.run.resume, set_bad_aside=True)
+    )
+    if loaded is not None:
+        _refuse_other_resume_key(settings, workload, loaded)
+        _restore(settings, state, loaded.state, where=str(loaded.path))
+        _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
+        state.begun_step = state.committed_step
+        state.is_rehearsed = False  # by another launch
+        state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
+        note_changes(loaded, state, recipe=workload.recipe)
+        return loaded
+    if settings.run.resume in ("last", "best"):
+        raise BadInputError(
+            "--resume",
+            settings.run.resume,
+            f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
+        )
+    start_fresh(settings, state)
+    return None
+
+
+def leave_other_branch(
+    settings: Settings, store: CheckpointStore, *, begun_from: str, say: Callable[[str], None]
+) -> None:
+    """Set aside what the run does not go on from, before it saves: a roll-back would read that.
+
+    ``begun_from``: the file that was loaded, if one was. The newest has no other branch beside it.
+    """
+    if settings.run.resume in ("auto", "last"):
+        return
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    origin = Path(begun_from) if begun_from else None
+    aside = store.catalog.set_other_branch_aside(origin, stamp)
+    if aside is not None:
+        say(f"checkpoints that this run does not go on from are now in {aside}")
+
+
+def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointStore) -> int:
+    """The step that :func:`restore_newest` goes back to; EMPTY_STEP where there is none."""
+    newest = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+    if newest != EMPTY_STEP:
+        return newest
+    named = _begun_from(settings, state)
+    has_begin = state.begun_step == 0 if named is None else named.is_file()
+    return state.begun_step if has_begin else EMPTY_STEP
+
+
+def restore_newest(
+    settings: Settings, workload: Workload, state: TrainState, store: CheckpointStore
+) -> Loaded | None:
+    """Back to this run's newest checkpoint that verifies; before its first one, to what it began with.
+
+    What was learnt since then holds. Returns None where that is step 0. Raises FaultError
+    (CHECKPOINT_BAD) where nothing is left.
+    """
+    tuning = state.tuning  # DDP and loader are made for it
+    loaded = store.load("auto", set_bad_aside=True)
+    named = _begun_from(settings, state)
+    try:
+        if loaded is None and named is not None:
+            loaded = store.load(str(named))
+        if loaded is not None:
+            state.restore(loaded.state)
+            state.begun_step = state.committed_step
+            note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
+        elif state.begun_step == 0:
+            state.restore(workload.first_state(settings, state, store))
+        else:
+            raise FaultError(nothing_left(f"no checkpoint is left in {store.directory}"))
+    except BadInputError as error:
+        # It was there when the run began: no word of the user's is wrong.
+        none_yet = f"there is no checkpoint in {store.directory} yet"
+        cause = f"{none_yet}, and what the run began with is gone ({error})"
+        raise FaultError(nothing_left(cause)) from error
+    state.tuning = tuning
+    return loaded
+
+
+def is_complete(workload: Workload, state: TrainState) -> bool:
+    """Whether ``state`` is one after which this run trains no step."""
+    return state.committed_step >= workload.length.total_steps or (
+        state.committed_step > 0 and state.monitor.target_reached
+    )
+
+
+def _begun_from(settings: Settings, state: TrainState) -> Path | None:
+    """The file that was resumed by its path; where that is a folder, a newer one may be there now."""
+    if settings.run.resume in WORDS:
+        return None
+    path = Path(settings.run.resume).expanduser().resolve()
+    if state.begun_step == EMPTY_STEP:
+        return path
+    return (path if path.is_dir() else path.parent) / checkpoint_name(state.begun_step)
+
+
+def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loaded) -> None:
+    old = loaded.manifest.meaning
+    # With the salts of the file, without which no secret could be compared.
+    new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})
+    if changes := config.difference(old, new):
+        world_size = workload.global_batch // settings.data.batch_size
+        ways = config.ways_on(settings, old=old, new=new, world_size=world_size)
+        raise BadInputError(
+            "--resume",
+            settings.run.resume,
+            f"{loaded.path} is of a run with other settings ({'; '.join(changes)}); {ways}",
+        )
+
+
+def _refuse_earlier_end(
+    settings: Settings, workload: Workload, state: TrainState, *, where: str
+) -> None:
+    """Nothing would be trained, and what would be called done is not what was asked for."""
+    end, run = workload.length.total_steps, settings.run
+    if state.committed_step <= end:
+        return
+    option, value = ("--max-steps", run.max_steps) if run.max_steps else ("--epochs", run.epochs)
+    raise BadInputError(
+        option,
+        value,
+        f"the run would end at step {end}, and {where} is at step {state.committed_step} already; "
+        f"give a larger end, another run with {config.own_folder(settings)}, or start fresh with "
+        "--resume none",
+    )
+
+
+def _restore(
+    settings: Settings, state: TrainState, saved: Mapping[str, Any], *, where: str
+) -> None:
+    found = saved.get("model")
+    if not isinstance(found, Mapping):
+        raise BadInputError("--resume", where, "holds no model")
+    weights = read_as(found, state.weights())
+    relaid = [name for name in saved.get("relaid", []) if isinstance(name, str)]
+    check_weights(weights, state, option="--resume", value=where, relaid=relaid)
+    try:
+        wrong = misfit(saved, state)
+        if not wrong:
+            state.restore({**saved, "model": weights})
+    except Exception as error:  # whatever a part that is none raises where it is read
+        if lacks_memory(error):
+            raise
+        wrong = str(error) or type(error).__name__
+    if wrong:
+        # It may be half taken over: nothing trains with it, this ends the run.
+        raise BadInputError(
+            "--resume", settings.run.resume, f"{where} does not fit this run: {wrong}"
+        )
