@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from ddp_runner.data.loader import SafeDataLoader
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.logger import DDPLogger
+    from ddp_runner.rank.attach import attach
     from ddp_runner.system.heartbeat import heartbeat
+    from ddp_runner.training.own_loop.attached_run import AttachedRun
     from ddp_runner.training.task import Datasets, Task
     from ddp_runner.training.trainer import DDPTrainer
 
 __version__ = VERSION
 __all__ = [
+    "AttachedRun",
     "BadInputError",
     "DDPLogger",
     "DDPTrainer",
@@ -40,10 +43,12 @@ __all__ = [
     "Settings",
     "Task",
     "__version__",
+    "attach",
     "heartbeat",
     "launch",
 ]
 _HOME_OF_NAME = {
+    "AttachedRun": "ddp_runner.training.own_loop.attached_run",
     "BadInputError": "ddp_runner.core.faults",
     "DDPLogger": "ddp_runner.observe.logger",
     "DDPTrainer": "ddp_runner.training.trainer",
@@ -53,6 +58,7 @@ _HOME_OF_NAME = {
     "Settings": "ddp_runner.core.settings",
     "Task": "ddp_runner.training.task",
     "heartbeat": "ddp_runner.system.heartbeat",
+    "attach": "ddp_runner.rank.attach",
     "launch": "ddp_runner.cli.launch",
 }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.options import OPTIONS, Option
 from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.run_loop import attaches, with_loop
 from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     EXAMPLES,
@@ -37,6 +38,8 @@ from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from ddp_runner.core.launch_plan import LaunchPlan
 
 _WIDTH, _INDENT = 79, 28
 
@@ -70,6 +73,8 @@ def run(words: Sequence[str]) -> int:
     plan = plan_launch(parse_train(_settings(sorted_words, script)), words=words)
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
+    if attaches(script):
+        return _supervise(with_loop(plan, script), words)
     settings = plan.settings
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)
@@ -77,7 +82,6 @@ def run(words: Sequence[str]) -> int:
     plan = replace(
         plan,
         settings=replace(settings, run=of_run, recovery=recovery),
-        command=(*plan.command[:3], "run", *masked_words(words)),
         notes=(
             *plan.notes,
             *_thread_notes(plan.threads_per_rank),
@@ -85,6 +89,11 @@ def run(words: Sequence[str]) -> int:
         ),
         script=script,
     )
+    return _supervise(plan, words)
+
+
+def _supervise(plan: LaunchPlan, words: Sequence[str]) -> int:
+    plan = replace(plan, command=(*plan.command[:3], "run", *masked_words(words)))
     allow_open_files(plan.world_size)
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415

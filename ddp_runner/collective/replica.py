@@ -154,6 +154,8 @@ class Alone:
 class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
+    averages = False  # gradients are summed over ranks: the loss is weighted
+
     def __init__(
         self,
         model: nn.Module,
@@ -166,10 +168,21 @@ class Replica:
         device: DeviceProgress | None = None,
     ) -> None:
         """``is_relaid``: whether a step has changed the shape or type of a buffer."""
+        module = _LossModule(model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid)
+        self._wrap(module, group=group, settings=settings, slot=slot, device=device)
+
+    def _wrap(
+        self,
+        module: Any,
+        *,
+        group: Group,
+        settings: DdpSettings,
+        slot: Slot,
+        device: DeviceProgress | None,
+    ) -> None:
+        """``module``: has ``model``, ``signal``, ``has_graph`` and ``begin_step()``, as _LossModule."""
         self.group = group
-        self._module = _LossModule(
-            model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid
-        )
+        self._module: Any = module
         self._slot = slot
         self._waits = wait_clock(group.device)
         self._device = device or NoDeviceProgress()
@@ -217,7 +230,7 @@ class Replica:
     @property
     def has_graph(self) -> bool:
         """Whether a loss of this rank's, in this step, led to any parameter."""
-        return self._module.has_graph
+        return bool(self._module.has_graph)
 
     def without_sync(self) -> AbstractContextManager[None]:
         """For all but the last micro-batch of a step: accumulate, reduce nothing."""
@@ -405,7 +418,7 @@ class Replica:
 
 
 def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook: sum, never divide; the loss is weighted before backward.
+    """Communication hook: sum; never divide where the loss is weighted before backward.
 
     Without a hook DDP multiplies by 1/world in the first iteration and divides by world later, which
     differ in the last bit when the world size is no power of two.
@@ -415,6 +428,8 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     replica.show_own(bucket)
     if bucket.is_last():
         replica.come_to_last_sum()
+    if replica.averages:
+        bucket.buffer().div_(replica.group.world_size)  # before the sum, as torch's allreduce_hook
     work = replica.group.begin_sum(bucket.buffer())
     if bucket.is_last():
         replica.reach(Moment.REDUCING)

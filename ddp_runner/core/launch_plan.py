@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ddp_runner.core.script import ScriptPlan
+    from ddp_runner.core.script import LoopPlan, ScriptPlan
     from ddp_runner.core.settings import Settings
 
 
@@ -42,8 +42,8 @@ class LaunchPlan:
     """A checked run, ready to start. ``devices[r]`` is the place of rank ``r``.
 
     ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
-    checkpoint must agree with. ``notes`` are lines to show people once, before training. ``script``: the
-    program that is run in place of a task.
+    checkpoint must agree with. ``notes`` are lines to show people once, before training. ``script`` and
+    ``loop``: the program that is run in place of a task, of which one at most is not None.
     """
 
     settings: Settings
@@ -56,6 +56,13 @@ class LaunchPlan:
     command: tuple[str, ...]
     notes: tuple[str, ...]
     script: ScriptPlan | None = None
+    loop: LoopPlan | None = None
+
+    @property
+    def title(self) -> str:
+        """What people call what is run: the task, or the program."""
+        program = self.script or self.loop
+        return self.settings.run.task if program is None else program.name
 
     def has_own_device(self, rank: int) -> bool:
         """Whether no other rank computes where this one does."""

@@ -14,6 +14,7 @@ ZYGOTE_OF_SCRIPTS = (
     "scripts:"  # sent to a zygote in place of a task; modules to import ahead follow
 )
 WRONG_ARGUMENTS = 2  # argparse's exit code, and that of most programs
+ZYGOTE_OF_LOOPS = "loops:"  # the same for programs whose loop attaches
 GRACE_AFTER_FAULT_S = 1.0  # from SIGTERM to SIGKILL, for the ranks that are left
 GRACE_AT_STOP_S = 30.0
 STOPPED_MAX_S = 10.0  # for which the system may hold a rank stopped
@@ -51,6 +52,26 @@ class ScriptPlan:
     is_program: bool = False
     shown_ranks: tuple[int, ...] | None = (0,)
     marks_lines: bool = False
+
+    @property
+    def name(self) -> str:
+        """What people call it: the file's name, or the module's."""
+        return self.module or self.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPlan:
+    """A program of the user's whose loop calls ``ddp_runner.attach()``.
+
+    ``path``, ``module`` and ``preload`` are as of :class:`ScriptPlan`; ``source`` is what the file held at
+    launch: a replaced rank runs that. Of a module it is empty.
+    """
+
+    path: str
+    module: str
+    arguments: tuple[str, ...]
+    source: bytes = b""
+    preload: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

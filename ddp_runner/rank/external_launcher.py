@@ -210,9 +210,14 @@ class OutsideRuntime(LocalRuntime):
             self._stop = self._stop or _STOP_SIGNALS[number]
 
 
-def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int) -> int:
-    """Run the rank that this process was started as; returns its exit code. ``cores``: of the machine."""
-    rank_info = _rank_info(rank, device)
+def begin(
+    settings: Settings, rank: PlainRank, *, is_on_gpu: bool, cores: int
+) -> tuple[Settings, OutsideRuntime]:
+    """Become the rank that this process was started as; with what it resumes. ``cores``: of the machine.
+
+    Raises BadInputError where the run's folders are held by another one.
+    """
+    rank_info = _rank_info(rank, is_on_gpu=is_on_gpu)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # other launchers may end before their ranks
         parent_death.die_with_parent(os.getppid())
     directories = RunDirectories(settings.run)
@@ -224,23 +229,34 @@ def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int)
         runtime.directories = directories
     install_root_handler(runtime.logger)
     resume = runtime.resume_word(settings.run.resume)
-    settings = replace(settings, run=replace(settings.run, resume=resume))
+    return replace(settings, run=replace(settings.run, resume=resume)), runtime
+
+
+def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int) -> int:
+    """Run the rank that this process was started as; returns its exit code. ``cores``: of the machine."""
+    is_on_gpu = device.visible_index is not None
+    settings, runtime = begin(settings, rank, is_on_gpu=is_on_gpu, cores=cores)
     try:
         report = DDPTrainer(config=settings, runtime=runtime).train()
     except BadInputError:
         raise
     except FaultError as error:
         cause = printable(error.fault.without(runtime.logger.hidden).cause)
-        sys.stderr.write(f"ddp_runner: error: rank {rank_info.rank}: {cause}\n")
+        sys.stderr.write(f"ddp_runner: error: rank {rank.rank}: {cause}\n")
         is_bad_input = error.fault.kind is FaultKind.BAD_INPUT  # found with the other ranks
         code = int(ExitCode.BAD_USAGE if is_bad_input else ExitCode.FAILED)
         if holds_communicators():
             _end_at_once(code)
         return code
+    return int(EXIT_CODE_OF_STATUS[conclude(settings, runtime, report)])
+
+
+def conclude(settings: Settings, runtime: OutsideRuntime, report: TrainReport) -> RunStatus:
+    """Training has ended: rank 0 sums the job up. How it has ended."""
     status = STATUS_OF_REASON[report.reason]
-    if rank_info.rank == 0:
+    if runtime.rank_info.rank == 0:
         _write_summary(settings, runtime, report, status=status)
-    return int(EXIT_CODE_OF_STATUS[status])
+    return status
 
 
 def _end_at_once(code: int) -> NoReturn:
@@ -267,14 +283,13 @@ def _share_cores(settings: Settings, rank_info: RankInfo, *, cores: int) -> None
         torch.set_num_threads(threads)
 
 
-def _rank_info(rank: PlainRank, device: DevicePlan) -> RankInfo:
-    is_cpu = device.visible_index is None
+def _rank_info(rank: PlainRank, *, is_on_gpu: bool) -> RankInfo:
     return RankInfo(
         rank=rank.rank,
         local_rank=rank.local_rank,
         world_size=rank.world_size,
         local_world_size=rank.local_world_size,
-        device="cpu" if is_cpu else visible_gpu(rank.local_rank, torch.cuda.device_count()),
+        device=visible_gpu(rank.local_rank, torch.cuda.device_count()) if is_on_gpu else "cpu",
         loads=rank.rank == 0,
     )
 

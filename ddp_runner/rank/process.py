@@ -22,6 +22,7 @@ from ddp_runner.core.faults import ReportedFaultError
 from ddp_runner.core.injection import Injection, InjectKind, parse_injection
 from ddp_runner.core.messages import Faulted, Fork
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.settings import Settings
 from ddp_runner.observe.files import lossy_text
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
@@ -37,6 +38,14 @@ STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 def main(request: Fork, descriptors: list[int]) -> int:
     """Run one rank; returns its exit status. ``descriptors``: control channel, board, output."""
+    settings, runtime = begin(request, descriptors)
+    status = _train(settings, runtime)
+    atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does: user code may rely on them
+    return status
+
+
+def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRuntime]:
+    """Become the rank that ``request`` says; with what it resumes. ``descriptors``: as of :func:`main`."""
     control, board, output_descriptor = descriptors
     spec: dict[str, Any] = request.spec
     parent_death.set_process_name(f"ddp:rank{request.rank}")
@@ -76,9 +85,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         link=link,
         injections=_injections(settings, spec),
     )
-    status = _train(config_with_resume(settings, str(spec["resume"])), runtime)
-    atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does: user code may rely on them
-    return status
+    return config_with_resume(settings, str(spec["resume"])), runtime
 
 
 def _injections(settings: Any, spec: dict[str, Any]) -> dict[int, Injection] | None:
@@ -134,6 +141,20 @@ def _map_slot(descriptor: int, rank_info: RankInfo) -> Slot:
     return Board(memoryview(memory), rank_info.world_size).slot(rank_info.rank)
 
 
+def report_end(runtime: SupervisedRuntime, error: BaseException) -> None:
+    """Report what has escaped from a rank, which ends of it."""
+    reading = runtime.slot.read()
+    fault = fault_of(
+        error,
+        rank=runtime.rank_info.rank,
+        step=max(0, reading.step),
+        phase=reading.phase.label,
+        aborted=False,
+    )
+    runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
+    runtime.report(Faulted(generation=reading.generation, fault=fault))
+
+
 def _train(settings: Any, runtime: SupervisedRuntime) -> int:
     """The rank boundary: whatever escapes the trainer becomes a Fault and an exit status."""
     try:
@@ -146,15 +167,6 @@ def _train(settings: Any, runtime: SupervisedRuntime) -> int:
     except ReportedFaultError:
         return 1
     except BaseException as error:  # noqa: BLE001 - the rank boundary
-        reading = runtime.slot.read()
-        fault = fault_of(
-            error,
-            rank=runtime.rank_info.rank,
-            step=max(0, reading.step),
-            phase=reading.phase.label,
-            aborted=False,
-        )
-        runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
-        runtime.report(Faulted(generation=reading.generation, fault=fault))
+        report_end(runtime, error)
         return 1
     return 0

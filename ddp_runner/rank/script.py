@@ -87,7 +87,7 @@ def run(request: Fork, descriptors: list[int]) -> int:
     register_optimizer_step_post_hook(_StepCounter(link.slot))
     count_heartbeats(link.slot)
     notice_files(link.slot, whole_saves=not spec["plain_saves"])
-    return _run_as_main(
+    return run_as_main(
         str(spec["path"]), str(spec["module"]), spec["arguments"], on_error=link.failed
     )
 
@@ -334,10 +334,18 @@ def _save_whole(save: Callable[[Path], None], path: Path) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _run_as_main(
-    path: str, module: str, arguments: list[str], *, on_error: Callable[[BaseException], None]
+def run_as_main(
+    path: str,
+    module: str,
+    arguments: list[str],
+    *,
+    source: bytes | None = None,
+    on_error: Callable[[BaseException], None],
 ) -> int:
-    """Run a file, or a module, as ``python FILE`` and ``python -m MODULE`` do."""
+    """Run a file, or a module, as ``python FILE`` and ``python -m MODULE`` do.
+
+    ``source``: what the file is taken to hold; None: what it holds.
+    """
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __spec__=None)
     sys.modules["__main__"] = main
@@ -352,8 +360,10 @@ def _run_as_main(
             main.__dict__.update(
                 __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path)
             )
-            with io.open_code(path) as file:
-                code = compile(file.read(), path, "exec")
+            if source is None:
+                with io.open_code(path) as file:
+                    source = file.read()
+            code = compile(source, path, "exec")
             exec(code, main.__dict__)  # noqa: S102 - the user's program
     except SystemExit:
         raise

@@ -32,7 +32,7 @@ from ddp_runner.core.messages import (
     Forked,
     ZygoteReady,
 )
-from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
+from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.rank.signals import leave_stops_to_supervisor, release_stops, stops_held
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -56,17 +56,20 @@ _PRELOADED = (
 )
 
 
-# What a script's rank needs before the script itself.
-_PRELOADED_FOR_SCRIPTS = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.nn.parallel.distributed",
-    "torch.optim",
-    "torch.utils.data",
-    "ddp_runner.rank.script",
-    "ddp_runner.rank.store_host",
-)
+# What the rank of a program needs before the program itself.
+_PRELOADED_FOR = {
+    ZYGOTE_OF_SCRIPTS: (
+        "torch",
+        "torch._dynamo",
+        "torch.distributed",
+        "torch.nn.parallel.distributed",
+        "torch.optim",
+        "torch.utils.data",
+        "ddp_runner.rank.script",
+        "ddp_runner.rank.store_host",
+    ),
+    ZYGOTE_OF_LOOPS: (*_PRELOADED, "ddp_runner.rank.attached"),
+}
 
 
 class UnfitForForksError(Exception):
@@ -88,14 +91,15 @@ class ProgramBegins(BaseException):
         self.run = run
 
 
-def preload_for_scripts(modules: Sequence[str]) -> float:
-    """Import what scripts need, and ``modules``; returns the seconds it took.
+def preload_for_programs(kind: str, modules: Sequence[str]) -> float:
+    """Import what programs of the user's need, and ``modules``; returns the seconds it took.
 
+    ``kind``: ZYGOTE_OF_SCRIPTS, or ZYGOTE_OF_LOOPS for those whose loop attaches.
     Raises ImportError, and UnfitForForksError for the first of ``modules`` after which forks would not start clean.
     """
     began_s = time.monotonic()
     gc.disable()
-    for name in _PRELOADED_FOR_SCRIPTS:
+    for name in _PRELOADED_FOR[kind]:
         importlib.import_module(name)
     was_fit = not what_forks_inherit()
     for name in modules:
@@ -104,7 +108,7 @@ def preload_for_scripts(modules: Sequence[str]) -> float:
         if left and was_fit:
             wanted = ",".join(one for one in modules if one != name)
             says = f"--preload: {name} is left to each rank: after importing it {left}"
-            raise UnfitForForksError(ZYGOTE_OF_SCRIPTS + wanted, says)
+            raise UnfitForForksError(kind + wanted, says)
     gc.freeze()
     gc.enable()
     return time.monotonic() - began_s
@@ -232,6 +236,10 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
         from ddp_runner.rank import script  # noqa: PLC0415 - as above
 
         raise ProgramBegins(lambda: script.run(request, inherited))
+    if "program" in request.spec:
+        from ddp_runner.rank import attached  # noqa: PLC0415 - as above
+
+        raise ProgramBegins(lambda: attached.run(request, inherited))
     from ddp_runner.rank import drill, process, spare  # noqa: PLC0415 - as above
 
     if request.rank == SPARE_RANK:
@@ -290,11 +298,12 @@ def main(arguments: list[str]) -> int:
     wanted, left_out = arguments[2] if len(arguments) > 2 else "", arguments[3:]
     environment = dict(os.environ)  # before anybody's import changes it
     try:
-        if wanted.startswith(ZYGOTE_OF_SCRIPTS):
-            modules = wanted.removeprefix(ZYGOTE_OF_SCRIPTS)
-            import_s = preload_for_scripts(modules.split(",") if modules else ())
-        else:
+        kind = next((one for one in _PRELOADED_FOR if wanted.startswith(one)), None)
+        if kind is None:
             import_s = preload(wanted)
+        else:
+            modules = wanted.removeprefix(kind)
+            import_s = preload_for_programs(kind, modules.split(",") if modules else ())
     except UnfitForForksError as unfit:
         words = [*arguments[:2], unfit.wanted, *left_out, str(unfit)]
         _start_again(descriptor, words, environment)

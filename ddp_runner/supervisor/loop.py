@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from ddp_runner.core.stopping import StopSignal
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.folders import FolderKeeper
+from ddp_runner.supervisor.loop_supervisor import LoopSupervisor
 from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
@@ -112,7 +113,11 @@ def supervise(plan: LaunchPlan) -> int:
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
         node = Node(plan, selector, system=Linux(), clock=SYSTEM_CLOCK)
-        make = Supervisor if plan.script is None else partial(ScriptSupervisor, script=plan.script)
+        make: Callable[..., Supervisor] = Supervisor
+        if plan.script is not None:
+            make = partial(ScriptSupervisor, script=plan.script)
+        elif plan.loop is not None:
+            make = LoopSupervisor
         supervisor = make(
             plan,
             node,

@@ -74,11 +74,11 @@ from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
 
-EXIT_TIMEOUT_S = 15.0  # for a finished rank to exit
-
 
 class Supervisor:
     """One run, from the first fork to its ending. Driven by ``run``; never waits for anything."""
+
+    exit_timeout_s = 15.0  # for a rank that has finished to exit
 
     def __init__(
         self,
@@ -432,7 +432,9 @@ class Supervisor:
         if self._finished_at_s is None:
             self._finished_at_s = now_s
             self._repair.drop()
-        late = now_s > self._finished_at_s + EXIT_TIMEOUT_S or self._signals.ends_at_once(now_s)
+        late = now_s > self._finished_at_s + self.exit_timeout_s or self._signals.ends_at_once(
+            now_s
+        )
         if any(handle.is_alive for handle in ranks) and not late:
             return
         finished = ranks[0].finished

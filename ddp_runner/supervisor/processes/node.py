@@ -16,7 +16,7 @@ from ddp_runner import config
 from ddp_runner.core.board import Slot
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
-from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
+from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
@@ -31,7 +31,7 @@ from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare,
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
-from ddp_runner.supervisor.processes.resources import BoardMemory, bind_store_port
+from ddp_runner.supervisor.processes.resources import BoardMemory, ProgramMemory, bind_store_port
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.proc_state import StoppedWatch
@@ -58,6 +58,7 @@ class Node:
         self._system = system
         self._clock = clock
         self._settings_record = config.to_record(plan.settings)
+        self._program = None if plan.loop is None else ProgramMemory(plan.loop)
         self._listening = bind_store_port(plan.settings.ddp.port)
         self._memory = BoardMemory(plan.world_size)
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
@@ -393,6 +394,8 @@ class Node:
         for slot in self._slots:
             slot.release()
         self._memory.close()
+        if self._program is not None:
+            self._program.close()
 
     def _surroundings(self, rank: int) -> dict[str, object]:
         """What user code finds around it in this rank."""
@@ -406,6 +409,7 @@ class Node:
             "store_host": "127.0.0.1",
             "store_port": self.store_port,
             "detect_anomaly": plan.settings.run.detect_anomaly,
+            **({} if self._program is None else {"program": self._program.record}),
         }
 
     def _is_warm(self, spare: Spare) -> bool:
@@ -472,7 +476,9 @@ class Node:
 
 
 def _what_to_import(plan: LaunchPlan) -> str:
-    """What the zygote is sent: the task, or that its forks run scripts, and modules to import for them."""
-    if plan.script is None:
-        return plan.settings.run.task
-    return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
+    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
+    if plan.script is not None:
+        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
+    if plan.loop is not None:
+        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
+    return plan.settings.run.task

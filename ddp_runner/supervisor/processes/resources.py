@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.script import LoopPlan
 from ddp_runner.system.run_files import left_over
 
 
@@ -63,3 +64,27 @@ class BoardMemory:
         with contextlib.suppress(BufferError):  # a slot is still held: the process ends anyway
             self._memory.close()
         os.close(self.descriptor)
+
+
+class ProgramMemory:
+    """What the user's program held at launch, for ranks that come later. ``record``: what they are sent."""
+
+    def __init__(self, loop: LoopPlan) -> None:
+        self._descriptor: int | None = None
+        path = ""
+        if loop.source:
+            self._descriptor = os.memfd_create("program")
+            with open(self._descriptor, "wb", closefd=False) as file:
+                file.write(loop.source)
+            path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.record: dict[str, object] = {
+            "path": loop.path,
+            "module": loop.module,
+            "arguments": list(loop.arguments),
+            "source": path,
+        }
+
+    def close(self) -> None:
+        """No rank comes any more."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)

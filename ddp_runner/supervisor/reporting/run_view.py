@@ -63,7 +63,7 @@ def run_view(
             _rank_view(handle, reading, now_ns)
             for handle, reading in zip(handles, readings, strict=True)
         ),
-        title=plan.settings.run.task if plan.script is None else plan.script.name,
+        title=plan.title,
         log_dir=plan.settings.run.log_dir,
         logged_step=None if logged is None else int(logged),
         learning_rate=first.metrics.get("learning_rate"),

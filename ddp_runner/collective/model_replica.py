@@ -1,0 +1,152 @@
+"""A user's own module as DDP has it for one generation: called as it is, with signals behind its outputs.
+
+The loss is computed outside, so what rides along with the gradients is tied to the outputs: where the
+backward of a step passes them, the extra parameter gets its gradient, and DDP sums that with the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.collective.device_progress import DeviceProgress
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.replica import Replica
+from ddp_runner.core.board import Slot
+from ddp_runner.core.settings import DdpSettings
+
+
+class _Tie(torch.autograd.Function):
+    """Passes tensors on; in backward, gives the first input the gradient that ``take`` returns."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, take: Callable[[], Tensor], *tensors: Tensor) -> Any:
+        del signal
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        # Not a view for autograd, so a loop may change an output in place as it may a module's; and
+        # with the version counter of the original, so that a change which breaks backward is found.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (ctx.take(), None, *gradients)
+
+
+class _Carrier(nn.Module):
+    """What DDP wraps: the user's module, and the parameter whose gradient carries signals."""
+
+    def __init__(
+        self, model: nn.Module, *, cells: int, device: torch.device, take: Callable[[], Tensor]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.signal = nn.Parameter(torch.zeros(cells, device=device))
+        self._take = take
+        self.has_graph = False  # of an output of this step, to any parameter
+
+    def begin_step(self) -> None:
+        """No output of this step has been seen yet."""
+        self.has_graph = False
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        outputs = self.model(*args, **named)
+        if not torch.is_grad_enabled():
+            return outputs
+        found: list[Tensor] = []
+        _each_tensor(outputs, found.append)
+        tied = [tensor for tensor in found if tensor.requires_grad]
+        if not tied:
+            return outputs
+        self.has_graph = True
+        passed = dict(zip(map(id, tied), _Tie.apply(self.signal, self._take, *tied), strict=True))  # type: ignore[no-untyped-call]
+        return _each_tensor(outputs, lambda tensor: passed.get(id(tensor), tensor))
+
+
+class ModelReplica(Replica):
+    """A user's module wrapped for one generation: gradients are averaged over ranks, as DDP does.
+
+    Every rank of the group must build it. ``take`` gives this rank's signals of the step, a float32
+    tensor of ``cells`` numbers; it is called in each backward that passes an output of the module.
+    """
+
+    averages = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        cells: int,
+        take: Callable[[], Tensor],
+        group: Group,
+        settings: DdpSettings,
+        slot: Slot,
+        device: DeviceProgress | None = None,
+    ) -> None:
+        self.failure: Exception | None = None  # of a sum over ranks, in the step in hand
+        carrier = _Carrier(model, cells=cells, device=group.device, take=take)
+        self._wrap(carrier, group=group, settings=settings, slot=slot, device=device)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """The module's outputs, to be led to a loss and backward."""
+        return self._ddp(*args, **named)
+
+    def _finish_sums(self) -> None:
+        try:
+            super()._finish_sums()
+        except Exception as error:
+            self.failure = error  # a loop may swallow it
+            raise
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As of DDP: backward within only adds to this rank's own gradients."""
+        return self.without_sync()
+
+    def drop_signals(self) -> None:
+        """A step begins. Other gradients are the loop's own to drop."""
+        self.failure = None
+        self._sums.clear()
+        self._module.begin_step()
+        self._module.signal.grad = None
+
+    def summed_signals(self) -> list[float]:
+        """The signals summed over ranks, after backward. Reading waits for the device."""
+        found, _ = self.signals(scale=1.0 / self.group.world_size)
+        return found
+
+
+def _each_tensor(  # noqa: PLR0911 - a row for each kind
+    value: Any, use: Callable[[Tensor], Any]
+) -> Any:
+    """``value`` with each tensor in it replaced by what ``use`` returns for it; others are as they were.
+
+    Looks into lists, tuples, mappings and dataclasses, as DDP does; a mapping of another type, such as a
+    ModelOutput, is copied and keeps its type.
+    """
+    if isinstance(value, Tensor):
+        return use(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each_tensor(one, use) for one in value))
+    if type(value) in (list, tuple):
+        return type(value)(_each_tensor(one, use) for one in value)
+    if isinstance(value, Mapping):
+        changed = {key: _each_tensor(one, use) for key, one in value.items()}
+        if type(value) is dict:
+            return changed
+        made = copy.copy(value)
+        for key, one in changed.items():
+            made[key] = one  # type: ignore[index] # of a mapping that can be written
+        return made
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed_one = copy.copy(value)
+        for field in dataclasses.fields(value):
+            one = _each_tensor(getattr(value, field.name), use)
+            object.__setattr__(changed_one, field.name, one)
+        return changed_one
+    return value

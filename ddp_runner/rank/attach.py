@@ -1,0 +1,91 @@
+"""``ddp_runner.attach()``: finds out who has started this process, and gives its loop a run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_runner import config as configuration
+from ddp_runner.config.run_names import name_of_task
+from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.core.settings import Settings
+from ddp_runner.rank import external_launcher
+from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.training.runtime import Runtime, local_runtime
+from ddp_runner.training.train_report import TrainReport
+
+
+@dataclass(slots=True)
+class _Process:
+    """What this process is, once it is known."""
+
+    settings: Settings | None = None  # of the supervisor that has started it
+    runtime: Runtime | None = None
+    run: AttachedRun | None = None
+
+
+_this = _Process()
+
+
+def be_supervised(settings: Settings, runtime: Runtime) -> None:
+    """Before a program begins: ``attach()`` in it is to have this supervisor's runtime."""
+    _this.settings, _this.runtime = settings, runtime
+
+
+def has_ended() -> bool:
+    """Whether the training of this process has ended as it should."""
+    return _this.run is not None and _this.run.has_ended
+
+
+def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
+    """Give the loop of this program the repair in place; to be called once, before the model is made.
+
+    Under ``ddp_runner run`` a rank that is lost is replaced while the others keep their process. Under
+    torchrun all ranks start again from our checkpoints, and plain ``python`` is one rank. ``config``:
+    settings by their names, for those two; ``run`` takes them on its command line. Python's, NumPy's and
+    torch's random numbers are seeded. Raises BadInputError for settings that are wrong.
+    """
+    if _this.run is not None:
+        raise misuse("attach() is called a second time: keep what the first call gave")
+    if _this.runtime is not None and _this.settings is not None:
+        settings, runtime = _this.settings, _this.runtime
+        if config:
+            runtime.logger.info("run was given the settings: those of attach() are not used")
+        _this.run = _attached(settings, runtime)
+        return _this.run
+    settings = _settings(config or {})
+    as_rank = plain_rank(os.environ)
+    if as_rank is None:
+        _this.run = _attached(settings, local_runtime(settings, 0, 1))
+        return _this.run
+    is_on_gpu = settings.run.device != "cpu" and torch.cuda.is_available()
+    settings, outside = external_launcher.begin(
+        settings, as_rank, is_on_gpu=is_on_gpu, cores=len(os.sched_getaffinity(0))
+    )
+    _this.run = _attached(
+        settings, outside, on_end=partial(external_launcher.conclude, settings, outside)
+    )
+    return _this.run
+
+
+def _attached(
+    settings: Settings, runtime: Runtime, on_end: Callable[[TrainReport], object] = lambda _: None
+) -> AttachedRun:
+    return AttachedRun(settings, runtime, arguments=shlex.join(sys.argv[1:]), on_end=on_end)
+
+
+def _settings(config: Mapping[str, Any]) -> Settings:
+    """As given, with the program's name as that of the run. Raises BadInputError."""
+    named = dict(config)
+    if not {"name", "run.name"} & named.keys():
+        named["name"] = name_of_task(Path(sys.argv[0] or "program").name)
+    return configuration.from_flat(named)

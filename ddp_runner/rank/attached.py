@@ -1,0 +1,43 @@
+"""A supervised rank that is a program of the user's own, whose loop attaches to this runner."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.messages import Fork
+from ddp_runner.rank import attach, process
+from ddp_runner.rank.script import run_as_main
+
+
+def run(request: Fork, descriptors: list[int]) -> int:
+    """Be rank ``request.rank``; to be called at the bottom of the stack, once a process.
+
+    What the program raises leaves it as of a script's rank. ``descriptors``: channel, board, output.
+    """
+    settings, runtime = process.begin(request, descriptors)
+    attach.be_supervised(settings, runtime)
+    spec: dict[str, Any] = request.spec
+    program = spec["program"]
+    source = Path(str(program["source"])).read_bytes() if program["source"] else None
+
+    def failed(error: BaseException) -> None:
+        if not attach.has_ended():
+            process.report_end(runtime, error)
+        if isinstance(error, BadInputError):
+            sys.excepthook = _say_in_one_line
+
+    return run_as_main(
+        str(program["path"]),
+        str(program["module"]),
+        list(program["arguments"]),
+        source=source,
+        on_error=failed,
+    )
+
+
+def _say_in_one_line(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    del kind, trace
+    sys.stderr.write(f"ddp_runner: error: {error}\n")

@@ -1,0 +1,377 @@
+"""``run = ddp_runner.attach()``: what a loop of the user's own is given to call. Decides no repair."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import ReportedFaultError
+from ddp_runner.core.settings import Settings
+from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.training.components.rng import seed_all
+from ddp_runner.training.engine import Engine
+from ddp_runner.training.own_loop.batches import KeptLoader, length_of, why_alike
+from ddp_runner.training.own_loop.client import LoopClient
+from ddp_runner.training.own_loop.declared import LeaveBlock, OwnLoop, Recurring
+from ddp_runner.training.own_loop.kept import KeptState
+from ddp_runner.training.own_loop.misuse import misuse, user_line
+from ddp_runner.training.own_loop.net import AttachedModule
+from ddp_runner.training.own_loop.prepare import prepare
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.train_report import TrainReport
+
+_Function = TypeVar("_Function", bound=Callable[[], Any])
+_DDP_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
+_IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
+EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
+
+
+class AttachedRun:
+    """One rank of a run whose loop is the user's own. Made by :func:`ddp_runner.attach`.
+
+    ``rank``, ``world_size`` and ``device`` (a torch.device) are as of the launcher.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        *,
+        arguments: str,
+        on_end: Callable[[TrainReport], object],
+    ) -> None:
+        """``arguments``: of the program, as text; ``on_end`` is given the report of a training that ended."""
+        self._settings = settings
+        self._runtime = runtime
+        self._arguments = arguments
+        self._on_end = on_end
+        info = runtime.rank_info
+        self.rank = info.rank
+        self.world_size = info.world_size
+        self.device = torch.device(info.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._loop = OwnLoop(ddp=replace(settings.ddp, find_unused_parameters=False), program={})
+        self._engine: Engine | None = None
+        self._client: LoopClient | None = None
+        self._held = contextlib.ExitStack()  # what is to be closed when the loop ends
+        self._length: RunLength | None = None
+        self._state: KeptState | None = None
+        self._is_given = False  # a batch was given, and no block has been entered for it
+        seed_all(settings.run.seed)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether training has ended as it should: the last step is made, or a stop was agreed on."""
+        return self._client is not None and self._client.reason is not None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which prints and writes what is wanted once."""
+        return self.rank == 0
+
+    @property
+    def step_number(self) -> int:
+        """How many optimizer steps are committed: within a step, its index from 0."""
+        return 0 if self._state is None else max(0, self._state.committed_step)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the step in hand."""
+        return 0 if self._length is None else self._length.epoch_of(self.step_number)
+
+    def ddp(self, module: nn.Module, **options: Any) -> AttachedModule:
+        """Wrap ``module`` as DistributedDataParallel would: gradients are averaged over ranks.
+
+        ``options``: ``find_unused_parameters``, ``gradient_as_bucket_view``, ``bucket_cap_mb``, as of DDP.
+        Raises BadInputError for a second module, and where a process group exists already.
+        """
+        self._refuse_late("ddp()")
+        if dist.is_available() and dist.is_initialized():
+            raise misuse(
+                "a process group exists already: attach() makes it, so leave out init_process_group()"
+            )
+        if self._loop.net is not None:
+            raise misuse("ddp() is called a second time: put both into one nn.Module")
+        unknown = [name for name in options if name not in _DDP_OPTIONS]
+        if unknown:
+            raise misuse(f"ddp({unknown[0]}=...) is none of {', '.join(_DDP_OPTIONS)}")
+        if isinstance(module, AttachedModule):
+            raise misuse("ddp() is given what it has wrapped already")
+        self._loop.ddp = replace(self._loop.ddp, **options)
+        self._loop.net = AttachedModule(module)
+        return self._loop.net
+
+    def keep(self, **objects: Any) -> None:
+        """Have these saved, sent to replaced ranks and put back where a step is done again, by name.
+
+        Modules, optimizers, schedulers, a GradScaler, an AveragedModel, any object with ``state_dict()``
+        and ``load_state_dict()`` of tensors and plain values. Raises BadInputError for others, and after
+        the first step.
+        """
+        self._refuse_late("keep()")
+        for name, value in objects.items():
+            module = value.module if isinstance(value, AttachedModule) else value
+            self._loop.kept.add(name, module)
+            if isinstance(module, torch.optim.Optimizer):
+                module.register_step_pre_hook(self._before_update)
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        accumulate: int = 1,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> KeptLoader:
+        """Batches of ``batch_size`` samples for this rank, shuffled, from a loader that repairs itself.
+
+        Of a map-style dataset. Its workers are replaced when they die or hang, and samples that cannot be
+        loaded by others. With ``accumulate`` above 1 each step is given a list of so many batches.
+        """
+        return KeptLoader(
+            dataset=dataset, batch_size=batch_size, accumulate=accumulate, collate_fn=collate_fn
+        )
+
+    def every(self, *, steps: int = 0, epochs: int = 0) -> Callable[[_Function], _Function]:
+        """Call the function between steps, on every rank: after each so many steps, or epochs.
+
+        What has collectives, and what changes kept objects outside of a step, belongs there. After a
+        fault it may be called once more for the same step.
+        """
+        self._refuse_late("every()")
+        if bool(steps) is bool(epochs) or steps < 0 or epochs < 0:
+            raise misuse("every() needs steps= or epochs=, one of them, above 0")
+
+        def registered(function: _Function) -> _Function:
+            self._loop.recurring.append(Recurring(call=function, steps=steps, epochs=epochs))
+            return function
+
+        return registered
+
+    def note(self, **values: Any) -> None:
+        """Have these numbers logged: tensors of one element, or floats.
+
+        ``loss`` that is noted before backward is the mean over ranks.
+        """
+        self._loop.note(values)
+
+    def stop(self) -> None:
+        """End the loop after this step, on all ranks: the state is saved, and code after the loop runs."""
+        self._loop.wants_stop = True
+
+    def alive(self) -> None:
+        """Say that this rank works, within a part of a step that takes unusually long."""
+        self._runtime.slot.set(Cell.PHASE_SINCE_NS, time.monotonic_ns())
+
+    def steps(
+        self,
+        batches: Iterable[Any],
+        *,
+        max_steps: int = 0,
+        epochs: int = 0,
+        accumulate: int = 1,
+    ) -> Iterator[Any]:
+        """Give this rank's batch of each step, until the end; the same batch where a step is done again.
+
+        ``batches``: a DataLoader, any iterable that can be begun again, or :meth:`loader`. With
+        ``accumulate`` above 1, or that of :meth:`loader`, a list of batches. Either ``max_steps`` or
+        ``epochs`` says how long, from the run's very first step. To be called once, after :meth:`keep`.
+        Raises BadInputError for what cannot be trained, and FaultError for a fault that no repair ends.
+        """
+        self._refuse_late("steps()")
+        self._check_kept()
+        if isinstance(batches, KeptLoader):
+            accumulate = batches.accumulate
+        warning = why_alike(batches) if self.world_size > 1 else ""
+        if warning:
+            self._runtime.logger.warning(f"{user_line()}: {warning}")
+        self._length = self._length_of(
+            batches, accumulate=accumulate, max_steps=max_steps, epochs=epochs
+        )
+        self._loop.program = program_files()
+        parts, run_id = prepare(
+            self._settings,
+            self._runtime,
+            self._loop,
+            batches=batches,
+            length=self._length,
+            accumulate=accumulate,
+            arguments=self._arguments,
+            is_leaving=lambda: self._engine is not None and self._engine.is_leaving,
+            ending=self._held,
+        )
+        self._state = parts.state
+        self._client = LoopClient(parts, self._loop)
+        self._engine = self._held.enter_context(Engine(parts, self._client, run_id=run_id))
+        return _Steps(self, self._engine.steps(), accumulate=accumulate)
+
+    def step(self) -> _Block:
+        """Around the body of one optimizer step. What breaks in it is repaired, and the step begun again."""
+        return _Block(self)
+
+    def _length_of(
+        self, batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int
+    ) -> RunLength:
+        if isinstance(batches, KeptLoader):
+            batches = range(batches.count(self.world_size))
+        return length_of(batches, accumulate=accumulate, max_steps=max_steps, epochs=epochs)
+
+    def _refuse_late(self, what: str) -> None:
+        if self._engine is not None:
+            raise misuse(
+                f"{what} comes after run.steps(): what it says must be known before the first step"
+            )
+
+    def _check_kept(self) -> None:
+        if self._loop.net is None:
+            raise misuse("no net: wrap the model with run.ddp(model) before run.steps()")
+        self._loop.kept.check()
+        kept = {
+            id(one) for module in self._loop.kept.modules.values() for one in module.parameters()
+        }
+        lost = [
+            name for name, one in self._loop.net.module.named_parameters() if id(one) not in kept
+        ]
+        if lost:
+            raise misuse(f"{lost[0]} of the net is in no kept module: run.keep(model=model, ...)")
+
+    def _before_update(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A hook of torch's, called by each kept optimizer before it steps."""
+        del optimizer
+        if self._engine is None or self._client is None or self._client.reason is not None:
+            return  # before the loop, or after it
+        if self._client.steps is None:
+            raise LeaveBlock
+        # torch calls hooks with the optimizer itself as first argument too.
+        self._client.steps.before_update(args[1:], named)
+
+    # What the iterator and the block of a step ask for.
+
+    def begin_next(self) -> None:
+        """Before the next step: what the loop has done since the last one is part of the state."""
+        if self._is_given:
+            raise misuse("a batch was given and no step made of it: with run.step(): ...")
+        assert self._state is not None, "there are steps"
+        self._state.keep_between()
+
+    def given(self) -> None:
+        """A step's batch is given to the loop."""
+        self._is_given = True
+
+    def begin_block(self) -> None:
+        """The body of the step in hand begins."""
+        if self._client is None or self._client.steps is None or not self._is_given:
+            raise misuse(
+                "run.step() needs a batch: for batch in run.steps(...): with run.step(): ..."
+            )
+        assert self._engine is not None, "there are steps"
+        self._is_given = False
+        self._client.steps.begin_block(self._engine.in_hand.votes)
+
+    def end_block(self, error: BaseException | None) -> bool:
+        """The body has ended; whether ``error`` goes no further. Raises it where nobody repairs it."""
+        if error is not None and not isinstance(error, (Exception, LeaveBlock)):
+            return False
+        assert self._engine is not None, "a block has begun"
+        assert self._client is not None, "as above"
+        steps, raised = self._client.steps, error if isinstance(error, Exception) else None
+        failure: Exception | None = None
+        with self._engine.step() as step:
+            assert steps is not None, "a block has begun"
+            try:
+                step.result = steps.end_block(raised)
+            except Exception as found:
+                failure = found
+                raise
+        if failure is not None and not self._runtime.is_watched:
+            raise failure  # there is nobody to form the next generation
+        return True
+
+    def ended(self) -> None:
+        """Training has ended. Ends the process, by SystemExit, where it was asked to stop."""
+        assert self._client is not None, "there were steps"
+        self._held.close()
+        reason = self._client.reason
+        assert reason is not None, "the loop was concluded"
+        assert self._client.report is not None, "as above"
+        self._on_end(self._client.report)
+        if reason in EXIT_CODE_OF_STOP:
+            raise SystemExit(EXIT_CODE_OF_STOP[reason])
+
+    def left(self) -> None:
+        """The loop was left by ``break``, or by an error of its own."""
+        self._held.close()
+
+
+class _Steps:
+    """The iterator of :meth:`AttachedRun.steps`. A class, since a generator would swallow what its end raises."""
+
+    def __init__(self, run: AttachedRun, drawn: Iterator[list[Any]], *, accumulate: int) -> None:
+        self._run = run
+        self._drawn = drawn
+        self._accumulate = accumulate
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._run.begin_next()
+        try:
+            batches = next(self._drawn)
+        except StopIteration:
+            self._run.ended()
+            raise
+        except ReportedFaultError:
+            raise SystemExit(1) from None  # it has been reported, with its traceback
+        self._run.given()
+        return batches if self._accumulate > 1 else batches[0]
+
+
+class _Block:
+    """The context manager of :meth:`AttachedRun.step`."""
+
+    def __init__(self, run: AttachedRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run.begin_block()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        return self._run.end_block(error)
+
+
+def program_files() -> dict[str, str]:
+    """Files of the program beside its script -> a hash of what is there now; by their paths from it."""
+    main = sys.modules.get("__main__")
+    script = getattr(main, "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    found = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.endswith(".py") or module is main:
+            continue
+        resolved = Path(path).resolve()
+        if resolved.is_relative_to(folder) and not _IS_INSTALLED & set(resolved.parts):
+            with contextlib.suppress(OSError):
+                text = resolved.read_bytes()
+                found[str(resolved.relative_to(folder))] = hashlib.sha256(text).hexdigest()[:16]
+    return found

@@ -1,0 +1,265 @@
+"""The batches of a loop of the user's own, by step: drawn in order, held for a step that is done again.
+
+A process that comes late draws what is behind it and drops it, so it stands where the others stand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.stream import StreamLoader
+from ddp_runner.training.components.rng import seed_all, seed_step
+from ddp_runner.training.own_loop.misuse import misuse
+
+_SAYS_AFTER_S = 1.0  # that it draws what is behind
+_NONE = object()
+_DRAWING = -2  # in the place of a micro-step, where a batch is drawn
+
+
+def length_of(batches: Iterable[Any], *, accumulate: int, max_steps: int, epochs: int) -> RunLength:
+    """How many steps a loop over ``batches`` makes. Raises BadInputError where that is not said."""
+    if bool(max_steps) is bool(epochs) or max_steps < 0 or epochs < 0:
+        raise misuse("steps() needs max_steps= or epochs=, one of them, above 0")
+    if accumulate < 1:
+        raise misuse(f"accumulate={accumulate}: must be 1 or more")
+    count = _count_of(batches)
+    if count is None:
+        if epochs:
+            raise misuse("the batches have no length: steps() needs max_steps= instead of epochs=")
+        return RunLength(steps_per_epoch=max_steps, total_steps=max_steps)
+    if count < accumulate:
+        raise misuse(f"an epoch of {count} batches has no step of {accumulate}")
+    per_epoch = count // accumulate
+    return RunLength(steps_per_epoch=per_epoch, total_steps=max_steps or epochs * per_epoch)
+
+
+def _count_of(batches: Iterable[Any]) -> int | None:
+    """How many batches an epoch has; None where nobody knows."""
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # a DataLoader over an iterable dataset without a length
+        return None
+
+
+def why_alike(batches: object) -> str:
+    """Why every rank is given the same samples, in words; empty where nothing says so."""
+    if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
+        return ""
+    if type(batches.sampler) is SequentialSampler:
+        return (
+            "the DataLoader gives every rank the same samples, in order: use run.loader(), or"
+            " DistributedSampler(dataset, run.world_size, run.rank)"
+        )
+    if type(batches.sampler) is RandomSampler:
+        return (
+            "the DataLoader gives every rank all samples, each in an order of its own: use"
+            " run.loader(), or DistributedSampler(dataset, run.world_size, run.rank)"
+        )
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLoader:
+    """What ``run.loader()`` gives: for ``run.steps()``, which makes a SafeDataLoader of it."""
+
+    dataset: Any
+    batch_size: int
+    accumulate: int
+    collate_fn: Callable[[list[Any]], Any] | None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.dataset, "__len__") or not hasattr(self.dataset, "__getitem__"):
+            raise misuse(
+                "loader() needs a dataset with __len__ and __getitem__; pass others to steps()"
+            )
+        if self.batch_size < 1 or self.accumulate < 1:
+            raise misuse("loader() needs batch_size= and accumulate= of 1 or more")
+
+    def count(self, world_size: int) -> int:
+        """How many batches a rank is given in an epoch. Raises BadInputError where the data is too small."""
+        whole = self.batch_size * self.accumulate * world_size
+        steps = len(self.dataset) // whole
+        if steps == 0:
+            raise misuse(f"the dataset has {len(self.dataset)} samples, and a step takes {whole}")
+        return steps * self.accumulate
+
+
+class SafeBatches:
+    """Batches of a :class:`SafeDataLoader`, by step."""
+
+    def __init__(self, loader: SafeDataLoader | StreamLoader) -> None:
+        self._loader = loader
+
+    @property
+    def waited_s(self) -> float:
+        """For the newest step."""
+        return self._loader.waited_s
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of the loader's workers."""
+        return self._loader.worker_pids
+
+    def shrink_prefetch(self) -> None:
+        """Load less ahead, where that can be."""
+        self._loader.shrink_prefetch()
+
+    def take(self, step: int) -> list[Any]:
+        """Give this rank's batches of ``step``: as many as are accumulated."""
+        return [one.batch for one in self._loader.take(step)]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader.close()
+
+
+class OwnBatches:
+    """Batches of any iterable, by step. ``take`` is called with the step in hand, in order.
+
+    Before each pass Python, NumPy and torch are seeded from (seed, pass, rank), and ``set_epoch`` of
+    the sampler is called, so every process draws the same batches. A pass is an epoch, where the
+    batches have a length; else the next one begins when they end.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        *,
+        length: RunLength,
+        accumulate: int,
+        seed: int,
+        rank: int,
+        say: Callable[[str], None],
+        alive: Callable[[], None],
+    ) -> None:
+        """``alive`` is called before a step's batches are drawn, and may raise; ``say`` hears of what takes long."""
+        self._batches = batches
+        self._length = length
+        self._accumulate = accumulate
+        self._has_length = _count_of(batches) is not None
+        self._seed = seed
+        self._rank = rank
+        self._say = say
+        self._alive = alive
+        self._drawn: Iterator[Any] | None = None
+        self._pass = 0
+        self._next_step = -1  # which the iterator gives next; -1: there is none
+        self._held_step = -1
+        self._held: list[Any] = []
+        self._looks: list[int] = []
+        self.waited_s = 0.0  # for the newest step
+
+    def take(self, step: int) -> list[Any]:
+        """Give this rank's batches of ``step``: as many as are accumulated."""
+        began_s = time.monotonic()
+        if self._held_step != step or self._looks != _versions(self._held):
+            self._held_step = -1
+            self._held = self._draw(step)
+            self._held_step, self._looks = step, _versions(self._held)
+        self.waited_s = time.monotonic() - began_s
+        return list(self._held)
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Nobody knows whether those of a loop's own loader are the rank's to end."""
+        return ()
+
+    def shrink_prefetch(self) -> None:
+        """Nothing of the loop's own loader is changed."""
+
+    def close(self) -> None:
+        """End the iterator, and workers with it."""
+        self._drawn = None
+        self._held = []
+
+    def _draw(self, step: int) -> list[Any]:
+        epoch = self._length.epoch_of(step) if self._has_length else 0
+        is_other = self._has_length and epoch != self._pass
+        if self._drawn is None or is_other or self._next_step > step:
+            self._begin(epoch)
+            self._next_step = epoch * self._length.steps_per_epoch
+        began_s, from_step = time.monotonic(), self._next_step
+        while self._next_step < step:
+            self._draw_next()
+        took_s = time.monotonic() - began_s
+        if took_s > _SAYS_AFTER_S:
+            self._say(
+                f"drew the batches of {step - from_step:,} steps once more, in {took_s:.1f} s"
+            )
+        return self._draw_next()
+
+    def _begin(self, number: int) -> None:
+        """A new pass over the batches."""
+        if self._drawn is not None and self._drawn is self._batches:
+            raise misuse(
+                "an iterator gives its batches once: pass what it comes from, such as a DataLoader"
+            )
+        self._drawn = None
+        # Workers that are kept would go on with their own random numbers, where new ones begin anew.
+        if getattr(self._batches, "persistent_workers", False):
+            self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
+        for owner in (
+            self._batches,
+            getattr(self._batches, "sampler", None),
+            getattr(getattr(self._batches, "batch_sampler", None), "sampler", None),
+            getattr(self._batches, "batch_sampler", None),
+            getattr(self._batches, "dataset", None),
+        ):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(number)
+        seed_all(self._seed + 1)
+        seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
+        self._drawn = iter(self._batches)
+        self._pass = number
+
+    def _draw_next(self) -> list[Any]:
+        """The batches of the next step. Raises BadInputError where the iterable ends before its time."""
+        # What is loaded in this process draws from the global generators.
+        seed_step(seed=self._seed, step=self._next_step, rank=self._rank, micro_step=_DRAWING)
+        self._alive()  # raises where this rank is to leave: nothing is drawn then
+        try:
+            found = [self._draw_one() for _ in range(self._accumulate)]
+        except BaseException:
+            self._drawn = None  # nobody knows where it stands
+            raise
+        self._next_step += 1
+        return found
+
+    def _draw_one(self) -> Any:
+        assert self._drawn is not None, "the pass has begun"
+        try:
+            batch = next(self._drawn)
+        except StopIteration:
+            if self._has_length:
+                self._drawn = None
+                per_epoch = self._length.steps_per_epoch
+                made = self._next_step - self._pass * per_epoch
+                raise misuse(
+                    f"the batches ended after {made:,} steps of epoch {self._pass}; by their length an"
+                    f" epoch has {per_epoch:,}"
+                ) from None
+            self._begin(self._pass + 1)
+            batch = next(self._drawn, _NONE)
+            if batch is _NONE:
+                raise misuse("the batches are empty") from None
+        return batch
+
+
+def _versions(value: Any) -> list[int]:
+    """Torch's counts of changes of the tensors in a batch."""
+    if isinstance(value, Tensor):
+        return [value._version]  # noqa: SLF001 - as autograd
+    if isinstance(value, dict):
+        return [version for one in value.values() for version in _versions(one)]
+    if isinstance(value, (list, tuple)):
+        return [version for one in value for version in _versions(one)]
+    return []

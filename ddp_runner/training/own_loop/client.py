@@ -1,0 +1,99 @@
+"""A loop of the user's own as the engine's client: what its ranks compare, agree on and end with.
+
+Its steps in one generation are ``steps.py``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import BadInputError, Fault, FaultKind
+from ddp_runner.core.phases import Phase
+from ddp_runner.training.agreeing import agree_on_weights, change_tuning, recalled
+from ddp_runner.training.components.tuning import Tuning, free_memory
+from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.own_loop.declared import OwnLoop
+from ddp_runner.training.own_loop.parts import LoopParts
+from ddp_runner.training.own_loop.steps import LoopSteps
+from ddp_runner.training.session import StepMaker
+from ddp_runner.training.train_report import TrainReport, finished_message, report_of
+
+
+class LoopClient:
+    """Implements :class:`~ddp_runner.training.engine.Client` for a loop, from the rank's start to its end."""
+
+    def __init__(self, parts: LoopParts, loop: OwnLoop) -> None:
+        self._parts = parts
+        self._loop = loop
+        self._runtime = parts.runtime
+        self._changed: Tuning | None = None  # until the ranks have agreed on it
+        self.steps: LoopSteps | None = None  # of the newest generation
+        self.reason: StopReason | None = None  # why training has ended, once it has
+        self.report: TrainReport | None = None  # of that
+
+    def compare(self, group: Group) -> None:
+        """Compare program, kept objects and length. Raises BadInputError where ranks have other ones."""
+        state, length = self._parts.state, self._parts.workload.length
+        shapes = [(name, list(one.shape), str(one.dtype)) for name, one in state.named_parameters()]
+        mine = {
+            **{f"the file {name}": digest for name, digest in self._loop.program.items()},
+            "what is kept": [*self._loop.kept.names()],
+            "the shapes of parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+            "the length of the run": [length.steps_per_epoch, length.total_steps],
+        }
+        with waiting_for_peers(self._runtime.slot):
+            found = [json.loads(one) for one in group.exchange("loop", json.dumps(mine))]
+        for what in dict.fromkeys(key for one in found for key in one):
+            values = [one.get(what) for one in found]
+            odd = next((rank for rank, one in enumerate(values) if one != values[0]), None)
+            if odd is None:
+                continue
+            if what.startswith("the file"):
+                expected = (
+                    f"{what.removeprefix('the file ')} has changed on disk since the run began: two"
+                )
+                raise BadInputError(
+                    "run.steps", "", f"{expected} programs must not train one model"
+                )
+            shown = f": {values[0]} and {values[odd]}" if "length" in what else ""
+            raise BadInputError("run.steps", "", f"ranks 0 and {odd} differ in {what}{shown}")
+
+    def agree(self, group: Group, *, is_first: bool) -> None:
+        """Agree on whether DDP looks for unused parameters."""
+        state = self._parts.state
+        mine = state.tuning
+        changed = self._changed or (recalled(self._parts) if is_first else None)
+        if changed is not None:
+            mine = mine.agreed_with([mine, changed])
+        records = group.exchange("tuning", json.dumps(mine.to_record()))
+        every = [Tuning.from_record(json.loads(one), otherwise=mine) for one in records]
+        state.tuning = mine.agreed_with(every)
+        self._changed = None
+
+    def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:
+        """Wrap the module for the steps of a generation."""
+        self.steps = steps = LoopSteps(self._parts, self._loop, group=group, guard=guard)
+        return steps
+
+    def repaired(self, fault: Fault) -> Fault:
+        """Have DDP look for unused parameters; a lack of memory is not this process's to repair."""
+        self.steps = None
+        free_memory()
+        if fault.kind is FaultKind.OUT_OF_MEMORY:
+            return replace(fault, may_retry=False)
+        self._changed = change_tuning(self._parts, fault, samples=1)
+        return fault if self._changed is not None else replace(fault, may_retry=False)
+
+    def conclude(self, group: Group, reason: StopReason) -> None:
+        """Make the report. Raises FaultError where the replicas ended with different weights."""
+        report = report_of(self._parts, reason)
+        agree_on_weights(group, self._parts, report.weights_sha256)
+        self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
+        self._runtime.report(finished_message(report, self._runtime.rank_info.rank))
+        self.reason, self.report = reason, report

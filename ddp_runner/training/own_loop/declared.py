@@ -1,0 +1,65 @@
+"""What a loop of the user's own has said once, and what it says while it runs; kept over generations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.core.settings import DdpSettings
+from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.training.own_loop.kept import KeptObjects
+from ddp_runner.training.own_loop.net import AttachedModule
+
+LOSS = "loss"
+
+
+class LeaveBlock(BaseException):
+    """Leaves the body of a step, past any ``except Exception`` in it. Never leaves the block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurring:
+    """A function that is called between steps, on every rank: every so many steps, or epochs."""
+
+    call: Callable[[], Any]
+    steps: int = 0
+    epochs: int = 0
+
+    def is_due(self, step: int, length: RunLength) -> bool:
+        """Whether it is called once ``step`` steps are made."""
+        apart = self.steps or self.epochs * length.steps_per_epoch
+        return step > 0 and step % apart == 0
+
+
+@dataclass(slots=True, kw_only=True)
+class OwnLoop:
+    """``program``: files that the loop is made of -> a hash of what this process has read there."""
+
+    ddp: DdpSettings
+    program: dict[str, str]
+    kept: KeptObjects = field(default_factory=KeptObjects)
+    net: AttachedModule | None = None
+    recurring: list[Recurring] = field(default_factory=list)
+    noted: dict[str, Tensor | float] = field(
+        default_factory=dict
+    )  # in the step in hand, or the newest
+    wants_stop: bool = False
+    has_updated: bool = True  # the newest block
+
+    @property
+    def has_scaler(self) -> bool:
+        """Whether a loss scaler is kept, for whose sake a step may be left without an update."""
+        return any(isinstance(one, torch.amp.GradScaler) for one in self.kept.others.values())
+
+    def note(self, values: dict[str, Any]) -> None:
+        """Keep what the loop says of a step; tensors without their graph, read when they are shown."""
+        for name, value in values.items():
+            self.noted[name] = value.detach() if isinstance(value, Tensor) else float(value)
+
+    def shown(self) -> dict[str, float]:
+        """What was noted, as numbers. Reading waits for the device."""
+        return {name: float(value) for name, value in self.noted.items()}

@@ -1,0 +1,278 @@
+"""What a loop of the user's own has kept: by name, as one state that is saved, sent, compared and restored."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import Settings
+from ddp_runner.training.components.loss_monitor import LossMonitor
+from ddp_runner.training.components.loss_spikes import LossSpikes
+from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.tuning import Tuning
+from ddp_runner.training.exactness.side_state import SideState
+from ddp_runner.training.exactness.values import NotPlainError, kept_of
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import empty_quarantine
+
+
+class KeptObjects:
+    """What ``run.keep(NAME=object, ...)`` was given, sorted by what has to be done with it."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.others: dict[str, Any] = {}  # schedulers, scalers, averages, objects of the loop's own
+
+    def add(self, name: str, value: Any) -> None:
+        """Keep ``value`` as ``name``. Raises BadInputError for what has no state that could be kept."""
+        if name in self:
+            raise BadInputError(f"keep({name}=...)", "", "is kept already")
+        if isinstance(value, nn.Module):
+            self.modules[name] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            self.optimizers[name] = value
+        else:
+            _refuse_without_state(name, value)
+            self.others[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
+
+    def names(self) -> list[str]:
+        """Of everything that is kept."""
+        return [*self.modules, *self.optimizers, *self.others]
+
+    def check(self) -> None:
+        """Before the first step. Raises BadInputError for what cannot be trained."""
+        if not self.modules:
+            raise BadInputError("keep()", "", "keeps no model: run.keep(model=model, ...)")
+        if not self.optimizers:
+            raise BadInputError(
+                "keep()", "", "keeps no optimizer: run.keep(optimizer=optimizer, ...)"
+            )
+        known = {id(one) for module in self.modules.values() for one in module.parameters()}
+        for name, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                if any(id(one) not in known for one in group["params"]):
+                    raise BadInputError(
+                        f"keep({name}=...)",
+                        "",
+                        "updates a parameter of a module that is not kept; keep that too",
+                    )
+
+
+def _refuse_without_state(name: str, value: Any) -> None:
+    """Raise BadInputError where ``value`` cannot tell its state, or not take it back."""
+    kind = type(value).__name__
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(value, method, None)):
+            expected = f"is of type {kind}, which has no {method}(); give it one, or leave it out"
+            raise BadInputError(f"keep({name}=...)", "", expected)
+    try:
+        before = kept_of(value.state_dict())
+        before.plain()
+        value.load_state_dict(before.given_back(None))
+        after = kept_of(value.state_dict())
+    except NotPlainError as error:
+        expected = f"has a state that holds {error}; only tensors and plain values can be kept"
+        raise BadInputError(f"keep({name}=...)", "", expected) from error
+    except Exception as error:
+        expected = f"does not take back what its state_dict() gave: {error}"
+        raise BadInputError(f"keep({name}=...)", "", expected) from error
+    if repr(before.digest()) != repr(after.digest()):
+        expected = "has another state_dict() after it has loaded its own"
+        raise BadInputError(f"keep({name}=...)", "", expected)
+
+
+class _Several:
+    """Several optimizers as if they were one: their groups and states, one after the other."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all of them, in order."""
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """Of all of them; no parameter is updated by two."""
+        return ChainMap(*(one.state for one in self._optimizers))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of all of them."""
+        for one in self._optimizers:
+            one.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer: parameters are numbered through."""
+        states: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for begin, one in self._parts():
+            found = one.state_dict()
+            states.update({begin + number: entry for number, entry in found["state"].items()})
+            groups += [
+                {**group, "params": [begin + number for number in group["params"]]}
+                for group in found["param_groups"]
+            ]
+        return {"state": states, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`. Raises ValueError where it does not fit."""
+        groups = list(state["param_groups"])
+        for begin, one in self._parts():
+            count = len(one.param_groups)
+            own, groups = groups[:count], groups[count:]
+            numbers = [number for group in own for number in group["params"]]
+            own = [{**g, "params": [number - begin for number in g["params"]]} for g in own]
+            entries = {n - begin: state["state"][n] for n in numbers if n in state["state"]}
+            one.load_state_dict({"state": entries, "param_groups": own})
+
+    def _parts(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """Each optimizer with the number of its first parameter."""
+        begin = 0
+        for one in self._optimizers:
+            yield begin, one
+            begin += sum(len(group["params"]) for group in one.param_groups)
+
+
+class _Root:
+    """Has the kept objects as attributes, which is where their values are found."""
+
+
+class KeptState(TrainState):
+    """The state of a loop of the user's own. Model and optimizer are all that are kept, in order.
+
+    The options of optimizers' groups (learning rates, say) are part of it: a scheduler writes them.
+    """
+
+    def __init__(
+        self, kept: KeptObjects, *, settings: Settings, device: torch.device, dataset_size: int
+    ) -> None:
+        self._kept = kept
+        model = nn.ModuleDict(kept.modules)
+        optimizers = list(kept.optimizers.values())
+        optimizer = optimizers[0] if len(optimizers) == 1 else _Several(optimizers)
+        root = _Root()
+        vars(root).update(kept.others)
+        side = SideState(model, root, root_name="kept")
+        side.follow([f"kept.{name}" for name in kept.others])
+        self._options: list[dict[str, Any]] = []
+        self.functions_called_at = EMPTY_STEP  # those that are called between steps
+        self._versions: list[int] = []  # of parameters and buffers, at the newest commit
+        super().__init__(
+            model=model,
+            optimizer=cast("torch.optim.Optimizer", optimizer),
+            precision=Precision(use_amp=False, device=device),
+            ema=None,
+            monitor=LossMonitor(
+                target_loss=None, max_errors_per_epoch=settings.recovery.max_errors_per_epoch
+            ),
+            loss_spikes=LossSpikes.watched_as(settings),
+            quarantine=empty_quarantine(settings, dataset_size),
+            side=side,
+            tuning=Tuning(
+                micro_batch_size=settings.data.batch_size,
+                evaluation_batch_size=settings.data.batch_size,
+                find_unused_parameters=settings.ddp.find_unused_parameters is True,
+            ),
+        )
+        self.keep_between()
+
+    def keep_between(self) -> None:
+        """Between two steps: what the loop has changed since the commit is part of the state too."""
+        if self.buffers.versions() != self._versions:
+            self.buffers.keep()
+        self.side.keep(self.committed_step)
+        self._options = [_options_of(group) for group in self.optimizer.param_groups]
+
+    def committed(self) -> None:
+        """After each commit: what the loop has changed up to here holds."""
+        self._versions = self.buffers.versions()
+        self._options = [_options_of(group) for group in self.optimizer.param_groups]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """As of any state; moments keep the type that they were captured in."""
+        super().restore(state)
+        self.lost.clear()
+        _retype(self.optimizer, self.optimizer_state_of(state)["state"])
+        self._forget_unscaled()
+        self._options = [_options_of(group) for group in self.optimizer.param_groups]
+
+    def optimizer_state_of(self, captured: Mapping[str, Any]) -> dict[str, Any]:
+        """As of any state; with the options that were captured."""
+        found = super().optimizer_state_of(captured)
+        groups = zip(captured["optimizer"]["param_groups"], found["param_groups"], strict=True)
+        return {
+            **found,
+            "param_groups": [{**saved, "params": own["params"]} for saved, own in groups],
+        }
+
+    def train_unfrozen(self) -> None:
+        """Which parameters are updated is the loop's own matter."""
+
+    def drop_unfinished_step(self) -> None:
+        """As of any state, and the groups' options are put back."""
+        super().drop_unfinished_step()
+        if self.lost:
+            # A tensor that the loop writes before the update, for the first time: another rank has it as
+            # it was. From now on it is put back.
+            self.committed_step = EMPTY_STEP
+        if self.functions_called_at == self.committed_step:
+            # What they changed is taken back too, so they are called again.
+            self.boundary_done_step = min(self.boundary_done_step, self.committed_step - 1)
+        self._forget_unscaled()
+        self._put_back(self._options)
+
+    def pictured(self) -> Callable[[], None]:
+        """Give what puts schedulers and the like, and the groups' options, back as they are now."""
+        others = {name: kept_of(value) for name, value in self._kept.others.items()}
+        options = [_options_of(group) for group in self.optimizer.param_groups]
+
+        def put_back() -> None:
+            for name, value in others.items():
+                value.given_back(self._kept.others[name])
+            self._put_back(options)
+
+        return put_back
+
+    def _put_back(self, options: list[dict[str, Any]]) -> None:
+        for group, kept in zip(self.optimizer.param_groups, options, strict=False):
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and isinstance(group[key], Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _forget_unscaled(self) -> None:
+        """A loss scaler that has unscaled in a step given up must do so again."""
+        for one in self._kept.others.values():
+            if isinstance(one, torch.amp.GradScaler):
+                one._per_optimizer_states.clear()  # noqa: SLF001 - as update() does
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _retype(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
+    """Give moments the type back that torch's load_state_dict has cast to that of their parameters."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    for number, entry in saved.items():
+        own = optimizer.state[parameters[number]]
+        for key, value in entry.items():
+            now = own.get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                own[key] = value.to(now.device, copy=True)

@@ -1,0 +1,28 @@
+"""One line about what a loop of the user's own does wrong, with the line of the user's file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+from ddp_runner.core.faults import BadInputError
+
+_OURS = str(Path(__file__).resolve().parents[2])
+_FOREIGN = ("/torch/", "/contextlib.py", "<frozen", "<string>")
+
+
+def misuse(expected: str) -> BadInputError:
+    """An error that names the line of the user's file that has led here; ``expected``: what is wrong."""
+    return BadInputError(user_line(), "", expected)
+
+
+def user_line() -> str:
+    """``train.py:31``: where the innermost frame is that is neither ours nor torch's."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as warnings.warn finds the caller
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OURS) and not any(part in name for part in _FOREIGN):
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the loop"

@@ -1,0 +1,49 @@
+"""What ``run.ddp(model)`` gives: called as DistributedDataParallel is, and the bare module between steps."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Wrapping(Protocol):
+    """A generation's replica of the module, while a step is made."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Call the module as a rank among others."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward within adds to this rank's own gradients only."""
+        ...
+
+
+class AttachedModule(nn.Module):
+    """The module of a loop of the user's own. ``module`` is the bare one, as of DDP.
+
+    With gradients it may be called within ``run.step()`` only; without them anywhere, and no other rank
+    hears of it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._wrapping: list[Wrapping] = []  # in a list, so that it is no part of this module
+
+    def use(self, wrapping: Wrapping | None) -> None:
+        """From now on, have ``wrapping`` call the module; None: nobody, it is called as it is."""
+        self._wrapping[:] = [] if wrapping is None else [wrapping]
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """The module's outputs."""
+        if self._wrapping and torch.is_grad_enabled():
+            return self._wrapping[0].forward(*args, **named)
+        return self.module(*args, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As of DDP: backward within adds to this rank's own gradients only."""
+        return self._wrapping[0].no_sync() if self._wrapping else contextlib.nullcontext()

@@ -1,0 +1,38 @@
+"""What one rank trains a loop of the user's own with, from its start to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ddp_runner.training.own_loop.kept import KeptState
+from ddp_runner.training.rank_context import Feed, RankParts
+
+
+class Batches(Feed, Protocol):
+    """Where a loop's batches come from."""
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Of processes that load for this rank, and are its own to end."""
+        ...
+
+    def shrink_prefetch(self) -> None:
+        """Load less ahead, where that can be."""
+        ...
+
+    def take(self, step: int) -> list[Any]:
+        """Give this rank's batches of ``step``; blocks until they are loaded."""
+        ...
+
+    def close(self) -> None:
+        """No batch is wanted any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopParts(RankParts):
+    """The parts of any rank, with the state that is kept and the loop's batches."""
+
+    state: KeptState
+    loader: Batches

@@ -1,0 +1,388 @@
+"""A loop of the user's own in one generation: what its steps do to the state, seen through the optimizer's hook.
+
+The loop computes and updates; here it is held before the update until the step's sums over ranks are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.collective.group import Group
+from ddp_runner.collective.model_replica import ModelReplica
+from ddp_runner.collective.replica import Signal
+from ddp_runner.collective.waiting import waiting_for_peers
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import StopReason
+from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.messages import Metrics
+from ddp_runner.core.phases import Phase
+from ddp_runner.core.step_schedule import DueActions, due_after
+from ddp_runner.training.commit import Agreed, Commit
+from ddp_runner.training.components.rng import seed_step
+from ddp_runner.training.exactness.values import Kept
+from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.own_loop.declared import LOSS, LeaveBlock, OwnLoop
+from ddp_runner.training.own_loop.misuse import misuse
+from ddp_runner.training.own_loop.parts import LoopParts
+from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.session import Outcome, StepInHand
+from ddp_runner.training.step import StepResult, Votes, agreed_stop, as_signals
+
+_COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
+_BEFORE_STEPS = -1  # in the place of a micro-step, for functions that are called between steps
+
+
+class _Own(IntEnum):
+    """Signals beside those of every replica."""
+
+    NOTED = len(Signal)  # ranks that have noted a loss before backward
+    STEP = len(Signal) + 1
+    UPDATED = len(Signal) + 2  # ranks whose last block has updated
+    STOP = len(Signal) + 3  # ranks whose loop has asked for its end
+
+
+_CELLS = len(Signal) + len(_Own)
+
+
+class LoopSteps:
+    """Makes the steps of a loop in one generation. Every rank calls its methods at the same places."""
+
+    def __init__(
+        self, parts: LoopParts, loop: OwnLoop, *, group: Group, guard: NumericsGuard
+    ) -> None:
+        self._parts = parts
+        self._settings = parts.settings
+        self._length = parts.workload.length
+        self._state = parts.state
+        self._runtime = parts.runtime
+        self._slot = parts.runtime.slot
+        self._rank = parts.runtime.rank_info.rank
+        self._loop = loop
+        self._group = group
+        self._guard = guard
+        self._zeros = torch.zeros(_CELLS, device=group.device)
+        self._votes = Votes()
+        self._failure: Exception | None = None  # of the step in hand, whatever the loop makes of it
+        self._agreed: Agreed | None = None  # of the step in hand, once its update has begun
+        self._in_block = False
+        self._is_carried = False  # the signals have been given to a backward of this step
+        self._is_to_stop = False
+        # What functions between steps have changed, which the drop of a rehearsal would take back.
+        self._put_back_functions: Callable[[], None] = _nothing
+        # What there was before the first rehearsal: what the body writes beside the optimizer shows.
+        self._held: tuple[dict[str, Tensor], dict[str, Kept]] | None = None
+        self._given_up = False  # the step in hand, for a state that is now an older one
+        self._logged_at_ns = time.monotonic_ns()
+        self._logged_step = max(0, self._state.committed_step)
+        self._waited_ns = 0
+        self._state.buffers.forget_agreement()
+        parts.device.begin(group.membership.generation)
+        self._wrap()
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all steps of the run are made."""
+        return self._state.committed_step >= self._length.total_steps
+
+    def close(self) -> None:
+        """Unwrap the module."""
+        assert self._loop.net is not None, "checked before the first step"
+        self._loop.net.use(None)
+        self._replica.close()
+
+    def settle(self) -> None:
+        """The first block of a generation does it: see :meth:`_end_rehearsal`."""
+
+    def adapt(self) -> None:
+        """Wrap the module once more where other parameters require a gradient now."""
+        if self._state.flags() != self._flags:
+            self._replica.close()
+            self._wrap()
+
+    def take(self, step: int) -> list[Any]:
+        """Give this rank's batches of ``step``, the same ones where it is done again."""
+        slot = self._slot
+        slot.set(Cell.STEP, step)
+        slot.set(Cell.EPOCH, self._length.epoch_of(step))
+        slot.stamp(Phase.DATA, time.monotonic_ns())
+        self._runtime.logger.step = step
+        batches = self._parts.loader.take(step)
+        slot.stamp(Phase.FORWARD, time.monotonic_ns())
+        return batches
+
+    def wrap_again(self) -> None:
+        """Nothing raises FlagsChangedError here."""
+
+    def due(self, step: int) -> DueActions:
+        """What is due once ``step`` steps are committed."""
+        due = due_after(
+            step,
+            self._length,
+            log=self._settings.log,
+            checkpoint=self._settings.checkpoint,
+            replica_check_steps=self._settings.recovery.replica_check_steps,
+        )
+        is_wanted = any(one.is_due(step, self._length) for one in self._loop.recurring)
+        return replace(due, evaluate=is_wanted and step < self._length.total_steps)
+
+    def begin_block(self, votes: Votes) -> None:
+        """The body of a step begins: random numbers are those of the step, no signal is given yet."""
+        step = self._state.committed_step
+        self._votes, self._failure, self._agreed = votes, None, None
+        self._is_carried = self._given_up = False
+        self._loop.noted = {}
+        self._replica.drop_signals()
+        self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
+        seed_step(seed=self._settings.run.seed, step=step, rank=self._group.rank, micro_step=0)
+        if self._rehearses:
+            self._begin_rehearsal()
+        self._in_block = True
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """Call the module, within the body of a step."""
+        if not self._in_block:
+            raise misuse("the net is called with gradients outside of `with run.step():`")
+        if self._agreed is not None:
+            raise misuse("the net is called after optimizer.step() within one step")
+        return self._replica(*args, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As of DDP; between steps there is nothing to leave out."""
+        return self._replica.no_sync() if self._in_block else contextlib.nullcontext()
+
+    def before_update(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Called by each kept optimizer before it steps. Raises LeaveBlock where it must not."""
+        if not self._in_block:
+            raise misuse("optimizer.step() outside of `with run.step():`")
+        if self._failure is not None or self._given_up:
+            raise LeaveBlock
+        if self._agreed is not None:
+            return  # another optimizer of the same step
+        try:
+            _refuse_closure((*args, *named.values()))
+            self._agreed = self._get_ready()
+        except Exception as error:
+            self._failure = error
+            raise LeaveBlock from error
+        if self._agreed is None:
+            raise LeaveBlock
+        self._commit.begin_change()
+
+    def end_block(self, error: Exception | None) -> StepResult | None:
+        """The body has ended, by ``error`` or without one; None where the step is to be begun again.
+
+        Raises what broke the step, also where the body has swallowed it.
+        """
+        self._in_block = False
+        failure = self._failure or self._replica.failure or error
+        if failure is not None:
+            raise failure
+        if self._given_up:
+            return None
+        if self._agreed is None:
+            if self._rehearses:
+                self._end_rehearsal()
+                return None
+            return self._without_update()
+        return self._commit_step(self._agreed, has_updated=True)
+
+    def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
+        """Take in a step that was made."""
+        self._waited_ns += step.waited_ns
+        epoch = self._length.epoch_of(result.step - 1)
+        self._state.monitor.observe(
+            step=result.step, epoch=epoch, loss=result.loss, applied=True, overflowed=False
+        )
+        if not math.isnan(result.loss):
+            self._parts.progress.loss = result.loss
+            self._slot.set_loss(result.loss)
+        self._parts.memory.after_step(result.step)
+        if due.log:
+            self._log(result)
+        return Outcome.ALL_DONE if self._is_to_stop else Outcome.GOES_ON
+
+    def evaluate(self) -> StopReason | None:
+        """Call the functions that are due between steps. What they leave in buffers is put back."""
+        step, slot = self._state.committed_step, self._slot
+        due = [one for one in self._loop.recurring if one.is_due(step, self._length)]
+        if not due:
+            return None
+        began_ns = time.monotonic_ns()
+        self._state.functions_called_at = step
+        for one in due:
+            slot.stamp(Phase.EVALUATE, time.monotonic_ns())
+            seed_step(
+                seed=self._settings.run.seed,
+                step=step,
+                rank=self._group.rank,
+                micro_step=_BEFORE_STEPS,
+            )
+            one.call()
+            slot.count_done(step)
+        self._state.buffers.drop()
+        slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
+        return None
+
+    def _wrap(self) -> None:
+        net = self._loop.net
+        assert net is not None, "checked before the first step"
+        searches = self._state.tuning.find_unused_parameters
+        self._flags = self._state.flags()
+        self._replica = ModelReplica(
+            net.module,
+            cells=_CELLS,
+            take=self._own_signals,
+            group=self._group,
+            settings=replace(self._loop.ddp, find_unused_parameters=searches),
+            slot=self._slot,
+            device=self._parts.device,
+        )
+        self._commit = Commit(self._state, self._replica, slot=self._slot)
+        # With find_unused_parameters=False DDP lays its buckets out anew after the first backward, so
+        # that one is for nothing; without it, weights after a repair would differ in their last bits.
+        self._rehearses = not searches
+        net.use(self)
+
+    def _own_signals(self) -> Tensor:
+        """What rides along with the gradients of this step, once."""
+        if self._is_carried:
+            return self._zeros
+        self._is_carried = True
+        loop, step = self._loop, self._state.committed_step
+        carried = torch.zeros(_CELLS)
+        carried[: len(Signal)] = as_signals(self._votes, torch.device("cpu"))
+        carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
+        carried[_Own.STEP] = float(step % _COUNTED_TO)
+        carried[_Own.UPDATED] = float(loop.has_updated)
+        carried[_Own.STOP] = float(loop.wants_stop)
+        carried = carried.to(self._zeros.device, non_blocking=True)
+        loss = loop.noted.get(LOSS)
+        if loss is not None:
+            carried[Signal.LOSS] = loss if isinstance(loss, float) else loss.mean().float()
+            carried[_Own.NOTED] = 1.0
+        return carried
+
+    def _get_ready(self) -> Agreed | None:
+        """Before the update: nothing stands between this rank and it; None where it is not to be."""
+        if self._rehearses:
+            return None
+        agreed = self._commit.ready_to_change(
+            scale=1.0 / self._group.world_size, may_commit=self._guard.may_commit
+        )
+        if agreed is None:
+            self._given_up = True
+            return None
+        world_size, step = self._group.world_size, self._state.committed_step % _COUNTED_TO
+        signals = agreed.signals
+        is_alike = round(signals[_Own.STEP]) == step * world_size
+        if not is_alike or round(signals[_Own.UPDATED]) not in (0, world_size):
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.COLLECTIVE_FAILED,
+                    rank=self._rank,
+                    step=self._state.committed_step,
+                    cause="the ranks are not at the same step, or their last one did not end alike",
+                    at_ns=time.monotonic_ns(),
+                )
+            )
+        return agreed
+
+    def _begin_rehearsal(self) -> None:
+        state = self._state
+        if state.functions_called_at == state.committed_step:
+            self._put_back_functions = state.pictured()
+        needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
+        room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
+        fits = needed_bytes <= room_bytes / self._runtime.rank_info.local_world_size
+        if fits and not state.is_rehearsed:
+            self._held = (state.buffers.hold_all(), state.side.hold())
+
+    def _end_rehearsal(self) -> None:
+        """The first block after DDP was built has shown it the order of the gradients."""
+        self._replica.check_reduced()
+        state = self._state
+        if self._held is not None:  # in the first one of a launch
+            parameters, side = self._held
+            state.buffers.follow_changed_since(parameters)
+            state.side.follow_changed_since(side)
+            state.is_rehearsed = True
+            self._held = None
+        state.drop_unfinished_step()
+        self._put_back_functions()
+        self._rehearses = False
+
+    def _without_update(self) -> StepResult:
+        """A block in which no kept optimizer stepped, as one whose fp16 gradients overflow.
+
+        Counts once all ranks say the same of theirs. One whose collective was cut short, and whose body
+        swallowed that, waits here for ranks that never answer, until it is told to leave.
+        """
+        step = self._state.committed_step
+        if step == 0 and not self._loop.has_scaler:
+            raise misuse("the first step ended without a step of a kept optimizer")
+        with waiting_for_peers(self._slot):
+            self._group.exchange(f"without update/{step}", "")
+        agreed = Agreed(signals=[0.0] * _CELLS, measured=None, all_used=False)
+        self._commit.begin_change()
+        return self._commit_step(agreed, has_updated=False)
+
+    def _commit_step(self, agreed: Agreed, *, has_updated: bool) -> StepResult:
+        self._commit.end_change(
+            agreed, applied=has_updated, samples=self._parts.workload.global_batch
+        )
+        self._state.committed()
+        self._loop.has_updated = has_updated
+        signals = agreed.signals
+        noted = signals[_Own.NOTED]
+        self._is_to_stop = signals[_Own.STOP] > 0
+        return StepResult(
+            step=self._state.committed_step,
+            loss=signals[Signal.LOSS] / noted if noted else math.nan,
+            grad_norm=math.nan,
+            learning_rate=float(self._state.optimizer.param_groups[0]["lr"]),
+            applied=True,
+            explosion="",
+            overflowed=False,
+            broken_ranks=(),
+            waited_ns=self._replica.waited_ns() if has_updated else 0,
+            stop=agreed_stop(signals),
+            save=signals[Signal.SAVE] > 0,
+        )
+
+    def _log(self, result: StepResult) -> None:
+        now_ns = time.monotonic_ns()
+        seconds = max(1e-9, (now_ns - self._logged_at_ns) / 1e9)
+        steps = max(1, result.step - self._logged_step)
+        values = {
+            **self._loop.shown(),
+            "learning_rate": result.learning_rate,
+            "epoch": float(self._length.epoch_of(result.step - 1)),
+            "steps_per_s": steps / seconds,
+            "data_wait_share": min(1.0, self._waited_ns / 1e9 / seconds),
+            "step_s": self._slot.get(Cell.STEP_NS) / 1e9,
+        }
+        if not math.isnan(result.loss):
+            values[LOSS] = result.loss
+        self._logged_at_ns, self._logged_step, self._waited_ns = now_ns, result.step, 0
+        self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self._runtime.logger.progress(shown, step=result.step)
+
+
+def _nothing() -> None:
+    """No function has changed anything that a rehearsal takes back."""
+
+
+def _refuse_closure(arguments: tuple[Any, ...]) -> None:
+    if any(callable(one) for one in arguments):
+        raise misuse("optimizer.step(closure) computes the loss anew: call it without a closure")
