@@ -20,6 +20,7 @@ from ddp_runner.cli.run_options import (
     ACCEPTED_VALUES,
     EXAMPLES,
     LONG_OF_SHORT_HERE,
+    OF_ATTACHED,
     OWN,
     PYTHON_ONLY,
     REFUSED,
@@ -75,6 +76,10 @@ def run(words: Sequence[str]) -> int:
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
         return _supervise(with_loop(plan, script), words)
+    if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
+        raise BadInputError(
+            refused[0], "", "needs a loop that calls ddp_runner.attach(), which the script does not"
+        )
     settings = plan.settings
     # There is no checkpoint of ours, and one folder: what looks for both finds it.
     of_run = replace(settings.run, checkpoint_dir=settings.run.log_dir)

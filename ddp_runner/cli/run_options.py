@@ -8,12 +8,18 @@ from ddp_runner.cli.options import LONG_OF_SHORT, Option
 SHARED = (
     *("--nproc-per-node", "--gpus", "--cpu", "--name", "--log-dir"),
     *("--config", "--max-restarts", "--debug"),
+    *("--resume", "--checkpoint-dir", "--inject"),
 )
+# Of these, what needs a loop that calls ddp_runner.attach(): a script has its own checkpoints.
+OF_ATTACHED = ("--resume", "--checkpoint-dir", "--inject")
 # Where they mean a little less.
 SAYS_OF_SHARED = {
     "--name": "of this run: it writes to logs/NAME [the script's]",
     "--log-dir": "of this run: a log for each attempt and rank, and the files of the run [logs/NAME]",
     "--max-restarts": "restarts of all ranks within an hour; without it none",
+    "--resume": "of an attached loop: auto, last, best, none or a file [auto]",
+    "--checkpoint-dir": "of an attached loop [checkpoints/NAME]",
+    "--inject": "of an attached loop: cause faults, to see them repaired",
 }
 OWN = {
     option.long: option

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import sys
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import StopReason
+from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
 from ddp_runner.core.faults import ReportedFaultError
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
@@ -36,7 +37,6 @@ from ddp_runner.training.train_report import TrainReport
 _Function = TypeVar("_Function", bound=Callable[[], Any])
 _DDP_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
 _IS_INSTALLED = {"site-packages", "dist-packages", "ddp_runner"}
-EXIT_CODE_OF_STOP = {StopReason.INTERRUPTED: 130, StopReason.PREEMPTED: 143}
 
 
 class AttachedRun:
@@ -216,6 +216,8 @@ class AttachedRun:
         )
         self._state = parts.state
         self._client = LoopClient(parts, self._loop)
+        # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
+        atexit.register(self._leave)
         self._engine = self._held.enter_context(Engine(parts, self._client, run_id=run_id))
         return _Steps(self, self._engine.steps(), accumulate=accumulate)
 
@@ -298,6 +300,7 @@ class AttachedRun:
                 failure = found
                 raise
         if failure is not None and not self._runtime.is_watched:
+            self._leave()
             raise failure  # there is nobody to form the next generation
         return True
 
@@ -309,12 +312,13 @@ class AttachedRun:
         assert reason is not None, "the loop was concluded"
         assert self._client.report is not None, "as above"
         self._on_end(self._client.report)
-        if reason in EXIT_CODE_OF_STOP:
-            raise SystemExit(EXIT_CODE_OF_STOP[reason])
+        if reason is not StopReason.COMPLETED:
+            raise SystemExit(int(EXIT_CODE_OF_STATUS[STATUS_OF_REASON[reason]]))
 
-    def left(self) -> None:
-        """The loop was left by ``break``, or by an error of its own."""
-        self._held.close()
+    def _leave(self) -> None:
+        """The loop is over, though training had not ended; a second time there is nothing to leave."""
+        error = RuntimeError("the loop was left")
+        self._held.__exit__(type(error), error, None)
 
 
 class _Steps:

@@ -176,8 +176,11 @@ class OwnBatches:
         """Nothing of the loop's own loader is changed."""
 
     def close(self) -> None:
-        """End the iterator, and workers with it."""
+        """End the iterator, and workers with it: they clean up after themselves where they are asked to end."""
         self._drawn = None
+        if getattr(self._batches, "persistent_workers", False):
+            self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
+        self._batches = ()
         self._held = []
 
     def _draw(self, step: int) -> list[Any]:

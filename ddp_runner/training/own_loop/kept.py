@@ -255,7 +255,7 @@ class KeptState(TrainState):
     def _forget_unscaled(self) -> None:
         """A loss scaler that has unscaled in a step given up must do so again."""
         for one in self._kept.others.values():
-            if isinstance(one, torch.amp.GradScaler):
+            if isinstance(one, torch.amp.GradScaler) and one.is_enabled():
                 one._per_optimizer_states.clear()  # noqa: SLF001 - as update() does
 
 

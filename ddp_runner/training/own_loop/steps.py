@@ -75,7 +75,8 @@ class LoopSteps:
         self._failure: Exception | None = None  # of the step in hand, whatever the loop makes of it
         self._agreed: Agreed | None = None  # of the step in hand, once its update has begun
         self._in_block = False
-        self._is_carried = False  # the signals have been given to a backward of this step
+        self._has_carried = False  # the signals have been given to a backward of this step
+        self._has_carried_loss = False  # so has a loss that was noted
         self._is_to_stop = False
         # What functions between steps have changed, which the drop of a rehearsal would take back.
         self._put_back_functions: Callable[[], None] = _nothing
@@ -139,7 +140,7 @@ class LoopSteps:
         """The body of a step begins: random numbers are those of the step, no signal is given yet."""
         step = self._state.committed_step
         self._votes, self._failure, self._agreed = votes, None, None
-        self._is_carried = self._given_up = False
+        self._has_carried = self._has_carried_loss = self._given_up = False
         self._loop.noted = {}
         self._replica.drop_signals()
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
@@ -200,10 +201,10 @@ class LoopSteps:
         """Take in a step that was made."""
         self._waited_ns += step.waited_ns
         epoch = self._length.epoch_of(result.step - 1)
-        self._state.monitor.observe(
-            step=result.step, epoch=epoch, loss=result.loss, applied=True, overflowed=False
-        )
-        if not math.isnan(result.loss):
+        if math.isfinite(result.loss):  # else the loop has noted none, or one that is none
+            self._state.monitor.observe(
+                step=result.step, epoch=epoch, loss=result.loss, applied=True, overflowed=False
+            )
             self._parts.progress.loss = result.loss
             self._slot.set_loss(result.loss)
         self._parts.memory.after_step(result.step)
@@ -254,22 +255,24 @@ class LoopSteps:
         net.use(self)
 
     def _own_signals(self) -> Tensor:
-        """What rides along with the gradients of this step, once."""
-        if self._is_carried:
+        """What rides along with the gradients of this step: each signal once, however many backwards there are."""
+        loop, loss = self._loop, self._loop.noted.get(LOSS)
+        is_noted = loss is not None and not self._has_carried_loss
+        if self._has_carried and not is_noted:
             return self._zeros
-        self._is_carried = True
-        loop, step = self._loop, self._state.committed_step
         carried = torch.zeros(_CELLS)
-        carried[: len(Signal)] = as_signals(self._votes, torch.device("cpu"))
-        carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
-        carried[_Own.STEP] = float(step % _COUNTED_TO)
-        carried[_Own.UPDATED] = float(loop.has_updated)
-        carried[_Own.STOP] = float(loop.wants_stop)
+        if not self._has_carried:
+            carried[: len(Signal)] = as_signals(self._votes, torch.device("cpu"))
+            carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
+            carried[_Own.STEP] = float(self._state.committed_step % _COUNTED_TO)
+            carried[_Own.UPDATED] = float(loop.has_updated)
+            carried[_Own.STOP] = float(loop.wants_stop)
+            self._has_carried = True
+        carried[_Own.NOTED] = float(is_noted)
         carried = carried.to(self._zeros.device, non_blocking=True)
-        loss = loop.noted.get(LOSS)
-        if loss is not None:
-            carried[Signal.LOSS] = loss if isinstance(loss, float) else loss.mean().float()
-            carried[_Own.NOTED] = 1.0
+        if is_noted and loss is not None:
+            self._has_carried_loss = True
+            carried[Signal.LOSS] = loss.mean().float() if isinstance(loss, Tensor) else loss
         return carried
 
     def _get_ready(self) -> Agreed | None:

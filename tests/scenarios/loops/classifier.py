@@ -1,0 +1,113 @@
+"""A loop as people have them, with the lines that attach it. Flags choose among their habits; harm is at hand."""
+
+import argparse
+import os
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import ddp_runner
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=24)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--find-unused", action="store_true")
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--swallow", action="store_true")
+parser.add_argument("--compile", action="store_true")
+parser.add_argument("--own-loader", action="store_true")
+args = parser.parse_args()
+
+
+def harm(run, where):
+    """Do once what a file ``harm_RANK_STEP_WHERE`` says, if there is one."""
+    path = f"harm_{run.rank}_{run.step_number}_{where}"
+    if os.path.exists(path):
+        with open(path) as file:
+            text = file.read()
+        os.rename(path, f"done_{path}")
+        exec(text)
+
+
+def main():
+    run = ddp_runner.attach()
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        nn.Linear(8, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 4)
+    ).to(run.device)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    scaler = torch.amp.GradScaler("cpu", enabled=args.fp16, init_scale=2.0**20)
+    if args.compile:
+        model.forward = torch.compile(model.forward, backend="eager")
+    net = run.ddp(model, find_unused_parameters=args.find_unused)
+    run.keep(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(240, 8, generator=numbers)
+    data = TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+    if args.own_loader:
+        loader = DataLoader(
+            data,
+            batch_size=5,
+            sampler=DistributedSampler(data, run.world_size, run.rank),
+            num_workers=args.workers,
+            persistent_workers=args.workers > 0,
+        )
+    else:
+        loader = run.loader(data, batch_size=5, accumulate=args.accumulate)
+    criterion = nn.CrossEntropyLoss()
+    seen = []
+
+    @run.every(steps=6)
+    def evaluate():
+        harm(run, "every")
+        model.eval()
+        with torch.no_grad():
+            hits = (net(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+        model.train()
+        seen.append(round(float(hits), 6))
+
+    def compute(batches):
+        for number, (inputs, labels) in enumerate(batches):
+            last = number == len(batches) - 1
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.fp16):
+                loss = criterion(net(inputs), labels) / len(batches)
+            if last:
+                run.note(loss=loss)
+                harm(run, "forward")
+                scaler.scale(loss).backward()
+                harm(run, "backward")
+            else:
+                with net.no_sync():
+                    scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        harm(run, "update")
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+        ema.update_parameters(model)
+
+    for batch in run.steps(loader, max_steps=args.steps, accumulate=args.accumulate):
+        with run.step():
+            batches = batch if args.accumulate > 1 else [batch]
+            if args.swallow:
+                try:
+                    compute(batches)
+                except Exception as error:
+                    print("swallowed", type(error).__name__)
+            else:
+                compute(batches)
+        harm(run, "between")
+    if run.is_first:
+        kept = {"model": model, "ema": ema, "scheduler": scheduler, "scaler": scaler}
+        torch.save({name: one.state_dict() for name, one in kept.items()}, "final.pt")
+        print("evaluated", len(seen))
+
+
+main()

@@ -1,0 +1,216 @@
+"""``attach``: loops as people have them, under harm: the same weights, and the others keep their process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.training.components.tensor_hash import tensor_hash
+from tests.scenarios.harness import ROOT, Run
+
+RUN = (sys.executable, "-m", "ddp_runner", "run")
+LOOPS = Path(__file__).with_name("loops")
+CLASSIFIER = LOOPS / "classifier.py"
+KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+STOP = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+RAISE = "raise RuntimeError('a cosmic ray')"
+EXIT = "import os; os._exit(7)"
+
+
+def run_loop(folder, *words, world=2, options=(), loop=CLASSIFIER, **how):
+    """``run`` in ``folder``, with its logs and checkpoints below."""
+    return Run(
+        folder,
+        *("-l", Path(folder) / "logs", "-c", Path(folder) / "checkpoints"),
+        *("save_every_steps=9", "recovery.hang_min_s=3", *options, loop, *words),
+        world=world,
+        task=None,
+        command=RUN,
+        **how,
+    )
+
+
+def final(folder):
+    """A hash of each tensor, and every plain value, of what the program has saved behind its loop."""
+    return _hashed(torch.load(Path(folder) / "final.pt", weights_only=False))
+
+
+def _hashed(value):
+    if isinstance(value, torch.Tensor):
+        return tensor_hash(value)
+    if isinstance(value, dict):
+        return {key: _hashed(one) for key, one in value.items()}
+    return [_hashed(one) for one in value] if isinstance(value, list) else value
+
+
+def plant(folder, **places):
+    """``plant(folder, r1_s5_forward=KILL)``: at that place, once."""
+    for place, text in places.items():
+        rank, step, where = place.split("_")
+        path = Path(folder) / f"harm_{rank[1:]}_{step[1:]}_{where}"
+        path.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory):
+    """What the program saves when nothing happens to it, by its words and the world."""
+    made = {}
+
+    def of(*words, world=2, **how):
+        key = (words, world)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("fault_free")
+            with run_loop(folder, *words, world=world, **how) as run:
+                assert run.wait() == 0, run.console
+            made[key] = final(folder)
+        return made[key]
+
+    return of
+
+
+def assert_as_if_nothing_happened(run, folder, expected, *, repaired):
+    assert run.wait() == 0, run.console
+    assert final(folder) == expected
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert len(summary["faults"]) == repaired, [one["cause"] for one in summary["faults"]]
+    assert all(one["steps_lost"] == 0 for one in summary["faults"])
+
+
+@pytest.mark.parametrize("words", [(), ("--find-unused",)], ids=["rebuilt buckets", "find unused"])
+def test_ranks_are_lost_at_every_moment_of_a_step(tmp_path, fault_free, words):
+    """Killed, raised, exited, stopped; rank 0 too. BatchNorm, dropout, scheduler and average are as without."""
+    plant(
+        tmp_path,
+        r1_s2_forward=KILL,
+        r0_s5_backward=KILL,
+        r1_s8_update=RAISE,
+        r0_s11_forward=RAISE,
+        r1_s14_between=EXIT,
+        r0_s18_every=KILL,
+        r1_s21_backward=STOP,
+    )
+    with run_loop(tmp_path, *words) as run:
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=7)
+
+
+def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
+    """With three ranks; rank 0 counts its evaluations in a plain list, and has all of them at the end."""
+    plant(tmp_path, r1_s4_forward=KILL, r2_s9_backward=KILL, r1_s15_update=KILL)
+    with run_loop(tmp_path, world=3) as run:
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(world=3), repaired=3)
+    assert "evaluated 4" in run.console
+    formed = [one["pid"] for one in run.events("rank_formed") if one["rank"] == 0]
+    assert len(formed) == 4
+    assert len(set(formed)) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--accumulate", "2"),
+        ("--fp16",),
+        ("--swallow",),
+        ("--compile",),
+    ],
+    ids=["accumulated", "scaled", "swallowing", "compiled"],
+)
+def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
+    """Each with a rank killed, and one that raises, in the midst of it."""
+    plant(tmp_path, r1_s7_backward=KILL, r0_s13_forward=RAISE, r0_s16_update=KILL)
+    raises = 0 if "--swallow" in words else 1  # what it raises itself, it swallows
+    if not raises:
+        plant(tmp_path, r0_s13_forward="pass")
+    with run_loop(tmp_path, *words) as run:
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
+
+
+def test_a_dataloader_of_the_loop_s_own_gives_a_replaced_rank_the_same_batches(
+    tmp_path, fault_free
+):
+    """With workers that are kept from epoch to epoch. torch's sockets need a short path, and are left by kills."""
+    words = ("--own-loader", "--workers", "2", "--steps", "54")
+    plant(tmp_path, r1_s7_backward=KILL, r0_s30_forward=RAISE, r0_s51_update=KILL)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        environment = {"TMPDIR": short}
+        expected = fault_free(*words, environment=environment)
+        with run_loop(tmp_path, *words, environment=environment) as run:
+            assert_as_if_nothing_happened(run, tmp_path, expected, repaired=3)
+
+
+def test_all_ranks_at_once_go_on_from_the_checkpoint(tmp_path, fault_free):
+    """Nobody is left who has the newest state."""
+    plant(tmp_path, r0_s15_forward=KILL, r1_s15_forward=KILL)
+    with run_loop(tmp_path) as run:
+        assert run.wait() == 0, run.console
+        assert final(tmp_path) == fault_free()
+        assert run.summary()["exact"]
+
+
+def test_a_stopped_run_is_resumed(tmp_path, fault_free):
+    """By the same command; the program behind the loop runs once only."""
+    plant(tmp_path, r0_s10_between="import os, signal; os.kill(os.getppid(), signal.SIGTERM)")
+    with run_loop(tmp_path) as run:
+        assert run.wait() == ExitCode.PREEMPTED, run.console
+    assert not (tmp_path / "final.pt").exists()
+    with run_loop(tmp_path) as run:
+        assert run.wait() == 0, run.console
+        assert final(tmp_path) == fault_free()
+
+
+def test_the_program_may_be_edited_while_it_runs(tmp_path, fault_free):
+    """A replaced rank runs what the file held at launch."""
+    own = tmp_path / "own.py"
+    own.write_text(CLASSIFIER.read_text(), encoding="utf-8")
+    edit = f"open({str(own)!r}, 'w').write('raise SystemExit(9)')"
+    plant(tmp_path, r0_s5_between=edit, r1_s7_forward=KILL)
+    with run_loop(tmp_path, loop=own) as run:
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(), repaired=1)
+
+
+def test_a_module_beside_it_that_has_changed_ends_the_run(tmp_path):
+    """Two programs must not train one model; the file is named."""
+    own = tmp_path / "own.py"
+    own.write_text("import layers\n" + CLASSIFIER.read_text(), encoding="utf-8")
+    (tmp_path / "layers.py").write_text("WIDTH = 24\n", encoding="utf-8")
+    edit = f"open({str(tmp_path / 'layers.py')!r}, 'w').write('WIDTH = 25')"
+    plant(tmp_path, r0_s5_between=edit, r1_s7_forward=KILL)
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == 2, run.console
+    assert "layers.py has changed on disk since the run began" in run.console
+
+
+def test_what_fails_behind_the_loop_fails_the_run(tmp_path):
+    """Though training has ended and is saved."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        CLASSIFIER.read_text() + "\nraise ValueError('no room for it')\n", encoding="utf-8"
+    )
+    with run_loop(tmp_path, loop=own) as run:
+        assert run.wait() == 1, run.console
+    assert "training had ended, and the program failed behind it" in run.console
+    assert run.summary()["steps"] == 24
+
+
+def test_it_runs_under_plain_python(tmp_path):
+    """One rank, without a supervisor; what it raises is the user's own error, and it is resumed."""
+    plant(tmp_path, r0_s15_forward=RAISE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(CLASSIFIER)]
+    first = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert first.returncode == 1, first.stderr
+    assert first.stderr.strip().splitlines()[-1] == "RuntimeError: a cosmic ray"
+    second = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert second.returncode == 0, second.stderr
+    assert (tmp_path / "final.pt").exists()
