@@ -91,6 +91,7 @@ class Engine:
         self._held = contextlib.ExitStack()  # what is to be left with that generation
         self._fault: Fault | None = None  # for which the last one was left; the runtime knows it
         self._members: GenerationMembers | None = None  # of the newest that this process was in
+        self.error: Exception | None = None  # for which the newest was left, where nobody repairs it
         self._has_trained = False
         self._has_ended = False
 
@@ -237,6 +238,8 @@ class Engine:
 
     def _break_off(self, error: Exception) -> None:
         """Leave the generation because of ``error`` and report it; what its step has changed is put back."""
+        # Without a supervisor it ends the program, as what it is.
+        self.error = None if self._runtime.is_watched else error
         fault = self._leave(error)
         self._state.drop_unfinished_step()
         self._parts.saving.report_ended()

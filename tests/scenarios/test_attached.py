@@ -132,9 +132,7 @@ def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
 
 
-def test_a_dataloader_of_the_loop_s_own_gives_a_replaced_rank_the_same_batches(
-    tmp_path, fault_free
-):
+def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):
     """With workers that are kept from epoch to epoch. torch's sockets need a short path, and are left by kills."""
     words = ("--own-loader", "--workers", "2", "--steps", "54")
     plant(tmp_path, r1_s7_backward=KILL, r0_s30_forward=RAISE, r0_s51_update=KILL)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
-from ddp_runner.core.faults import ReportedFaultError
+from ddp_runner.core.faults import FaultError, ReportedFaultError
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.components.rng import seed_all
@@ -270,6 +270,11 @@ class AttachedRun:
         assert self._state is not None, "there are steps"
         self._state.keep_between()
 
+    @property
+    def own_error(self) -> Exception | None:
+        """What has ended the loop, where nobody repairs it."""
+        return None if self._engine is None else self._engine.error
+
     def given(self) -> None:
         """A step's batch is given to the loop."""
         self._is_given = True
@@ -341,6 +346,8 @@ class _Steps:
             raise
         except ReportedFaultError:
             raise SystemExit(1) from None  # it has been reported, with its traceback
+        except FaultError as error:
+            raise (self._run.own_error or error) from None
         self._run.given()
         return batches if self._accumulate > 1 else batches[0]
 

@@ -206,7 +206,7 @@ class OwnBatches:
                 "an iterator gives its batches once: pass what it comes from, such as a DataLoader"
             )
         self._drawn = None
-        # Workers that are kept would go on with their own random numbers, where new ones begin anew.
+        # Workers that are kept would go on with their own random numbers, where new ones begin fresh.
         if getattr(self._batches, "persistent_workers", False):
             self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
         for owner in (

@@ -69,7 +69,7 @@ class KeptObjects:
 
 
 def _refuse_without_state(name: str, value: Any) -> None:
-    """Raise BadInputError where ``value`` cannot tell its state, or not take it back."""
+    """Raise BadInputError where ``value`` has no state to keep, or not take it back."""
     kind = type(value).__name__
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(value, method, None)):

@@ -164,7 +164,7 @@ def prepare(
 def _refuse_unsavable(state: KeptState) -> None:
     try:
         stored_bytes(state.capture())
-    except TypeError as error:  # told now, not at the first save
+    except TypeError as error:  # said now, not at the first save
         raise BadInputError(
             "run.keep()", "", f"what is kept cannot be saved: its {error}"
         ) from error

@@ -249,7 +249,7 @@ class LoopSteps:
             device=self._parts.device,
         )
         self._commit = Commit(self._state, self._replica, slot=self._slot)
-        # With find_unused_parameters=False DDP lays its buckets out anew after the first backward, so
+        # With find_unused_parameters=False DDP lays its buckets out again after the first backward, so
         # that one is for nothing; without it, weights after a repair would differ in their last bits.
         self._rehearses = not searches
         net.use(self)
@@ -388,4 +388,4 @@ def _nothing() -> None:
 
 def _refuse_closure(arguments: tuple[Any, ...]) -> None:
     if any(callable(one) for one in arguments):
-        raise misuse("optimizer.step(closure) computes the loss anew: call it without a closure")
+        raise misuse("optimizer.step(closure) computes the loss again: call it without a closure")

@@ -1,0 +1,470 @@
+"""The parts of a loop of one's own, in one process: what is kept, its batches, its misuse, its module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddp_runner.collective import model_replica
+from ddp_runner.config import from_flat
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.training.own_loop.attached_run import AttachedRun
+from ddp_runner.training.own_loop.batches import OwnBatches, length_of, why_alike
+from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
+from ddp_runner.training.runtime import local_runtime
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(tmp_path):
+    settings = from_flat(
+        {
+            "log_dir": str(tmp_path / "logs"),
+            "checkpoint_dir": str(tmp_path / "kept"),
+            "display": "none",
+        }
+    )
+    runtime = local_runtime(settings, 0, 1)
+    made = AttachedRun(settings, runtime, arguments="", on_end=lambda _: None)
+    yield made
+    made._leave()
+
+
+def parts():
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+DATA = [(torch.ones(3, 2), torch.ones(3, 1))] * 4
+
+
+def one_step(run, net, optimizer, body=None, **how):
+    """A loop of one step, whose body is usual, or ``body``."""
+    for x, y in run.steps(DATA, max_steps=how.get("max_steps", 1)):
+        with run.step():
+            if body is not None:
+                body(x, y)
+            else:
+                (net(x) - y).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+# --- misuse: one line each, with the line of the user's file ---
+
+
+def _closure(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body(x, y):
+        net(x).sum().backward()
+        optimizer.step(lambda: None)
+
+    one_step(run, net, optimizer, body)
+
+
+def _forward_after_update(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body(x, y):
+        net(x).sum().backward()
+        optimizer.step()
+        net(x)
+
+    one_step(run, net, optimizer, body)
+
+
+def _no_update(run):
+    model, optimizer = parts()
+    net = run.ddp(model, find_unused_parameters=True)
+    run.keep(model=model, optimizer=optimizer)
+    one_step(run, net, optimizer, lambda x, y: net(x).sum().backward())
+
+
+def _forward_outside(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for x, _ in run.steps(DATA, max_steps=1):
+        net(x)
+
+
+def _step_outside(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for _ in run.steps(DATA, max_steps=1):
+        optimizer.step()
+
+
+def _batch_without_block(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for _ in run.steps(DATA, max_steps=2):
+        pass
+
+
+def _late_keep(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for _ in run.steps(DATA, max_steps=1):
+        run.keep(more=model)
+
+
+def _steps_twice(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    one_step(run, net, optimizer)
+    run.steps(DATA, max_steps=1)
+
+
+def _unkept_parameter(run):
+    model, optimizer = parts()
+    run.ddp(nn.Sequential(model, nn.Linear(1, 1)))
+    run.keep(model=model, optimizer=optimizer)
+    run.steps(DATA, max_steps=1)
+
+
+def _unkept_module_of_optimizer(run):
+    model, _ = parts()
+    _, other = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=other)
+    run.steps(DATA, max_steps=1)
+
+
+def _two_nets(run):
+    run.ddp(nn.Linear(1, 1))
+    run.ddp(nn.Linear(1, 1))
+
+
+def _no_length(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    run.steps(iter(DATA), epochs=2)
+
+
+def _no_end(run):
+    model, optimizer = parts()
+    run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    run.steps(DATA)
+
+
+def _short_batches(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    class Short(list):
+        def __len__(self):
+            return 9
+
+    for x, y in run.steps(Short(DATA), epochs=1):
+        with run.step():
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("misused", "says"),
+    [
+        (_closure, "computes the loss again"),
+        (_forward_after_update, "the net is called after optimizer.step()"),
+        (_no_update, "ended without a step of a kept optimizer"),
+        (_forward_outside, "the net is called with gradients outside"),
+        (_step_outside, "optimizer.step() outside of"),
+        (_batch_without_block, "a batch was given and no step made of it"),
+        (_late_keep, "keep() comes after run.steps()"),
+        (_steps_twice, "steps() comes after run.steps()"),
+        (_unkept_parameter, "1.weight of the net is in no kept module"),
+        (_unkept_module_of_optimizer, "updates a parameter of a module that is not kept"),
+        (_two_nets, "ddp() is called a second time"),
+        (_no_length, "the batches have no length"),
+        (_no_end, "needs max_steps= or epochs="),
+        (_short_batches, "the batches ended after 4 steps of epoch 0"),
+        (lambda run: run.keep(x=nn.Linear(1, 1), y=[1]), "has no state_dict()"),
+        (lambda run: run.every(steps=1, epochs=1), "every() needs steps= or epochs="),
+        (lambda run: run.ddp(nn.Linear(1, 1), static_graph=True), "static_graph=...) is none of"),
+        (lambda run: run.steps(DATA, max_steps=1), "no net"),
+        (lambda run: run.step().__enter__(), "run.step() needs a batch"),
+        (lambda run: run.loader(DATA, batch_size=0), "loader() needs batch_size="),
+    ],
+)
+def test_misuse_is_one_line_with_the_line_of_the_file(run, misused, says):
+    with pytest.raises(BadInputError, match=r".") as caught:
+        misused(run)
+    text = str(caught.value)
+    assert says in text
+    assert "\n" not in text
+    assert text.startswith(("test_own_loop.py:", "keep(", "run.")), text
+
+
+def test_what_does_not_take_back_its_state_is_refused(run):
+    class Forgetful:
+        count = 0
+
+        def state_dict(self):
+            self.count += 1
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(BadInputError, match="another state_dict"):
+        run.keep(forgetful=Forgetful())
+
+
+# --- the loop ---
+
+
+def test_a_stop_ends_the_loop_and_functions_are_called_in_between(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    called = []
+    run.every(steps=2)(lambda: called.append(run.step_number))
+    for x, y in run.steps(DATA, max_steps=9):
+        with run.step():
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            if run.step_number == 4:
+                run.stop()
+    assert run.step_number == 6, "the vote of step 5 is heard with step 6's gradients"
+    assert called == [2, 4, 6]
+
+
+def test_the_net_is_the_bare_module_between_steps(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=net, optimizer=optimizer)
+    assert net.module is model
+    before = net(torch.ones(1, 2))
+    one_step(run, net, optimizer)
+    assert net(torch.ones(1, 2)) != before
+    assert list(net.state_dict()) == ["module.weight", "module.bias"]
+
+
+# --- what is kept ---
+
+
+def kept_state(**objects):
+    kept = KeptObjects()
+    for name, value in objects.items():
+        kept.add(name, value)
+    return KeptState(kept, settings=from_flat({}), device=CPU, dataset_size=8)
+
+
+def two_optimizers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(torch.bfloat16)
+    first = torch.optim.Adam(model[0].parameters(), lr=0.1)
+    second = torch.optim.SGD(model[1].parameters(), lr=0.2, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(second, 1, gamma=0.5)
+    state = kept_state(model=model, first=first, second=second, schedule=schedule)
+    state.committed_step = 0
+    return model, first, second, schedule, state
+
+
+def make_step(model, first, second, schedule):
+    model(torch.ones(3, 2, dtype=torch.bfloat16)).sum().backward()
+    for one in (first, second):
+        one.step()
+        one.zero_grad()
+    schedule.step()
+
+
+def test_a_state_of_several_optimizers_goes_to_another_process_whole():
+    """Moments by their parameters and in their own types, rates as the schedule has them."""
+    model, first, second, schedule, state = two_optimizers()
+    make_step(model, first, second, schedule)
+    first.state[model[0].weight]["exp_avg"] = torch.full((2, 2), 1 / 3)  # float32, of a bfloat16
+    state.side.keep(1)
+    torch.manual_seed(1)
+    other_model, other_first, other_second, other_schedule, other = two_optimizers()
+    other.restore(state.capture())
+    for own, received in zip(model.parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(own, received)
+    moment = other_first.state[other_model[0].weight]["exp_avg"]
+    assert moment.dtype == torch.float32
+    assert torch.equal(moment, torch.full((2, 2), 1 / 3))
+    buffer = second.state[model[1].weight]["momentum_buffer"]
+    assert torch.equal(other_second.state[other_model[1].weight]["momentum_buffer"], buffer)
+    assert other_second.param_groups[0]["lr"] == 0.1
+    assert other_schedule.last_epoch == schedule.last_epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_step_given_up_puts_schedules_and_rates_back():
+    """What was changed between two steps, outside of a block, holds."""
+    _, first, second, schedule, state = two_optimizers()
+    first.param_groups[0]["lr"] = 0.7
+    state.keep_between()
+    first.param_groups[0]["lr"] = 0.9
+    schedule.step()
+    state.drop_unfinished_step()
+    assert first.param_groups[0]["lr"] == 0.7
+    assert (schedule.last_epoch, second.param_groups[0]["lr"]) == (0, 0.2)
+    assert state.committed_step == 0
+
+
+def test_a_weight_written_before_the_update_comes_from_another_rank():
+    """Nobody has kept it, so this rank is no source of it; from then on it is put back."""
+    model, *_, state = two_optimizers()
+    state.keep_between()
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+    state.drop_unfinished_step()
+    assert state.committed_step == -1
+
+
+# --- batches ---
+
+
+def own_batches(batches, **how):
+    length = length_of(
+        batches, accumulate=how.get("accumulate", 1), max_steps=how.get("max_steps", 12), epochs=0
+    )
+    return OwnBatches(
+        batches,
+        length=length,
+        accumulate=how.get("accumulate", 1),
+        seed=0,
+        rank=0,
+        say=lambda _: None,
+        alive=how.get("alive", lambda: None),
+    )
+
+
+def shuffled():
+    data = TensorDataset(torch.arange(20.0))
+    return DataLoader(data, batch_size=5, shuffle=True, collate_fn=jitter)
+
+
+def jitter(items):
+    return torch.stack([one[0] for one in items]) + torch.rand(())
+
+
+def test_a_process_that_comes_late_draws_the_same_batches():
+    early, late = own_batches(shuffled()), own_batches(shuffled())
+    drawn = [early.take(step)[0] for step in range(12)]
+    assert torch.equal(late.take(9)[0], drawn[9])
+    assert torch.equal(late.take(10)[0], drawn[10])
+    assert torch.equal(late.take(3)[0], drawn[3]), "back again, after a roll-back"
+    assert not torch.equal(drawn[0], drawn[4]), "each epoch has an order of its own"
+
+
+def test_a_step_that_is_done_again_has_its_batch_as_it_was():
+    batches = own_batches(shuffled())
+    first = batches.take(0)[0]
+    as_it_was = first.clone()
+    assert batches.take(0)[0] is first
+    first.mul_(2)  # a loop may
+    assert torch.equal(batches.take(0)[0], as_it_was)
+
+
+def test_a_wait_that_is_cut_short_leaves_no_batch_out():
+    stops = iter([False, True, False, False])
+
+    def alive():
+        if next(stops):
+            raise RuntimeError("leave")
+
+    batches, plain = own_batches(shuffled(), alive=alive), own_batches(shuffled())
+    batches.take(0)
+    with pytest.raises(RuntimeError):
+        batches.take(1)
+    assert torch.equal(batches.take(1)[0], [plain.take(0)[0], plain.take(1)[0]][1])
+
+
+def test_batches_without_a_length_begin_again_when_they_end():
+    class Endless(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(3))
+
+    batches = own_batches(DataLoader(Endless(), batch_size=None), max_steps=7, accumulate=2)
+    assert [batches.take(step) for step in range(4)] == [[0, 1], [2, 0], [1, 2], [0, 1]]
+
+
+def test_loaders_that_give_every_rank_the_same_are_named():
+    data = TensorDataset(torch.arange(4.0))
+    assert "in order" in why_alike(DataLoader(data))
+    assert "an order of its own" in why_alike(DataLoader(data, shuffle=True))
+    assert why_alike(DataLoader(data, sampler=DistributedSampler(data, 2, 0))) == ""
+    assert why_alike(DATA) == ""
+
+
+def test_the_length_of_a_run():
+    assert length_of(DATA, accumulate=1, max_steps=0, epochs=3) == RunLength(
+        steps_per_epoch=4, total_steps=12
+    )
+    assert length_of(DATA, accumulate=3, max_steps=5, epochs=0) == RunLength(
+        steps_per_epoch=1, total_steps=5
+    )
+
+
+# --- the module ---
+
+
+@dataclasses.dataclass
+class Outputs:
+    loss: torch.Tensor
+    names: list
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda h: h,
+        lambda h: (h, "text", None),
+        lambda h: {"logits": h, "more": [h * 2, 3]},
+        lambda h: OrderedDict(logits=h),
+        lambda h: Outputs(loss=h, names=[1]),
+    ],
+    ids=["tensor", "tuple", "nested", "mapping", "dataclass"],
+)
+def test_signals_ride_behind_outputs_of_any_structure(outputs):
+    """And the gradients are those of the bare module."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return outputs(self.layer(x))
+
+    model = Model()
+    carried = torch.tensor([3.0, 4.0])
+    carrier = model_replica._Carrier(model, cells=2, device=CPU, take=lambda: carried)
+    found = []
+    made = carrier(torch.ones(1, 2))
+    assert type(made) is type(model(torch.ones(1, 2)))
+    model_replica._each_tensor(made, found.append)
+    found[0].mul_(2)  # a loop may change an output in place
+    found[0].sum().backward()
+    assert torch.equal(carrier.signal.grad, carried)
+    assert torch.equal(model.layer.weight.grad, torch.full((2, 2), 2.0))
+
+
+def test_an_output_that_backward_needs_is_not_changed_unseen():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
+    carrier = model_replica._Carrier(model, cells=1, device=CPU, take=lambda: torch.zeros(1))
+    made = carrier(torch.ones(1, 2))
+    made.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.sum().backward()
