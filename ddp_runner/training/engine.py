@@ -91,7 +91,9 @@ class Engine:
         self._held = contextlib.ExitStack()  # what is to be left with that generation
         self._fault: Fault | None = None  # for which the last one was left; the runtime knows it
         self._members: GenerationMembers | None = None  # of the newest that this process was in
-        self.error: Exception | None = None  # for which the newest was left, where nobody repairs it
+        self.error: Exception | None = (
+            None  # for which the newest was left, where nobody repairs it
+        )
         self._has_trained = False
         self._has_ended = False
 

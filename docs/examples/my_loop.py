@@ -1,4 +1,4 @@
-"""A loop of one's own that is repaired in place. Run it: ./launch_training.sh run docs/examples/my_loop.py"""
+"""A loop of one's own that is repaired in place: ``./launch_training.sh run docs/examples/my_loop.py``."""
 
 import torch
 from torch import nn
