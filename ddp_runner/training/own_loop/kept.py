@@ -155,7 +155,13 @@ class KeptState(TrainState):
     """
 
     def __init__(
-        self, kept: KeptObjects, *, settings: Settings, device: torch.device, dataset_size: int
+        self,
+        kept: KeptObjects,
+        *,
+        settings: Settings,
+        device: torch.device,
+        dataset_size: int,
+        find_unused_parameters: bool = False,
     ) -> None:
         self._kept = kept
         model = nn.ModuleDict(kept.modules)
@@ -182,7 +188,7 @@ class KeptState(TrainState):
             tuning=Tuning(
                 micro_batch_size=settings.data.batch_size,
                 evaluation_batch_size=settings.data.batch_size,
-                find_unused_parameters=settings.ddp.find_unused_parameters is True,
+                find_unused_parameters=find_unused_parameters,
             ),
         )
         self.keep_between()

@@ -71,7 +71,13 @@ def prepare(
     order = SampleOrder(
         seed=settings.run.seed, dataset_size=size, global_batch_size=share * info.world_size
     )
-    state = KeptState(loop.kept, settings=settings, device=device, dataset_size=size)
+    state = KeptState(
+        loop.kept,
+        settings=settings,
+        device=device,
+        dataset_size=size,
+        find_unused_parameters=loop.ddp.find_unused_parameters is True,
+    )
     _refuse_unsavable(state)
     workload = Workload(
         order=order,
