@@ -1,7 +1,7 @@
-"""Starts the two that are compared under faults, harms them, and times how they come back.
+"""Starts those that are compared under faults, harms them, and times how they come back.
 
-Both train the same model at the same pace (``paced.py``): ``ddp_runner train`` and ``plain_restart.py``
-under ``torchrun --max-restarts``. All is measured from outside, by the clock that both share: a line
+They train the same model at the same pace (``paced.py``): ``ddp_runner train``, and ``plain_restart.py``
+under ``torchrun --max-restarts`` or ``ddp_runner run``. All is measured from outside, by the clock that both share: a line
 that rank 0 appends for every step that it has committed. Not a benchmark itself.
 """
 
@@ -229,10 +229,16 @@ class Torchrun(Faulted):
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
     def command(self) -> list[str]:
-        job = self.job
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(job.world), "--max-restarts", "100000"),
+            *("--nproc-per-node", str(self.job.world), "--max-restarts", "100000"),
+            *self.script(),
+        ]
+
+    def script(self) -> list[str]:
+        """The plain script and its words."""
+        job = self.job
+        return [
             *(str(ROOT / "benchmarks" / "plain_restart.py"), f"--state-mb={job.state_mb}"),
             *(f"--pace-s={job.pace_s}", f"--batch-size={BATCH_SIZE}"),
             *(f"--save-every={SAVE_EVERY}",),
@@ -241,3 +247,16 @@ class Torchrun(Faulted):
 
     def pid_of(self, rank: int) -> int:
         return int((self.folder / f"rank_{rank}.pid").read_text())
+
+
+class Supervised(Torchrun):
+    """The same script under ``ddp_runner run``."""
+
+    name = "ddp_runner run"
+
+    def command(self) -> list[str]:
+        return [
+            *(sys.executable, "-m", "ddp_runner", "run", "--cpu", "-n", str(self.job.world)),
+            *("--max-restarts", "100000", "-l", "logs"),
+            *self.script(),
+        ]
