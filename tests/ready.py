@@ -23,6 +23,7 @@ import tempfile
 from array import array
 from pathlib import Path
 
+from ddp_runner.core.script import ZYGOTE_OF_SCRIPTS
 from ddp_runner.system import parent_death
 from tests.huge_pages import use_huge_pages
 
@@ -131,7 +132,7 @@ def _serve(path: str) -> None:
     from ddp_runner.rank import zygote
 
     zygote.preload("")
-    zygote.preload_for_scripts(())
+    zygote.preload_for_programs(ZYGOTE_OF_SCRIPTS, ())
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()
