@@ -344,6 +344,8 @@ class LoopSteps:
             agreed, applied=has_updated, samples=self._parts.workload.global_batch
         )
         self._state.committed()
+        # What the loop does before it asks for the next batch may take as long as an evaluation.
+        self._slot.stamp(Phase.EVALUATE, time.monotonic_ns())
         self._loop.has_updated = has_updated
         signals = agreed.signals
         noted = signals[_Own.NOTED]
