@@ -23,12 +23,11 @@ from ddp_runner.core.settings import DdpSettings
 
 
 class _Tie(torch.autograd.Function):
-    """Passes tensors on; in backward, gives the first input the gradient that ``take`` returns."""
+    """Passes tensors on; in backward, the first input gets a gradient too, of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, signal: Tensor, take: Callable[[], Tensor], *tensors: Tensor) -> Any:
-        del signal
-        ctx.take = take
+    def forward(ctx: Any, signal: Tensor, *tensors: Tensor) -> Any:
+        ctx.zeros = torch.zeros_like(signal)
         ctx.set_materialize_grads(False)
         # Not a view for autograd, so a loop may change an output in place as it may a module's; and
         # with the version counter of the original, so that a change which breaks backward is found.
@@ -36,7 +35,7 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (ctx.take(), None, *gradients)
+        return (ctx.zeros, *gradients)
 
 
 class _Carrier(nn.Module):
@@ -48,7 +47,8 @@ class _Carrier(nn.Module):
         super().__init__()
         self.model = model
         self.signal = nn.Parameter(torch.zeros(cells, device=device))
-        self._take = take
+        # Runs where the gradient is added to the parameter's, and so not for torch.autograd.grad().
+        self.signal.register_hook(lambda _: take())  # type: ignore[no-untyped-call]
         self.has_graph = False  # of an output of this step, to any parameter
 
     def begin_step(self) -> None:
@@ -65,7 +65,7 @@ class _Carrier(nn.Module):
         if not tied:
             return outputs
         self.has_graph = True
-        passed = dict(zip(map(id, tied), _Tie.apply(self.signal, self._take, *tied), strict=True))  # type: ignore[no-untyped-call]
+        passed = dict(zip(map(id, tied), _Tie.apply(self.signal, *tied), strict=True))  # type: ignore[no-untyped-call]
         return _each_tensor(outputs, lambda tensor: passed.get(id(tensor), tensor))
 
 
@@ -73,7 +73,7 @@ class ModelReplica(Replica):
     """A user's module wrapped for one generation: gradients are averaged over ranks, as DDP does.
 
     Every rank of the group must build it. ``take`` gives this rank's signals of the step, a float32
-    tensor of ``cells`` numbers; it is called in each backward that passes an output of the module.
+    tensor of ``cells`` numbers; it is called in each backward that passes outputs of the module.
     """
 
     averages = True

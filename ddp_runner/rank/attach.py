@@ -46,6 +46,14 @@ def has_ended() -> bool:
     return _this.run is not None and _this.run.has_ended
 
 
+def left_early() -> str:
+    """Why this program must not have ended yet; empty where it may."""
+    run = _this.run
+    if run is None or run.has_ended or not run.has_begun:
+        return ""
+    return f"{run.left_at or 'the program'}: the loop was left before its end; run.stop() ends it on all ranks"
+
+
 def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
     """Give the loop of this program the repair in place; to be called once, before the model is made.
 

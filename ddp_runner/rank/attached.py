@@ -29,13 +29,28 @@ def run(request: Fork, descriptors: list[int]) -> int:
         if isinstance(error, BadInputError):
             sys.excepthook = _say_in_one_line
 
-    return run_as_main(
-        str(program["path"]),
-        str(program["module"]),
-        list(program["arguments"]),
-        source=source,
-        on_error=failed,
-    )
+    def ended() -> None:
+        """With code 0: of its own will."""
+        early = attach.left_early()
+        if early:
+            where, _, expected = early.partition(": ")
+            process.report_end(runtime, BadInputError(where, "", expected))
+
+    try:
+        code = run_as_main(
+            str(program["path"]),
+            str(program["module"]),
+            list(program["arguments"]),
+            source=source,
+            on_error=failed,
+        )
+    except SystemExit as error:
+        if not error.code:
+            ended()
+        raise
+    if code == 0:
+        ended()
+    return code
 
 
 def _say_in_one_line(kind: type[BaseException], error: BaseException, trace: object) -> None:

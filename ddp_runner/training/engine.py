@@ -115,6 +115,11 @@ class Engine:
         return self._generation is not None and self._generation.switch.tripped
 
     @property
+    def goes_on(self) -> bool:
+        """Whether this process joins another generation after the step that has just broken."""
+        return self._fault is None or self._runtime.survives(self._fault)
+
+    @property
     def in_hand(self) -> StepInHand:
         """The step that :meth:`steps` has yielded."""
         assert self._step is not None, "steps() has yielded one"

@@ -119,8 +119,17 @@ def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
         ("--fp16",),
         ("--swallow",),
         ("--compile",),
+        ("--behind",),
+        ("--behind", "--find-unused"),
     ],
-    ids=["accumulated", "scaled", "swallowing", "compiled"],
+    ids=[
+        "accumulated",
+        "scaled",
+        "swallowing",
+        "compiled",
+        "behind the block",
+        "behind, find unused",
+    ],
 )
 def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
     """Each with a rank killed, and one that raises, in the midst of it."""

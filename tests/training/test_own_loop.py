@@ -87,9 +87,36 @@ def _forward_after_update(run):
 
 def _no_update(run):
     model, optimizer = parts()
-    net = run.ddp(model, find_unused_parameters=True)
+    net = run.ddp(model)
     run.keep(model=model, optimizer=optimizer)
     one_step(run, net, optimizer, lambda x, y: net(x).sum().backward())
+
+
+def _unkept_optimizer(run):
+    model, optimizer = parts()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body(x, y):
+        net(x).sum().backward()
+        other.step()
+
+    one_step(run, net, optimizer, body)
+
+
+def _collective_after_update(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+
+    def body(x, y):
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(torch.ones(1))
+
+    one_step(run, net, optimizer, body)
 
 
 def _forward_outside(run):
@@ -186,7 +213,9 @@ def _short_batches(run):
     [
         (_closure, "computes the loss again"),
         (_forward_after_update, "the net is called after optimizer.step()"),
-        (_no_update, "ended without a step of a kept optimizer"),
+        (_no_update, "the block ended without optimizer.step(), and with gradients"),
+        (_unkept_optimizer, "SGD.step() of an optimizer that is not kept"),
+        (_collective_after_update, "a collective after optimizer.step() within one step"),
         (_forward_outside, "the net is called with gradients outside"),
         (_step_outside, "optimizer.step() outside of"),
         (_batch_without_block, "a batch was given and no step made of it"),
@@ -468,3 +497,146 @@ def test_an_output_that_backward_needs_is_not_changed_unseen():
     made.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         made.sum().backward()
+
+
+# --- found by reading: each was wrong once ---
+
+
+def test_code_behind_a_block_counts_once_a_step(run):
+    """The first body is a rehearsal, and what follows it is taken back: schedule, average, frozen copy."""
+    model, optimizer = parts()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    frozen = nn.Linear(2, 1).requires_grad_(False)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer, schedule=schedule, frozen=frozen, ema=ema)
+    start = frozen.weight.clone()
+    for x, y in run.steps(DATA, max_steps=3):
+        with run.step():
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        schedule.step()
+        ema.update_parameters(model)
+        frozen.weight.add_(1.0)
+    assert schedule.last_epoch == 3
+    assert int(ema.n_averaged) == 3
+    assert torch.equal(frozen.weight, start + 3)
+
+
+def test_what_functions_change_between_steps_stays(run):
+    """An average, and a target that is filled now and then; of the net only the buffers are put back."""
+    model, optimizer = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    target = nn.Linear(2, 1).requires_grad_(False)
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer, average=average, target=target)
+    seen = []
+
+    @run.every(steps=2)
+    def between():
+        average.update_parameters(model)
+        target.weight.fill_(float(run.step_number))
+        before = model[1].running_mean.clone()
+        with torch.no_grad():
+            net(torch.full((4, 2), 100.0))  # in train mode
+        seen.append(before)
+
+    for x, y in run.steps(DATA, max_steps=5):
+        if run.step_number in (2, 4):
+            assert torch.equal(model[1].running_mean, seen[-1])
+        with run.step():
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.isfinite(model[1].running_mean).all()
+    assert int(average.n_averaged) == 2
+    assert torch.equal(target.weight, torch.full((1, 2), 4.0))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_functions_begin_again_from_what_they_found():
+    """A step after them is given up: they are called once more, on what there was before."""
+    model, *_, schedule, state = two_optimizers()
+    state.committed_step = 4
+    state.boundary_done_step = 4
+    state.keep_between()
+    was = model[0].weight.clone()
+    state.begin_functions(room_bytes=1e9)
+    schedule.step()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    state.end_functions()
+    state.drop_unfinished_step()
+    assert torch.equal(model[0].weight, was)
+    assert (schedule.last_epoch, state.boundary_done_step, state.committed_step) == (0, 3, 4)
+
+
+def test_a_weight_that_is_written_without_a_change_costs_no_step(run):
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    updates = []
+    for x, y in run.steps(DATA, max_steps=3):
+        with run.step():
+            with torch.no_grad():
+                model.weight.clamp_(-10, 10)
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            updates.append(run.step_number)
+    assert updates == [0, 1, 2]
+
+
+def test_states_of_two_optimizers_are_compared_and_saved_after_a_look():
+    model, first, second, schedule, state = two_optimizers()
+    make_step(model, first, second, schedule)
+    names = list(state.replicated())
+    assert "model.1.weight (momentum_buffer)" in names
+    assert len(state.steady_tensors()) == len(list(model.parameters())) + 2 * 3 + 2
+    state.capture()
+
+
+def test_a_generator_of_the_loader_s_own_is_where_it_was():
+    """torch's own recipe; for a process that comes late, and in another order in each epoch."""
+
+    def loader():
+        data = TensorDataset(torch.arange(20.0))
+        own = torch.Generator().manual_seed(5)
+        return DataLoader(data, batch_size=5, shuffle=True, generator=own)
+
+    early, late = own_batches(loader()), own_batches(loader())
+    drawn = [early.take(step)[0][0] for step in range(12)]
+    assert torch.equal(late.take(9)[0][0], drawn[9])
+    assert not torch.equal(drawn[0], drawn[4])
+
+
+def test_a_body_may_take_something_out_of_its_batch():
+    batches = own_batches([{"x": 1, "label": 2}] * 4, max_steps=4)
+    batches.take(0)[0].pop("label")
+    assert batches.take(0)[0] == {"x": 1, "label": 2}
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides")
+def test_gradients_of_gradients_carry_no_signal(run):
+    """As for a gradient penalty: the net's outputs are differentiated before backward."""
+    model, optimizer = parts()
+    net = run.ddp(model)
+    run.keep(model=model, optimizer=optimizer)
+    for x, _ in run.steps(DATA, max_steps=3):
+        with run.step():
+            inputs = x.clone().requires_grad_()
+            out = net(inputs).square().sum()
+            (slope,) = torch.autograd.grad(out, inputs, create_graph=True)
+            (out + slope.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.step_number == 3
+
+
+def test_another_kept_name_is_refused_at_a_resume():
+    *_, state = two_optimizers()
+    captured = {**state.capture(), "kept": ["model", "first", "second", "sched"]}
+    with pytest.raises(ValueError, match="sched, and this loop model, first, second, schedule"):
+        state.restore(captured)

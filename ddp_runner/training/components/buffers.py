@@ -63,9 +63,10 @@ class Buffers:
         found = [*self._persistent(), *self._shared_unsaved()]
         return [buffer.detach() for buffer in found if buffer is not None and buffer.numel()]
 
-    def versions(self) -> list[int]:
-        """Torch's counts of changes, of trained parameters and of :meth:`live` buffers as they were kept."""
-        return [one._version for one in (*self._trained.values(), *self._tensors)]  # noqa: SLF001 - as autograd
+    def versions(self) -> dict[str, int]:
+        """Torch's counts of changes: of parameters, by name, and of the buffers as they were kept."""
+        found = {name: one._version for name, one in self._parameters().items()}  # noqa: SLF001 - as autograd
+        return found | {f"#{at}": one._version for at, one in enumerate(self._tensors)}  # noqa: SLF001
 
     def followed(self) -> list[Tensor]:
         """Parameters that were seen to change beside the optimizer."""
@@ -224,8 +225,16 @@ class Buffers:
 
     def hold_all(self) -> dict[str, Tensor]:
         """A copy of all parameters, in host memory."""
-        every = {**self._frozen, **self._trained, **self._followed}
-        return {name: one.detach().to("cpu", copy=True) for name, one in every.items()}
+        return {n: one.detach().to("cpu", copy=True) for n, one in self._parameters().items()}
+
+    def put_back_all(self, held: Mapping[str, Tensor]) -> None:
+        """Give the parameters back what :meth:`hold_all` has held of them; follows none."""
+        every = self._parameters()
+        for name, was in held.items():
+            every[name].detach().copy_(was)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {**self._frozen, **self._trained, **self._followed}
 
     def hold_all_bytes(self) -> int:
         """What :meth:`hold_all` takes."""
@@ -234,7 +243,7 @@ class Buffers:
 
     def follow_changed_since(self, held: Mapping[str, Tensor]) -> list[str]:
         """Put back every parameter that is not as it was held, and follow it from now on; their names."""
-        every = {**self._frozen, **self._trained, **self._followed}
+        every = self._parameters()
         changed = []
         for name, was in held.items():
             own = every[name].detach()
@@ -242,6 +251,7 @@ class Buffers:
                 own.copy_(was)
                 changed.append(name)
         self.follow(changed)
+        self._trained_looks = [one._version for one in self._trained.values()]  # noqa: SLF001
         return changed
 
     def _written_of_trained(self) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import EXIT_CODE_OF_STATUS, STATUS_OF_REASON, StopReason
@@ -71,12 +72,20 @@ class AttachedRun:
         self._length: RunLength | None = None
         self._state: KeptState | None = None
         self._is_given = False  # a batch was given, and no block has been entered for it
+        self._was_made = True  # the newest block, or there was none
+        self._was_broken = False
+        self.left_at = ""  # the line at which the loop was left before its end
         seed_all(settings.run.seed)
 
     @property
     def has_ended(self) -> bool:
         """Whether training has ended as it should: the last step is made, or a stop was agreed on."""
         return self._client is not None and self._client.reason is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loop's iterator was made."""
+        return self._engine is not None
 
     @property
     def is_first(self) -> bool:
@@ -126,8 +135,6 @@ class AttachedRun:
         for name, value in objects.items():
             module = value.module if isinstance(value, AttachedModule) else value
             self._loop.kept.add(name, module)
-            if isinstance(module, torch.optim.Optimizer):
-                module.register_step_pre_hook(self._before_update)
 
     def loader(
         self,
@@ -216,6 +223,7 @@ class AttachedRun:
         )
         self._state = parts.state
         self._client = LoopClient(parts, self._loop)
+        self._held.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         # Where the program ends in the midst of it: before multiprocessing waits for a loader's workers.
         atexit.register(self._leave)
         self._engine = self._held.enter_context(Engine(parts, self._client, run_id=run_id))
@@ -251,15 +259,30 @@ class AttachedRun:
         if lost:
             raise misuse(f"{lost[0]} of the net is in no kept module: run.keep(model=model, ...)")
 
-    def _before_update(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A hook of torch's, called by each kept optimizer before it steps."""
-        del optimizer
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """A hook of torch's, called by each optimizer before it steps."""
         if self._engine is None or self._client is None or self._client.reason is not None:
             return  # before the loop, or after it
+        if all(optimizer is not one for one in self._loop.kept.optimizers.values()):
+            self._refuse_kept_parameters(optimizer)
+            return
         if self._client.steps is None:
             raise LeaveBlock
         # torch calls hooks with the optimizer itself as first argument too.
         self._client.steps.before_update(args[1:], named)
+
+    def _refuse_kept_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of an optimizer that is not kept, whose state nobody else would have."""
+        kept = self._loop.kept.modules.values()
+        known = {id(one) for module in kept for one in module.parameters()}
+        for group in optimizer.param_groups:
+            if any(id(one) in known for one in group["params"]):
+                kind = type(optimizer).__name__
+                raise misuse(
+                    f"{kind}.step() of an optimizer that is not kept: run.keep(name=optimizer)"
+                )
 
     # What the iterator and the block of a step ask for.
 
@@ -268,7 +291,11 @@ class AttachedRun:
         if self._is_given:
             raise misuse("a batch was given and no step made of it: with run.step(): ...")
         assert self._state is not None, "there are steps"
-        self._state.keep_between()
+        if self._was_broken:  # what was done behind that block has been for nothing
+            self._was_broken = False
+            self._state.drop_unfinished_step()
+        elif self._was_made:
+            self._state.keep_between()
 
     @property
     def own_error(self) -> Exception | None:
@@ -304,9 +331,16 @@ class AttachedRun:
             except Exception as found:
                 failure = found
                 raise
-        if failure is not None and not self._runtime.is_watched:
+        self._was_made, self._was_broken = step.result is not None, failure is not None
+        if failure is None:
+            return True
+        if not self._runtime.is_watched:
             self._leave()
             raise failure  # there is nobody to form the next generation
+        if not self._engine.goes_on:
+            raise SystemExit(
+                1
+            )  # it was reported; what is behind the block must not see a half update
         return True
 
     def ended(self) -> None:
@@ -336,6 +370,11 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __del__(self) -> None:
+        """A ``break``, or an error: who ends the program says which."""
+        if not self._run.has_ended:
+            self._run.left_at = user_line()
 
     def __next__(self) -> Any:
         self._run.begin_next()

@@ -5,11 +5,13 @@ A process that comes late draws what is behind it and drops it, so it stands whe
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -125,7 +127,8 @@ class OwnBatches:
     """Batches of any iterable, by step. ``take`` is called with the step in hand, in order.
 
     Before each pass Python, NumPy and torch are seeded from (seed, pass, rank), and ``set_epoch`` of
-    the sampler is called, so every process draws the same batches. A pass is an epoch, where the
+    the sampler is called, so every process draws the same batches. A generator that the loader or its
+    sampler was given begins each pass from its first seed and the pass's number. A pass is an epoch, where the
     batches have a length; else the next one begins when they end.
     """
 
@@ -152,6 +155,7 @@ class OwnBatches:
         self._drawn: Iterator[Any] | None = None
         self._pass = 0
         self._next_step = -1  # which the iterator gives next; -1: there is none
+        self._first_seeds: dict[int, int] = {}  # of generators of the loop's own
         self._held_step = -1
         self._held: list[Any] = []
         self._looks: list[int] = []
@@ -165,7 +169,7 @@ class OwnBatches:
             self._held = self._draw(step)
             self._held_step, self._looks = step, _versions(self._held)
         self.waited_s = time.monotonic() - began_s
-        return list(self._held)
+        return [_handed(one) for one in self._held]
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -209,20 +213,32 @@ class OwnBatches:
         # Workers that are kept would go on with their own random numbers, where new ones begin fresh.
         if getattr(self._batches, "persistent_workers", False):
             self._batches._iterator = None  # type: ignore[attr-defined] # noqa: SLF001
-        for owner in (
-            self._batches,
-            getattr(self._batches, "sampler", None),
-            getattr(getattr(self._batches, "batch_sampler", None), "sampler", None),
-            getattr(self._batches, "batch_sampler", None),
-            getattr(self._batches, "dataset", None),
-        ):
+        for owner in (*self._owners(), getattr(self._batches, "dataset", None)):
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(number)
+        for generator in self._generators():
+            first = self._first_seeds.setdefault(id(generator), generator.initial_seed())
+            generator.manual_seed((first + number) % 2**63)
         seed_all(self._seed + 1)
         seed_step(seed=self._seed, step=number, rank=self._rank, micro_step=_DRAWING)
         self._drawn = iter(self._batches)
         self._pass = number
+
+    def _owners(self) -> list[Any]:
+        """The loader and its samplers."""
+        batch_sampler = getattr(self._batches, "batch_sampler", None)
+        return [
+            self._batches,
+            getattr(self._batches, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        ]
+
+    def _generators(self) -> list[torch.Generator]:
+        """Random generators that were handed to the loader or its samplers, each once."""
+        found = [getattr(owner, "generator", None) for owner in self._owners()]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
     def _draw_next(self) -> list[Any]:
         """The batches of the next step. Raises BadInputError where the iterable ends before its time."""
@@ -255,6 +271,25 @@ class OwnBatches:
             if batch is _NONE:
                 raise misuse("the batches are empty") from None
         return batch
+
+
+def _handed(value: Any) -> Any:
+    """``value`` in containers of its own, for a body that takes something out of them; tensors are the same.
+
+    Of other types it is a copy, where there can be one: nobody sees whether such a one was changed.
+    """
+    if isinstance(value, Tensor):
+        return value
+    if type(value) is dict:
+        return {key: _handed(one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_handed(one) for one in value))
+    if type(value) in (list, tuple):
+        return type(value)(_handed(one) for one in value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever a type of the loop's own raises; then it is shared
+        return value
 
 
 def _versions(value: Any) -> list[int]:

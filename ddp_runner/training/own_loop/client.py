@@ -50,8 +50,10 @@ class LoopClient:
         with waiting_for_peers(self._runtime.slot):
             found = [json.loads(one) for one in group.exchange("loop", json.dumps(mine))]
         for what in dict.fromkeys(key for one in found for key in one):
-            values = [one.get(what) for one in found]
-            odd = next((rank for rank, one in enumerate(values) if one != values[0]), None)
+            # A file that not all of them have imported is the program's own choice.
+            having = [rank for rank, one in enumerate(found) if what in one]
+            values = {rank: found[rank][what] for rank in having}
+            odd = next((rank for rank in having if values[rank] != values[having[0]]), None)
             if odd is None:
                 continue
             if what.startswith("the file"):
@@ -61,8 +63,10 @@ class LoopClient:
                 raise BadInputError(
                     "run.steps", "", f"{expected} programs must not train one model"
                 )
-            shown = f": {values[0]} and {values[odd]}" if "length" in what else ""
-            raise BadInputError("run.steps", "", f"ranks 0 and {odd} differ in {what}{shown}")
+            shown = f": {values[having[0]]} and {values[odd]}" if "length" in what else ""
+            raise BadInputError(
+                "run.steps", "", f"ranks {having[0]} and {odd} differ in {what}{shown}"
+            )
 
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""

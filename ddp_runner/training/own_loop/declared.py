@@ -48,12 +48,14 @@ class OwnLoop:
         default_factory=dict
     )  # in the step in hand, or the newest
     wants_stop: bool = False
-    has_updated: bool = True  # the newest block
 
-    @property
-    def has_scaler(self) -> bool:
-        """Whether a loss scaler is kept, for whose sake a step may be left without an update."""
-        return any(isinstance(one, torch.amp.GradScaler) for one in self.kept.others.values())
+    def scales(self) -> list[int]:
+        """Torch's counts of changes of the loss scales: ``update()`` changes one, also where nothing is updated."""
+        scalers = (
+            one for one in self.kept.others.values() if isinstance(one, torch.amp.GradScaler)
+        )
+        found = (getattr(one, "_scale", None) for one in scalers if one.is_enabled())
+        return [-1 if scale is None else scale._version for scale in found]  # noqa: SLF001 - without a look at the device
 
     def note(self, values: dict[str, Any]) -> None:
         """Keep what the loop says of a step; tensors without their graph, read when they are shown."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -38,6 +37,12 @@ class KeptObjects:
             self.modules[name] = value
         elif isinstance(value, torch.optim.Optimizer):
             self.optimizers[name] = value
+        elif hasattr(value, "param_groups") and callable(getattr(value, "step", None)):
+            kind = type(value).__name__
+            expected = (
+                f"is of type {kind}, which is no torch.optim.Optimizer: keep the one that it wraps"
+            )
+            raise BadInputError(f"keep({name}=...)", "", expected)
         else:
             _refuse_without_state(name, value)
             self.others[name] = value
@@ -91,6 +96,25 @@ def _refuse_without_state(name: str, value: Any) -> None:
         raise BadInputError(f"keep({name}=...)", "", expected)
 
 
+class _States(Mapping[Tensor, Any]):
+    """The entries of several optimizers; one that is not there is not made, as theirs would be."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        for one in self._optimizers:
+            if parameter in one.state:
+                return one.state[parameter]
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for one in self._optimizers for parameter in one.state)
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self._optimizers)
+
+
 class _Several:
     """Several optimizers as if they were one: their groups and states, one after the other."""
 
@@ -105,7 +129,7 @@ class _Several:
     @property
     def state(self) -> Mapping[Tensor, Any]:
         """Of all of them; no parameter is updated by two."""
-        return ChainMap(*(one.state for one in self._optimizers))
+        return _States(self._optimizers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of all of them."""
@@ -172,8 +196,12 @@ class KeptState(TrainState):
         side = SideState(model, root, root_name="kept")
         side.follow([f"kept.{name}" for name in kept.others])
         self._options: list[dict[str, Any]] = []
+        self.has_updated = True  # the newest block
         self.functions_called_at = EMPTY_STEP  # those that are called between steps
-        self._versions: list[int] = []  # of parameters and buffers, at the newest commit
+        self._before_functions: Callable[[], None] | None = (
+            None  # gives back what they have changed
+        )
+        self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
         super().__init__(
             model=model,
             optimizer=cast("torch.optim.Optimizer", optimizer),
@@ -195,20 +223,32 @@ class KeptState(TrainState):
 
     def keep_between(self) -> None:
         """Between two steps: what the loop has changed since the commit is part of the state too."""
-        if self.buffers.versions() != self._versions:
+        now = self.buffers.versions()
+        if now != self._versions:
+            # A parameter that the loop itself writes, as that of an average, is put back from now on.
+            written = [name for name, look in now.items() if self._versions.get(name, look) != look]
+            known = {*self.buffers.followed_names()}
+            self.buffers.follow([n for n in written if n not in known and not n.startswith("#")])
             self.buffers.keep()
+            self._versions = self.buffers.versions()
         self.side.keep(self.committed_step)
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def committed(self) -> None:
         """After each commit: what the loop has changed up to here holds."""
+        self._before_functions = None
         self._versions = self.buffers.versions()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """As of any state; moments keep the type that they were captured in."""
+        names = state.get("kept", self._kept.names())
+        if list(names) != self._kept.names():
+            own = ", ".join(self._kept.names())
+            raise ValueError(f"it keeps {', '.join(map(str, names))}, and this loop {own}")
         super().restore(state)
         self.lost.clear()
+        self.has_updated = bool(state.get("updated", True))
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
         self._forget_unscaled()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
@@ -222,33 +262,59 @@ class KeptState(TrainState):
             "param_groups": [{**saved, "params": own["params"]} for saved, own in groups],
         }
 
+    def capture(self) -> dict[str, Any]:
+        """As of any state, with the names of what is kept."""
+        return {**super().capture(), "kept": self._kept.names(), "updated": self.has_updated}
+
     def train_unfrozen(self) -> None:
         """Which parameters are updated is the loop's own matter."""
 
     def drop_unfinished_step(self) -> None:
-        """As of any state, and the groups' options are put back."""
+        """As of any state, and the groups' options are put back; so is what functions have changed.
+
+        Those that were called at this boundary are called again.
+        """
+        before, self._before_functions = self._before_functions, None
+        if before is not None and self.functions_called_at == self.committed_step:
+            before()
+            self.buffers.keep()
+            self.keep_between()
+            self.functions_called_at = EMPTY_STEP
+            self.boundary_done_step = min(self.boundary_done_step, self.committed_step - 1)
+        self.drop_rehearsed()
+
+    def drop_rehearsed(self) -> None:
+        """Forget what a body has changed that was for nothing. What functions have changed before it stays."""
         super().drop_unfinished_step()
         if self.lost:
             # A tensor that the loop writes before the update, for the first time: another rank has it as
             # it was. From now on it is put back.
             self.committed_step = EMPTY_STEP
-        if self.functions_called_at == self.committed_step:
-            # What they changed is taken back too, so they are called again.
-            self.boundary_done_step = min(self.boundary_done_step, self.committed_step - 1)
         self._forget_unscaled()
         self._put_back(self._options)
 
-    def pictured(self) -> Callable[[], None]:
-        """Give what puts schedulers and the like, and the groups' options, back as they are now."""
+    def begin_functions(self, *, room_bytes: float) -> None:
+        """Functions of the loop are called next: picture what they may change, parameters if there is room."""
+        self.functions_called_at = self.committed_step
         others = {name: kept_of(value) for name, value in self._kept.others.items()}
         options = [_options_of(group) for group in self.optimizer.param_groups]
+        buffers = [(one, one.clone()) for one in self.buffers.live()]
+        held = self.buffers.hold_all() if self.buffers.hold_all_bytes() <= room_bytes else {}
 
         def put_back() -> None:
+            self.buffers.put_back_all(held)
+            for live, was in buffers:
+                live.copy_(was)
             for name, value in others.items():
                 value.given_back(self._kept.others[name])
             self._put_back(options)
 
-        return put_back
+        self._before_functions = put_back
+
+    def end_functions(self) -> None:
+        """What they have changed is part of the state."""
+        self.buffers.keep()
+        self.keep_between()
 
     def _put_back(self, options: list[dict[str, Any]]) -> None:
         for group, kept in zip(self.optimizer.param_groups, options, strict=False):

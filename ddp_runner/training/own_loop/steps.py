@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import IntEnum
@@ -17,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner.collective.group import Group
+from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.model_replica import ModelReplica
 from ddp_runner.collective.replica import Signal
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics
@@ -78,8 +78,12 @@ class LoopSteps:
         self._has_carried = False  # the signals have been given to a backward of this step
         self._has_carried_loss = False  # so has a loss that was noted
         self._is_to_stop = False
-        # What functions between steps have changed, which the drop of a rehearsal would take back.
-        self._put_back_functions: Callable[[], None] = _nothing
+        self._rehearses = False  # the next body is for nothing: see _wrap
+        self._must_undo = False  # the newest body was for nothing
+        self._begun_at_update = 0  # collectives
+        self._scales: list[
+            int
+        ] = []  # torch's counts of changes of loss scales, when the block began
         # What there was before the first rehearsal: what the body writes beside the optimizer shows.
         self._held: tuple[dict[str, Tensor], dict[str, Kept]] | None = None
         self._given_up = False  # the step in hand, for a state that is now an older one
@@ -105,7 +109,10 @@ class LoopSteps:
         """The first block of a generation does it: see :meth:`_end_rehearsal`."""
 
     def adapt(self) -> None:
-        """Wrap the module once more where other parameters require a gradient now."""
+        """Take back what a body for nothing has done; wrap the module where other parameters are trained now."""
+        if self._must_undo:
+            self._must_undo = False
+            self._undo()
         if self._state.flags() != self._flags:
             self._replica.close()
             self._wrap()
@@ -147,6 +154,7 @@ class LoopSteps:
         seed_step(seed=self._settings.run.seed, step=step, rank=self._group.rank, micro_step=0)
         if self._rehearses:
             self._begin_rehearsal()
+        self._scales = self._loop.scales()
         self._in_block = True
 
     def forward(self, *args: Any, **named: Any) -> Any:
@@ -178,6 +186,7 @@ class LoopSteps:
         if self._agreed is None:
             raise LeaveBlock
         self._commit.begin_change()
+        self._begun_at_update = collectives_begun()
 
     def end_block(self, error: Exception | None) -> StepResult | None:
         """The body has ended, by ``error`` or without one; None where the step is to be begun again.
@@ -189,12 +198,18 @@ class LoopSteps:
         if failure is not None:
             raise failure
         if self._given_up:
+            self._must_undo = True
             return None
         if self._agreed is None:
             if self._rehearses:
-                self._end_rehearsal()
+                self._replica.check_reduced()
+                self._rehearses, self._must_undo = False, True
                 return None
             return self._without_update()
+        if collectives_begun() != self._begun_at_update:
+            raise misuse(
+                "a collective after optimizer.step() within one step: put it before, or behind the block"
+            )
         return self._commit_step(self._agreed, has_updated=True)
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
@@ -219,7 +234,9 @@ class LoopSteps:
         if not due:
             return None
         began_ns = time.monotonic_ns()
-        self._state.functions_called_at = step
+        self._state.begin_functions(room_bytes=self._room_bytes())
+        assert self._loop.net is not None, "checked before the first step"
+        own = [(one, one.clone()) for one in self._loop.net.module.buffers()]
         for one in due:
             slot.stamp(Phase.EVALUATE, time.monotonic_ns())
             seed_step(
@@ -230,9 +247,16 @@ class LoopSteps:
             )
             one.call()
             slot.count_done(step)
-        self._state.buffers.drop()
+        for live, was in own:  # of a net that was not put into eval mode
+            live.copy_(was)
+        self._state.end_functions()
         slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
         return None
+
+    def _room_bytes(self) -> float:
+        """For a second copy of parameters."""
+        room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
+        return room_bytes / self._runtime.rank_info.local_world_size
 
     def _wrap(self) -> None:
         net = self._loop.net
@@ -251,7 +275,8 @@ class LoopSteps:
         self._commit = Commit(self._state, self._replica, slot=self._slot)
         # With find_unused_parameters=False DDP lays its buckets out again after the first backward, so
         # that one is for nothing; without it, weights after a repair would differ in their last bits.
-        self._rehearses = not searches
+        # So it is in the first generation of a launch, to see what a body writes beside the update.
+        self._rehearses = not searches or not self._state.is_rehearsed
         net.use(self)
 
     def _own_signals(self) -> Tensor:
@@ -265,7 +290,7 @@ class LoopSteps:
             carried[: len(Signal)] = as_signals(self._votes, torch.device("cpu"))
             carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
             carried[_Own.STEP] = float(self._state.committed_step % _COUNTED_TO)
-            carried[_Own.UPDATED] = float(loop.has_updated)
+            carried[_Own.UPDATED] = float(self._state.has_updated)
             carried[_Own.STOP] = float(loop.wants_stop)
             self._has_carried = True
         carried[_Own.NOTED] = float(is_noted)
@@ -302,27 +327,33 @@ class LoopSteps:
 
     def _begin_rehearsal(self) -> None:
         state = self._state
-        if state.functions_called_at == state.committed_step:
-            self._put_back_functions = state.pictured()
         needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
-        room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
-        fits = needed_bytes <= room_bytes / self._runtime.rank_info.local_world_size
-        if fits and not state.is_rehearsed:
+        if not state.is_rehearsed and needed_bytes <= self._room_bytes():
             self._held = (state.buffers.hold_all(), state.side.hold())
 
-    def _end_rehearsal(self) -> None:
-        """The first block after DDP was built has shown it the order of the gradients."""
-        self._replica.check_reduced()
+    def _undo(self) -> None:
+        """Take back what a body that was for nothing has changed, and what the loop has done behind it.
+
+        Raises FaultError where this rank has to receive what was changed.
+        """
         state = self._state
-        if self._held is not None:  # in the first one of a launch
+        if self._held is not None:  # the first one of a launch
             parameters, side = self._held
             state.buffers.follow_changed_since(parameters)
             state.side.follow_changed_since(side)
             state.is_rehearsed = True
             self._held = None
-        state.drop_unfinished_step()
-        self._put_back_functions()
-        self._rehearses = False
+        state.drop_rehearsed()
+        if state.committed_step == EMPTY_STEP:
+            raise FaultError(
+                Fault(
+                    kind=FaultKind.COLLECTIVE_FAILED,
+                    rank=self._rank,
+                    step=self._slot.get(Cell.COMMITTED_STEP),
+                    cause="a kept tensor was written before the update, for the first time",
+                    at_ns=time.monotonic_ns(),
+                )
+            )
 
     def _without_update(self) -> StepResult:
         """A block in which no kept optimizer stepped, as one whose fp16 gradients overflow.
@@ -330,23 +361,28 @@ class LoopSteps:
         Counts once all ranks say the same of theirs. One whose collective was cut short, and whose body
         swallowed that, waits here for ranks that never answer, until it is told to leave.
         """
-        step = self._state.committed_step
-        if step == 0 and not self._loop.has_scaler:
-            raise misuse("the first step ended without a step of a kept optimizer")
+        state, step = self._state, self._state.committed_step
+        is_overflow = self._loop.scales() != self._scales
+        if not is_overflow and any(one.grad is not None for one in state.trainable()):
+            raise misuse(
+                "the block ended without optimizer.step(), and with gradients: one block is one step;"
+                " steps(..., accumulate=N) gives N batches"
+            )
         with waiting_for_peers(self._slot):
             self._group.exchange(f"without update/{step}", "")
+        self._replica.share_buffers(state.buffers.live())
+        state.before_change()
+        self._group.confirm()
         agreed = Agreed(signals=[0.0] * _CELLS, measured=None, all_used=False)
         self._commit.begin_change()
         return self._commit_step(agreed, has_updated=False)
 
     def _commit_step(self, agreed: Agreed, *, has_updated: bool) -> StepResult:
-        self._commit.end_change(
-            agreed, applied=has_updated, samples=self._parts.workload.global_batch
-        )
+        self._commit.end_change(agreed, applied=True, samples=self._parts.workload.global_batch)
         self._state.committed()
         # What the loop does before it asks for the next batch may take as long as an evaluation.
         self._slot.stamp(Phase.EVALUATE, time.monotonic_ns())
-        self._loop.has_updated = has_updated
+        self._state.has_updated = has_updated
         signals = agreed.signals
         noted = signals[_Own.NOTED]
         self._is_to_stop = signals[_Own.STOP] > 0
@@ -382,10 +418,6 @@ class LoopSteps:
         self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self._runtime.logger.progress(shown, step=result.step)
-
-
-def _nothing() -> None:
-    """No function has changed anything that a rehearsal takes back."""
 
 
 def _refuse_closure(arguments: tuple[Any, ...]) -> None:

@@ -20,6 +20,7 @@ parser.add_argument("--fp16", action="store_true")
 parser.add_argument("--swallow", action="store_true")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--own-loader", action="store_true")
+parser.add_argument("--behind", action="store_true")
 args = parser.parse_args()
 
 
@@ -44,7 +45,7 @@ def main():
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler("cpu", enabled=args.fp16, init_scale=2.0**20)
     if args.compile:
-        model.forward = torch.compile(model.forward, backend="eager")
+        model = torch.compile(model, backend="eager")
     net = run.ddp(model, find_unused_parameters=args.find_unused)
     run.keep(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
@@ -74,24 +75,24 @@ def main():
         seen.append(round(float(hits), 6))
 
     def compute(batches):
-        for number, (inputs, labels) in enumerate(batches):
-            last = number == len(batches) - 1
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.fp16):
-                loss = criterion(net(inputs), labels) / len(batches)
-            if last:
-                run.note(loss=loss)
-                harm(run, "forward")
-                scaler.scale(loss).backward()
-                harm(run, "backward")
-            else:
-                with net.no_sync():
-                    scaler.scale(loss).backward()
+        for inputs, labels in batches[:-1]:
+            with net.no_sync():
+                scaler.scale(criterion(net(inputs), labels) / len(batches)).backward()
+        for inputs, labels in batches[-1:]:
+            loss = criterion(net(inputs), labels) / len(batches)
+            if args.fp16 and run.step_number in (4, 12):  # as a loss of fp16 may be, scaled
+                loss = loss * 1e38
+            run.note(loss=loss)
+            harm(run, "forward")
+            scaler.scale(loss).backward()
+            harm(run, "backward")
         scaler.step(optimizer)
         harm(run, "update")
         scaler.update()
         optimizer.zero_grad()
-        scheduler.step()
-        ema.update_parameters(model)
+        if not args.behind:
+            scheduler.step()
+            ema.update_parameters(model)
 
     for batch in run.steps(loader, max_steps=args.steps, accumulate=args.accumulate):
         with run.step():
@@ -103,6 +104,9 @@ def main():
                     print("swallowed", type(error).__name__)
             else:
                 compute(batches)
+        if args.behind:
+            scheduler.step()
+            ema.update_parameters(model)
         harm(run, "between")
     if run.is_first:
         kept = {"model": model, "ema": ema, "scheduler": scheduler, "scaler": scaler}
