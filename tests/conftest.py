@@ -19,7 +19,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("steady")
 
 # Started in the background (`&`, nohup), tests would hand ignored signals on to the runs they start.
-for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
