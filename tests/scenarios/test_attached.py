@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,28 @@ def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):
         expected = fault_free(*words, environment=environment)
         with run_loop(tmp_path, *words, environment=environment) as run:
             assert_as_if_nothing_happened(run, tmp_path, expected, repaired=3)
+
+
+@pytest.mark.soak
+def test_two_hundred_random_faults_leave_no_trace(tmp_path, fault_free):
+    """``ATTACHED_FAULTS=N`` plants so many, of any kind, rank and moment; rank 0 is hit as often as the others."""
+    faults, apart = int(os.environ.get("ATTACHED_FAULTS", "200")), 3
+    random_ = random.Random(int(os.environ.get("ATTACHED_SEED", "1")))
+    words = ("--steps", str(apart * faults + 6))
+    for number in range(faults):
+        place = f"r{random_.randrange(3)}_s{apart * number + 3}_"
+        place += random_.choice(("forward", "backward", "update", "between"))
+        plant(tmp_path, **{place: random_.choice((KILL, KILL, KILL, EXIT, RAISE))})
+    expected = fault_free(*words, world=3)
+    budget = ("recovery.max_restarts=1000", "recovery.no_progress_generations=5")
+    with run_loop(tmp_path, *words, world=3, options=budget) as run:
+        assert run.wait(3000.0) == 0, run.console
+        assert final(tmp_path) == expected
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    found = len(summary["faults"]) + summary["faults_left_out"]
+    assert found >= 0.9 * faults, "two at one moment may be one incident"
+    assert not any(fault["steps_lost"] for fault in summary["faults"])
 
 
 def test_all_ranks_at_once_go_on_from_the_checkpoint(tmp_path, fault_free):
