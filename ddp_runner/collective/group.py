@@ -307,6 +307,8 @@ def _leave_broken(connections: list[socket.socket], *, is_silent: bool = False) 
             if "gloo" in dist.get_backend():
                 _fail_operations(remains[0])
             dist.destroy_process_group()
+    if remains and remains[0].size() == 1:
+        remains.clear()  # nobody waits; a program that ends now must not meet threads of the group's
     if not remains and not connections:
         return
     leave = threading.Thread(target=_let_go, args=(remains, connections), name="leave", daemon=True)
