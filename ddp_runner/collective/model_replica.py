@@ -115,11 +115,6 @@ class ModelReplica(Replica):
         self._module.begin_step()
         self._module.signal.grad = None
 
-    def summed_signals(self) -> list[float]:
-        """The signals summed over ranks, after backward. Reading waits for the device."""
-        found, _ = self.signals(scale=1.0 / self.group.world_size)
-        return found
-
 
 def _each_tensor(  # noqa: PLR0911 - a row for each kind
     value: Any, use: Callable[[Tensor], Any]

@@ -55,7 +55,7 @@ def due_after(
 ) -> DueActions:
     """What is due once ``committed_step`` steps are committed.
 
-    With ``save_every_steps=auto`` the rank that saves asks for it, by time: see ``core.pacing``.
+    With ``save_every_steps=auto`` the rank that saves asks for it, by time: see ``core.checkpoint_interval``.
     Replicas are compared before each save too: a checkpoint holds what all of them have.
     The last step's evaluation and save belong to the end of the run, not here.
     """

@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions
+from ddp_runner.core.step_schedule import DueActions, due_after
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import RankParts
@@ -66,8 +66,8 @@ class StepMaker(Protocol):
         """Before a step: try what may be faster."""
         ...
 
-    def due(self, step: int) -> DueActions:
-        """What is due once ``step`` steps are committed."""
+    def evaluates(self, step: int, *, by_settings: bool) -> bool:
+        """Whether an evaluation is due once ``step`` steps are committed; ``by_settings``: as they say."""
         ...
 
     def take(self, step: int) -> list[MicroBatch]:
@@ -182,7 +182,7 @@ class Session:
         return self._make_up()
 
     def _after(self, step: StepInHand, result: StepResult) -> StopReason | None:
-        due = self._maker.due(result.step)
+        due = self._due(result.step)
         outcome = self._maker.after(step, result, due=due)
         if outcome is Outcome.ALL_DONE:
             return StopReason.COMPLETED
@@ -190,6 +190,16 @@ class Session:
             return result.stop  # the end of the run compares, evaluates and saves by itself
         save_now = self._may_save(wanted=due.save or result.save)
         return self._run_due(evaluate_now=due.evaluate, save_now=save_now, compare_now=due.compare)
+
+    def _due(self, step: int) -> DueActions:
+        due = due_after(
+            step,
+            self._workload.length,
+            log=self._settings.log,
+            checkpoint=self._settings.checkpoint,
+            replica_check_steps=self._settings.recovery.replica_check_steps,
+        )
+        return replace(due, evaluate=self._maker.evaluates(step, by_settings=due.evaluate))
 
     def _wants_save(self) -> bool:
         """Whether this rank votes for a save: again and again, until all have heard of it."""
@@ -238,7 +248,7 @@ class Session:
             answers = [json.loads(answer) for answer in self.group.exchange("boundary_done", mine)]
         if self._maker.at_end:
             return None
-        due = self._maker.due(step)
+        due = self._due(step)
         is_undone = min(done for done, *_ in answers) < step
         is_lost = (
             max(wanted for _, _, wanted, _ in answers) > answers[0][3]

@@ -16,7 +16,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics, TuningChanged
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions, due_after
+from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
@@ -160,15 +160,10 @@ class TaskSteps:
                 micro_batch_size=state.tuning.micro_batch_size,
             )
 
-    def due(self, step: int) -> DueActions:
-        """What is due once ``step`` steps are committed."""
-        return due_after(
-            step,
-            self._workload.length,
-            log=self._settings.log,
-            checkpoint=self._settings.checkpoint,
-            replica_check_steps=self._settings.recovery.replica_check_steps,
-        )
+    def evaluates(self, step: int, *, by_settings: bool) -> bool:
+        """Whether an evaluation is due once ``step`` steps are committed."""
+        del step
+        return by_settings
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""

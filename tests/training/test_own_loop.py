@@ -571,6 +571,34 @@ def test_functions_begin_again_from_what_they_found():
     state.drop_unfinished_step()
     assert torch.equal(model[0].weight, was)
     assert (schedule.last_epoch, state.boundary_done_step, state.committed_step) == (0, 3, 4)
+    state.keep_between()
+    assert state.buffers.followed_names() == [], "no step has written one"
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.parametrize(("writes", "committed_step"), [(False, 4), (True, -1)])
+def test_without_room_written_weights_cost_the_state(writes, committed_step):
+    """Of those that functions have written there is no copy: the state comes from elsewhere."""
+    model, *_, schedule, state = two_optimizers()
+    state.committed_step = 4
+    state.keep_between()
+    state.begin_functions(room_bytes=1)
+    schedule.step()
+    if writes:
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+    state.end_functions()
+    state.drop_unfinished_step()
+    assert schedule.last_epoch == 0
+    assert state.committed_step == committed_step
+
+
+def test_a_state_that_was_received_is_not_followed():
+    """Its weights are written by whoever receives it, not by a step."""
+    state, other = two_optimizers()[-1], two_optimizers()[-1]
+    other.restore(state.capture())
+    other.keep_between()
+    assert other.buffers.followed_names() == []
 
 
 def test_a_weight_that_is_written_without_a_change_costs_no_step(run):

@@ -177,7 +177,10 @@ class AttachedRun:
         self._loop.note(values)
 
     def stop(self) -> None:
-        """End the loop after this step, on all ranks: the state is saved, and code after the loop runs."""
+        """End the loop on all ranks: after this step, or after the next one where backward has begun.
+
+        The state is saved, and the code after the loop runs.
+        """
         self._loop.wants_stop = True
 
     def alive(self) -> None:
@@ -338,9 +341,8 @@ class AttachedRun:
             self._leave()
             raise failure  # there is nobody to form the next generation
         if not self._engine.goes_on:
-            raise SystemExit(
-                1
-            )  # it was reported; what is behind the block must not see a half update
+            # It was reported; what is behind the block must not see a half update.
+            raise SystemExit(1)
         return True
 
     def ended(self) -> None:

@@ -74,7 +74,7 @@ class KeptObjects:
 
 
 def _refuse_without_state(name: str, value: Any) -> None:
-    """Raise BadInputError where ``value`` has no state to keep, or not take it back."""
+    """Raise BadInputError where ``value`` has no state to keep, or does not take its own state back."""
     kind = type(value).__name__
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(value, method, None)):
@@ -198,9 +198,8 @@ class KeptState(TrainState):
         self._options: list[dict[str, Any]] = []
         self.has_updated = True  # the newest block
         self.functions_called_at = EMPTY_STEP  # those that are called between steps
-        self._before_functions: Callable[[], None] | None = (
-            None  # gives back what they have changed
-        )
+        # Gives back what they have changed; False where some of it cannot be given back.
+        self._before_functions: Callable[[], bool] | None = None
         self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
         super().__init__(
             model=model,
@@ -230,7 +229,11 @@ class KeptState(TrainState):
             known = {*self.buffers.followed_names()}
             self.buffers.follow([n for n in written if n not in known and not n.startswith("#")])
             self.buffers.keep()
-            self._versions = self.buffers.versions()
+        self._take_as_it_is()
+
+    def _take_as_it_is(self) -> None:
+        """What there is by now is the state, whoever has written it; buffers are kept already."""
+        self._versions = self.buffers.versions()
         self.side.keep(self.committed_step)
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
@@ -251,7 +254,7 @@ class KeptState(TrainState):
         self.has_updated = bool(state.get("updated", True))
         _retype(self.optimizer, self.optimizer_state_of(state)["state"])
         self._forget_unscaled()
-        self._options = [_options_of(group) for group in self.optimizer.param_groups]
+        self._take_as_it_is()
 
     def optimizer_state_of(self, captured: Mapping[str, Any]) -> dict[str, Any]:
         """As of any state; with the options that were captured."""
@@ -272,15 +275,18 @@ class KeptState(TrainState):
     def drop_unfinished_step(self) -> None:
         """As of any state, and the groups' options are put back; so is what functions have changed.
 
-        Those that were called at this boundary are called again.
+        Those that were called at this boundary are called again. Where what they have changed could not
+        be put back, this process has no state any more.
         """
         before, self._before_functions = self._before_functions, None
         if before is not None and self.functions_called_at == self.committed_step:
-            before()
+            is_whole = before()
             self.buffers.keep()
-            self.keep_between()
+            self._take_as_it_is()
             self.functions_called_at = EMPTY_STEP
             self.boundary_done_step = min(self.boundary_done_step, self.committed_step - 1)
+            if not is_whole:
+                self.committed_step = EMPTY_STEP
         self.drop_rehearsed()
 
     def drop_rehearsed(self) -> None:
@@ -294,27 +300,37 @@ class KeptState(TrainState):
         self._put_back(self._options)
 
     def begin_functions(self, *, room_bytes: float) -> None:
-        """Functions of the loop are called next: picture what they may change, parameters if there is room."""
+        """Functions of the loop are called next: copy what they may change, parameters if there is room.
+
+        Where there is none, torch's count of changes says whether they have changed one.
+        """
         self.functions_called_at = self.committed_step
         others = {name: kept_of(value) for name, value in self._kept.others.items()}
         options = [_options_of(group) for group in self.optimizer.param_groups]
         buffers = [(one, one.clone()) for one in self.buffers.live()]
-        held = self.buffers.hold_all() if self.buffers.hold_all_bytes() <= room_bytes else {}
+        has_room = self.buffers.hold_all_bytes() <= room_bytes
+        held = self.buffers.hold_all() if has_room else {}
+        looks = self._parameter_versions()
 
-        def put_back() -> None:
+        def put_back() -> bool:
+            is_whole = has_room or self._parameter_versions() == looks
             self.buffers.put_back_all(held)
             for live, was in buffers:
                 live.copy_(was)
             for name, value in others.items():
                 value.given_back(self._kept.others[name])
             self._put_back(options)
+            return is_whole
 
         self._before_functions = put_back
 
     def end_functions(self) -> None:
-        """What they have changed is part of the state."""
+        """What they have changed is part of the state; it is not what the loop writes at each step."""
         self.buffers.keep()
-        self.keep_between()
+        self._take_as_it_is()
+
+    def _parameter_versions(self) -> dict[str, int]:
+        return {n: look for n, look in self.buffers.versions().items() if not n.startswith("#")}
 
     def _put_back(self, options: list[dict[str, Any]]) -> None:
         for group, kept in zip(self.optimizer.param_groups, options, strict=False):

@@ -26,7 +26,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.step_schedule import DueActions, due_after
+from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.training.commit import Agreed, Commit
 from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.values import Kept
@@ -81,9 +81,8 @@ class LoopSteps:
         self._rehearses = False  # the next body is for nothing: see _wrap
         self._must_undo = False  # the newest body was for nothing
         self._begun_at_update = 0  # collectives
-        self._scales: list[
-            int
-        ] = []  # torch's counts of changes of loss scales, when the block began
+        # Torch's counts of changes of loss scales, when the block began.
+        self._scales: list[int] = []
         # What there was before the first rehearsal: what the body writes beside the optimizer shows.
         self._held: tuple[dict[str, Tensor], dict[str, Kept]] | None = None
         self._given_up = False  # the step in hand, for a state that is now an older one
@@ -106,7 +105,7 @@ class LoopSteps:
         self._replica.close()
 
     def settle(self) -> None:
-        """The first block of a generation does it: see :meth:`_end_rehearsal`."""
+        """The first block of a generation does it: see :meth:`_wrap`."""
 
     def adapt(self) -> None:
         """Take back what a body for nothing has done; wrap the module where other parameters are trained now."""
@@ -131,17 +130,11 @@ class LoopSteps:
     def wrap_again(self) -> None:
         """Nothing raises FlagsChangedError here."""
 
-    def due(self, step: int) -> DueActions:
-        """What is due once ``step`` steps are committed."""
-        due = due_after(
-            step,
-            self._length,
-            log=self._settings.log,
-            checkpoint=self._settings.checkpoint,
-            replica_check_steps=self._settings.recovery.replica_check_steps,
-        )
-        is_wanted = any(one.is_due(step, self._length) for one in self._loop.recurring)
-        return replace(due, evaluate=is_wanted and step < self._length.total_steps)
+    def evaluates(self, step: int, *, by_settings: bool) -> bool:
+        """Whether functions of the loop are due once ``step`` steps are committed, before the last one."""
+        del by_settings  # the loop says when
+        is_due = any(one.is_due(step, self._length) for one in self._loop.recurring)
+        return is_due and step < self._length.total_steps
 
     def begin_block(self, votes: Votes) -> None:
         """The body of a step begins: random numbers are those of the step, no signal is given yet."""
@@ -228,7 +221,7 @@ class LoopSteps:
         return Outcome.ALL_DONE if self._is_to_stop else Outcome.GOES_ON
 
     def evaluate(self) -> StopReason | None:
-        """Call the functions that are due between steps. What they leave in buffers is put back."""
+        """Call the functions that are due between steps. The net's buffers are put back behind them."""
         step, slot = self._state.committed_step, self._slot
         due = [one for one in self._loop.recurring if one.is_due(step, self._length)]
         if not due:
