@@ -131,16 +131,20 @@ def agree_on_tuning(
     """
     state = parts.state
     mine = _halved(parts, short_of_memory_in) if short_of_memory_in else state.tuning
-    if changed is not None:
-        mine = mine.agreed_with([mine, changed])
-    records = group.exchange("tuning", json.dumps(mine.to_record()))
-    all_tunings = [Tuning.from_record(json.loads(r), otherwise=mine) for r in records]
-    state.tuning = mine.agreed_with(all_tunings)
+    state.tuning = exchange_tuning(group, mine, changed=changed)
     parts.loader.assign(
         rank=group.rank,
         world_size=group.world_size,
         micro_batch_size=state.tuning.micro_batch_size,
     )
+
+
+def exchange_tuning(group: Group, mine: Tuning, *, changed: Tuning | None) -> Tuning:
+    """What suits every rank, which all must call. ``changed``: by this one since ``mine`` was agreed on."""
+    if changed is not None:
+        mine = mine.agreed_with([mine, changed])
+    records = group.exchange("tuning", json.dumps(mine.to_record()))
+    return mine.agreed_with([Tuning.from_record(json.loads(r), otherwise=mine) for r in records])
 
 
 def recalled(parts: RankParts) -> Tuning | None:

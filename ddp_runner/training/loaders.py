@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from ddp_runner.collective.group import Group
 from ddp_runner.core.board import Cell
@@ -27,6 +30,7 @@ from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FIL
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import cores_here, worker_count
 from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -113,6 +117,26 @@ def make_loader(
         kills=KernelKills(),
         on_sample=_stamping(runtime, sign=1),
         suspect=left - 1 if left > 0 else None,
+    )
+
+
+class _Loads(Protocol):
+    @property
+    def worker_pids(self) -> tuple[int, ...]: ...
+
+    def shrink_prefetch(self) -> None: ...
+
+
+def watch_memory(settings: Settings, loader: _Loads, runtime: Runtime) -> MemoryManager:
+    """The memory manager of a rank and of its loader's workers."""
+    device = torch.device(runtime.rank_info.device)
+    return MemoryManager(
+        settings.memory,
+        rank=runtime.rank_info.rank,
+        loader_pids=lambda: loader.worker_pids,
+        shrink_prefetch=loader.shrink_prefetch,
+        log=lambda level, message: getattr(runtime.logger, level)(message),
+        device=device if device.type == "cuda" else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError, FaultError
+from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.changes import note_changes, tuning_of_changed
-from ddp_runner.training.fitting import check_weights, misfit
+from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
+from ddp_runner.training.progress import Progress
+from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload, nothing_left, start_fresh
 
@@ -78,6 +82,43 @@ def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointSt
     named = _begun_from(settings, state)
     has_begin = state.begun_step == 0 if named is None else named.is_file()
     return state.begun_step if has_begin else EMPTY_STEP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenUp:
+    """Where a process begins: ``loaded`` is None at the very first start, and where it loads nothing."""
+
+    loaded: Loaded | None
+    progress: Progress
+
+    @property
+    def run_id(self) -> str:
+        """Of the run that is resumed; empty where none is."""
+        return "" if self.loaded is None else self.loaded.manifest.run_id
+
+
+def take_up(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    store: CheckpointStore,
+    *,
+    runtime: Runtime,
+    entering: Callable[[Stage], None],
+) -> TakenUp:
+    """Load what the run starts from, on the rank that does. Raises BadInputError for what does not fit."""
+    progress = Progress()
+    if not runtime.rank_info.loads:
+        return TakenUp(loaded=None, progress=progress)
+    entering(Stage.CHECKPOINT)
+    loaded = load_start(settings, workload, state, store)
+    if loaded is not None or settings.run.init_from:
+        warn_of_values(state, runtime.logger.warning)
+    if loaded is not None:
+        progress.checkpoint = str(loaded.path)
+        if loaded.path.parent.resolve() == store.directory.resolve():
+            progress.checkpoint_step = state.committed_step  # else it is to be saved here
+    return TakenUp(loaded=loaded, progress=progress)
 
 
 def restore_newest(

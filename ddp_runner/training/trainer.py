@@ -20,18 +20,16 @@ from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.secrets import secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
-from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.changes import report_changes
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
-from ddp_runner.training.fitting import warn_of_values
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.given import with_task_named
-from ddp_runner.training.loaders import make_loader, waiting
+from ddp_runner.training.loaders import make_loader, waiting, watch_memory
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
-from ddp_runner.training.resume import is_complete, load_start
+from ddp_runner.training.resume import is_complete, take_up
 from ddp_runner.training.runtime import Runtime, local_runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.stages import StageClock
@@ -106,34 +104,21 @@ class DDPTrainer:
             keep_last=settings.checkpoint.keep_last,
             disk=self._runtime.disk,
         )
-        progress, run_id, loaded = Progress(), "", None
-        if self._rank_info.loads:
-            stages.enter(Stage.CHECKPOINT)
-            loaded = load_start(settings, workload, state, store)
-            if loaded is not None or settings.run.init_from:
-                warn_of_values(state, self._runtime.logger.warning)
-            if loaded is not None:
-                run_id = loaded.manifest.run_id
-                progress.checkpoint = str(loaded.path)
-                if loaded.path.parent.resolve() == store.directory.resolve():
-                    progress.checkpoint_step = state.committed_step  # else it is to be saved here
-                self._log_old_order(state)
-                same_data.compare_with(loaded, workload, state)
-                self._look_back(loaded, workload, state, progress)
+        start = take_up(
+            settings, workload, state, store, runtime=self._runtime, entering=stages.enter
+        )
+        loaded, progress = start.loaded, start.progress
+        if loaded is not None:
+            self._log_old_order(state)
+            same_data.compare_with(loaded, workload, state)
+            self._look_back(loaded, workload, state, progress)
         stages.enter(Stage.NONE)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         loader = make_loader(
             settings, workload, workload.datasets, state, self._runtime, on_wait=on_wait
         )
         ending.callback(loader.close)
-        memory = MemoryManager(
-            settings.memory,
-            rank=self._rank_info.rank,
-            loader_pids=lambda: loader.worker_pids,
-            shrink_prefetch=loader.shrink_prefetch,
-            log=lambda level, message: getattr(self._runtime.logger, level)(message),
-            device=workload.device if workload.device.type == "cuda" else None,
-        )
+        memory = watch_memory(settings, loader, self._runtime)
         saving = Saving(
             settings=settings,
             workload=workload,
@@ -166,7 +151,7 @@ class DDPTrainer:
         if loaded is not None:
             parts.saving.resumed(loaded)
             report_changes(self._runtime, state, known=loaded.manifest.changes)
-        return parts, run_id
+        return parts, start.run_id
 
     def _is_leaving(self) -> bool:
         return self._engine is not None and self._engine.is_leaving

@@ -15,7 +15,12 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.training.agreeing import agree_on_weights, change_tuning, recalled
+from ddp_runner.training.agreeing import (
+    agree_on_weights,
+    change_tuning,
+    exchange_tuning,
+    recalled,
+)
 from ddp_runner.training.components.tuning import Tuning, free_memory
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import OwnLoop
@@ -71,13 +76,8 @@ class LoopClient:
     def agree(self, group: Group, *, is_first: bool) -> None:
         """Agree on whether DDP looks for unused parameters."""
         state = self._parts.state
-        mine = state.tuning
         changed = self._changed or (recalled(self._parts) if is_first else None)
-        if changed is not None:
-            mine = mine.agreed_with([mine, changed])
-        records = group.exchange("tuning", json.dumps(mine.to_record()))
-        every = [Tuning.from_record(json.loads(one), otherwise=mine) for one in records]
-        state.tuning = mine.agreed_with(every)
+        state.tuning = exchange_tuning(group, state.tuning, changed=changed)
         self._changed = None
 
     def enter(self, group: Group, guard: NumericsGuard) -> StepMaker:

@@ -22,17 +22,14 @@ from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.order import SampleOrder
-from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.changes import report_changes
-from ddp_runner.training.fitting import warn_of_values
 from ddp_runner.training.fork_safety import make_forks_safe
-from ddp_runner.training.loaders import make_loader, waiting
+from ddp_runner.training.loaders import make_loader, waiting, watch_memory
 from ddp_runner.training.own_loop.batches import KeptLoader, OwnBatches, SafeBatches
 from ddp_runner.training.own_loop.declared import OwnLoop
 from ddp_runner.training.own_loop.kept import KeptState
 from ddp_runner.training.own_loop.parts import Batches, LoopParts
-from ddp_runner.training.progress import Progress
-from ddp_runner.training.resume import load_start
+from ddp_runner.training.resume import take_up
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.stages import StageClock
@@ -95,16 +92,7 @@ def prepare(
         keep_last=settings.checkpoint.keep_last,
         disk=runtime.disk,
     )
-    progress, run_id, loaded = Progress(), "", None
-    if info.loads:
-        stages.enter(Stage.CHECKPOINT)
-        loaded = load_start(settings, workload, state, store)
-        if loaded is not None:
-            warn_of_values(state, runtime.logger.warning)
-            run_id = loaded.manifest.run_id
-            progress.checkpoint = str(loaded.path)
-            if loaded.path.parent.resolve() == store.directory.resolve():
-                progress.checkpoint_step = state.committed_step  # else it is to be saved here
+    start = take_up(settings, workload, state, store, runtime=runtime, entering=stages.enter)
     stages.enter(Stage.NONE)
     slot.set(Cell.TOTAL_STEPS, length.total_steps)
     on_wait = waiting(runtime, is_leaving=is_leaving)
@@ -125,14 +113,7 @@ def prepare(
             alive=on_wait,
         )
     ending.callback(loader.close)
-    memory = MemoryManager(
-        settings.memory,
-        rank=info.rank,
-        loader_pids=lambda: loader.worker_pids,
-        shrink_prefetch=loader.shrink_prefetch,
-        log=lambda level, message: getattr(runtime.logger, level)(message),
-        device=device if device.type == "cuda" else None,
-    )
+    memory = watch_memory(settings, loader, runtime)
     progress_of_device = (
         device_progress(slot, device, warn=runtime.logger.warning)
         if runtime.is_watched
@@ -146,11 +127,11 @@ def prepare(
         store=store,
         memory=memory,
         runtime=runtime,
-        progress=progress,
+        progress=start.progress,
     )
-    if loaded is not None:
-        saving.resumed(loaded)
-        report_changes(runtime, state, known=loaded.manifest.changes)
+    if start.loaded is not None:
+        saving.resumed(start.loaded)
+        report_changes(runtime, state, known=start.loaded.manifest.changes)
     parts = LoopParts(
         settings=settings,
         workload=workload,
@@ -159,12 +140,12 @@ def prepare(
         memory=memory,
         store=store,
         runtime=runtime,
-        progress=progress,
+        progress=start.progress,
         saving=saving,
         device=progress_of_device,
     )
     slot.stamp(Phase.STARTUP, time.monotonic_ns())
-    return parts, run_id
+    return parts, start.run_id
 
 
 def _refuse_unsavable(state: KeptState) -> None:
