@@ -369,6 +369,14 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             [("lr", "1e-4"), ("min_lr", "1e-3")],
             "optim.min_learning_rate=0.001: must be optim.learning_rate=0.0001 or less",
         ),
+        (
+            [("momentum", "0.5")],
+            "optim.momentum=0.5: is for sgd and muon: leave it out with adamw",
+        ),
+        (
+            [("optimizer", "sgd"), ("epsilon", "1e-3")],
+            "optim.epsilon=0.001: leave it out with sgd",
+        ),
         ([("gpus", "0"), ("device", "cpu")], "--gpus=0: contradicts --cpu; give one of them"),
         (
             [("gpus", "0,0"), ("backend", "nccl")],
@@ -429,6 +437,8 @@ def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeyp
         [("gpus", "0,1"), ("nproc", "2")],
         [("gpus", "0"), ("nproc", "2"), ("backend", "gloo")],
         [("micro_batch_size", "32")],
+        [("optimizer", "sgd"), ("momentum", "0.5")],
+        [("optimizer", "muon"), ("momentum", "0.5"), ("epsilon", "1e-3")],
         [("log_dir", "a/b/c"), ("checkpoint_dir", "a/d")],
     ],
 )

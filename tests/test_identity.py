@@ -28,7 +28,8 @@ OTHER_VALUES = {
     "data.compare_samples": "tell",
     "run.target_loss": "1", "optim.schedule": "linear", "ddp.backend": "nccl", "log.display": "none",
     "checkpoint.monitor": "train_loss", "checkpoint.save_every_steps": "7", "memory.max_memory_gb": "3",
-    "optim.max_grad_norm": "off", "optim.ema_decay": "0.5",
+    "optim.max_grad_norm": "off", "optim.ema_decay": "0.5", "optim.optimizer": "sgd", "optim.momentum": "0.5",
+    "optim.epsilon": "1e-3", "optim.max_grad_value": "2",
 }  # fmt: skip
 
 
@@ -87,6 +88,17 @@ def test_a_change_is_refused_reported_or_without_consequence_as_sorted(key):
             assert (refused, reported) == (False, True)
         case OnResume.CANNOT_MATTER:
             assert (refused, reported) == (False, False)
+
+
+def test_a_choice_that_there_was_not_yet_is_none():
+    """A file from before a setting was made with what its default means; another value is refused."""
+    now = resume_key(resolve(command_line=[("run.task", "bytes")]).settings, world_size=2)
+    old = {key: value for key, value in now.items() if key != "optim.optimizer"}
+    assert difference(old, aligned(old, now)) == []
+    words = [("run.task", "bytes"), ("optimizer", "sgd")]
+    other = resume_key(resolve(command_line=words).settings, world_size=2)
+    assert difference(old, aligned(old, other)) == ["optim.optimizer: (not set) -> sgd"]
+    assert difference(now, aligned(now, other)) == ["optim.optimizer: adamw -> sgd"]
 
 
 def test_a_task_that_is_given_all_settings_may_read_the_model():

@@ -38,6 +38,14 @@ def torch_build() -> TorchBuild | None:
     )
 
 
+def torch_has(module: str) -> bool:
+    """Whether the installed torch has this module of its own; True where there is no torch to ask."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True
+    return Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
+
+
 def _quoted(text: str, name: str) -> str:
     found = re.search(rf"^{name}\s*(?::[^=\n]+)?=\s*['\"]([^'\"]*)['\"]", text, re.MULTILINE)
     return found.group(1) if found else ""

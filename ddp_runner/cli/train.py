@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
-from ddp_runner.cli.machine import core_count, torch_build
+from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import check_relations, digest, resolve, resume_key
@@ -109,6 +109,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         preset=preset_name(devices, is_test=asked.run.test),
     )
     notes = check_relations(resolved.settings)
+    _refuse_lacking(resolved.settings)
     world_size = len(devices)
     for spec in resolved.settings.run.inject:
         parse_injection(spec, world_size=world_size)
@@ -128,6 +129,15 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
             *notes,
         ),
     )
+
+
+def _refuse_lacking(settings: Settings) -> None:
+    """Raises BadInputError for what the installed torch does not have."""
+    if settings.optim.optimizer == "muon" and not torch_has("optim._muon"):
+        build = torch_build()
+        found = f"torch {build.version}" if build else "this torch"
+        expected = f"{found} has none, it came with 2.9: take a newer torch, or adamw"
+        raise BadInputError("optim.optimizer", "muon", expected)
 
 
 def _kept_variables(

@@ -79,7 +79,7 @@ ANSWERS: Mapping[str, str] = {
     ),
     "warmup_ratio": "here that is warmup_steps=N, in steps",
     "lr_scheduler_type": "here that is schedule=constant, cosine or linear, each after warmup_steps",
-    "optim": "the optimizer is AdamW: leave it out",
+    "optim": "here that is optimizer=adamw, adam, sgd, adafactor or muon",
     **dict.fromkeys(("output_dir", "default_root_dir", "save_dir", "project_dir"), _FOLDERS),
     "overwrite_output_dir": "here that is --resume none: old files are set aside",
     "resume_from_checkpoint": "here that is --resume auto, last, best or PATH",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue, Settings
 
 _NOTHING: Mapping[str, object] = {}
+# What runs had before there was a setting, of those that a resume key has.
+_BEFORE_CHOICE: Mapping[str, object] = {"optim.optimizer": "adamw"}
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
 # The settings of the model that each built-in task reads; a user's own task reads none of them.
@@ -54,14 +56,15 @@ ON_RESUME: Mapping[str, OnResume] = {
     key: kind
     for kind, keys in {
         OnResume.REFUSED: """
-            run.task run.seed model.vocab_size model.dataset_size model.seq_len model.hidden_size
+            run.task run.seed optim.optimizer model.vocab_size model.dataset_size model.seq_len model.hidden_size
             model.num_layers model.num_heads model.dropout data.path data.batch_size
             data.validation_fraction
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
             run.deterministic data.micro_batch_size optim.learning_rate optim.weight_decay
-            optim.beta1 optim.beta2 optim.schedule optim.warmup_steps optim.min_learning_rate
+            optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
+            optim.schedule optim.warmup_steps optim.min_learning_rate
             optim.max_grad_norm optim.use_amp optim.ema_decay ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb
         """,
@@ -102,7 +105,10 @@ _AS_WRITTEN = (
     "optim.weight_decay",
     "optim.beta1",
     "optim.beta2",
+    "optim.momentum",
+    "optim.epsilon",
     "optim.max_grad_norm",
+    "optim.max_grad_value",
     "optim.ema_decay",
     "ddp.find_unused_parameters",
     "ddp.bucket_cap_mb",
@@ -155,11 +161,15 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
 def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
     """What must not change between a checkpoint and the run that resumes from it.
 
-    Task and its arguments, model, data, global batch and seed: a change of any of them makes
-    another run. Rates, schedules, intervals and folders may change. Keys are dotted names.
+    Task and its arguments, model, data, global batch, seed and the kind of optimizer: a change of any
+    of them makes another run. Rates, schedules, intervals and folders may change. Keys are dotted names.
     """
     task = settings.run.task
-    found: dict[str, JsonValue] = {"run.task": task, "run.seed": settings.run.seed}
+    found: dict[str, JsonValue] = {
+        "run.task": task,
+        "run.seed": settings.run.seed,
+        "optim.optimizer": settings.optim.optimizer,
+    }
     for name in _MODEL_OF_TASK.get(task, ()):
         found[f"model.{name}"] = getattr(settings.model, name)
     if task != "synthetic":
@@ -215,8 +225,12 @@ def difference(old: Mapping[str, object], new: Mapping[str, object]) -> list[str
 
 
 def aligned(old: Mapping[str, object], new: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """``new``, with the old word for a task's file or for data where both words name one place."""
-    found = dict(new)
+    """``new`` as the version that wrote ``old`` would have it, where both mean the same.
+
+    That is with the old word for a task's file or for data where both words name one place, and without
+    what it had no choice of.
+    """
+    found = {key: v for key, v in new.items() if key in old or v != _BEFORE_CHOICE.get(key)}
     for key in ("run.task", "data.path"):
         before, now = old.get(key), new.get(key)
         if isinstance(before, str) and isinstance(now, str) and _place(before) == _place(now):

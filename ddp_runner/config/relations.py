@@ -70,6 +70,17 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
                 f"must be optim.learning_rate={optim.learning_rate:g} or less",
             )
         )
+    return problems + _optimizer_lacks(settings)
+
+
+def _optimizer_lacks(settings: Settings) -> list[BadInputError]:
+    """What is set of an optimizer that has none of it."""
+    optim, problems = settings.optim, []
+    if optim.momentum != "auto" and optim.optimizer not in ("sgd", "muon"):
+        expected = f"is for sgd and muon: leave it out with {optim.optimizer}"
+        problems.append(BadInputError("optim.momentum", optim.momentum, expected))
+    if optim.epsilon != "auto" and optim.optimizer == "sgd":
+        problems.append(BadInputError("optim.epsilon", optim.epsilon, "leave it out with sgd"))
     return problems
 
 

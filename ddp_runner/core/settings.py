@@ -132,14 +132,21 @@ class DataSettings:
 class OptimSettings:
     """Optimizer, schedule and precision."""
 
+    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon"] = "adamw"
+    """The optimizer of torch that has this name. muon: Muon for the matrices that are no embeddings, with its
+    rate adjusted so that AdamW's suits it, and AdamW for the rest; from torch 2.9 on."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    """The highest learning rate of AdamW, which is reached at the end of the warm-up."""
+    """The highest learning rate, which is reached at the end of the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Weight decay of AdamW; biases and norms have none."""
+    """Weight decay of matrices; biases and norms have none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's mean of the gradients."""
+    """Decay of AdamW's and Adam's mean of the gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of AdamW's mean of the squared gradients."""
+    """Decay of AdamW's and Adam's mean of the squared gradients."""
+    momentum: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = "auto"
+    """Momentum of SGD and Muon. auto: 0.9 for sgd, torch's own for muon."""
+    epsilon: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """What keeps the optimizer from dividing by zero; sgd has none. auto: torch's own."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """The course of the learning rate after the warm-up, down to min_learning_rate at the last
     step, or constant."""
@@ -148,7 +155,10 @@ class OptimSettings:
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """The learning rate at the end of the schedule; learning_rate or less."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """The norm that gradients are clipped to. none: they are not clipped."""
+    """The norm that gradients are clipped to. none: it is not clipped."""
+    max_grad_value: Annotated[float, Field(gt=0)] | None = None
+    """The largest value of a gradient's element, either sign, to which it is clipped after the norm.
+    none: values are not clipped."""
     use_amp: bool = True
     """Mixed precision: bf16 where the device supports it, otherwise fp16 with a gradient scaler."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -116,9 +116,15 @@ def _differing_optimizer(captured: Mapping[str, Any], state: TrainState) -> Iter
                 if not isinstance(value, Tensor):
                     continue
                 is_count = not value.dim() and value.is_floating_point()
-                is_like_it = value.shape == parameter.shape and value.dtype == parameter.dtype
+                is_like_it = _is_shaped(value, parameter) and value.dtype == parameter.dtype
                 if not (is_count or is_like_it):
                     yield f"{key} of {names[id(parameter)]} is {_kind(value)}"
+
+
+def _is_shaped(value: Tensor, parameter: Tensor) -> bool:
+    """Whether it has the parameter's shape, or is its rows' or columns' alone, as Adafactor's are."""
+    pairs = zip(value.shape, parameter.shape, strict=False)
+    return value.dim() == parameter.dim() and all(own in (1, size) for own, size in pairs)
 
 
 def not_finite(state: TrainState) -> list[str]:

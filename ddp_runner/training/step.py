@@ -204,11 +204,18 @@ class Stepper:
         )
 
     def _gradient_norm(self) -> Tensor:
-        """The norm over all gradients, clipped in place. The same bits on every rank."""
-        limit = self._rules.optim.max_grad_norm
+        """The norm over all gradients, which are clipped in place then. The same bits on every rank.
+
+        It is that of gradients which nothing has clipped: what is not finite, or explodes, shows.
+        """
+        limit, value = self._rules.optim.max_grad_norm, self._rules.optim.max_grad_value
         if limit is not None:
-            return torch.nn.utils.clip_grad_norm_(self._parameters, limit)
-        return self._total_norm()
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        else:
+            norm = self._total_norm()
+        if value is not None:
+            torch.nn.utils.clip_grad_value_(self._parameters, value)
+        return norm
 
     def _total_norm(self) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]

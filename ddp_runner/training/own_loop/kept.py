@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.several_optimizers import SeveralOptimizers
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.exactness.values import NotPlainError, kept_of
@@ -96,78 +97,6 @@ def _refuse_without_state(name: str, value: Any) -> None:
         raise BadInputError(f"keep({name}=...)", "", expected)
 
 
-class _States(Mapping[Tensor, Any]):
-    """The entries of several optimizers; one that is not there is not made, as theirs would be."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def __getitem__(self, parameter: Tensor) -> Any:
-        for one in self._optimizers:
-            if parameter in one.state:
-                return one.state[parameter]
-        raise KeyError(parameter)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (parameter for one in self._optimizers for parameter in one.state)
-
-    def __len__(self) -> int:
-        return sum(len(one.state) for one in self._optimizers)
-
-
-class _Several:
-    """Several optimizers as if they were one: their groups and states, one after the other."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of all of them, in order."""
-        return [group for one in self._optimizers for group in one.param_groups]
-
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """Of all of them; no parameter is updated by two."""
-        return _States(self._optimizers)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of all of them."""
-        for one in self._optimizers:
-            one.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer: parameters are numbered through."""
-        states: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for begin, one in self._parts():
-            found = one.state_dict()
-            states.update({begin + number: entry for number, entry in found["state"].items()})
-            groups += [
-                {**group, "params": [begin + number for number in group["params"]]}
-                for group in found["param_groups"]
-            ]
-        return {"state": states, "param_groups": groups}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`. Raises ValueError where it does not fit."""
-        groups = list(state["param_groups"])
-        for begin, one in self._parts():
-            count = len(one.param_groups)
-            own, groups = groups[:count], groups[count:]
-            numbers = [number for group in own for number in group["params"]]
-            own = [{**g, "params": [number - begin for number in g["params"]]} for g in own]
-            entries = {n - begin: state["state"][n] for n in numbers if n in state["state"]}
-            one.load_state_dict({"state": entries, "param_groups": own})
-
-    def _parts(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
-        """Each optimizer with the number of its first parameter."""
-        begin = 0
-        for one in self._optimizers:
-            yield begin, one
-            begin += sum(len(group["params"]) for group in one.param_groups)
-
-
 class _Root:
     """Has the kept objects as attributes, which is where their values are found."""
 
@@ -190,7 +119,7 @@ class KeptState(TrainState):
         self._kept = kept
         model = nn.ModuleDict(kept.modules)
         optimizers = list(kept.optimizers.values())
-        optimizer = optimizers[0] if len(optimizers) == 1 else _Several(optimizers)
+        optimizer = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
         root = _Root()
         vars(root).update(kept.others)
         side = SideState(model, root, root_name="kept")

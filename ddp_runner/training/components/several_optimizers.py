@@ -1,0 +1,91 @@
+"""Several optimizers that are one to the step, the checkpoint and the state that is sent. Builds none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _States(Mapping[Tensor, Any]):
+    """The entries of several optimizers; one that is not there is not made, as theirs would be."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        for one in self._optimizers:
+            if parameter in one.state:
+                return one.state[parameter]
+        raise KeyError(parameter)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for one in self._optimizers for parameter in one.state)
+
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self._optimizers)
+
+
+class SeveralOptimizers:
+    """Several optimizers as if they were one: their groups and states, one after the other."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """The optimizers themselves, in order."""
+        return list(self._optimizers)
+
+    def step(self) -> None:
+        """Of all of them, in order."""
+        for one in self._optimizers:
+            one.step()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all of them, in order."""
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """Of all of them; no parameter is updated by two."""
+        return _States(self._optimizers)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of all of them."""
+        for one in self._optimizers:
+            one.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer: parameters are numbered through."""
+        states: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for begin, one in self._parts():
+            found = one.state_dict()
+            states.update({begin + number: entry for number, entry in found["state"].items()})
+            groups += [
+                {**group, "params": [begin + number for number in group["params"]]}
+                for group in found["param_groups"]
+            ]
+        return {"state": states, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`. Raises ValueError where it does not fit."""
+        groups = list(state["param_groups"])
+        for begin, one in self._parts():
+            count = len(one.param_groups)
+            own, groups = groups[:count], groups[count:]
+            numbers = [number for group in own for number in group["params"]]
+            own = [{**g, "params": [number - begin for number in g["params"]]} for g in own]
+            entries = {n - begin: state["state"][n] for n in numbers if n in state["state"]}
+            one.load_state_dict({"state": entries, "param_groups": own})
+
+    def _parts(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
+        """Each optimizer with the number of its first parameter."""
+        begin = 0
+        for one in self._optimizers:
+            yield begin, one
+            begin += sum(len(group["params"]) for group in one.param_groups)

@@ -1,0 +1,59 @@
+"""What a run trains with beside model and data: faults and a stop in its middle change no bit of it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+
+from tests.scenarios.conftest import PATIENT
+from tests.scenarios.harness import Run
+
+STEPS = 44
+QUICK = (
+    *("-b", 8, "--max-steps", STEPS, "num_workers=0", "save_every_steps=10", "--audit"),
+    *("evaluate_interval=3", *PATIENT),
+)
+OPTIMIZERS = {
+    "muon": ("optimizer=muon", "max_grad_value=0.05"),
+    "sgd": ("optimizer=sgd", "momentum=0.8", "learning_rate=0.01"),
+}
+needs_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="this torch has no Muon: it came with 2.9"
+)
+# SIGKILL of rank 0 and of the last rank, and an exception; the second launch ends the run.
+FAULTS = (
+    *("--inject", "kill:step=7,phase=backward,rank=0"),
+    *("--inject", "kill:step=14,phase=optimizer,rank=1"),
+    *("--inject", "raise:step=21,phase=backward,rank=0"),
+)
+
+
+def with_faults_and_a_stop(folder, *settings):
+    """The run with all of that, stopped about its middle and resumed; the second launch."""
+    with Run(folder, *QUICK, *settings, *FAULTS, "task.pace_s=0.03") as run:
+        run.wait_for_step(27)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+        assert 0 < run.summary()["steps"] < STEPS
+        kinds = [fault["kind"] for fault in run.summary()["faults"]]
+        assert kinds == ["rank_killed", "rank_killed", "rank_raised"], kinds
+    with Run(folder, *QUICK, *settings, "task.pace_s=0.03") as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+@pytest.mark.parametrize("kind", [pytest.param("muon", marks=needs_muon), "sgd"])
+def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
+    """Those of the run without faults, bit for bit; another optimizer is refused at a resume."""
+    settings = OPTIMIZERS[kind]
+    with Run(tmp_path / "fault_free", *QUICK, *settings, "task.pace_s=0") as calm:
+        assert calm.wait() == 0, calm.console
+    run = with_faults_and_a_stop(tmp_path / "faults", *settings)
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
+    assert run.digest == calm.digest
+    with Run(tmp_path / "faults", *QUICK, "optimizer=adam", "task.pace_s=0.03") as other:
+        assert other.wait() == 2, other.console
+    assert f"optim.optimizer: {kind} -> adam" in other.console
