@@ -15,6 +15,7 @@ from ddp_runner.cli.run_options import EXAMPLES as EXAMPLES_OF_RUN
 from ddp_runner.cli.run_options import OWN, REFUSED, SAYS_OF_SHARED, SHARED
 from ddp_runner.cli.usage import COMMANDS, EXAMPLES, INJECTIONS, default_of, shown_default
 from ddp_runner.config.fields import known_fields, sections
+from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
 from ddp_runner.core.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
@@ -79,7 +80,40 @@ def settings_page() -> str:
             _RESUME[ON_RESUME[key]],
         )
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_names_of_others()]) + "\n"
+
+
+def _names_of_others() -> list[str]:
+    """The names that other trainers and launchers use, and what each is here."""
+    here: dict[str, list[str]] = {}
+    for name, key in ALIASES.items():
+        here.setdefault(key, []).append(f"`{name}`")
+    answers: dict[str, list[str]] = {}
+    for name, answer in ANSWERS.items():
+        answers.setdefault(answer, []).append(f"`{name}`")
+    return [
+        "",
+        "## Names from elsewhere",
+        "",
+        "These names are taken wherever a setting's own is: in a file, in the environment, on the command line, in Python.",
+        "`decay_lr=false` is `schedule=constant`, and the schedule `constant_with_warmup` is `constant`.",
+        "",
+        "| setting | also |",
+        "|---|---|",
+        *(f"| `{key}` | {', '.join(names)} |" for key, names in here.items()),
+        "",
+        "What is always done is accepted as true and refused as false:",
+        "",
+        "| name | why |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(why)} |" for name, why in ALWAYS.items()),
+        "",
+        "Other names are refused before any process starts, with what to write instead:",
+        "",
+        "| name | answer |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | {_cell(answer)} |" for answer, names in answers.items()),
+    ]
 
 
 def command_line_page() -> str:

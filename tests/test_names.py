@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_runner.config import resolve
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.config import from_flat, resolve
 from ddp_runner.config.fields import ForeignNameError, find_key, known_fields, sections
-from ddp_runner.config.foreign import ALIASES, ANSWERS
+from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS, SWITCHES, WORDS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 
@@ -19,6 +20,8 @@ def test_every_name_of_others_leads_to_a_setting_or_to_an_answer():
     assert set(ALIASES.values()) <= set(KNOWN)
     assert not set(ALIASES) & LAST_NAMES
     assert not set(ANSWERS) & (LAST_NAMES | set(ALIASES))
+    assert not set(ALWAYS) & (LAST_NAMES | set(ALIASES) | set(ANSWERS))
+    assert {*SWITCHES, *WORDS} <= set(ALIASES)
     for name in ALIASES:
         assert find_key(name, name, KNOWN) == ALIASES[name]
     for name in ANSWERS:
@@ -46,6 +49,82 @@ def test_a_file_of_settings_is_answered_as_well(name, tmp_path):
     expected = "is a section" if name in sections() else ANSWERS[name]
     assert str(caught.value).startswith(f"{file}: {name}")
     assert expected in str(caught.value)
+
+
+TYPED = [
+    ("out_dir", "out", "run.checkpoint_dir", "out"),
+    ("pretrained_path", "w.pt", "run.init_from", "w.pt"),
+    ("experiment_name", "one", "run.name", "one"),
+    ("device_ids", "0,1", "run.gpus", (0, 1)),
+    ("train_batch_size", "4", "data.batch_size", 4),
+    ("data_workers", "3", "data.num_workers", 3),
+    ("max_norm", "0.5", "optim.max_grad_norm", 0.5),
+    ("warmup_iters", "7", "optim.warmup_steps", 7),
+    ("lr_scheduler_type", "linear", "optim.schedule", "linear"),
+    ("lr_scheduler", "constant_with_warmup", "optim.schedule", "constant"),
+    ("decay_lr", "false", "optim.schedule", "constant"),
+    ("decay_lr", "true", "optim.schedule", "cosine"),
+    ("use_mixed_precision", "false", "optim.use_amp", False),
+    ("timeout", "90", "ddp.collective_timeout_s", 90.0),
+    ("save_interval_steps", "50", "checkpoint.save_every_steps", 50),
+    ("save_total_limit", "2", "checkpoint.keep_last", 2),
+    ("eval_interval", "20", "log.evaluate_every_steps", 20),
+    ("eval_batches", "5", "log.evaluate_batches", 5),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "key", "value"), TYPED)
+def test_a_name_people_type_means_the_same_everywhere(name, text, key, value, tmp_path):
+    """In a file, the environment, on the command line, as an option, and in Python."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{name}: {f'[{text}]' if ',' in text else text}\n")
+    option = parse_train([f"--{name.replace('_', '-')}", text]).assignments
+    for settings in (
+        resolve(files=[file]).settings,
+        resolve(environment={f"DDP_RUNNER_{name.upper()}": text}).settings,
+        resolve(command_line=[(name, text)]).settings,
+        resolve(command_line=option).settings,
+        from_flat({name: text}),
+    ):
+        section, _, field = key.partition(".")
+        assert getattr(getattr(settings, section), field) == value
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_what_is_always_done_may_be_asked_for_and_not_refused(name):
+    """True changes nothing; false is refused with the reason; other words are no switch's."""
+    option = f"--{name.replace('_', '-')}"
+    assert resolve(command_line=[(name, "true")]).settings == resolve().settings
+    assert resolve(command_line=parse_train([option]).assignments).settings == resolve().settings
+    for value, reason in ((False, f"cannot be turned off: {ALWAYS[name]}"), ("x", "true or false")):
+        with pytest.raises(BadInputError) as caught:
+            from_flat({name: value})
+        assert reason in str(caught.value)
+        assert str(caught.value).startswith(name)
+
+
+def test_headless_says_that_every_run_is():
+    """A person who asks for it learns that nothing had to be asked for; the others are silent."""
+    (note,) = resolve(command_line=parse_train(["--headless"]).assignments).notes
+    assert note.startswith("--headless: every run is")
+    assert resolve(command_line=[("drop_last", "yes")]).notes == ()
+
+
+def test_the_schedule_is_last_ones_word():
+    """A switch that leaves its setting as it is does not undo what was said before."""
+    given = [("schedule", "linear"), ("decay_lr", "true")]
+    assert resolve(command_line=given).settings.optim.schedule == "linear"
+    assert resolve(command_line=given[::-1]).settings.optim.schedule == "linear"
+    off = [("schedule", "linear"), ("decay_lr", "no")]
+    assert resolve(command_line=off).settings.optim.schedule == "constant"
+
+
+def test_eval_steps_is_refused_with_both_names():
+    """Elsewhere it is how often, or how many batches: nobody guesses."""
+    with pytest.raises(BadInputError) as caught:
+        resolve(command_line=[("eval_steps", "10")])
+    assert "evaluate_every_steps" in str(caught.value)
+    assert "evaluate_batches" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
 from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fields
+from ddp_runner.config.foreign_values import is_foreign_switch
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 
@@ -119,6 +120,8 @@ def _option(word: str) -> tuple[Option, str | None]:
 def _setting_as_option(written: str) -> Option:
     """``--num-workers 2`` and ``--data.num_workers 2``: any setting may be written as an option."""
     name = written[2:]
+    if is_foreign_switch(name):
+        return Option(long=f"--{name}", key=f"--{name}", metavar="VALUE", says="")
     try:
         key = find_key(written, name, list(known_fields()))
     except ForeignNameError as foreign:
@@ -148,6 +151,6 @@ def _value(option: Option, attached: str | None, rest: list[str]) -> str:
     spec = known_fields().get(option.says)
     if rest and (not rest[0].startswith("-") or _NEGATIVE_NUMBER.match(rest[0]) or rest[0] == "-"):
         return rest.pop(0)
-    if spec is not None and spec.kind is Kind.SWITCH:
+    if is_foreign_switch(option.long[2:]) or (spec is not None and spec.kind is Kind.SWITCH):
         return "true"
     raise BadInputError(option.long, "", f"needs a value: {option.long} {option.metavar}")

@@ -126,6 +126,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
             *place_notes(devices, found=found, cores=cores),
             *_kept_variables(resolved.settings, devices, environment),
             *spare_notes(resolved.settings, devices),
+            *resolved.notes,
             *notes,
         ),
     )

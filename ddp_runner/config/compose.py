@@ -18,6 +18,7 @@ from ddp_runner.config.fields import (
     find_key,
     known_fields,
 )
+from ddp_runner.config.foreign_values import in_our_values, note_on
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.run_names import name_the_run
 from ddp_runner.config.sources import (
@@ -50,10 +51,14 @@ class SettingsError(BadInputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """Settings that are each legal. ``origin`` says, by dotted key, which source set the value."""
+    """Settings that are each legal. ``origin`` says, by dotted key, which source set the value.
+
+    ``notes`` are lines for people about names that other trainers use.
+    """
 
     settings: Settings
     origin: Mapping[str, Origin]
+    notes: tuple[str, ...] = ()
 
 
 def raise_problems(problems: Sequence[BadInputError]) -> None:
@@ -87,7 +92,11 @@ def resolve(
     values, origin = _merge(assignments)
     _give_way_to_epochs(values, origin)
     name_the_run(values, origin)
-    return Resolved(settings=build_settings(values), origin=origin)
+    return Resolved(
+        settings=build_settings(values),
+        origin=origin,
+        notes=tuple(note for given in assignments if (note := note_on(given))),
+    )
 
 
 def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Settings:
@@ -110,8 +119,11 @@ def _merge(assignments: Iterable[Assignment]) -> tuple[dict[str, object], dict[s
     values: dict[str, object] = {}
     origin: dict[str, Origin] = dict.fromkeys(specs, "default")
     problems: list[BadInputError] = []
-    for given in assignments:
+    for written in assignments:
         try:
+            given = in_our_values(written)
+            if given is None:
+                continue
             key = find_key(given.written, given.name, list(specs))
             value = _legal_value(given, specs.get(key))
         except BadInputError as problem:

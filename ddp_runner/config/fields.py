@@ -101,7 +101,7 @@ class FieldSpec:
         parse = {
             Kind.INTEGER: self._integer,
             Kind.NUMBER: self._number,
-            Kind.SWITCH: _switch,
+            Kind.SWITCH: parse_switch,
             Kind.TEXT: _text,
             Kind.CHOICE: _no_choice,
             Kind.INTEGERS: self._integers,
@@ -146,7 +146,8 @@ def _whole(value: object) -> int:
     raise ValueError(value)
 
 
-def _switch(value: object) -> bool:
+def parse_switch(value: object) -> bool:
+    """Whether ``value``, text or native, means on. Raises ValueError if it is neither."""
     word = str(value).strip().lower()
     if not isinstance(value, (bool, int, str)) or word not in _YES | _NO:
         raise ValueError(value)
@@ -254,13 +255,18 @@ class ForeignNameError(BadInputError):
     """A name of another launcher's or trainer's, which has an answer."""
 
 
+def normal_name(name: str) -> str:
+    """``name`` in small letters and with underscores; the free names of a task stay as they are."""
+    return name if name.startswith(f"{TASK_SECTION}.") else name.lower().replace("-", "_")
+
+
 def find_key(written: str, name: str, known: Sequence[str]) -> str:
     """The dotted key among ``known`` that ``name`` means.
 
     A last name that only one section has needs no section. ``task.X`` is free. Raises
     BadInputError, naming what the user wrote, for an unknown or ambiguous name.
     """
-    name = name.lower().replace("-", "_") if not name.startswith("task.") else name
+    name = normal_name(name)
     if name in known or (name.startswith("task.") and len(name) > len("task.")):
         return name
     matches = [key for key in known if key.rpartition(".")[2] == name]

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Name -> the setting that means exactly the same.
+# Name -> the setting that means the same.
 ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs", "n_epochs"), "run.epochs"),
     **dict.fromkeys(("num_steps", "max_iters", "steps"), "run.max_steps"),
     **dict.fromkeys(("nproc", "num_processes", "num_gpus"), "run.nproc_per_node"),
-    "gpu_ids": "run.gpus",
-    "run_name": "run.name",
+    **dict.fromkeys(("gpu_ids", "device_ids"), "run.gpus"),
+    **dict.fromkeys(("run_name", "experiment_name"), "run.name"),
     "ckpt_path": "run.resume",
+    "pretrained_path": "run.init_from",
     "logging_dir": "run.log_dir",
-    "per_device_train_batch_size": "data.batch_size",
+    "out_dir": "run.checkpoint_dir",
+    **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "data.batch_size"),
     **dict.fromkeys(("data", "data_path", "data_dir", "train_file"), "data.path"),
-    **dict.fromkeys(("workers", "dataloader_num_workers"), "data.num_workers"),
+    **dict.fromkeys(("workers", "data_workers", "dataloader_num_workers"), "data.num_workers"),
     "dataloader_pin_memory": "data.pin_memory",
     "dataloader_prefetch_factor": "data.prefetch_factor",
     "lr": "optim.learning_rate",
@@ -26,19 +28,41 @@ ALIASES: Mapping[str, str] = {
     "wd": "optim.weight_decay",
     "adam_beta1": "optim.beta1",
     "adam_beta2": "optim.beta2",
-    **dict.fromkeys(("clip_grad", "grad_clip", "gradient_clip_val"), "optim.max_grad_norm"),
-    "amp": "optim.use_amp",
+    **dict.fromkeys(
+        ("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "optim.max_grad_norm"
+    ),
+    "warmup_iters": "optim.warmup_steps",
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "decay_lr"), "optim.schedule"),
+    **dict.fromkeys(("amp", "use_mixed_precision", "enable_mixed_precision"), "optim.use_amp"),
     **dict.fromkeys(("master_port", "main_process_port"), "ddp.port"),
     "ddp_backend": "ddp.backend",
-    "ddp_timeout": "ddp.collective_timeout_s",
+    **dict.fromkeys(("ddp_timeout", "timeout"), "ddp.collective_timeout_s"),
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
-    "save_steps": "checkpoint.save_every_steps",
+    **dict.fromkeys(("save_steps", "save_interval_steps"), "checkpoint.save_every_steps"),
+    "save_total_limit": "checkpoint.keep_last",
     **dict.fromkeys(("logging_steps", "log_every_n_steps"), "log.log_interval"),
     "check_val_every_n_epoch": "log.evaluate_interval",
-    "eval_steps": "log.evaluate_every_steps",
+    **dict.fromkeys(("eval_interval", "valid_interval_steps"), "log.evaluate_every_steps"),
+    "eval_batches": "log.evaluate_batches",
     "regrow_after_s": "recovery.regrow_after",
 }
+# Name of a switch -> the values of its setting for true and for false; None: leaves it as it is.
+SWITCHES: Mapping[str, tuple[str | None, str | None]] = {"decay_lr": (None, "constant")}
+# Name -> words of theirs that are another word here.
+_SCHEDULES = {"constant_with_warmup": "constant"}
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "lr_scheduler": _SCHEDULES,
+    "lr_scheduler_type": _SCHEDULES,
+}
+# Name of a switch that is always on here -> why false is refused.
+ALWAYS: Mapping[str, str] = {
+    "persistent_workers": "loader workers live as long as the run",
+    "drop_last": "each step has the whole global batch, so that its meaning never changes",
+    "broadcast_buffers": "buffers are made the same on all ranks, so that any rank can be replaced",
+    "headless": "every run is headless, and needs no terminal",
+}
+SAID = ("headless",)  # of these, those that are answered also where they are asked for
 _ONE_MACHINE = "a run is on one machine: leave it out"
 _BY_THEMSELVES = "the ranks find each other by themselves: leave it out"
 _PRECISION = "here that is use_amp=true: bf16 where the GPU has it, else fp16"
@@ -63,34 +87,54 @@ ANSWERS: Mapping[str, str] = {
     "module": "here that is --task module:NAME",
     "local_rank": "this command starts the ranks: leave it out",
     "world_size": "here that is --nproc-per-node N",
-    **dict.fromkeys(("mixed_precision", "precision", "fp16", "bf16"), _PRECISION),
+    **dict.fromkeys(("mixed_precision", "precision", "dtype", "fp16", "bf16"), _PRECISION),
     **dict.fromkeys(("devices", "include", "multi_gpu", "n_gpu"), _DEVICES),
     **dict.fromkeys(
         ("accelerator", "no_cuda", "use_cpu"),
         "here GPUs are used where there are any, and --cpu trains on the CPU",
     ),
     **dict.fromkeys(
-        ("strategy", "distributed_type", "deepspeed", "deepspeed_config", "fsdp", "zero_stage"),
+        (
+            *("strategy", "distributed_type", "training_mode"),
+            *("deepspeed", "deepspeed_config", "fsdp", "zero_stage"),
+        ),
         _ALWAYS_DDP,
     ),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _MICRO),
     **dict.fromkeys(
-        ("per_device_eval_batch_size", "eval_batch_size"), "evaluations take --batch-size, too"
+        ("per_device_eval_batch_size", "eval_batch_size", "test_batch_size"),
+        "evaluations take --batch-size, too",
     ),
+    "eval_steps": "write evaluate_every_steps=N for how often, or evaluate_batches=N for how much",
     "warmup_ratio": "here that is warmup_steps=N, in steps",
-    "lr_scheduler_type": "here that is schedule=constant, cosine or linear, each after warmup_steps",
+    "lr_decay_iters": "the schedule ends with the run, at max_steps=N or after epochs=N: leave it out",
     "optim": "here that is optimizer=adamw, adam, sgd, adafactor or muon",
     **dict.fromkeys(("output_dir", "default_root_dir", "save_dir", "project_dir"), _FOLDERS),
     "overwrite_output_dir": "here that is --resume none: old files are set aside",
     "resume_from_checkpoint": "here that is --resume auto, last, best or PATH",
-    "save_total_limit": "here that is keep_last=N; the best one is kept beside these",
     "limit_val_batches": "here that is evaluate_batches=N",
     "val_check_interval": "here that is evaluate_every_steps=N",
     "fast_dev_run": "here that is --test",
     "ema": "here that is ema_decay=0.999",
-    **dict.fromkeys(("torch_compile", "dynamo_backend", "gradient_checkpointing"), _IN_TASK),
     **dict.fromkeys(
-        ("do_train", "do_eval", "report_to", "enable_progress_bar", "logger"),
+        ("torch_compile", "use_torch_compile", "compile", "dynamo_backend", "sync_bn"), _IN_TASK
+    ),
+    **dict.fromkeys(
+        (
+            *("gradient_checkpointing", "use_gradient_checkpointing"),
+            "enable_gradient_checkpointing",
+        ),
+        _IN_TASK,
+    ),
+    **dict.fromkeys(
+        (
+            "do_train",
+            "do_eval",
+            "report_to",
+            "enable_progress_bar",
+            "logger",
+            "enable_gpu_monitoring",
+        ),
         "there is no such switch: leave it out",
     ),
 }
