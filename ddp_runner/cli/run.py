@@ -21,6 +21,7 @@ from ddp_runner.cli.run_options import (
     EXAMPLES,
     LONG_OF_SHORT_HERE,
     OF_ATTACHED,
+    OF_SCRIPTS,
     OWN,
     PYTHON_ONLY,
     REFUSED,
@@ -75,6 +76,7 @@ def run(words: Sequence[str]) -> int:
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):
+        _refuse_of_scripts(sorted_words)
         return _supervise(with_loop(plan, script), words)
     if refused := sorted(set(OF_ATTACHED) & {one.partition("=")[0] for one in sorted_words.shared}):
         raise BadInputError(
@@ -104,6 +106,14 @@ def _supervise(plan: LaunchPlan, words: Sequence[str]) -> int:
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
     return supervise(plan)
+
+
+def _refuse_of_scripts(words: _Words) -> None:
+    given = [*words.own, *(["--resume-with"] if words.resume_with else [])]
+    for option in given:
+        if option in OF_SCRIPTS:
+            expected = f"is for other scripts: a loop that calls attach() {OF_SCRIPTS[option]}"
+            raise BadInputError(option, "", expected)
 
 
 def _thread_notes(threads: int) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,42 @@ if TYPE_CHECKING:
     from ddp_runner.core.launch_plan import LaunchPlan
     from ddp_runner.core.script import ScriptPlan
 
-_ATTACHES = re.compile(
-    rb"\bddp_runner\.attach\s*\(|\bfrom\s+ddp_runner\s+import\s+[^\n]*\battach\b"
-)
-
 
 def attaches(script: ScriptPlan) -> bool:
     """Whether the program's own file calls ``ddp_runner.attach()``, as far as its text says."""
-    return not script.is_program and bool(_ATTACHES.search(_source(script)))
+    return not script.is_program and calls_attach(_source(script))
+
+
+def calls_attach(source: bytes) -> bool:
+    """Whether a call in a Python file goes to ``attach`` of this package, by the names that it imports."""
+    if b"attach" not in source:
+        return False
+    packages, functions, called = set(), set(), []
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a module after -m; its ranks say so
+        return False
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                packages |= {one.asname or "ddp_runner" for one in names if _is_of_package(one)}
+            case ast.ImportFrom(module="ddp_runner", names=names):
+                functions |= {one.asname or one.name for one in names if one.name == "attach"}
+            case ast.Call(func=called_one):
+                called.append(called_one)
+    for one in called:
+        match one:
+            case ast.Name(id=name) if name in functions:
+                return True
+            case ast.Attribute(value=ast.Name(id=name), attr="attach") if name in packages:
+                return True
+    return False
+
+
+def _is_of_package(imported: ast.alias) -> bool:
+    """``import ddp_runner.x`` binds the package too, but for ``import ddp_runner.x as y``."""
+    is_within = imported.name.startswith("ddp_runner.") and imported.asname is None
+    return imported.name == "ddp_runner" or is_within
 
 
 def with_loop(plan: LaunchPlan, script: ScriptPlan) -> LaunchPlan:

@@ -88,6 +88,16 @@ LONG_OF_SHORT_HERE = {
     **{short: long for short, long in LONG_OF_SHORT.items() if long in SHARED},
     "-r": "--redirects",
 }
+# What is for a script only: what an attached loop has instead.
+OF_SCRIPTS = {
+    "--resume-with": "resumes from checkpoints of its own: see --resume",
+    "--from-scratch": "resumes from checkpoints of its own: --resume none starts fresh",
+    "--plain-saves": "is saved by run, and its own torch.save is left as it is",
+    "--hang-timeout": "is watched without it: recovery.hang_min_s and recovery.hang_factor say how",
+    "--grace-period": "saves before it ends: recovery.stop_timeout_s is the time for that",
+    "--tee": "has a log file for each rank below --log-dir",
+    "--local-ranks-filter": "has a log file for each rank below --log-dir",
+}
 # What means nothing of a program that is no Python of ours to run.
 PYTHON_ONLY = ("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves")
 # Of torchrun, with no meaning here, or none that could be kept.

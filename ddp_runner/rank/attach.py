@@ -15,9 +15,11 @@ import torch
 
 from ddp_runner import config as configuration
 from ddp_runner.config.run_names import name_of_task
+from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.settings import Settings
 from ddp_runner.rank import external_launcher
+from ddp_runner.system import heartbeat
 from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.runtime import Runtime, local_runtime
@@ -70,6 +72,12 @@ def attach(config: Mapping[str, Any] | None = None) -> AttachedRun:
             runtime.logger.info("run was given the settings: those of attach() are not used")
         _this.run = _attached(settings, runtime)
         return _this.run
+    if heartbeat.are_counted():
+        expected = (
+            "run saw no attach() in the file that it was given: call ddp_runner.attach() there"
+        )
+        sys.stderr.write(f"ddp_runner: error: {misuse(expected)}\n")
+        raise SystemExit(ExitCode.BAD_USAGE)
     settings = _settings(config or {})
     as_rank = plain_rank(os.environ)
     if as_rank is None:

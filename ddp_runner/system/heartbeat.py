@@ -17,6 +17,11 @@ def heartbeat() -> None:
         slot.add(Cell.SCRIPT_HEARTBEATS, 1)
 
 
+def are_counted() -> bool:
+    """Whether this process is the rank of a script under ``run``."""
+    return bool(_counted_on)
+
+
 def count_heartbeats(slot: Slot) -> None:
     """From now on count them on the board."""
     _counted_on[:] = [slot]

@@ -22,6 +22,7 @@ from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
 
 ROOT = Path(__file__).resolve().parents[2]
+LOOP = str(ROOT / "docs" / "examples" / "my_loop.py")
 
 
 def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,6 +64,9 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["run", "--preload", "no_such", __file__], ["--preload=no_such: no module of this name"]),
         (["run", "--resume-with", "a.pt", __file__], ["--resume-with=a.pt: must be a file and"]),
         (["run", "--grace-period", "soon", __file__], ["--grace-period=soon: must be a number"]),
+        (["run", "--tee=3", LOOP], ["--tee: is for other scripts: a loop that calls attach()"]),
+        (["run", "--resume-with", "a:b", LOOP], ["--resume-with: is for other scripts: a loop"]),
+        (["run", "--inject=kill", __file__], ["--inject: needs a loop that calls ddp_runner.att"]),
         (["demo", "-n", "1"], ["--nproc-per-node=1: must be 2 to 8: what is left of a world"]),
         (["demo", "--kep"], ["--kep: unknown option; did you mean --keep?"]),
         (["--cpu", "--bacth-size", "3"], ["--bacth-size: unknown option; did you mean --batch-"]),

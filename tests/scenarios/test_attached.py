@@ -184,12 +184,39 @@ def test_all_ranks_at_once_go_on_from_the_checkpoint(tmp_path, fault_free):
         assert run.summary()["exact"]
 
 
+def test_a_loop_and_a_task_train_the_same_weights(tmp_path):
+    """One training, written both ways, each with a rank killed: as the task does without faults."""
+    file = LOOPS / "two_faces.py"
+    words = ("max_steps=24", "batch_size=4", "learning_rate=1e-2", "beta2=0.999", "use_amp=false")
+    words += ("schedule=constant", "warmup_steps=0", "max_grad_norm=none")
+    words += ("find_unused_parameters=true",)
+    weights = []
+    for name, harm in (("calm", ()), ("task", ("--inject", "kill:rank=1,step=9"))):
+        with Run(tmp_path / name, *words, *harm, task=f"{file}:Faces") as run:
+            assert run.wait() == 0, run.console
+            assert len(run.summary()["faults"]) == len(harm) // 2
+        weights.append(trained(tmp_path / name))
+    with run_loop(tmp_path / "loop", loop=file, options=("--inject", "kill:rank=1,step=9")) as run:
+        assert run.wait() == 0, run.console
+        assert [one["steps_lost"] for one in run.summary()["faults"]] == [0]
+    looped = {n.removeprefix("model."): w for n, w in trained(tmp_path / "loop").items()}
+    assert weights[0] == weights[1] == looped
+
+
+def trained(folder):
+    """A hash of each weight in the last checkpoint below ``folder``."""
+    saved = torch.load(folder / "checkpoints" / "step_00000024.pt", weights_only=True)["model"]
+    return _hashed(dict(saved))
+
+
 def test_a_stopped_run_is_resumed(tmp_path, fault_free):
-    """By the same command; the program behind the loop runs once only."""
-    plant(tmp_path, r0_s10_between="import os, signal; os.kill(os.getppid(), signal.SIGTERM)")
-    with run_loop(tmp_path) as run:
-        assert run.wait() == ExitCode.PREEMPTED, run.console
-    assert not (tmp_path / "final.pt").exists()
+    """By the same command, with the codes of train; the program behind the loop runs once only."""
+    stop = "import os, signal; os.kill(os.getppid(), signal.{})"
+    plant(tmp_path, r0_s10_between=stop.format("SIGTERM"), r1_s15_forward=stop.format("SIGINT"))
+    for code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
+        with run_loop(tmp_path) as run:
+            assert run.wait() == code, run.console
+        assert not (tmp_path / "final.pt").exists()
     with run_loop(tmp_path) as run:
         assert run.wait() == 0, run.console
         assert final(tmp_path) == fault_free()

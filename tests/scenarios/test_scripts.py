@@ -135,6 +135,16 @@ def test_what_would_fail_again_is_not_started_again(tmp_path, code, exit_code, r
     assert "ddp_runner" not in log.replace(str(tmp_path), ""), "no frame of ours"
 
 
+def test_a_module_that_attaches_is_named(tmp_path):
+    """``run`` looks into the file that it is given: of one that calls such a module it sees nothing."""
+    (tmp_path / "training.py").write_text("import ddp_runner\n\nrun = ddp_runner.attach()\n")
+    script = tmp_path / "own.py"
+    script.write_text("import training\n")
+    with run_script(tmp_path, script) as run:
+        assert run.wait() == 2, run.console
+    assert "error: training.py:3: run saw no attach() in the file that it was given" in run.console
+
+
 def test_the_same_error_after_as_many_steps_ends_the_run(tmp_path):
     """It is the script's; the second attempt has shown that."""
     script = tmp_path / "own.py"

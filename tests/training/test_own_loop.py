@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -233,6 +234,8 @@ def _short_batches(run):
         (lambda run: run.steps(DATA, max_steps=1), "no net"),
         (lambda run: run.step().__enter__(), "run.step() needs a batch"),
         (lambda run: run.loader(DATA, batch_size=0), "loader() needs batch_size="),
+        (lambda run: run.note(loss=torch.ones(3)), "note(loss=...) is a Tensor of 3 elements"),
+        (lambda run: run.note(model="small"), "note(model=...) is a str: give one number"),
     ],
 )
 def test_misuse_is_one_line_with_the_line_of_the_file(run, misused, says):
@@ -375,6 +378,7 @@ def own_batches(batches, **how):
         seed=0,
         rank=0,
         say=lambda _: None,
+        warn=how.get("warn", lambda _: None),
         alive=how.get("alive", lambda: None),
     )
 
@@ -644,6 +648,16 @@ def test_a_body_may_take_something_out_of_its_batch():
     batches = own_batches([{"x": 1, "label": 2}] * 4, max_steps=4)
     batches.take(0)[0].pop("label")
     assert batches.take(0)[0] == {"x": 1, "label": 2}
+
+
+def test_what_cannot_be_copied_is_named_once():
+    """A lock, say, which any body may have taken when its step is done again."""
+    said = []
+    batches = own_batches([{"lock": threading.Lock(), "x": 1}] * 4, max_steps=4, warn=said.append)
+    for step in (0, 0, 1, 2):
+        batches.take(step)
+    assert len(said) == 1
+    assert said[0].startswith("the batches hold a lock, which cannot be copied")
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides")

@@ -141,9 +141,13 @@ class OwnBatches:
         seed: int,
         rank: int,
         say: Callable[[str], None],
+        warn: Callable[[str], None],
         alive: Callable[[], None],
     ) -> None:
-        """``alive`` is called before a step's batches are drawn, and may raise; ``say`` hears of what takes long."""
+        """``alive`` is called before a step's batches are drawn, and may raise; ``say`` hears of what takes long.
+
+        ``warn``: of what cannot be copied for a step that is done again.
+        """
         self._batches = batches
         self._length = length
         self._accumulate = accumulate
@@ -151,7 +155,9 @@ class OwnBatches:
         self._seed = seed
         self._rank = rank
         self._say = say
+        self._warn = warn
         self._alive = alive
+        self._shared: set[str] = set()  # types of what is in batches and cannot be copied
         self._drawn: Iterator[Any] | None = None
         self._pass = 0
         self._next_step = -1  # which the iterator gives next; -1: there is none
@@ -169,7 +175,15 @@ class OwnBatches:
             self._held = self._draw(step)
             self._held_step, self._looks = step, _versions(self._held)
         self.waited_s = time.monotonic() - began_s
-        return [_handed(one) for one in self._held]
+        return [_handed(one, on_shared=self._say_shared) for one in self._held]
+
+    def _say_shared(self, kind: str) -> None:
+        if kind not in self._shared:
+            self._shared.add(kind)
+            self._warn(
+                f"the batches hold a {kind}, which cannot be copied: a body must not change it, or a step that is"
+                " done again begins with it changed"
+            )
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -273,22 +287,24 @@ class OwnBatches:
         return batch
 
 
-def _handed(value: Any) -> Any:
+def _handed(value: Any, *, on_shared: Callable[[str], None]) -> Any:
     """``value`` in containers of its own, for a body that takes something out of them; tensors are the same.
 
-    Of other types it is a copy, where there can be one: nobody sees whether such a one was changed.
+    Of other types it is a copy: nobody sees whether such a one was changed. ``on_shared`` is called with the
+    name of a type of which there can be none.
     """
     if isinstance(value, Tensor):
         return value
     if type(value) is dict:
-        return {key: _handed(one) for key, one in value.items()}
+        return {key: _handed(one, on_shared=on_shared) for key, one in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_handed(one) for one in value))
+        return type(value)(*(_handed(one, on_shared=on_shared) for one in value))
     if type(value) in (list, tuple):
-        return type(value)(_handed(one) for one in value)
+        return type(value)(_handed(one, on_shared=on_shared) for one in value)
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - whatever a type of the loop's own raises; then it is shared
+        on_shared(type(value).__name__)
         return value
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ddp_runner.core.settings import DdpSettings
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.training.own_loop.kept import KeptObjects
+from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.net import AttachedModule
 
 LOSS = "loss"
@@ -58,9 +59,20 @@ class OwnLoop:
         return [-1 if scale is None else scale._version for scale in found]  # noqa: SLF001 - without a look at the device
 
     def note(self, values: dict[str, Any]) -> None:
-        """Keep what the loop says of a step; tensors without their graph, read when they are shown."""
+        """Keep what the loop says of a step; tensors without their graph, read when they are shown.
+
+        Raises BadInputError for what is no number.
+        """
         for name, value in values.items():
-            self.noted[name] = value.detach() if isinstance(value, Tensor) else float(value)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                self.noted[name] = value.detach()
+                continue
+            try:
+                self.noted[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                shape = f" of {value.numel()} elements" if isinstance(value, Tensor) else ""
+                kind = type(value).__name__
+                raise misuse(f"note({name}=...) is a {kind}{shape}: give one number") from None
 
     def shown(self) -> dict[str, float]:
         """What was noted, as numbers. Reading waits for the device."""

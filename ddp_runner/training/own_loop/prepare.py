@@ -110,6 +110,7 @@ def prepare(
             seed=settings.run.seed,
             rank=info.rank,
             say=runtime.logger.info,
+            warn=runtime.logger.warning,
             alive=on_wait,
         )
     ending.callback(loader.close)

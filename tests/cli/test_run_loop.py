@@ -1,0 +1,38 @@
+"""Which programs attach, by their text."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.cli.run_loop import calls_attach
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import ddp_runner\nrun = ddp_runner.attach()",
+        "import ddp_runner as ddpr\n\ndef main():\n    with_run(ddpr.attach(config))",
+        "import ddp_runner.version\nddp_runner.attach()",
+        "from ddp_runner import (\n    Task,\n    attach,\n)\nattach()",
+        "def main():\n    from ddp_runner import attach as begin\n    return begin()",
+    ],
+)
+def test_a_call_is_found_whatever_the_names(text):
+    assert calls_attach(text.encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import ddp_runner  # ddp_runner.attach() comes later",
+        "import ddp_runner\n'''ddp_runner.attach()'''",
+        "from debugger import attach\nattach()",
+        "import ddp_runner\nimport debugger\ndebugger.attach()",
+        "import ddp_runner.version as ddp_runner_version\nimport other as ddp\nddp.attach()",
+        "from ddp_runner import attach",
+        "this is no Python: ddp_runner.attach()",
+        "",
+    ],
+)
+def test_what_only_looks_like_one_is_none(text):
+    assert not calls_attach(text.encode())
