@@ -109,6 +109,9 @@ def test_every_preset_is_legal(preset, tmp_path, monkeypatch):
         ("nproc_per_node", "auto", "run.nproc_per_node", "auto"),
         ("nproc_per_node", "3", "run.nproc_per_node", 3),
         ("schedule", "Linear", "optim.schedule", "linear"),
+        ("warmup_steps", "0.05", "optim.warmup_steps", 0.05),
+        ("warmup_steps", "1e3", "optim.warmup_steps", 1000),
+        ("decay_steps", "0", "optim.decay_steps", 0),
         ("resume", "none", "run.resume", "none"),
         ("task", "my.py:Mine", "run.task", "my.py:Mine"),
         ("data", "/some/where", "data.path", "/some/where"),
@@ -140,7 +143,21 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
             "warm_spare=devices: must be true or false, or libraries, or device",
         ),
         ("ema_decay", "1", "ema_decay=1: must be a number, above 0 and below 1, or none"),
-        ("schedule", "cosin", "schedule=cosin: must be one of constant, cosine, linear"),
+        (
+            "schedule",
+            "cosin",
+            "schedule=cosin: must be one of constant, cosine, linear, wsd, inverse_sqrt",
+        ),
+        (
+            "warmup_steps",
+            "1.5",
+            "warmup_steps=1.5: must be a whole number, 0 or more, or a share between 0 and 1",
+        ),
+        (
+            "decay_steps",
+            "-0.1",
+            "decay_steps=-0.1: must be a whole number, 0 or more, or a share between 0 and 1",
+        ),
         (
             "drill_at",
             "0",
@@ -376,6 +393,10 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
         (
             [("optimizer", "sgd"), ("epsilon", "1e-3")],
             "optim.epsilon=0.001: leave it out with sgd",
+        ),
+        (
+            [("schedule", "wsd"), ("decay_steps", "0")],
+            "optim.decay_steps=0: must be above 0 with schedule=wsd; constant has no decay",
         ),
         ([("gpus", "0"), ("device", "cpu")], "--gpus=0: contradicts --cpu; give one of them"),
         (

@@ -60,6 +60,8 @@ TYPED = [
     ("data_workers", "3", "data.num_workers", 3),
     ("max_norm", "0.5", "optim.max_grad_norm", 0.5),
     ("warmup_iters", "7", "optim.warmup_steps", 7),
+    ("lr_decay_iters", "700", "optim.schedule_steps", 700),
+    ("lr_scheduler_type", "warmup_stable_decay", "optim.schedule", "wsd"),
     ("lr_scheduler_type", "linear", "optim.schedule", "linear"),
     ("lr_scheduler", "constant_with_warmup", "optim.schedule", "constant"),
     ("decay_lr", "false", "optim.schedule", "constant"),

@@ -40,6 +40,7 @@ class Kind(Enum):
     CHOICE = "one of"
     INTEGERS = "whole numbers separated by commas"
     TEXTS = "a list of texts"
+    STEPS = "a whole number, 0 or more, or a share between 0 and 1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class FieldSpec:
     def expected(self) -> str:
         """What a legal value is, in words."""
         parts = [self.kind.value]
+        if self.kind is Kind.STEPS:
+            return str(self.kind.value)
         if self.kind is Kind.CHOICE:
             parts.append(" " + ", ".join(self.choices))
         else:
@@ -106,6 +109,7 @@ class FieldSpec:
             Kind.CHOICE: _no_choice,
             Kind.INTEGERS: self._integers,
             Kind.TEXTS: _texts,
+            Kind.STEPS: _steps,
         }[self.kind]
         return parse(value)
 
@@ -144,6 +148,19 @@ def _whole(value: object) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     raise ValueError(value)
+
+
+def _steps(value: object) -> float:
+    """A number of steps as an int, a share of them as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(value)  # noqa: TRY004 - see _whole
+    number = float(value)
+    if 0 < number < 1:
+        return number
+    steps = _whole(value)
+    if steps < 0:
+        raise ValueError(value)
+    return steps
 
 
 def parse_switch(value: object) -> bool:
@@ -214,9 +231,10 @@ def _spec(key: str, hint: object, default: object) -> FieldSpec:
         (int,): Kind.INTEGERS,
         (str,): Kind.TEXTS,
     }
+    kind = kinds[plain[0]] if plain else Kind.CHOICE
     return FieldSpec(
         key=key,
-        kind=kinds[plain[0]] if plain else Kind.CHOICE,
+        kind=Kind.STEPS if plain == [int, float] else kind,
         default=default,
         optional=optional,
         choices=tuple(choices),

@@ -32,6 +32,7 @@ ALIASES: Mapping[str, str] = {
         ("clip_grad", "grad_clip", "gradient_clip_val", "max_norm"), "optim.max_grad_norm"
     ),
     "warmup_iters": "optim.warmup_steps",
+    "lr_decay_iters": "optim.schedule_steps",
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "decay_lr"), "optim.schedule"),
     **dict.fromkeys(("amp", "use_mixed_precision", "enable_mixed_precision"), "optim.use_amp"),
     **dict.fromkeys(("master_port", "main_process_port"), "ddp.port"),
@@ -50,7 +51,7 @@ ALIASES: Mapping[str, str] = {
 # Name of a switch -> the values of its setting for true and for false; None: leaves it as it is.
 SWITCHES: Mapping[str, tuple[str | None, str | None]] = {"decay_lr": (None, "constant")}
 # Name -> words of theirs that are another word here.
-_SCHEDULES = {"constant_with_warmup": "constant"}
+_SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 WORDS: Mapping[str, Mapping[str, str]] = {
     "lr_scheduler": _SCHEDULES,
     "lr_scheduler_type": _SCHEDULES,
@@ -106,8 +107,7 @@ ANSWERS: Mapping[str, str] = {
         "evaluations take --batch-size, too",
     ),
     "eval_steps": "write evaluate_every_steps=N for how often, or evaluate_batches=N for how much",
-    "warmup_ratio": "here that is warmup_steps=N, in steps",
-    "lr_decay_iters": "the schedule ends with the run, at max_steps=N or after epochs=N: leave it out",
+    "warmup_ratio": "here that is warmup_steps=SHARE, below 1",
     "optim": "here that is optimizer=adamw, adam, sgd, adafactor or muon",
     **dict.fromkeys(("output_dir", "default_root_dir", "save_dir", "project_dir"), _FOLDERS),
     "overwrite_output_dir": "here that is --resume none: old files are set aside",

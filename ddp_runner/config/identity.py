@@ -64,7 +64,8 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
             run.deterministic data.micro_batch_size optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
-            optim.schedule optim.warmup_steps optim.min_learning_rate
+            optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
+            optim.min_learning_rate
             optim.max_grad_norm optim.use_amp optim.ema_decay ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb
         """,
@@ -96,7 +97,10 @@ ON_RESUME: Mapping[str, OnResume] = {
     for key in keys.split()
 }
 # Keys of a recipe that act through the learning rate alone.
-RATE_KEYS = ("learning_rate", "schedule", "warmup_steps", "min_learning_rate")
+RATE_KEYS = (
+    *("learning_rate", "schedule", "schedule_steps", "warmup_steps", "decay_steps"),
+    "min_learning_rate",
+)
 TOTAL_STEPS = "steps of the run"
 TASK_FILE = "the task's file"
 _AS_WRITTEN = (

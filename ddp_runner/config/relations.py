@@ -70,6 +70,9 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
                 f"must be optim.learning_rate={optim.learning_rate:g} or less",
             )
         )
+    if optim.schedule == "wsd" and not optim.decay_steps:
+        expected = "must be above 0 with schedule=wsd; constant has no decay"
+        problems.append(BadInputError("optim.decay_steps", optim.decay_steps, expected))
     return problems + _optimizer_lacks(settings)
 
 
@@ -205,12 +208,17 @@ def _task_problems(task: str) -> list[BadInputError]:
 
 def _notes(settings: Settings) -> tuple[str, ...]:
     notes = []
-    steps, warmup = settings.run.max_steps, settings.optim.warmup_steps
+    optim, name, whole = settings.optim, "run.max_steps", "run"
+    steps, warmup = settings.run.max_steps, optim.warmup_steps
+    if optim.schedule_steps:
+        steps, name, whole = optim.schedule_steps, "optim.schedule_steps", "schedule"
     if steps and warmup >= steps:
         notes.append(
-            f"optim.warmup_steps={warmup} is not below run.max_steps={steps}: "
-            f"the warm-up is cut to half of the run, {steps // 2} steps"
+            f"optim.warmup_steps={warmup} is not below {name}={steps}: "
+            f"the warm-up is cut to half of the {whole}, {steps // 2} steps"
         )
+    if 0.5 < warmup < 1:
+        notes.append(f"optim.warmup_steps={warmup}: the warm-up is cut to half of the schedule")
     folder = Path(settings.run.checkpoint_dir)
     # Before runs had names they saved to the folder above.
     is_first = folder.parent == Path(CHECKPOINTS) and not folder.exists()

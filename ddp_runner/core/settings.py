@@ -20,6 +20,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
 
 
@@ -147,11 +148,18 @@ class OptimSettings:
     """Momentum of SGD and Muon. auto: 0.9 for sgd, torch's own for muon."""
     epsilon: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """What keeps the optimizer from dividing by zero; sgd has none. auto: torch's own."""
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """The course of the learning rate after the warm-up, down to min_learning_rate at the last
-    step, or constant."""
-    warmup_steps: NonNegative = 100
-    """Steps in which the learning rate grows linearly; at most half of the run."""
+    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    """The course of the learning rate after the warm-up. cosine, linear: down to min_learning_rate at the
+    last step. wsd: constant, and linear in the last decay_steps. inverse_sqrt: with the square root
+    of the steps, no lower than min_learning_rate."""
+    schedule_steps: NonNegative = 0
+    """Steps at which the schedule ends, before the end of the run or beyond. 0: with the run."""
+    warmup_steps: StepsOrShare = 100
+    """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of
+    it."""
+    decay_steps: StepsOrShare = 0.1
+    """Steps, or their share of the schedule, in which wsd goes down at its end; at most what the warm-up
+    leaves."""
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """The learning rate at the end of the schedule; learning_rate or less."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0

@@ -35,6 +35,11 @@ def run_length(*, steps_per_epoch: int, epochs: int, max_steps: int) -> RunLengt
     )
 
 
+def steps_of(steps: float, *, of: int) -> int:
+    """``steps`` as a number: below 1 it is a share of so many."""
+    return round(steps * of) if 0 < steps < 1 else int(steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueActions:
     """What every rank does at a boundary, in this order."""

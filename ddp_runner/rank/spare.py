@@ -178,7 +178,7 @@ def _toy(settings: Settings, device: torch.device, *, use_amp: bool = False) -> 
         precision=Precision(use_amp=use_amp, device=device),
         ema=None,
         monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
-        loss_spikes=LossSpikes.watched_as(settings),
+        loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),
         tuning=Tuning(
             micro_batch_size=_SAMPLES,
             evaluation_batch_size=_SAMPLES,

@@ -11,7 +11,12 @@ from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
 from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
-from ddp_runner.training.components.lr_schedule import learning_rate
+from ddp_runner.training.components.lr_schedule import (
+    decay_begin,
+    learning_rate,
+    schedule_end,
+    warmup_end,
+)
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -19,6 +24,7 @@ from ddp_runner.training.state import TrainState
 CHANGES_KEPT = 100  # of the newest, in state and manifest
 _PROBES = 64  # steps at which two schedules are held against each other, beside their corners
 _RATES = {f"optim.{name}" for name in RATE_KEYS}
+_FIRST_RATES = {f"optim.{name}": getattr(OptimSettings(), name) for name in RATE_KEYS}
 
 
 def changes_since(
@@ -88,6 +94,8 @@ def _changed_values(
 ) -> list[tuple[str, str]]:
     """Key and line of each difference; of those that act through the rate only where it differs."""
     rates = _RATES | {TOTAL_STEPS}
+    if "optim.schedule" in old:  # of a version that had fewer settings of it
+        old = {**_FIRST_RATES, **old}
     if not rates <= old.keys() or _same_rates(old, new, step=step):
         pairs = []
     else:
@@ -95,7 +103,7 @@ def _changed_values(
         if old["optim.warmup_steps"] == new["optim.warmup_steps"]:  # at most half of the run
             pairs.append(("end of the warm-up", _warmup_end(old), _warmup_end(new)))
         if "constant" not in (old["optim.schedule"], new["optim.schedule"]):
-            pairs.append(("end of the schedule", old[TOTAL_STEPS], new[TOTAL_STEPS]))
+            pairs.append(("end of the schedule", _schedule_end(old), _schedule_end(new)))
     pairs += [(key, old.get(key, new[key]), new[key]) for key in new if key not in rates]
     return [
         (key, _line(key, before, after, step=step))
@@ -105,21 +113,35 @@ def _changed_values(
 
 
 def _warmup_end(recipe: Mapping[str, Any]) -> int:
-    return min(int(recipe["optim.warmup_steps"]), int(recipe[TOTAL_STEPS]) // 2)
+    return warmup_end(_settings(recipe), total_steps=int(recipe[TOTAL_STEPS]))
+
+
+def _corners(recipe: Mapping[str, Any]) -> tuple[int, ...]:
+    """The steps at which a schedule bends."""
+    begin = decay_begin(_settings(recipe), total_steps=int(recipe[TOTAL_STEPS]))
+    return _warmup_end(recipe), begin, _schedule_end(recipe)
+
+
+def _schedule_end(recipe: Mapping[str, Any]) -> int:
+    return schedule_end(_settings(recipe), total_steps=int(recipe[TOTAL_STEPS]))
 
 
 def _same_rates(old: Mapping[str, Any], new: Mapping[str, Any], *, step: int) -> bool:
     """Whether no step from ``step`` on has another learning rate."""
     end = int(new[TOTAL_STEPS])
-    corners = [_warmup_end(old), _warmup_end(new), int(old[TOTAL_STEPS]), end]
+    corners = [corner for recipe in (old, new) for corner in _corners(recipe)]
     probes = {step + (end - step) * number // _PROBES for number in range(_PROBES)}
     probes |= {corner + aside for corner in corners for aside in (-1, 0, 1)}
     return all(_rate(old, one) == _rate(new, one) for one in probes if step <= one < end)
 
 
 def _rate(recipe: Mapping[str, Any], step: int) -> float:
-    settings = OptimSettings(**{name: recipe[f"optim.{name}"] for name in RATE_KEYS})
-    return learning_rate(step, total_steps=int(recipe[TOTAL_STEPS]), settings=settings)
+    total_steps = int(recipe[TOTAL_STEPS])
+    return learning_rate(step, total_steps=total_steps, settings=_settings(recipe))
+
+
+def _settings(recipe: Mapping[str, Any]) -> OptimSettings:
+    return OptimSettings(**{name: recipe[f"optim.{name}"] for name in RATE_KEYS})
 
 
 def _line(key: str, before: object, after: object, *, step: int) -> str:

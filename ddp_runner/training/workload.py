@@ -299,7 +299,7 @@ def _empty_state(
             target_loss=settings.run.target_loss,
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
-        loss_spikes=LossSpikes.watched_as(settings),
+        loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.total_steps),
         quarantine=empty_quarantine(settings, order.dataset_size),
         validation_quarantine=(
             empty_quarantine(settings, validation_samples) if validation_samples else None

@@ -16,8 +16,8 @@ QUICK = (
     *("evaluate_interval=3", *PATIENT),
 )
 OPTIMIZERS = {
-    "muon": ("optimizer=muon", "max_grad_value=0.05"),
-    "sgd": ("optimizer=sgd", "momentum=0.8", "learning_rate=0.01"),
+    "muon": ("optimizer=muon", "max_grad_value=0.05", "schedule=wsd", "decay_steps=0.6"),
+    "sgd": ("optimizer=sgd", "momentum=0.8", "learning_rate=0.01", "warmup_steps=0.2"),
 }
 needs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="this torch has no Muon: it came with 2.9"

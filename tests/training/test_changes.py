@@ -81,6 +81,20 @@ def test_the_same_settings_change_nothing(tmp_path):
                 "optim.warmup_steps 20 -> 10 at step 40",
             ],
         ),
+        (
+            {"schedule": "wsd", "decay_steps": 0.5},
+            [
+                "optim.schedule cosine -> wsd at step 40",
+                "optim.decay_steps 0.1 -> 0.5 at step 40",
+            ],
+        ),
+        (
+            {"schedule_steps": 60},
+            [
+                "optim.schedule_steps 0 -> 60 at step 40",
+                "end of the schedule 80 -> 60 at step 40",
+            ],
+        ),
         ({"min_lr": 1e-5}, ["optim.min_learning_rate 0.0 -> 1e-05 at step 40"]),
         ({"max_steps": 100}, ["end of the schedule 80 -> 100 at step 40"]),
         ({"weight_decay": 0.5}, ["optim.weight_decay 0.01 -> 0.5 at step 40"]),
@@ -115,6 +129,29 @@ def test_of_a_schedule_only_what_moves_the_rate_is_named(tmp_path):
     after = {**before, "max_steps": 60}
     lines = ("end of the warm-up 15 -> 30 at step 20",)
     assert resumed(tmp_path / "2", before=before, step=20, **after).changes == lines
+
+
+def test_a_decay_that_wsd_does_not_come_to_is_no_change(tmp_path):
+    """Nor what cosine does not read; control: one that reaches the last step is named."""
+    wsd = {"schedule": "wsd", "decay_steps": 8, "schedule_steps": 200}
+    assert resumed(tmp_path / "1", before=wsd, **{**wsd, "decay_steps": 120}).changes == ()
+    line = (
+        "optim.decay_steps 8 -> 122 at step 40"  # the rate of its first step is still the full one
+    )
+    assert resumed(tmp_path / "2", before=wsd, **{**wsd, "decay_steps": 122}).changes == (line,)
+    assert resumed(tmp_path / "3", decay_steps=7, warmup_steps=0.25).changes == ()
+
+
+def test_a_file_from_before_other_schedules_has_the_rates_of_then(tmp_path):
+    """What its recipe has not is what every run of that version had."""
+    store = CheckpointStore(tmp_path, keep_last=3)
+    _, workload, state = build()
+    newer = ("optim.schedule_steps", "optim.decay_steps", "optim.momentum", "optim.epsilon")
+    recipe = {key: value for key, value in workload.recipe.items() if key not in newer}
+    save(store, workload, state, recipe=recipe)
+    settings, workload, state = build(lr=0.5)
+    assert load_start(settings, workload, state, store) is not None
+    assert state.changes == ("optim.learning_rate 0.0001 -> 0.5 at step 40",)
 
 
 @pytest.mark.parametrize("step", [0, 80])

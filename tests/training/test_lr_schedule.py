@@ -58,3 +58,103 @@ def test_the_rate_is_set_in_every_group_even_a_tensor():
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert optimizer.param_groups[1]["lr"] is held
     assert held.item() == 0.25
+
+
+def hand(total_steps, schedulers, milestones):
+    """The rates that a loop with torch's own schedulers trains with."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    made = [make(optimizer) for make in schedulers]
+    chained = torch.optim.lr_scheduler.SequentialLR(optimizer, made, milestones)
+    found = []
+    for _ in range(total_steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        chained.step()
+    return found
+
+
+def warm_up(steps):
+    """torch's own: the first step has one part of the rate, the one after the last all of it."""
+    kind = torch.optim.lr_scheduler.LinearLR
+    return lambda optimizer: kind(optimizer, 1 / steps, 1.0, steps - 1)
+
+
+def down(steps, *, to):
+    kind = torch.optim.lr_scheduler.LinearLR
+    return lambda optimizer: kind(optimizer, 1.0, to, steps)
+
+
+def cosine(steps, *, to):
+    kind = torch.optim.lr_scheduler.CosineAnnealingLR
+    return lambda optimizer: kind(optimizer, steps, to)
+
+
+def flat(optimizer):
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0, 1)
+
+
+def falls_with_root(warmup_steps):
+    def factor(passed):
+        return (warmup_steps / (passed + warmup_steps)) ** 0.5
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "schedulers", "milestones"),
+    [
+        ({"schedule": "cosine", "min_learning_rate": 0.2}, [cosine(80, to=0.2)], [20]),
+        ({"schedule": "linear", "min_learning_rate": 0.2}, [down(80, to=0.2)], [20]),
+        (
+            {"schedule": "wsd", "decay_steps": 30, "min_learning_rate": 0.2},
+            [flat, down(30, to=0.2)],
+            [20, 70],
+        ),
+        ({"schedule": "wsd", "decay_steps": 0.3}, [flat, down(30, to=0.0)], [20, 70]),
+        ({"schedule": "wsd", "decay_steps": 99}, [down(80, to=0.0)], [20]),
+        (
+            {"schedule": "wsd", "schedule_steps": 80, "decay_steps": 10},
+            [flat, down(10, to=0.0)],
+            [20, 70],
+        ),
+        ({"schedule": "inverse_sqrt"}, [falls_with_root(20)], [20]),
+        (
+            {"schedule": "cosine", "schedule_steps": 200, "min_learning_rate": 0.2},
+            [cosine(180, to=0.2)],
+            [20],
+        ),
+    ],
+)
+def test_each_schedule_is_that_of_torchs_own_schedulers(settings, schedulers, milestones):
+    """A hundred steps with warm-up, held against a loop with what torch has."""
+    expected = hand(100, [warm_up(20), *schedulers], milestones)
+    assert rates(100, warmup_steps=20, **settings) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "of_longer"),
+    [(0.2, 20, 40), (0.155, 16, 31), (0.6, 50, 100), (0.004, 0, 1)],
+)
+def test_a_warm_up_below_1_is_a_share_of_the_schedule(share, steps, of_longer):
+    """Rounded to a step, and at most half."""
+    assert rates(100, warmup_steps=share) == rates(100, warmup_steps=steps)
+    longer = rates(100, warmup_steps=share, schedule_steps=200)
+    assert longer == rates(100, warmup_steps=of_longer, schedule_steps=200)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "inverse_sqrt"])
+def test_a_schedule_that_ends_before_the_run_holds_its_last_rate(schedule):
+    """From schedule_steps on; what goes down has come to the lowest rate by then."""
+    found = rates(60, warmup_steps=4, schedule=schedule, schedule_steps=40, min_learning_rate=0.1)
+    assert len(set(found[40:])) == 1
+    assert found[39] > found[40]
+    if schedule != "inverse_sqrt":
+        assert found[40] == pytest.approx(0.1)
+
+
+def test_inverse_sqrt_stays_above_the_lowest_rate_and_needs_no_warm_up():
+    """Without one its time scale is ten thousand steps, as transformers has it."""
+    found = rates(200, warmup_steps=2, schedule="inverse_sqrt", min_learning_rate=0.25)
+    assert min(found) == found[-1] == 0.25
+    alone = rates(20_000, warmup_steps=0, schedule="inverse_sqrt")
+    assert (alone[0], alone[10_000]) == (1.0, pytest.approx(0.5**0.5))

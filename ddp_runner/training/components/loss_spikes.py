@@ -9,6 +9,8 @@ from typing import Any
 
 from ddp_runner.core.loss_spikes import explosion_limit
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.step_schedule import steps_of
+from ddp_runner.training.components.lr_schedule import schedule_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +54,15 @@ class LossSpikes:
         self._first = Limits(loss=-math.inf, grad_norm=-math.inf)
 
     @classmethod
-    def watched_as(cls, settings: Settings) -> LossSpikes:
-        """As the settings have it."""
-        recovery = settings.recovery
+    def watched_as(cls, settings: Settings, *, total_steps: int) -> LossSpikes:
+        """As the settings have it for a run of so many steps."""
+        recovery, optim = settings.recovery, settings.optim
+        end = schedule_end(optim, total_steps=total_steps)
         return cls(
             window=recovery.explosion_window,
             loss_factor=recovery.explosion_loss_factor,
             grad_factor=recovery.explosion_grad_factor,
-            warmup_steps=settings.optim.warmup_steps,
+            warmup_steps=steps_of(optim.warmup_steps, of=end),
         )
 
     def limits(self) -> Limits:

@@ -7,27 +7,62 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ddp_runner.core.step_schedule import steps_of
+
 if TYPE_CHECKING:
     from ddp_runner.core.settings import OptimSettings
+
+_TIMESCALE = (
+    10_000  # steps of inverse_sqrt without a warm-up, as Hugging Face's transformers has it
+)
 
 
 def learning_rate(step: int, *, total_steps: int, settings: OptimSettings) -> float:
     """The rate for the optimizer step number ``step``, counted from 0, of ``total_steps``.
 
-    Linear warm-up to ``learning_rate``, then constant, or a cosine or line down to
-    ``min_learning_rate``, which would be reached at ``total_steps``; it holds beyond. Warm-up takes
-    at most half of the run, so that a run shorter than its warm-up still reaches the full rate.
+    Linear warm-up to ``learning_rate``, then what ``schedule`` says. What goes down has come to
+    ``min_learning_rate`` at the end of the schedule, and holds beyond. Warm-up takes at most half of
+    the schedule, so that a run shorter than its warm-up still reaches the full rate.
     """
     peak, floor = settings.learning_rate, settings.min_learning_rate
-    warmup_steps = min(settings.warmup_steps, total_steps // 2)
+    end = schedule_end(settings, total_steps=total_steps)
+    warmup_steps = warmup_end(settings, total_steps=total_steps)
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    if settings.schedule == "constant":
-        return peak
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    if settings.schedule == "linear":
-        return peak + (floor - peak) * progress
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    match settings.schedule:
+        case "constant":
+            return peak
+        case "inverse_sqrt":
+            timescale = warmup_steps or _TIMESCALE
+            passed = max(0, min(step, end) - warmup_steps)
+            return max(floor, peak * math.sqrt(timescale / (timescale + passed)))
+        case "wsd":
+            begin = decay_begin(settings, total_steps=total_steps)
+            progress = min(1.0, max(0, step - begin) / max(1, end - begin))
+            return peak + (floor - peak) * progress
+        case "linear" | "cosine":
+            progress = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
+            if settings.schedule == "linear":
+                return peak + (floor - peak) * progress
+            return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def schedule_end(settings: OptimSettings, *, total_steps: int) -> int:
+    """The step at which the schedule of a run of ``total_steps`` has come to its end."""
+    return settings.schedule_steps or total_steps
+
+
+def warmup_end(settings: OptimSettings, *, total_steps: int) -> int:
+    """The first step after the warm-up."""
+    end = schedule_end(settings, total_steps=total_steps)
+    return min(steps_of(settings.warmup_steps, of=end), end // 2)
+
+
+def decay_begin(settings: OptimSettings, *, total_steps: int) -> int:
+    """The first step of the decay of wsd, which leaves the warm-up what it takes."""
+    end = schedule_end(settings, total_steps=total_steps)
+    decay_steps = steps_of(settings.decay_steps, of=end)
+    return max(end - decay_steps, warmup_end(settings, total_steps=total_steps))
 
 
 def apply_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

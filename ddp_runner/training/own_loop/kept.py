@@ -138,7 +138,7 @@ class KeptState(TrainState):
             monitor=LossMonitor(
                 target_loss=None, max_errors_per_epoch=settings.recovery.max_errors_per_epoch
             ),
-            loss_spikes=LossSpikes.watched_as(settings),
+            loss_spikes=LossSpikes.watched_as(settings, total_steps=0),
             quarantine=empty_quarantine(settings, dataset_size),
             side=side,
             tuning=Tuning(
