@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -95,11 +96,12 @@ def test_ranks_are_lost_at_every_moment_of_a_step(tmp_path, fault_free, words):
         r1_s8_update=RAISE,
         r0_s11_forward=RAISE,
         r1_s14_between=EXIT,
+        r1_s12_every=RAISE,
         r0_s18_every=KILL,
         r1_s21_backward=STOP,
     )
     with run_loop(tmp_path, *words) as run:
-        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=7)
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=8)
 
 
 def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
@@ -151,6 +153,27 @@ def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):
         expected = fault_free(*words, environment=environment)
         with run_loop(tmp_path, *words, environment=environment) as run:
             assert_as_if_nothing_happened(run, tmp_path, expected, repaired=3)
+
+
+def test_what_breaks_in_a_dataloader_is_repaired(tmp_path, fault_free):
+    """It is the loop's own, and loads in the rank: raised there, or killed."""
+    words = ("--own-loader", "--steps", "54")
+    plant(tmp_path, r1_s7_drawn=RAISE, r0_s30_drawn=KILL, r1_s50_drawn=EXIT)
+    with run_loop(tmp_path, *words) as run:
+        assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=3)
+
+
+def test_survivors_compile_nothing_again(tmp_path):
+    """Where a rank is replaced, and where a step is begun again: a process compiles each graph once."""
+    plant(tmp_path, r1_s7_backward=KILL, r1_s13_forward=RAISE, r1_s16_update=KILL)
+    with run_loop(tmp_path, "--compile") as run:
+        assert run.wait() == 0, run.console
+        ranks = {one["pid"]: one["rank"] for one in run.events("rank_formed")}
+    compiled = re.findall(r"compiled by (\d+) at (\d+)", run.console)
+    of_rank_0 = [int(step) for pid, step in compiled if ranks[int(pid)] == 0]
+    assert of_rank_0, run.console
+    assert len(of_rank_0) == len(set(of_rank_0)), "one graph with gradients, one without"
+    assert max(of_rank_0) <= 6, of_rank_0
 
 
 @pytest.mark.soak

@@ -81,6 +81,28 @@ def test_what_is_sent_arrives_in_a_process_that_has_made_its_own(name):
         assert type(received.given_back(None) if name != "optimizer" else arrived) is type(value)
 
 
+def test_what_a_stateful_object_receives_is_on_its_devices():
+    """It was sent in host memory; an object that takes over what it loads is not moved there."""
+
+    class Taking:
+        def __init__(self, device):
+            self.held = {"sums": [torch.zeros(2, device=device)], "count": torch.ones(1)}
+
+        def state_dict(self):
+            return self.held
+
+        def load_state_dict(self, state):
+            self.held.clear()
+            self.held.update(state)
+
+    other = Taking("meta")
+    sent = Taking("cpu")
+    sent.held["sums"].append(torch.full((1,), 3.0))
+    from_wire(kept_of(sent).plain()).given_back(other)
+    assert [one.device.type for one in other.held["sums"]] == ["meta", "cpu"]
+    assert other.held["count"].item() == 1.0
+
+
 def test_a_tensor_that_was_replaced_comes_back_itself():
     """Not a copy of it: the old one, with its values."""
     old = torch.arange(4.0)

@@ -286,7 +286,8 @@ class _Stateful(Kept):
     def given_back(self, live: Any) -> Any:
         if not is_stateful(live):
             raise NotPlainError("an object that is not there yet")
-        live.load_state_dict(self.state.given_back(None))
+        # Not put back in what it gives: one that empties itself before it loads would find nothing there.
+        live.load_state_dict(_on_devices_of(live.state_dict(), self.state.given_back(None)))
         return live
 
     def plain(self) -> Any:
@@ -401,11 +402,8 @@ _UNPACKERS: dict[str, Callable[[Any], Kept]] = {
 
 def is_stateful(value: Any) -> bool:
     """Whether it gives and takes a state by itself; a module is looked into instead."""
-    if isinstance(value, (torch.nn.Module, type)):
-        return False
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    has_both = all(callable(getattr(value, f"{verb}state_dict", None)) for verb in ("", "load_"))
+    return has_both and not isinstance(value, (torch.nn.Module, type))
 
 
 def _ordered(values: Any) -> list[Any]:
@@ -423,16 +421,24 @@ def _is_same_tensor(value: Any, content: Tensor) -> bool:
     """By their bits: NaN is like itself."""
     if not isinstance(value, Tensor) or _layout(value)[:2] != _layout(content)[:2]:
         return False
-    own = value.detach()
-    if own.device != content.device:
-        own = own.to(content.device)
-    if torch.equal(own, content):
-        return True
-    return tensor_hash(own) == tensor_hash(content)  # equal() says no where there is a NaN
+    own = value.detach().to(content.device)
+    # equal() says no where there is a NaN.
+    return torch.equal(own, content) or tensor_hash(own) == tensor_hash(content)
 
 
 def _are_nan(one: Any, other: Any) -> bool:
     return isinstance(one, float) and math.isnan(one) and math.isnan(other)
+
+
+def _on_devices_of(live: Any, value: Any) -> Any:
+    """``value``, with tensors on the devices of those in ``live``: what was sent comes in host memory."""
+    if isinstance(value, Tensor):
+        return value.to(live.device) if isinstance(live, Tensor) else value
+    if isinstance(value, dict) and isinstance(live, dict):
+        value.update({k: _on_devices_of(live[k], value[k]) for k in value.keys() & live.keys()})
+    elif isinstance(value, list) and isinstance(live, list):
+        value[: len(live)] = map(_on_devices_of, live, value)
+    return value
 
 
 def _repr_of_state(state: Any) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 import ddp_runner
 
@@ -45,13 +45,23 @@ def main():
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     scaler = torch.amp.GradScaler("cpu", enabled=args.fp16, init_scale=2.0**20)
     if args.compile:
-        model = torch.compile(model, backend="eager")
+
+        def backend(graph, _):
+            print("compiled by", os.getpid(), "at", run.step_number, flush=True)
+            return graph.forward
+
+        model = torch.compile(model, backend=backend)
     net = run.ddp(model, find_unused_parameters=args.find_unused)
     run.keep(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(240, 8, generator=numbers)
     data = TensorDataset(x, (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long())
+
+    def collate(samples):
+        harm(run, "drawn")
+        return default_collate(samples)
+
     if args.own_loader:
         loader = DataLoader(
             data,
@@ -59,6 +69,7 @@ def main():
             sampler=DistributedSampler(data, run.world_size, run.rank),
             num_workers=args.workers,
             persistent_workers=args.workers > 0,
+            collate_fn=collate,
         )
     else:
         loader = run.loader(data, batch_size=5, accumulate=args.accumulate)
