@@ -18,6 +18,7 @@ from ddp_runner.config import (
     digest,
     from_flat,
     from_record,
+    init_from_path,
     resolve,
     resume_key,
     to_record,
@@ -395,6 +396,21 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             "optim.epsilon=0.001: leave it out with sgd",
         ),
         (
+            [("ema_every", "4")],
+            (
+                "optim.ema_every=4: is of an average that is not kept: "
+                "give ema_decay, as 0.999, or leave it out"
+            ),
+        ),
+        (
+            [("ema_decay", "0.9"), ("ema_start_step", "50"), ("max_steps", "40")],
+            (
+                "optim.ema_start_step=50: must be run.max_steps=40 or less, "
+                "or the average never begins"
+            ),
+        ),
+        ([("init_from", "w.pt:ema")], "--init-from=w.pt:ema: no such file or folder"),
+        (
             [("schedule", "wsd"), ("decay_steps", "0")],
             "optim.decay_steps=0: must be above 0 with schedule=wsd; constant has no decay",
         ),
@@ -437,6 +453,18 @@ def test_settings_that_do_not_fit_together_are_refused(pairs, message, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_average_of_a_checkpoint_is_asked_for_behind_its_path(tmp_path, monkeypatch):
+    """The path alone must be there; a file of that very name is itself."""
+    monkeypatch.chdir(tmp_path)
+    Path("w.pt").touch()
+    check_relations(resolved(("init_from", "w.pt:ema")))
+    assert init_from_path("w.pt:ema") == (Path("w.pt"), True)
+    assert init_from_path("w.pt") == (Path("w.pt"), False)
+    assert init_from_path("a:b") == (Path("a:b"), False)
+    Path("w.pt:ema").touch()
+    assert init_from_path("w.pt:ema") == (Path("w.pt:ema"), False)
+
+
 @pytest.mark.parametrize("name", ["data", "init_from", "resume"])
 def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeypatch, name):
     """A pipe would be waited for; a loop of links leads nowhere."""
@@ -459,6 +487,7 @@ def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeyp
         [("gpus", "0"), ("nproc", "2"), ("backend", "gloo")],
         [("micro_batch_size", "32")],
         [("optimizer", "sgd"), ("momentum", "0.5")],
+        [("ema_decay", "0.9"), ("ema_start_step", "40"), ("ema_every", "3"), ("max_steps", "40")],
         [("optimizer", "muon"), ("momentum", "0.5"), ("epsilon", "1e-3")],
         [("log_dir", "a/b/c"), ("checkpoint_dir", "a/d")],
     ],

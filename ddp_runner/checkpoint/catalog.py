@@ -32,6 +32,7 @@ from ddp_runner.system.run_files import (
 )
 
 POINTERS = ("last", "best")
+FINAL, FINAL_AVERAGE = "final.pt", "final_ema.pt"  # bare weights at the end of a run
 WORDS = ("auto", "last", "best", "none")
 NO_MANIFEST = "no manifest: the save was cut off before it was published"
 NO_FILE = "a manifest without its file"
@@ -146,6 +147,8 @@ class Catalog:
         later = {name for name in self._names() if (step_of(name) or 0) > step}
         named = {name: self.pointer(name) for name in POINTERS}
         pointers = [name for name, path in named.items() if path is not None and path.name in later]
+        if later:  # what a run has ended with is of its last step
+            pointers += [name for name in self._names() if name in (FINAL, FINAL_AVERAGE)]
         return self.set_aside([*sorted(later), *pointers], stamp)
 
     def set_other_branch_aside(self, begun_from: Path | None, stamp: str) -> Path | None:
@@ -331,6 +334,6 @@ def _archive_problem(file: BinaryIO, size_bytes: int) -> str | None:
 
 
 def _is_ours(name: str) -> bool:
-    """A checkpoint, manifest, pointer, or bad file that was set aside."""
+    """A checkpoint, manifest, pointer, bad file that was set aside, or the weights of a run's end."""
     stem = name.split(".bad", maxsplit=1)[0]
-    return name in POINTERS or step_of(stem) is not None
+    return name in (*POINTERS, FINAL, FINAL_AVERAGE) or step_of(stem) is not None

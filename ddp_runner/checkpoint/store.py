@@ -168,6 +168,31 @@ class CheckpointStore:
             notes=notes,
         )
 
+    def publish_weights(self, name: str, weights: Mapping[str, Any]) -> Path:
+        """Put a bare state dict beside the checkpoints; returns when it survives a loss of power.
+
+        Raises FaultError (STORAGE_FAILED) if the disk refuses: a file of that name stands as before.
+        """
+        path = self.directory / name
+        try:
+            self._disk.make_directory(self.directory)
+            publish(self._disk, path, lambda out: torch.save(weights, out))  # type: ignore[arg-type]
+            self._disk.sync_directory(self.directory)
+        except OSError as error:
+            room = self._missing_room(error, needed_bytes=stored_bytes(weights))
+            raise _storage_fault(error, path, step=0, room=room) from error
+        return path
+
+    def withdraw_weights(self, name: str) -> None:
+        """Remove such a file, if there is one. Raises FaultError (STORAGE_FAILED) if the disk refuses."""
+        path = self.directory / name
+        try:
+            if path.exists():
+                self._disk.remove(path)
+                self._disk.sync_directory(self.directory)
+        except OSError as error:
+            raise _storage_fault(error, path, step=0, room="") from error
+
     def _publish(
         self, content: dict[str, Any], manifest: Manifest, *, least_bytes: int
     ) -> tuple[Manifest, float]:

@@ -105,17 +105,20 @@ def _holds_objects(begin: bytes) -> bool:
     return seen
 
 
-def load_weights(path: Path, *, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+def load_weights(
+    path: Path, *, average: bool = False, map_location: str | torch.device = "cpu"
+) -> dict[str, Any]:
     """The model's state dict in a file, under the names that stand there, for ``--init-from``.
 
-    Takes a checkpoint of ours, a pointer to one (``last``, ``best``), a folder of them (the newest
+    ``average``: with the moving average that a checkpoint of ours has, in the place of the weights. Takes a checkpoint of ours, a pointer to one (``last``, ``best``), a folder of them (the newest
     that is whole), a plain state dict, or a dict that holds one as ``model``, ``state_dict`` or
     ``model_state_dict``. Raises BadInputError (``--init-from``) otherwise.
     """
     try:
         entries = checkpoints_at(path)
         if not entries:
-            return _state_dict_in(open_given(path.expanduser()), map_location=map_location)
+            opened = open_given(path.expanduser())
+            return _state_dict_in(opened, average=average, map_location=map_location)
     except (NoCheckpointError, UnreadableError, OSError) as error:
         raise BadInputError(_OPTION, path, f"{reason_of(error)}; {_EXPECTED}") from error
     wrong = []
@@ -123,7 +126,8 @@ def load_weights(path: Path, *, map_location: str | torch.device = "cpu") -> dic
         try:
             damage = Catalog(entry.path.parent).verify(entry)
             if damage is None:
-                return _state_dict_in(open_to_read(entry.path), map_location=map_location)
+                opened = open_to_read(entry.path)
+                return _state_dict_in(opened, average=average, map_location=map_location)
         except (UnreadableError, OSError) as error:
             damage = reason_of(error)
         wrong.append(f"{entry.path.name} {damage}" if entry.path != path else damage)
@@ -131,8 +135,12 @@ def load_weights(path: Path, *, map_location: str | torch.device = "cpu") -> dic
     raise BadInputError(_OPTION, path, f"{shown}; {_EXPECTED}")
 
 
-def _state_dict_in(descriptor: int, *, map_location: str | torch.device) -> dict[str, Any]:
+def _state_dict_in(
+    descriptor: int, *, average: bool, map_location: str | torch.device
+) -> dict[str, Any]:
     content = _load(descriptor, map_location=map_location, content=Content.READ)
+    if average:
+        return _averaged(content)
     for key in _WEIGHT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -140,6 +148,34 @@ def _state_dict_in(descriptor: int, *, map_location: str | torch.device) -> dict
     if not _is_state_dict(content):
         raise UnreadableError("holds no state dict")
     return dict(content)
+
+
+def _averaged(content: object) -> dict[str, Any]:
+    """The weights of a checkpoint of ours with its average in their place; tied ones all get it."""
+    weights = content.get("model") if isinstance(content, Mapping) else None
+    kept = content.get("ema") if isinstance(content, Mapping) else None
+    if not isinstance(weights, Mapping) or not isinstance(kept, Mapping):
+        raise UnreadableError("holds no average (EMA): it is of a run without ema_decay")
+    means = {**kept.get("parameters", {}), **kept.get("buffers", {})}
+    if not means:
+        raise UnreadableError("holds an average (EMA) that has not begun")
+    # An average has tied weights once, by the first of their names.
+    by_place = {_place(weights[name]): mean for name, mean in means.items() if name in weights}
+    return {
+        name: by_place[_place(own)].to(own.dtype) if _place(own) in by_place else own
+        for name, own in weights.items()
+    }
+
+
+def _place(value: object) -> object:
+    """Where a tensor's numbers are: of two names of one weight the same."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout is not torch.strided
+        or not value.numel()
+    ):
+        return object()
+    return value.data_ptr(), tuple(value.shape), value.stride()
 
 
 def _is_state_dict(content: object) -> bool:

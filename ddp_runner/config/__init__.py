@@ -18,7 +18,7 @@ from ddp_runner.config.identity import (
     to_yaml,
 )
 from ddp_runner.config.presets import PRESETS
-from ddp_runner.config.relations import check_relations
+from ddp_runner.config.relations import check_relations, init_from_path
 from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "digest",
     "from_flat",
     "from_record",
+    "init_from_path",
     "own_folder",
     "read_yaml",
     "recipe",

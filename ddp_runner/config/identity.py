@@ -66,7 +66,8 @@ ON_RESUME: Mapping[str, OnResume] = {
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
             optim.min_learning_rate
-            optim.max_grad_norm optim.use_amp optim.ema_decay ddp.backend
+            optim.max_grad_norm optim.use_amp optim.ema_decay
+            optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb
         """,
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
@@ -114,6 +115,9 @@ _AS_WRITTEN = (
     "optim.max_grad_norm",
     "optim.max_grad_value",
     "optim.ema_decay",
+    "optim.ema_every",
+    "optim.ema_start_step",
+    "optim.ema_device",
     "ddp.find_unused_parameters",
     "ddp.bucket_cap_mb",
 )

@@ -73,7 +73,24 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
     if optim.schedule == "wsd" and not optim.decay_steps:
         expected = "must be above 0 with schedule=wsd; constant has no decay"
         problems.append(BadInputError("optim.decay_steps", optim.decay_steps, expected))
-    return problems + _optimizer_lacks(settings)
+    return [*problems, *_optimizer_lacks(settings), *_average_problems(settings)]
+
+
+def _average_problems(settings: Settings) -> list[BadInputError]:
+    """What is set of an average that is not kept, or never begins."""
+    optim, steps = settings.optim, settings.run.max_steps
+    if optim.ema_decay is None:
+        set_of_it = (
+            ("optim.ema_every", optim.ema_every, 1),
+            ("optim.ema_start_step", optim.ema_start_step, 0),
+            ("optim.ema_device", optim.ema_device, "same"),
+        )
+        expected = "is of an average that is not kept: give ema_decay, as 0.999, or leave it out"
+        return [BadInputError(key, v, expected) for key, v, usual in set_of_it if v != usual]
+    if steps and optim.ema_start_step > steps:
+        expected = f"must be run.max_steps={steps} or less, or the average never begins"
+        return [BadInputError("optim.ema_start_step", optim.ema_start_step, expected)]
+    return []
 
 
 def _optimizer_lacks(settings: Settings) -> list[BadInputError]:
@@ -164,7 +181,8 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
     if settings.data.path:
         problems.extend(_unreadable("--data", settings.data.path, Path(settings.data.path)))
     if run.init_from:
-        problems.extend(_unreadable("--init-from", run.init_from, Path(run.init_from)))
+        path, _ = init_from_path(run.init_from)
+        problems.extend(_unreadable("--init-from", run.init_from, path))
     if run.resume not in _RESUME_WORDS:
         expected = "must be auto, last, best, none or the path of a checkpoint; no such file"
         if not run.resume:
@@ -172,6 +190,14 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
         problems.extend(_unreadable("--resume", run.resume, Path(run.resume), missing=expected))
     problems.extend(_task_problems(run.task))
     return problems
+
+
+def init_from_path(written: str) -> tuple[Path, bool]:
+    """The path that ``run.init_from`` names, and whether it is the average (``PATH:ema``) that it asks for."""
+    path, colon, what = written.rpartition(":")
+    if colon and path and what == "ema" and not Path(written).expanduser().exists():
+        return Path(path), True
+    return Path(written), False
 
 
 def _unreadable(

@@ -45,7 +45,8 @@ class RunSettings:
     of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
     fresh; all old checkpoints are moved to a backup folder."""
     init_from: str = ""
-    """A file with the weights to start from, on the very first start of the run only."""
+    """A file with the weights to start from, on the very first start of the run only. PATH:ema: the
+    average that a checkpoint has."""
     log_dir: str = "logs/bytes"
     """The folder for logs, metrics, status.json and summary.json."""
     checkpoint_dir: str = "checkpoints/bytes"
@@ -171,6 +172,12 @@ class OptimSettings:
     """Mixed precision: bf16 where the device supports it, otherwise fp16 with a gradient scaler."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of a moving average of the weights, which evaluation then uses. none: no average."""
+    ema_every: Positive = 1
+    """Steps between updates of the average."""
+    ema_start_step: NonNegative = 0
+    """The step whose weights are the first average; before it there is none."""
+    ema_device: Literal["same", "cpu"] = "same"
+    """Where the average is kept. same: with the weights. cpu: in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

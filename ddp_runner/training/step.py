@@ -239,7 +239,7 @@ class Stepper:
                 scaler.step(state.optimizer)
             else:
                 state.optimizer.step()
-            if state.ema is not None:
+            if state.ema is not None and state.ema.is_due(state.committed_step + 1):
                 state.ema.update(state.model)
         if scaler.is_enabled():
             scaler.update()

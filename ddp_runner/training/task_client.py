@@ -21,6 +21,7 @@ from ddp_runner.training.agreeing import (
     recalled,
 )
 from ddp_runner.training.components.tuning import Tuning, free_memory
+from ddp_runner.training.final_weights import publish_final
 from ddp_runner.training.given import give_average
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
@@ -85,6 +86,7 @@ class TaskClient:
         parts = self._parts
         report = report_of(parts, reason)
         if reason is StopReason.COMPLETED and group.rank == 0:
+            publish_final(parts)
             parts.state.model.eval()
             helpers = Helpers(parts.workload.task, warn=self._runtime.logger.warning)
             # The report is of the weights before it: a sample may change them.

@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
-from ddp_runner.training.components.ema import Ema
+from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
@@ -294,7 +293,7 @@ def _empty_state(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
         precision=Precision(use_amp=settings.optim.use_amp, device=device),
-        ema=Ema(model, settings.optim.ema_decay) if settings.optim.ema_decay else None,
+        ema=build_ema(model, settings.optim),
         monitor=LossMonitor(
             target_loss=settings.run.target_loss,
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
@@ -328,7 +327,8 @@ def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
 def start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that was just built, the one of step 0."""
     if settings.run.init_from:
-        weights = read_as(load_weights(Path(settings.run.init_from)), state.weights())
+        path, average = config.init_from_path(settings.run.init_from)
+        weights = read_as(load_weights(path, average=average), state.weights())
         check_weights(weights, state, option="--init-from", value=settings.run.init_from)
         check_values(weights, state, option="--init-from", value=settings.run.init_from)
         load_bare_state(state.model, weights)

@@ -56,6 +56,58 @@ def test_a_pointer_and_a_folder_lead_to_a_checkpoint(tmp_path, name):
     assert torch.equal(load_weights(folder / name)["weight"], state_of(expected)["model"]["weight"])
 
 
+def averaged_state(*, begun=True):
+    """A checkpoint's content, of a model with tied weights, a half-precision one, a buffer, and an average."""
+    tied = torch.full((2, 3), 1.0)
+    model = {
+        "in.weight": tied,
+        "out.weight": tied,
+        "half": torch.full((3,), 1.0, dtype=torch.float16),
+        "mean": torch.full((4,), 1.0),
+        "table": torch.arange(3),
+    }
+    parameters = {"in.weight": torch.full((2, 3), 5.0), "half": torch.full((3,), 6.5)}
+    buffers = {"mean": torch.full((4,), 7.0)}
+    kept = {"decay": 0.9, "updates": 3, "parameters": parameters, "buffers": buffers}
+    empty = {**kept, "parameters": {}, "buffers": {}}
+    return {"model": model, "ema": kept if begun else empty}
+
+
+def test_the_average_of_a_checkpoint_takes_the_place_of_its_weights(tmp_path):
+    """In the types of the weights, under all names of tied ones; what is not averaged stays."""
+    torch.save(averaged_state(), tmp_path / "w.pt")
+    loaded = load_weights(tmp_path / "w.pt", average=True)
+    assert list(loaded) == ["in.weight", "out.weight", "half", "mean", "table"]
+    values = {name: (value.dtype, value.unique().tolist()) for name, value in loaded.items()}
+    assert values == {
+        "in.weight": (torch.float32, [5.0]),
+        "out.weight": (torch.float32, [5.0]),
+        "half": (torch.float16, [6.5]),
+        "mean": (torch.float32, [7.0]),
+        "table": (torch.int64, [0, 1, 2]),
+    }
+    plain = load_weights(tmp_path / "w.pt")
+    assert plain["half"].unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (averaged_state(begun=False), "holds an average (EMA) that has not begun"),
+        (WEIGHTS, "holds no average (EMA): it is of a run without ema_decay"),
+        ({"model": WEIGHTS}, "holds no average (EMA): it is of a run without ema_decay"),
+        ([1], "holds no average (EMA): it is of a run without ema_decay"),
+    ],
+)
+def test_a_file_without_an_average_has_none_to_give(tmp_path, content, reason):
+    """One line with the option; its weights alone can be taken."""
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(BadInputError) as caught:
+        load_weights(tmp_path / "w.pt", average=True)
+    assert caught.value.option == "--init-from"
+    assert reason in str(caught.value)
+
+
 def test_links_of_the_users_own_are_followed(tmp_path):
     """To a file, a pointer and a folder."""
     save(tmp_path / "checkpoints", 10)

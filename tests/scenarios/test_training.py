@@ -16,7 +16,10 @@ QUICK = (
     *("evaluate_interval=3", *PATIENT),
 )
 OPTIMIZERS = {
-    "muon": ("optimizer=muon", "max_grad_value=0.05", "schedule=wsd", "decay_steps=0.6"),
+    "muon": (
+        *("optimizer=muon", "max_grad_value=0.05", "schedule=wsd", "decay_steps=0.6"),
+        *("ema_decay=0.9", "ema_every=3", "ema_start_step=5", "ema_device=cpu"),
+    ),
     "sgd": ("optimizer=sgd", "momentum=0.8", "learning_rate=0.01", "warmup_steps=0.2"),
 }
 needs_muon = pytest.mark.skipif(
@@ -44,6 +47,21 @@ def with_faults_and_a_stop(folder, *settings):
     return run
 
 
+def same_ends(run, calm):
+    """The files of weights at both ends, which have the same bits and are the checkpoint's."""
+    names = tuple(sorted(path.name for path in run.checkpoints.glob("final*")))
+    assert names == tuple(sorted(path.name for path in calm.checkpoints.glob("final*")))
+    saved = torch.load(run.checkpoints / f"step_{STEPS:08d}.pt", weights_only=True)
+    for name in names:
+        ends = [torch.load(one.checkpoints / name, weights_only=True) for one in (run, calm)]
+        means = {**saved["ema"]["parameters"], **saved["ema"]["buffers"]} if "ema" in name else {}
+        expected = {**saved["model"], **means}
+        for end in ends:
+            assert end.keys() == expected.keys()
+            assert all(torch.equal(end[key], expected[key]) for key in end)
+    return names
+
+
 @pytest.mark.parametrize("kind", [pytest.param("muon", marks=needs_muon), "sgd"])
 def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
     """Those of the run without faults, bit for bit; another optimizer is refused at a resume."""
@@ -54,6 +72,7 @@ def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
     assert run.digest == calm.digest
+    assert same_ends(run, calm) == ("final.pt", "final_ema.pt")[: 1 + (kind == "muon")]
     with Run(tmp_path / "faults", *QUICK, "optimizer=adam", "task.pace_s=0.03") as other:
         assert other.wait() == 2, other.console
     assert f"optim.optimizer: {kind} -> adam" in other.console

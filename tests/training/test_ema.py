@@ -194,3 +194,67 @@ def test_a_decay_outside_its_range_is_refused(decay):
     """0 and 1 are no averages."""
     with pytest.raises(ValueError, match="between 0 and 1"):
         Ema(nn.Linear(1, 1), decay)
+
+
+def test_steps_that_are_averaged_are_those_of_a_loop_by_hand():
+    """From step 5 on every third one, against torch's own averaged model in a loop."""
+    model, decay = build(), 0.5
+    ema = Ema(model, decay, every=3, start_step=5)
+
+    def mix(average, live, count):
+        share = min(decay, (1 + count) / (10 + count))
+        return average * share + live * (1 - share)
+
+    hand = None
+    for step in range(1, 18):
+        disturb(model)
+        if ema.is_due(step):
+            ema.update(model)
+        if step < 5:
+            assert not ema.started
+        elif step == 5:
+            hand = torch.optim.swa_utils.AveragedModel(model, avg_fn=mix)
+            hand.update_parameters(model)  # the first one copies
+        elif (step - 5) % 3 == 0:
+            hand.update_parameters(model)
+    assert ema.updates == 4
+    own = ema.state_dict()["parameters"]
+    for name, average in hand.module.named_parameters():
+        torch.testing.assert_close(own[name], average.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_an_average_of_every_step_is_what_it_always_was():
+    """The control: without a word each step is taken in."""
+    assert all(Ema(build(), 0.9).is_due(step) for step in range(1, 100))
+
+
+def test_an_average_in_host_memory_has_the_same_bits():
+    """On the CPU both places are one; a state goes from the one to the other."""
+    model = build()
+    same, host = Ema(model, 0.9), Ema(model, 0.9, device=torch.device("cpu"))
+    for _ in range(4):
+        disturb(model)
+        same.update(model)
+        host.update(model)
+    assert repr(same.state_dict()) == repr(host.state_dict())
+    other = Ema(model, 0.9)
+    other.load_state_dict(host.state_dict())
+    with other.swapped_in(model):
+        swapped = values(model)
+    with host.swapped_in(model):
+        assert repr(swapped) == repr(values(model))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_average_of_weights_on_a_gpu_stays_in_host_memory():
+    """Updates, restores and swaps leave it there; the model computes on its own device."""
+    model = build().cuda()
+    ema = Ema(model, 0.9, device=torch.device("cpu"))
+    for _ in range(3):
+        disturb(model)
+        ema.update(model)
+    ema.load_state_dict(ema.state_dict())
+    assert {average.device.type for average in ema.averages()} == {"cpu"}
+    with ema.swapped_in(model):
+        assert {one.device.type for one in model.parameters()} == {"cuda"}

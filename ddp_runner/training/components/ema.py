@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from ddp_runner.core.settings import OptimSettings
+
 
 class Ema:
     """Averages the floating-point parameters of ``model``; copies its persistent buffers.
@@ -22,13 +24,26 @@ class Ema:
     Buffers are copied, not averaged: batch statistics are averages already, and masks hold
     infinities. The average of half-precision weights is kept in float32. The first update copies
     the weights; update ``n`` after it uses ``min(decay, (1 + n) / (10 + n))``, so that a short run
-    is not held back by its random start. Pass the bare module, never the DDP wrapper.
+    is not held back by its random start. Whoever updates it asks :meth:`is_due` first. Pass the bare module, never the
+    DDP wrapper.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        every: int = 1,
+        start_step: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """``every``, ``start_step``: which steps :meth:`is_due` names. ``device``: None is each weight's own."""
         if not 0 < decay < 1:
             raise ValueError(f"decay={decay}: must be between 0 and 1")
         self.decay = decay
+        self._every = every
+        self._start_step = start_step
+        self._device = device
         self.updates = 0
         self._parameters: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
@@ -50,18 +65,27 @@ class Ema:
         """Whether there is an average; before, the model's own weights stand in for it."""
         return bool(self._parameters or self._buffers)
 
+    def is_due(self, step: int) -> bool:
+        """Whether the weights after optimizer step number ``step``, counted from 1, are taken in."""
+        begun = step - self._start_step
+        return begun >= 0 and begun % self._every == 0
+
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
-        """Copy the weights of ``model`` as the first average, on its device."""
+        """Copy the weights of ``model`` as the first average."""
         self._bind(model)
         self._parameters = {
-            name: live.detach().to(_average_dtype(live), copy=True)
+            name: live.detach().to(self._place_of(live), _average_dtype(live), copy=True)
             for name, live in self._live_parameters.items()
         }
         self._buffers = self._buffer_copies()
 
+    def _place_of(self, live: Tensor) -> torch.device:
+        return self._device or live.device
+
     def _buffer_copies(self) -> dict[str, Tensor]:
-        return {name: live.detach().clone() for name, live in self._live_buffers().items()}
+        live = self._live_buffers()
+        return {name: one.detach().to(self._place_of(one), copy=True) for name, one in live.items()}
 
     def _has_their_layout(self, live: Mapping[str, Tensor]) -> bool:
         kept = self._buffers
@@ -83,7 +107,7 @@ class Ema:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         averages = list(self._parameters.values())
         live = [
-            parameter.detach().to(average.dtype)
+            parameter.detach().to(average.device, average.dtype)
             for parameter, average in zip(self._live_parameters.values(), averages, strict=True)
         ]
         if averages:
@@ -116,14 +140,14 @@ class Ema:
         own = [tensor.data for tensor, _ in pairs]
         try:
             for tensor, average in pairs:
-                tensor.data = average.to(tensor.dtype)
+                tensor.data = average.to(tensor.device, tensor.dtype)
             yield
         finally:
             for (tensor, _), data in zip(pairs, own, strict=True):
                 tensor.data = data
 
     def _attach(self, model: nn.Module) -> None:
-        """Make the average match ``model``: same names and shapes, same devices."""
+        """Make the average match ``model``: same names and shapes, and the devices that it has to be on."""
         if model is not self._model:
             self._bind(model)
         for kept, live in (
@@ -134,8 +158,8 @@ class Ema:
                 names = ", ".join(sorted(kept.keys() ^ live.keys())[:3])
                 raise ValueError(f"the average and the model have different weights: {names}")
             for name, tensor in live.items():
-                if kept[name].device != tensor.device:
-                    kept[name] = kept[name].to(tensor.device)
+                if kept[name].device != self._place_of(tensor):
+                    kept[name] = kept[name].to(self._place_of(tensor))
 
     def averages(self) -> list[Tensor]:
         """The tensors of the average, which only :meth:`update` and a load write."""
@@ -161,11 +185,45 @@ class Ema:
         else:
             live, kept = self._live_parameters, self._live_buffers()
             types = {name: _average_dtype(parameter) for name, parameter in live.items()}
-            parameters = _ordered_copy(state["parameters"], live, types=types)
+            parameters = self._ordered_copy(state["parameters"], live, types=types)
             types = {name: buffer.dtype for name, buffer in kept.items()}
-            buffers = _ordered_copy(state["buffers"], kept, types=types)
+            buffers = self._ordered_copy(state["buffers"], kept, types=types)
         self.updates = int(state["updates"])
         self._parameters, self._buffers = parameters, buffers
+
+    def _ordered_copy(
+        self,
+        saved: Mapping[str, Tensor],
+        live: Mapping[str, Tensor],
+        *,
+        types: Mapping[str, torch.dtype],
+    ) -> dict[str, Tensor]:
+        """Copies of ``saved``, which must be of these ``types``, where they belong, in the order of ``live``."""
+        saved = read_as(saved, live)
+        wrong = saved.keys() ^ live.keys()
+        for name in saved.keys() & live.keys():
+            if saved[name].shape != live[name].shape or saved[name].dtype != types[name]:
+                wrong.add(name)
+        if wrong:
+            names = ", ".join(sorted(wrong)[:3])
+            raise ValueError(f"the saved average is of another model; it differs in: {names}")
+        return {
+            name: saved[name].detach().to(self._place_of(tensor), copy=True)
+            for name, tensor in live.items()
+        }
+
+
+def build_ema(model: nn.Module, settings: OptimSettings) -> Ema | None:
+    """The average that ``settings`` ask for; None without one."""
+    if settings.ema_decay is None:
+        return None
+    return Ema(
+        model,
+        settings.ema_decay,
+        every=settings.ema_every,
+        start_step=settings.ema_start_step,
+        device=torch.device("cpu") if settings.ema_device == "cpu" else None,
+    )
 
 
 def _float_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -180,20 +238,3 @@ def _float_parameters(model: nn.Module) -> dict[str, Tensor]:
 def _average_dtype(tensor: Tensor) -> torch.dtype:
     """At a decay of 0.999 an update is below half precision's resolution."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-
-
-def _ordered_copy(
-    saved: Mapping[str, Tensor], live: Mapping[str, Tensor], *, types: Mapping[str, torch.dtype]
-) -> dict[str, Tensor]:
-    """Copies of ``saved``, which must be of these ``types``, on the devices and in the order of ``live``."""
-    saved = read_as(saved, live)
-    wrong = saved.keys() ^ live.keys()
-    for name in saved.keys() & live.keys():
-        if saved[name].shape != live[name].shape or saved[name].dtype != types[name]:
-            wrong.add(name)
-    if wrong:
-        names = ", ".join(sorted(wrong)[:3])
-        raise ValueError(f"the saved average is of another model; it differs in: {names}")
-    return {
-        name: saved[name].detach().to(tensor.device, copy=True) for name, tensor in live.items()
-    }
