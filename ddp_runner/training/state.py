@@ -16,6 +16,7 @@ from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.training.components.buffers import Buffers
 from ddp_runner.training.components.ema import Ema
+from ddp_runner.training.components.layout import lay_out_moments
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import take_in
@@ -170,6 +171,7 @@ class TrainState:
         self.prepare_for(state, weights)
         load_bare_state(self.model, weights)
         self.optimizer.load_state_dict(self.optimizer_state_of(state))
+        lay_out_moments(self.optimizer)
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])
         if "explosions" in state:

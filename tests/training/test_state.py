@@ -563,3 +563,45 @@ def test_a_state_of_an_unknown_order_is_refused():
     captured = build_state().capture() | {"order": 3}
     with pytest.raises(ValueError, match="in order 3"):
         build_state().restore(captured)
+
+
+def convolutional():
+    """Weights in channels_last, as a task may have them, with momentum that shows an order of its own."""
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 5, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.LazyLinear(1)
+    )
+    model(torch.ones(1, 3, 6, 6))
+    return build_state(model=model.to(memory_format=torch.channels_last))
+
+
+def learn(state, steps):
+    for step in steps:
+        inputs = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+        state.optimizer.zero_grad(set_to_none=True)
+        state.model(inputs.to(memory_format=torch.channels_last)).square().sum().backward()
+        state.optimizer.step()
+        state.ema.update(state.model)
+        state.committed_step = step + 1
+        state.buffers.keep()
+
+
+def _hand_over_convolutions(me, port):
+    state = convolutional()
+    if me.rank == 0:
+        learn(state, range(3))
+    with join(me, port) as group:
+        if me.rank == 0:
+            send_state(group, state.capture(), to=(1,))
+        else:
+            state.restore(receive_state(group, source=0))
+    strides = [one.stride() for one in state.steady_tensors()]
+    learn(state, range(3, 6))
+    return bits_of(state), strides
+
+
+def test_a_replacement_of_a_channels_last_model_gets_its_moments_in_order():
+    """What comes over the wire is contiguous; fused kernels take it for what lies like the weights."""
+    with hosted_store() as port:
+        survivor, replacement = run_ranks(_hand_over_convolutions, 2, port)
+    assert replacement == survivor

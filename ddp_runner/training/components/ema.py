@@ -9,6 +9,7 @@ import torch
 
 from ddp_runner.checkpoint.entry_names import bare_name, read_as
 from ddp_runner.training.components.buffers import persistent_buffers
+from ddp_runner.training.components.layout import laid_out_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -207,10 +208,11 @@ class Ema:
         if wrong:
             names = ", ".join(sorted(wrong)[:3])
             raise ValueError(f"the saved average is of another model; it differs in: {names}")
-        return {
+        copies = {
             name: saved[name].detach().to(self._place_of(tensor), copy=True)
             for name, tensor in live.items()
         }
+        return {name: laid_out_as(copies[name], tensor) for name, tensor in live.items()}
 
 
 def build_ema(model: nn.Module, settings: OptimSettings) -> Ema | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
+from ddp_runner.training.components.layout import laid_out_as
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.precision import Precision
@@ -292,4 +293,4 @@ def _retype(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
         for key, value in entry.items():
             now = own.get(key)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-                own[key] = value.to(now.device, copy=True)
+                own[key] = laid_out_as(value.to(now.device, copy=True), parameters[number])
