@@ -144,7 +144,8 @@ class Ready:
     ``is_complete``: of that run no step is left to train. ``changed_task``: the task's file, where it
     is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
     that is aborted ends like one that is whole, so that an abort takes two acts.
-    ``device_free_bytes``: on its GPU, before it took any.
+    ``device_free_bytes``: on its GPU, before it took any. ``block``: lines on what runs, of rank 0
+    where it loads.
     """
 
     rank: int
@@ -161,6 +162,7 @@ class Ready:
     changed_task: str = ""
     ends_in_silence: bool = False
     device_free_bytes: int = 0
+    block: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,6 +489,6 @@ def _decode_field(name: str, value: object) -> object:
         return Fault(**{**value, **known})
     if name == "reason":
         return StopReason(value)
-    if name in ("pids", "notes") and isinstance(value, list):
+    if name in ("pids", "notes", "block") and isinstance(value, list):
         return tuple(value)
     return value

@@ -115,7 +115,7 @@ class OutsideRuntime(LocalRuntime):
         """The one generation of this restart; rank 0 prints what there is to say before."""
         ready = replace(ready, notes=(*self._notes, *ready.notes))
         if self.rank_info.rank == 0:
-            print(f"computing in {ready.precision}", *ready.notes, sep="\n", flush=True)
+            print(*ready.block, *ready.notes, sep="\n", flush=True)
         return super().next_generation(ready)
 
     def store_link(self) -> StoreLink:

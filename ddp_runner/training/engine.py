@@ -161,7 +161,8 @@ class Engine:
             self._break_off(error)
 
     def _next_generation(self) -> Generation:
-        generation = self._runtime.next_generation(ready_message(self._parts, self._run_id))
+        ready = ready_message(self._parts, self._run_id, is_first=not self._has_trained)
+        generation = self._runtime.next_generation(ready)
         if generation is None:
             raise ReportedFaultError(self._parts.saving.save_alone())
         return generation

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.codec import stored_bytes
@@ -19,6 +19,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.format import byte_size
+from ddp_runner.training.components.optimizer import bytes_to_come
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -29,7 +30,6 @@ BEFORE_END = (
 FIRST_PAUSES_S = (0.2, 1.0, 2.0)  # what may be a passing error
 PAUSE_S = 5.0
 WARN_EVERY_S = 60.0
-_MOMENTS = 2  # of AdamW, each of the size of what it updates
 
 Save = Callable[[CheckpointStore], Saved]
 
@@ -119,26 +119,59 @@ def warn_of_room(state: TrainState, store: CheckpointStore, runtime: Runtime) ->
         runtime.logger.warning(warning)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRoom:
+    """What one checkpoint takes, what is free on its disk, and what those that are kept have taken."""
+
+    needed_bytes: int
+    free_bytes: int
+    kept_bytes: int
+
+
+def checkpoint_bytes(state: TrainState) -> int:
+    """About how large a file with ``state`` is, once a step has been made."""
+    needed_bytes = stored_bytes(state.capture())
+    if not state.optimizer.state:
+        needed_bytes += bytes_to_come(state.optimizer)
+    if state.ema is not None and not state.ema.started:
+        needed_bytes += state.ema.bytes_to_come()
+    return needed_bytes
+
+
+def existing_folder(folder: Path) -> Path:
+    """``folder``, or the nearest one above it that is there: it is made once a run may write."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+
+
+def checkpoint_room(state: TrainState, store: CheckpointStore, disk: Disk) -> CheckpointRoom | None:
+    """What there is for the checkpoints to come; None where the disk does not say: the first save will show it."""
+    try:
+        return CheckpointRoom(
+            needed_bytes=checkpoint_bytes(state),
+            free_bytes=disk.free_bytes(existing_folder(store.directory)),
+            kept_bytes=sum(
+                entry.path.stat().st_size for entry in store.catalog.entries() if not entry.problem
+            ),
+        )
+    except OSError:
+        return None
+
+
 def room_warning(state: TrainState, store: CheckpointStore, disk: Disk) -> str:
     """A line where the disk will not take the checkpoints that are to come; empty where it will.
 
     There are ``keep_last`` and the best one, while the next is being written.
     """
-    needed_bytes = stored_bytes(state.capture())
-    if not state.optimizer.state:
-        sizes = (tensor.numel() * tensor.element_size() for tensor in state.trainable())
-        needed_bytes += _MOMENTS * sum(sizes)
-    try:
-        free_bytes = disk.free_bytes(store.directory)
-        kept = [entry.path.stat().st_size for entry in store.catalog.entries() if not entry.problem]
-    except OSError:
-        return ""  # the first save will show it
+    found = checkpoint_room(state, store, disk)
+    if found is None:
+        return ""
+    needed_bytes, free_bytes = found.needed_bytes, found.free_bytes
     size, room = byte_size(needed_bytes), f"{byte_size(free_bytes)} are free in {store.directory}"
     if free_bytes < needed_bytes:
         missing = byte_size(needed_bytes - free_bytes)
         return f"a checkpoint takes about {size}, and {room}: free {missing} or none can be saved"
     count = store.keep_last + 2
-    if free_bytes + sum(kept) < count * needed_bytes:
+    if free_bytes + found.kept_bytes < count * needed_bytes:
         return (
             f"{count} checkpoints of about {size} are kept or written at a time, and {room}: "
             "later saves may fail"

@@ -141,7 +141,7 @@ class LocalRuntime:
     def next_generation(self, ready: Ready) -> Generation:
         """The one generation there is; what is resumed goes on as the run that it was."""
         self.run_id = ready.run_id or self.run_id
-        for note in (f"computing in {ready.precision}", *ready.notes):
+        for note in (*(ready.block or (f"computing in {ready.precision}",)), *ready.notes):
             self.logger.info(note)
         if self._line is not None and ready.is_complete:
             self._line.say(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from ddp_runner.checkpoint.codec import weights_sha256
@@ -12,7 +14,10 @@ from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.secrets import without_secrets
-from ddp_runner.training.rank_context import RankParts
+from ddp_runner.observe.start_block import StartFacts, start_block
+from ddp_runner.training.components.lr_schedule import schedule_words
+from ddp_runner.training.last_save import checkpoint_room
+from ddp_runner.training.rank_context import RankParts, TaskParts
 from ddp_runner.training.resume import is_complete
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
@@ -52,11 +57,51 @@ def start_notes(parts: RankParts) -> tuple[str, ...]:
     return tuple(line[:NOTE_CHARACTERS_MAX] for line in lines if line)
 
 
-def ready_message(parts: RankParts, run_id: str) -> Ready:
-    """What this rank has, as the supervisor gets it. ``run_id``: of what is resumed, if anything is."""
+def block_of(parts: RankParts) -> tuple[str, ...]:
+    """What runs, in lines for people."""
+    settings, workload, state = parts.settings, parts.workload, parts.state
+    ranks, on_cpu = parts.runtime.rank_info.world_size, workload.device.type == "cpu"
+    is_task = isinstance(parts, TaskParts)
+    # Own batches are counted in steps, of one sample as it were.
+    loads = is_task or workload.global_batch > ranks
+    room = checkpoint_room(state, parts.store, parts.runtime.disk)
+    room_bytes = None
+    if room is not None and room.free_bytes < sys.maxsize:
+        room_bytes = room.free_bytes + room.kept_bytes
+    name = "the CPU" if on_cpu else torch.cuda.get_device_name(workload.device)
+    facts = StartFacts(
+        ranks=ranks,
+        device=name,
+        backend=workload.backend,
+        threads=torch.get_num_threads() if on_cpu else 0,
+        precision=state.precision.name,
+        parameters=workload.parameters,
+        trained=sum(one.numel() for one in state.model.parameters() if one.requires_grad),
+        total_steps=workload.length.total_steps,
+        steps_per_epoch=workload.length.steps_per_epoch,
+        committed_step=state.committed_step,
+        samples=workload.order.dataset_size if loads else None,
+        batch_size=settings.data.batch_size if loads else None,
+        micro_batch_size=state.tuning.micro_batch_size if loads else None,
+        loader_workers=getattr(parts.loader, "workers", None),
+        checkpoint_bytes=None if room is None else room.needed_bytes,
+        room_bytes=room_bytes,
+        is_task=is_task,
+        schedule=schedule_words(settings.optim, total_steps=workload.length.total_steps),
+    )
+    return start_block(settings, facts)
+
+
+def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:
+    """What this rank has, as the supervisor gets it. ``run_id``: of what is resumed, if anything is.
+
+    ``is_first``: this process has trained in no generation yet.
+    """
     workload, state = parts.workload, parts.state
+    info = parts.runtime.rank_info
+    shows = is_first and info.loads and info.rank == 0
     return Ready(
-        rank=parts.runtime.rank_info.rank,
+        rank=info.rank,
         committed_step=state.committed_step,
         run_id=run_id,
         total_steps=workload.length.total_steps,
@@ -70,6 +115,7 @@ def ready_message(parts: RankParts, run_id: str) -> Ready:
         changed_task=parts.progress.changed_task,
         ends_in_silence=ends_in_silence(workload.backend),
         device_free_bytes=workload.device_free_bytes,
+        block=block_of(parts) if shows else (),
     )
 
 

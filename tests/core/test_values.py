@@ -36,7 +36,7 @@ SAMPLES = [
     messages.Injected(rank=0, number=1, kind="kill"),
     messages.Built(rank=1, stage=2, seconds=0.25),
     messages.Ready(rank=0, committed_step=-1, run_id="", total_steps=9, steps_per_epoch=3,
-                   train_samples=12, parameters=7, device="cpu"),
+                   train_samples=12, parameters=7, device="cpu", notes=("a",), block=("b", "c")),
     messages.Formed(rank=0, generation=1, committed_step=0, source=0, group_s=0.1, transfer_s=0.2,
                     rebuild_s=0.3),
     messages.Faulted(generation=1, fault=FAULT),

@@ -15,7 +15,18 @@ from tests.scenarios.test_outside import TORCHRUN
 NOTED = f"{Path(__file__).with_name('mistaken.py')}:NotedData"
 SETTINGS = ("-b", 8, "--max-steps", 2, "use_amp=true", "num_workers=3")
 PRECISION = Precision(use_amp=True, device=torch.device("cpu"))  # as the processor has it
-WORKERS = re.compile(r"^.*(\b3\b.*workers|workers.*\b3\b).*$", re.MULTILINE)
+WORKERS = re.compile(r"\b3 loader workers per rank, .* only help", re.MULTILINE)
+BLOCK = (  # of the start, in its order
+    " ranks         2 on the CPU, gloo, ",
+    f" precision     {PRECISION.name}",
+    " model         5 parameters, all trained\n",
+    " data          64 samples, 3 loader workers per rank\n",
+    " global batch  16 = 8 x 2 ranks\n",
+    " length        2 steps of an epoch of 4\n",
+    " optimizer     adamw, ",
+    " schedule      cosine to 0 at step 2, after 1 step of warm-up\n",
+    " checkpoints   about ",
+)
 
 
 def check(text):
@@ -27,13 +38,22 @@ def check(text):
     assert re.search(rf"\b{PRECISION.name}\b", text)
 
 
+def check_block(text):
+    """Every row is there, in order."""
+    places = [text.find(row) for row in BLOCK]
+    assert -1 not in places, text
+    assert places == sorted(places)
+
+
 def test_notes_stand_in_the_start_lines_and_in_the_supervisors_log(tmp_path):
     """Amp that has no effect, more workers than cores, what a task says of its data."""
     with Run(tmp_path, *SETTINGS, task=NOTED) as run:
         assert run.wait() == 0, run.console
     before_training = run.console.partition("saved ")[0]
     check(before_training)
+    check_block(before_training)
     check((run.logs / "supervisor.log").read_text(encoding="utf-8"))
+    check_block((run.logs / "supervisor.log").read_text(encoding="utf-8"))
 
 
 @pytest.mark.timeout(300)
@@ -42,4 +62,5 @@ def test_under_an_outside_launcher_rank_0_says_them(tmp_path):
     with Run(tmp_path, *SETTINGS, task=NOTED, command=TORCHRUN) as run:
         assert run.wait() == 0, run.console
     check(run.console)
+    check_block(run.console)
     check((run.logs / "rank_1.log").read_text(encoding="utf-8"))

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from ddp_runner.core.settings import OptimSettings
-from ddp_runner.training.components.lr_schedule import apply_learning_rate, learning_rate
+from ddp_runner.training.components.lr_schedule import (
+    apply_learning_rate,
+    learning_rate,
+    schedule_words,
+)
 
 
 def rates(total_steps, **settings):
@@ -158,3 +162,36 @@ def test_inverse_sqrt_stays_above_the_lowest_rate_and_needs_no_warm_up():
     assert min(found) == found[-1] == 0.25
     alone = rates(20_000, warmup_steps=0, schedule="inverse_sqrt")
     assert (alone[0], alone[10_000]) == (1.0, pytest.approx(0.5**0.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"schedule": "constant", "warmup_steps": 0}, "constant"),
+        ({"schedule": "constant", "warmup_steps": 1}, "constant, after 1 step of warm-up"),
+        (
+            {"schedule": "cosine", "warmup_steps": 0.05},
+            "cosine to 1e-05 at step 2,000, after 100 steps of warm-up",
+        ),
+        (
+            {"schedule": "linear", "warmup_steps": 5000},
+            "linear to 1e-05 at step 2,000, after 1,000 steps of warm-up",
+        ),
+        (
+            {"schedule": "cosine", "warmup_steps": 0, "schedule_steps": 500},
+            "cosine to 1e-05 at step 500",
+        ),
+        (
+            {"schedule": "wsd", "warmup_steps": 0, "decay_steps": 0.1},
+            "wsd, going down from step 1,800 to 1e-05 at step 2,000",
+        ),
+        (
+            {"schedule": "inverse_sqrt", "warmup_steps": 0},
+            "inverse_sqrt, no lower than 1e-05, up to step 2,000",
+        ),
+    ],
+)
+def test_a_schedule_is_said_with_its_last_step(settings, words):
+    """As it comes out for this run: shares in steps, a warm-up as it was cut."""
+    made = OptimSettings(min_learning_rate=1e-5, **settings)
+    assert schedule_words(made, total_steps=2000) == words

@@ -79,10 +79,7 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
 def lines_of_begin(plan: LaunchPlan, ready: Sequence[Ready]) -> tuple[str, ...]:
     """What there is to say of what the ranks have built. What all say is said once."""
     first = ready[0]
-    resumed = f", resumed at step {first.committed_step:,}" if first.committed_step else ""
-    precision = f", {first.precision}" if first.precision else ""
-    size = f"{first.parameters:,} parameters, {first.train_samples:,} samples"
-    lines = [*plan.notes, f"{size}, {first.total_steps:,} steps{precision}{resumed}"]
+    lines = [*plan.notes, *first.block]
     if first.is_complete:  # but its summary is gone, and is made once more
         where = f"{first.committed_step:,} of {first.total_steps:,} steps"
         lines.append(f"already complete: {where}, nothing to train")

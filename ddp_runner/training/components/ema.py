@@ -71,6 +71,12 @@ class Ema:
         begun = step - self._start_step
         return begun >= 0 and begun % self._every == 0
 
+    def bytes_to_come(self) -> int:
+        """What the average will take once it has started."""
+        live = self._live_parameters.values()
+        kept = sum(one.numel() * _average_dtype(one).itemsize for one in live)
+        return kept + sum(one.numel() * one.element_size() for one in self._live_buffers().values())
+
     @torch.no_grad()
     def start(self, model: nn.Module) -> None:
         """Copy the weights of ``model`` as the first average."""

@@ -65,6 +65,24 @@ def decay_begin(settings: OptimSettings, *, total_steps: int) -> int:
     return max(end - decay_steps, warmup_end(settings, total_steps=total_steps))
 
 
+def schedule_words(settings: OptimSettings, *, total_steps: int) -> str:
+    """For people: ``cosine to 0 at step 3,000, after 100 steps of warm-up``."""
+    end = f"step {schedule_end(settings, total_steps=total_steps):,}"
+    warmup = warmup_end(settings, total_steps=total_steps)
+    after = f", after {warmup:,} step{'' if warmup == 1 else 's'} of warm-up" if warmup else ""
+    floor = f"{settings.min_learning_rate:g}"
+    match settings.schedule:
+        case "constant":
+            return f"constant{after}"
+        case "inverse_sqrt":
+            return f"inverse_sqrt, no lower than {floor}, up to {end}{after}"
+        case "wsd":
+            begin = f"step {decay_begin(settings, total_steps=total_steps):,}"
+            return f"wsd, going down from {begin} to {floor} at {end}{after}"
+        case "linear" | "cosine":
+            return f"{settings.schedule} to {floor} at {end}{after}"
+
+
 def apply_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Set ``rate`` in every parameter group, in place where the group holds a tensor."""
     for group in optimizer.param_groups:

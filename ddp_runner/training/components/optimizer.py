@@ -134,6 +134,31 @@ def _muon_parameters(model: nn.Module) -> set[int]:
     }
 
 
+def bytes_to_come(optimizer: torch.optim.Optimizer | SeveralOptimizers) -> int:
+    """About what the optimizer's first step will keep for what it updates; of one that is not ours, as of Adam."""
+    parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    return sum(
+        _kept_numbers(part, group, parameter) * parameter.element_size()
+        for part in parts
+        for group in part.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _kept_numbers(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> int:
+    size, shape = parameter.numel(), parameter.shape
+    if isinstance(optimizer, torch.optim.SGD):
+        return size if group["momentum"] else 0
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return size // shape[-1] + size // shape[-2] if len(shape) > 1 and size else size
+    if type(optimizer).__name__ == "Muon":
+        return size
+    return size * (3 if group.get("amsgrad") else 2)
+
+
 def take_in(optimizer: torch.optim.Optimizer | SeveralOptimizers, model: nn.Module) -> None:
     """Have ``optimizer``, of :func:`build_optimizer`, update what requires a gradient since then too.
 

@@ -1,0 +1,173 @@
+"""What runs, as a few labelled lines before training. Pure; draws nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from ddp_runner.observe import format as fmt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ddp_runner.core.settings import OptimSettings, Settings
+
+COLUMNS = 79
+_LABEL_COLUMNS = 14
+_PRECISION = {
+    "bf16": "bf16 where it is safe, fp32 elsewhere",
+    "fp16": "fp16 where it is safe, fp32 elsewhere, with loss scaling",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFacts:
+    """What a rank knows of a run that is about to train. None: this kind of run has none, or nobody can say.
+
+    ``threads`` of a rank on the CPU. ``trained`` of its ``parameters`` are updated. ``samples``,
+    ``batch_size`` (of a rank and step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
+    of data that the run loads itself. ``checkpoint_bytes``: about one file, for all of which there are
+    ``room_bytes``. ``is_task``: precision, optimizer and ``schedule`` (in words) are the settings'; else a program's own.
+    """
+
+    ranks: int
+    device: str
+    backend: str
+    threads: int
+    precision: str
+    parameters: int
+    trained: int
+    total_steps: int
+    steps_per_epoch: int
+    committed_step: int
+    samples: int | None
+    batch_size: int | None
+    micro_batch_size: int | None
+    loader_workers: int | None
+    checkpoint_bytes: int | None
+    room_bytes: int | None
+    is_task: bool
+    schedule: str
+
+
+def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
+    """The lines, at most 79 columns wide but for names without a space."""
+    rows = [("ranks", [_place(facts)])]
+    if facts.is_task:
+        rows.append(("precision", [_precision(settings, facts)]))
+    rows += [("model", [_parameters(facts)]), *_data(facts), *_batch(facts)]
+    rows.append(("length", list(_length(facts))))
+    if facts.is_task:
+        rows += _training(settings, facts)
+    rows += _checkpoints(settings, facts)
+    return tuple(_block(rows))
+
+
+def _place(facts: StartFacts) -> str:
+    words = f"{facts.ranks} on {facts.device}, {facts.backend.rpartition(':')[2]}"
+    if facts.threads:
+        each = "" if facts.ranks == 1 else " each"
+        words += f", {facts.threads} thread{'' if facts.threads == 1 else 's'}{each}"
+    return words
+
+
+def _precision(settings: Settings, facts: StartFacts) -> str:
+    asked = f"use_amp={str(settings.optim.use_amp).lower()}"
+    return f"{_PRECISION.get(facts.precision, facts.precision)} ({asked})"
+
+
+def _parameters(facts: StartFacts) -> str:
+    parameters, trained = facts.parameters, facts.trained
+    if trained == parameters:
+        return f"{fmt.count(parameters)} parameters, all trained"
+    frozen = fmt.count(parameters - trained)
+    return f"{fmt.count(parameters)} parameters: {fmt.count(trained)} trained, {frozen} frozen"
+
+
+def _data(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
+    if facts.samples is None:
+        return
+    workers = facts.loader_workers
+    loaded = ""
+    if workers is not None:
+        each = f"{workers} loader worker{'' if workers == 1 else 's'} per rank"
+        loaded = f", {each}" if workers else ", loaded by the ranks themselves"
+    yield "data", [f"{fmt.count(facts.samples)} samples{loaded}"]
+
+
+def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
+    own, part = facts.batch_size, facts.micro_batch_size
+    if own is None:
+        return
+    ranks = f" x {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"
+    cut = fmt.count(own)
+    if part is not None and part < own:
+        cut = f"{fmt.count(part)} x {own // part} accumulated"
+        if own % part:
+            cut = f"{fmt.count(own)} (in parts of {fmt.count(part)})"
+    yield "global batch", [f"{fmt.count(own * facts.ranks)} = {cut}{ranks}"]
+
+
+def _length(facts: StartFacts) -> Iterator[str]:
+    steps, epoch = facts.total_steps, facts.steps_per_epoch
+    words = f"{fmt.count(steps)} steps"
+    if epoch and steps < epoch:
+        words += f" of an epoch of {fmt.count(epoch)}"
+    elif epoch:
+        epochs = f"{steps / epoch:.3g}"
+        words += f", {epochs} epoch{'' if epochs == '1' else 's'} of {fmt.count(epoch)}"
+    yield words
+    if facts.committed_step > 0:
+        yield f"resumed at step {fmt.count(facts.committed_step)}"
+
+
+def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
+    optim = settings.optim
+    words = f"{optim.optimizer}, learning rate {optim.learning_rate:g}"
+    words += f", weight decay {optim.weight_decay:g}"
+    words += (
+        ", gradients not clipped"
+        if optim.max_grad_norm is None
+        else f", gradient norm at most {optim.max_grad_norm:g}"
+    )
+    if optim.max_grad_value is not None:
+        words += f", gradient values at most {optim.max_grad_value:g}"
+    yield "optimizer", [words]
+    yield "schedule", [facts.schedule]
+    if optim.ema_decay is not None:
+        yield "average", [_average(optim)]
+
+
+def _average(optim: OptimSettings) -> str:
+    words = f"of the weights, decay {optim.ema_decay:g}"
+    if optim.ema_every > 1:
+        words += f", every {fmt.count(optim.ema_every)} steps"
+    if optim.ema_start_step:
+        words += f", from step {fmt.count(optim.ema_start_step)}"
+    if optim.ema_device == "cpu":
+        words += ", in host memory"
+    return f"{words}; evaluation uses it"
+
+
+def _checkpoints(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
+    if facts.checkpoint_bytes is None:
+        return
+    count = settings.checkpoint.keep_last + 2  # and the best one, and the next while it is written
+    words = f"about {fmt.byte_size(facts.checkpoint_bytes)} each, at most {count} at a time"
+    if facts.room_bytes is not None:
+        fit = facts.room_bytes // max(facts.checkpoint_bytes, 1)
+        room = f"room for {fmt.count(fit)}" if fit < 1000 else "room for over 1,000"
+        words += f", {room}"
+    yield "checkpoints", [words]
+
+
+def _block(rows: Iterable[tuple[str, list[str]]]) -> Iterator[str]:
+    for label, paragraphs in rows:
+        beside = label
+        for text in paragraphs:
+            for line in wrap(
+                text, COLUMNS - _LABEL_COLUMNS - 1, break_long_words=False, break_on_hyphens=False
+            ):
+                yield f" {beside:<{_LABEL_COLUMNS}}{line}"
+                beside = ""

@@ -1,0 +1,140 @@
+"""The block that says what runs: each row in plain words, and none wider than a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.config import from_flat
+from ddp_runner.observe.start_block import COLUMNS, StartFacts, start_block
+
+
+def facts(**changes):
+    known = {
+        "ranks": 4,
+        "device": "NVIDIA H100 80GB HBM3",
+        "backend": "cpu:gloo,cuda:nccl",
+        "threads": 0,
+        "precision": "bf16",
+        "parameters": 1_000_000,
+        "trained": 1_000_000,
+        "total_steps": 3000,
+        "steps_per_epoch": 1000,
+        "committed_step": 0,
+        "samples": 512_000,
+        "batch_size": 128,
+        "micro_batch_size": 32,
+        "loader_workers": 2,
+        "checkpoint_bytes": 12_000_000,
+        "room_bytes": 120_000_000,
+        "is_task": True,
+        "schedule": "cosine to 0 at step 3,000, after 50 steps of warm-up",
+    }
+    return StartFacts(**{**known, **changes})
+
+
+def rows(settings=None, **changes):
+    """The text of each label, lines of it joined by a slash."""
+    found = {}
+    for line in start_block(from_flat(settings or {}), facts(**changes)):
+        label = line[1:15].strip()
+        name = label or name  # noqa: F821 - of the line before
+        found[name] = f"{found[name]} / {line[15:]}" if name in found else line[15:]
+    return found
+
+
+def test_the_block_says_what_runs_row_by_row():
+    """With the words of each row, in the order in which a reader asks for them."""
+    assert rows({"learning_rate": 3e-4, "max_grad_value": 0.5}) == {
+        "ranks": "4 on NVIDIA H100 80GB HBM3, nccl",
+        "precision": "bf16 where it is safe, fp32 elsewhere (use_amp=true)",
+        "model": "1,000,000 parameters, all trained",
+        "data": "512,000 samples, 2 loader workers per rank",
+        "global batch": "512 = 32 x 4 accumulated x 4 ranks",
+        "length": "3,000 steps, 3 epochs of 1,000",
+        "optimizer": "adamw, learning rate 0.0003, weight decay 0.01, gradient norm at / most 1, gradient values at most 0.5",
+        "schedule": "cosine to 0 at step 3,000, after 50 steps of warm-up",
+        "checkpoints": "about 12.0 MB each, at most 5 at a time, room for 10",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "words"),
+    [
+        (
+            {"ranks": 1, "device": "the CPU", "backend": "gloo", "threads": 2},
+            "ranks",
+            "1 on the CPU, gloo, 2 threads",
+        ),
+        (
+            {"ranks": 2, "device": "the CPU", "backend": "gloo", "threads": 1},
+            "ranks",
+            "2 on the CPU, gloo, 1 thread each",
+        ),
+        ({"trained": 1000}, "model", "1,000,000 parameters: 1,000 trained, 999,000 frozen"),
+        ({"loader_workers": 0}, "data", "512,000 samples, loaded by the ranks themselves"),
+        ({"micro_batch_size": 128}, "global batch", "512 = 128 x 4 ranks"),
+        ({"micro_batch_size": 50}, "global batch", "512 = 128 (in parts of 50) x 4 ranks"),
+        ({"ranks": 1}, "global batch", "128 = 32 x 4 accumulated x 1 rank"),
+        ({"total_steps": 30}, "length", "30 steps of an epoch of 1,000"),
+        ({"total_steps": 1000}, "length", "1,000 steps, 1 epoch of 1,000"),
+        (
+            {"committed_step": 1200},
+            "length",
+            "3,000 steps, 3 epochs of 1,000 / resumed at step 1,200",
+        ),
+        ({"room_bytes": None}, "checkpoints", "about 12.0 MB each, at most 5 at a time"),
+        (
+            {"room_bytes": 10**18},
+            "checkpoints",
+            "about 12.0 MB each, at most 5 at a time, room for over 1,000",
+        ),
+    ],
+)
+def test_a_row_follows_what_is_there(changes, row, words):
+    """One rank and many, parts that do not divide, a resume, a disk that does not say."""
+    assert rows(**changes)[row] == words
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "words"),
+    [
+        ({"use_amp": False}, "precision", "fp32 (use_amp=false)"),
+        ({"max_grad_norm": None}, "optimizer", "gradients not / clipped"),
+        ({"ema_decay": 0.99}, "average", "of the weights, decay 0.99; evaluation uses it"),
+        (
+            {"ema_decay": 0.9, "ema_every": 5, "ema_start_step": 1000, "ema_device": "cpu"},
+            "average",
+            "of the weights, decay 0.9, every 5 steps, from step 1,000, in / host memory; evaluation",
+        ),
+        ({"keep_last": 1}, "checkpoints", "at most 3 at a time"),
+    ],
+)
+def test_a_row_follows_the_settings(settings, row, words):
+    """What is off is said where it is a choice, and left out where nobody expects it."""
+    precision = "bf16" if settings.get("use_amp", True) else "fp32"
+    assert words in rows(settings, precision=precision)[row]
+    assert ("average" in rows(settings)) is ("ema_decay" in settings)
+
+
+def test_a_loop_of_ones_own_shows_what_is_known():
+    """Its optimizer, precision and batches are the program's."""
+    unknown = dict.fromkeys(("samples", "batch_size", "micro_batch_size", "loader_workers"))
+    found = rows(is_task=False, checkpoint_bytes=None, **unknown)
+    assert list(found) == ["ranks", "model", "length"]
+
+
+def test_no_line_is_wider_than_a_terminal():
+    """However long the figures are."""
+    wild = {"max_grad_norm": 1.2345e-7, "max_grad_value": 9.87654e10, "min_lr": 1.2345e-7}
+    changes = {
+        "total_steps": 10**12,
+        "steps_per_epoch": 10**9,
+        "committed_step": 10**12 - 1,
+        "parameters": 10**15,
+        "trained": 10**14,
+        "samples": 10**15,
+        "batch_size": 10**9,
+        "micro_batch_size": 7,
+        "device": "a card with a name that is far too long for anybody to read it all on a line",
+    }
+    assert max(map(len, start_block(from_flat(wild), facts(**changes)))) <= COLUMNS
