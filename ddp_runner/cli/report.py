@@ -64,7 +64,8 @@ def _report_unfinished(text: str, directory: Path) -> int:
             f"at step {status['step']} of {status['max_steps']}, {status['world_size']} ranks, "
             f"{status['faults_total']} faults"
         )
-        run = f"run {status['run_id']}"
+        name = f"{status['name']} " if status.get("name") else ""
+        run = f"run {name}{status['run_id']}"
     except FileNotFoundError:
         raise BadInputError("--log-dir", text, "holds no run: no summary.json") from None
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
@@ -98,7 +99,7 @@ def _is_alive(pid: int) -> bool:
 def summary_lines(summary: RunSummary) -> Iterator[str]:
     """The summary as lines of a name and a value."""
     rows = (
-        ("run", summary.run_id),
+        ("run", summary.called),
         ("status", f"{summary.status.value} (exit {summary.exit_code})"),
         ("trained", _trained(summary)),
         ("loss", "-" if summary.final_loss is None else f"{summary.final_loss:.4f}"),

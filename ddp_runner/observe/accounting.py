@@ -271,6 +271,7 @@ class RunAccounting:
                 if seconds is not None
             },
             stragglers={str(rank): factor for rank, factor in facts.stragglers.items()},
+            name=facts.name,
         )
 
     def _shares(self, reading: SlotReading, *, startup_s: float) -> TimeShares:

@@ -12,6 +12,7 @@ class RunFindings:
     """Filled by the events of a run; the summary has it from here."""
 
     run_id: str = ""
+    name: str = ""
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".

@@ -59,7 +59,7 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
     """The last lines of a run, for people, on a terminal of ``width`` columns; broken between words."""
     rows = [
         ("status", headline(summary)),
-        ("run", summary.run_id),
+        ("run", summary.called),
         ("steps", _steps(summary)),
         ("loss", "-" if summary.final_loss is None else fmt.figure(summary.final_loss)),
         *((name.replace("_", " "), fmt.figure(value)) for name, value in summary.figures.items()),

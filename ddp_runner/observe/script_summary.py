@@ -39,6 +39,7 @@ class ScriptSummary:
     steps: int
     wall_s: float
     attempts: tuple[AttemptRecord, ...]
+    name: str = ""
 
     def to_record(self) -> dict[str, object]:
         """The content of summary.json."""

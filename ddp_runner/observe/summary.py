@@ -136,6 +136,12 @@ class RunSummary:
     # rank -> mean seconds of a step outside collectives, the wait for data included
     own_step_s: Mapping[str, float] = field(default_factory=dict)
     stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
+    name: str = ""  # of the run, as its folders have it; empty in files from before there was one
+
+    @property
+    def called(self) -> str:
+        """Name and id, as people are shown them."""
+        return f"{self.name} ({self.run_id})" if self.name else self.run_id
 
     @property
     def goodput(self) -> float:

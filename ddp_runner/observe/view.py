@@ -62,6 +62,7 @@ class RunView:
     inexact_reasons: tuple[str, ...] = ()
     doing: str = ""
     doing_s: float = 0.0
+    name: str = ""
 
 
 def status_record(view: RunView) -> dict[str, object]:

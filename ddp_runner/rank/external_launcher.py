@@ -310,7 +310,7 @@ def _write_summary(
     }
     reports[0].append(runtime.restart_progress())  # its own file may be on a disk that is full
     run = replay(reports)
-    run.findings.run_id = runtime.run_id
+    run.findings.run_id, run.findings.name = runtime.run_id, settings.run.name
     summary = run.accounting.summary(
         status=status,
         exit_code=EXIT_CODE_OF_STATUS[status],

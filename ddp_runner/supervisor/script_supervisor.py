@@ -477,4 +477,5 @@ class ScriptSupervisor(Supervisor):
             steps=self.facts.committed_step,
             wall_s=round(self._clock.monotonic() - self.recorder.accounting.began_s, 3),
             attempts=tuple(self._records),
+            name=self.plan.settings.run.name,
         )

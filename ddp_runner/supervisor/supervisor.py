@@ -94,7 +94,7 @@ class Supervisor:
         self.node = node
         self.world = world = World(plan, node)
         self.outputs = outputs
-        self.facts = facts = RunFacts()
+        self.facts = facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
         self._clock = clock
         self.recorder = recorder = Recorder(outputs, facts=facts, published=published, clock=clock)

@@ -47,7 +47,7 @@ def summary(account, **changes):
         "reading": reading(committed_step=20, samples=160, loss=0.5),
         "steps_per_epoch": 8,
         "finished": [],
-        "facts": RunFindings(run_id="a run"),
+        "facts": RunFindings(run_id="a run", name="mine"),
         "own_step_s": {0: 0.25, 1: 0.75, 2: None},
         "now_s": 200.0,
         **changes,
@@ -264,6 +264,7 @@ def test_what_the_ranks_reported_wins_over_the_board():
         finished(peaks={"peak_rss_bytes": 9, "peak_device_bytes": 0}),
     ]
     made = summary(account, finished=reports)
+    assert (made.run_id, made.name) == ("a run", "mine")
     assert (made.steps, made.epochs, made.samples, made.final_loss) == (20, 2, 160, 0.25)
     assert (made.weights_sha256, made.checkpoint) == ("ab", "step_20.pt")
     assert made.figures == {"validation_loss": 0.3}

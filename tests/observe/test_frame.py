@@ -137,6 +137,14 @@ def test_progress_line():
     assert progress_line(bare) == "step 930/1,500  epoch 2"
 
 
+def test_a_run_is_shown_by_name_and_id():
+    """A summary from before runs had names has the id alone."""
+    block = summary_block(run_summary(run_id="0af3", name="mine"), log_dir="logs", width=80)
+    assert any(line.split() == ["run", "mine", "(0af3)"] for line in block)
+    block = summary_block(run_summary(run_id="0af3"), log_dir="logs", width=80)
+    assert any(line.split() == ["run", "0af3"] for line in block)
+
+
 def test_summary_block_shows_people_everything():
     """Status, steps, loss, figures, goodput, faults with repair time, digest, checkpoint, logs."""
     block = summary_block(run_summary(), log_dir="logs", width=80)

@@ -68,7 +68,10 @@ def test_the_second_experiment_in_a_folder_is_a_run_of_its_own(tmp_path):
     for task, name in (("synthetic", "synthetic"), ("mine.py", "mine")):
         code, said = trained(tmp_path, "--task", task, *SHORT, "4")
         assert code == 0, said
-        assert of_name(tmp_path, name).summary()["status"] == "completed"
+        found = of_name(tmp_path, name)
+        assert found.summary()["status"] == "completed"
+        assert (found.summary()["name"], found.status()["name"]) == (name, name)
+        assert f"{name} ({found.summary()['run_id']})" in command(tmp_path, "report").stdout
         assert (tmp_path / "logs" / "latest").resolve() == tmp_path / "logs" / name
         assert f"checkpoints/{name}/step_00000004" in command(tmp_path, "report").stdout
         assert command(tmp_path, "checkpoints", "list").stdout.startswith("step        4")

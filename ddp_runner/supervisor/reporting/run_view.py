@@ -64,6 +64,7 @@ def run_view(
             for handle, reading in zip(handles, readings, strict=True)
         ),
         title=plan.title,
+        name=plan.settings.run.name,
         log_dir=plan.settings.run.log_dir,
         logged_step=None if logged is None else int(logged),
         learning_rate=first.metrics.get("learning_rate"),
