@@ -99,6 +99,8 @@ class FieldSpec:
         # YAML reads a bare `off` as False, so for a setting that can be off both mean None.
         if self.optional and (value is None or value is False or word in _NONE):
             return None
+        if value is False and "off" in self.choices:
+            return "off"
         if self.kind is not Kind.TEXT and word in self.choices:
             return word
         parse = {

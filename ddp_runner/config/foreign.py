@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+_RECOMPUTE = (
+    *("gradient_checkpointing", "use_gradient_checkpointing"),
+    "enable_gradient_checkpointing",
+)
 # Name -> the setting that means the same.
 ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs", "n_epochs"), "run.epochs"),
@@ -40,6 +44,7 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("ddp_timeout", "timeout"), "ddp.collective_timeout_s"),
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
+    **dict.fromkeys(_RECOMPUTE, "memory.activation_checkpointing"),
     **dict.fromkeys(("save_steps", "save_interval_steps"), "checkpoint.save_every_steps"),
     "save_total_limit": "checkpoint.keep_last",
     **dict.fromkeys(("logging_steps", "log_every_n_steps"), "log.log_interval"),
@@ -49,7 +54,10 @@ ALIASES: Mapping[str, str] = {
     "regrow_after_s": "recovery.regrow_after",
 }
 # Name of a switch -> the values of its setting for true and for false; None: leaves it as it is.
-SWITCHES: Mapping[str, tuple[str | None, str | None]] = {"decay_lr": (None, "constant")}
+SWITCHES: Mapping[str, tuple[str | None, str | None]] = {
+    "decay_lr": (None, "constant"),
+    **dict.fromkeys(_RECOMPUTE, ("all", "off")),
+}
 # Name -> words of theirs that are another word here.
 _SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 WORDS: Mapping[str, Mapping[str, str]] = {
@@ -118,13 +126,6 @@ ANSWERS: Mapping[str, str] = {
     "ema": "here that is ema_decay=0.999",
     **dict.fromkeys(
         ("torch_compile", "use_torch_compile", "compile", "dynamo_backend", "sync_bn"), _IN_TASK
-    ),
-    **dict.fromkeys(
-        (
-            *("gradient_checkpointing", "use_gradient_checkpointing"),
-            "enable_gradient_checkpointing",
-        ),
-        _IN_TASK,
     ),
     **dict.fromkeys(
         (

@@ -79,7 +79,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
-            memory.regrow_micro_batch memory.warn_share memory.react_share memory.limit_share
+            memory.regrow_micro_batch memory.activation_checkpointing memory.warn_share memory.react_share memory.limit_share
             memory.leak_window_steps memory.leak_mb_per_1000_steps
             checkpoint.save_interval checkpoint.save_every_steps checkpoint.keep_last
             checkpoint.monitor checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps

@@ -218,6 +218,10 @@ class MemorySettings:
     regrow_micro_batch: NonNegative = 0
     """Steps after the micro-batch was halved for lack of memory until twice its size is tried
     again. 0: it stays halved."""
+    activation_checkpointing: Literal["off", "all"] | tuple[str, ...] = "off"
+    """Parts of the model that compute their activations again in backward instead of keeping them; the
+    weights are the same. all: each block of a list of like modules, or what the model's own
+    gradient_checkpointing_enable turns on. Or patterns of module names: layers.*,head."""
     warn_share: Fraction = 0.80
     """Share of the tightest memory limit (machine, container, max_memory_gb, device) in use from
     which a warning is logged."""

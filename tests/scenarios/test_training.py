@@ -33,16 +33,16 @@ FAULTS = (
 )
 
 
-def with_faults_and_a_stop(folder, *settings):
+def with_faults_and_a_stop(folder, *settings, **how):
     """The run with all of that, stopped about its middle and resumed; the second launch."""
-    with Run(folder, *QUICK, *settings, *FAULTS, "task.pace_s=0.03") as run:
+    with Run(folder, *QUICK, *settings, *FAULTS, "task.pace_s=0.03", **how) as run:
         run.wait_for_step(27)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
         assert 0 < run.summary()["steps"] < STEPS
         kinds = [fault["kind"] for fault in run.summary()["faults"]]
         assert kinds == ["rank_killed", "rank_killed", "rank_raised"], kinds
-    with Run(folder, *QUICK, *settings, "task.pace_s=0.03") as run:
+    with Run(folder, *QUICK, *settings, "task.pace_s=0.03", **how) as run:
         assert run.wait() == 0, run.console
     return run
 

@@ -1,0 +1,227 @@
+"""Activation checkpointing: parts of a model compute their activations again in backward and keep none.
+
+The parts stay where they are, under their names: only their class becomes one that recomputes. Torch's
+checkpoints without reentrance bring back its own random numbers; here also come back what buffers held
+and the numbers of Python and NumPy, so that the second forward is the first one, bit for bit, and leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import difflib
+import inspect
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp_runner.checkpoint.entry_names import bare_name
+from ddp_runner.core.faults import BadInputError
+
+OPTION = "memory.activation_checkpointing"
+_NAMES_SHOWN = 3
+# Of a buffer that is given back whether torch has counted a write or not: it counts none of batch
+# statistics. Larger ones, as masks, only where it has.
+_KEPT_ELEMENTS = 1 << 16
+_OWN_SWITCH = "gradient_checkpointing_enable"
+_OWN_ARGUMENT = "gradient_checkpointing_kwargs"
+
+_REBUILD = copyreg._reconstructor  # type: ignore[attr-defined] # noqa: SLF001 - as protocol 1 does
+
+Asked = Literal["off", "all"] | tuple[str, ...]
+
+
+def checkpoint_activations(model: nn.Module, asked: Asked) -> tuple[str, ...]:
+    """Have the parts of ``model`` that are asked for recompute; their names.
+
+    Raises BadInputError where there is no such part.
+    """
+    if asked == "off":
+        return ()
+    if asked == "all":
+        own = _with_own_switch(model)
+        if own:
+            return own
+        found = _blocks(model)
+        if not found:
+            names = ", ".join(_nearest("layers.*", model))
+            words = "finds no list of like blocks in the model: name its parts, such as"
+            raise BadInputError(OPTION, asked, f"{words} {names or 'those of another model'}")
+    else:
+        found = _matching(model, [one.strip() for text in asked for one in text.split(",")])
+    for part in found.values():
+        kind: Any = type(part)
+        part.__class__ = _recomputing(kind)
+    return tuple(found)
+
+
+def _with_own_switch(model: nn.Module) -> tuple[str, ...]:
+    """Turn on what the outermost modules that can checkpoint by themselves have for it; their names."""
+    found: dict[str, nn.Module] = {}
+    for name, module in _named_modules(model).items():
+        switch = getattr(module, _OWN_SWITCH, None)
+        if not callable(switch) or _is_inside(name, found):
+            continue
+        if _OWN_ARGUMENT not in inspect.signature(switch).parameters:
+            continue  # of a version whose checkpoints are reentrant
+        try:
+            switch(**{_OWN_ARGUMENT: {"use_reentrant": False}})
+        except ValueError:  # a class that has the method and cannot do it
+            continue
+        found[name] = module
+    return tuple(found)
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Each block of the outermost lists of like modules that have modules of their own."""
+    lists: dict[str, nn.Module] = {}
+    for name, module in _named_modules(model).items():
+        blocks = list(module.children())
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(blocks) > 1
+        is_alike = len({type(block) for block in blocks}) == 1
+        has_parts = all(next(block.children(), None) is not None for block in blocks)
+        if is_list and is_alike and has_parts and not _is_inside(name, lists):
+            lists[name] = module
+    return {
+        f"{name}.{key}".removeprefix("."): block
+        for name, module in lists.items()
+        for key, block in module.named_children()
+    }
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """The outermost modules whose names match a pattern."""
+    found: dict[str, nn.Module] = {}
+    modules = {name: one for name, one in _named_modules(model).items() if name}
+    for pattern in patterns:
+        matched = {name: one for name, one in modules.items() if fnmatchcase(name, pattern)}
+        if not matched:
+            names = ", ".join(_nearest(pattern, model)) or "none: it has no parts"
+            raise BadInputError(
+                OPTION, pattern, f"matches no module; the nearest names are {names}"
+            )
+        found.update(matched)
+    outermost = {name: one for name, one in found.items() if not _is_inside(name, found)}
+    scripted = [n for n, one in outermost.items() if isinstance(one, torch.jit.ScriptModule)]
+    if scripted:
+        raise BadInputError(OPTION, scripted[0], "is compiled by torch.jit: leave it out")
+    return {name: one for name, one in outermost.items() if not isinstance(one, nn.ModuleList)} | {
+        f"{name}.{key}": block
+        for name, one in outermost.items()
+        if isinstance(one, nn.ModuleList)  # which is never called itself
+        for key, block in one.named_children()
+    }
+
+
+def _named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {bare_name(model, name): module for name, module in model.named_modules()}
+
+
+def _is_inside(name: str, others: Mapping[str, nn.Module]) -> bool:
+    return any(name != one and (not one or name.startswith(f"{one}.")) for one in others)
+
+
+def _nearest(pattern: str, model: nn.Module) -> list[str]:
+    """Names of modules that look like ``pattern``; of numbered ones, one for all."""
+    every = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in _named_modules(model) if name}
+    return difflib.get_close_matches(pattern, sorted(every), n=_NAMES_SHOWN, cutoff=0.0)
+
+
+@cache
+def _recomputing(kind: Any) -> Any:
+    """``kind`` with a forward that recomputes; to copies and files its objects are of ``kind``."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kind.forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():  # which sees itself to what is random, and to buffers
+            return checkpoint(partial(kind.forward, self, **kwargs), *args, use_reentrant=False)
+        return checkpoint(
+            partial(kind.forward, self, **kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=_Surroundings(self).contexts,
+        )
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made = kind.__reduce_ex__(self, protocol)
+        if isinstance(made, str) or getattr(made[0], "__name__", "") != "__newobj__":
+            return made
+        # Pickle takes that one for an object's very class only.
+        return (_REBUILD, (kind, object, None), *made[2:])
+
+    attributes = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), {**attributes, "__qualname__": kind.__qualname__})
+
+
+class _Surroundings:
+    """What one forward of ``module`` finds beside its inputs, to be found again by the second one.
+
+    INVARIANT recomputed-alike: a second forward computes what the first did and changes nothing: buffers
+    have the values of before the first one while it runs, and those of after it once it has run.
+    Broken if: batch statistics are taken in twice, or a counter has moved on.
+    Guarded by: test_checkpointed_blocks_train_to_the_same_bits.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._numbers: Any = None
+        self._before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+
+    def contexts(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Around the first and around the second forward, as torch asks for them."""
+        return self._first(), self._second()
+
+    @contextlib.contextmanager
+    def _first(self) -> Iterator[None]:
+        self._numbers = _numbers()
+        held = [
+            (module._buffers, key, buffer, buffer._version, buffer.detach().clone())  # noqa: SLF001
+            for module in self._module.modules()
+            for key, buffer in module._buffers.items()  # noqa: SLF001
+            if buffer is not None
+        ]
+        yield
+        self._before = [
+            (owner, key, copy)
+            for owner, key, buffer, version, copy in held
+            if copy.numel() <= _KEPT_ELEMENTS
+            or owner.get(key) is not buffer
+            or buffer._version != version  # noqa: SLF001
+        ]
+
+    @contextlib.contextmanager
+    def _second(self) -> Iterator[None]:
+        numbers = _numbers()
+        after = [(owner, key, owner.get(key)) for owner, key, _ in self._before]
+        _set_numbers(self._numbers)
+        for owner, key, copy in self._before:
+            owner[key] = copy.clone()
+        try:
+            yield
+        finally:
+            for owner, key, buffer in after:
+                owner[key] = buffer
+            _set_numbers(numbers)
+
+
+def _numbers() -> tuple[Any, Any]:
+    """Where Python's and NumPy's global generators are."""
+    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users' code draws from it
+
+
+def _set_numbers(numbers: tuple[Any, Any]) -> None:
+    random.setstate(numbers[0])
+    np.random.set_state(numbers[1])  # noqa: NPY002
