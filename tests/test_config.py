@@ -74,7 +74,7 @@ def test_the_cpu_preset_is_the_one_whose_figures_are_published():
     assert (settings.run.max_steps, settings.data.batch_size) == (3000, 8)
     assert settings.data.num_workers == 0
     assert (log.log_interval, log.evaluate_every_steps, log.evaluate_batches) == (20, 500, 25)
-    assert (optim.use_amp, model.dropout, optim.schedule) == (False, 0.0, "cosine")
+    assert (optim.precision, model.dropout, optim.schedule) == ("fp32", 0.0, "cosine")
     assert settings.checkpoint.save_every_steps == 200
 
 
@@ -100,8 +100,10 @@ def test_every_preset_is_legal(preset, tmp_path, monkeypatch):
         ("max_steps", "1e4", "run.max_steps", 10_000),
         ("max_grad_norm", "off", "optim.max_grad_norm", None),
         ("ema_decay", "none", "optim.ema_decay", None),
-        ("use_amp", "no", "optim.use_amp", False),
-        ("use_amp", "1", "optim.use_amp", True),
+        ("use_amp", "no", "optim.precision", "fp32"),
+        ("optim.use_amp", "1", "optim.precision", "auto"),
+        ("precision", "BF16", "optim.precision", "bf16"),
+        ("amp_init_scale", "1024", "optim.amp_init_scale", 1024.0),
         ("gpus", "0,2", "run.gpus", (0, 2)),
         ("gpus", "", "run.gpus", ()),
         ("drill_at", "2, 50,1000", "recovery.drill_at", (2, 50, 1000)),
@@ -138,6 +140,8 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         ("lr", "inf", "lr=inf: must be a number, above 0"),
         ("dropout", "1", "dropout=1: must be a number, 0 or more and below 1"),
         ("use_amp", "2", "use_amp=2: must be true or false"),
+        ("precision", "fp8", "precision=fp8: must be one of auto, fp32, bf16, fp16"),
+        ("amp_init_scale", "0", "amp_init_scale=0: must be a number, above 0"),
         (
             "warm_spare",
             "devices",

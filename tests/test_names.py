@@ -21,7 +21,8 @@ def test_every_name_of_others_leads_to_a_setting_or_to_an_answer():
     assert not set(ALIASES) & LAST_NAMES
     assert not set(ANSWERS) & (LAST_NAMES | set(ALIASES))
     assert not set(ALWAYS) & (LAST_NAMES | set(ALIASES) | set(ANSWERS))
-    assert {*SWITCHES, *WORDS} <= set(ALIASES)
+    assert set(SWITCHES) <= set(ALIASES)
+    assert set(WORDS) <= {*ALIASES, *KNOWN, *LAST_NAMES}
     for name in ALIASES:
         assert find_key(name, name, KNOWN) == ALIASES[name]
     for name in ANSWERS:
@@ -39,7 +40,7 @@ def test_answers_are_one_short_line_and_name_what_exists():
             assert name in LAST_NAMES, answer
 
 
-@pytest.mark.parametrize("name", ["fp16", "strategy", "optim"])
+@pytest.mark.parametrize("name", ["save_dir", "strategy", "optim"])
 def test_a_file_of_settings_is_answered_as_well(name, tmp_path):
     """With the file and the name as it stands there."""
     file = tmp_path / "run.yaml"
@@ -66,7 +67,22 @@ TYPED = [
     ("lr_scheduler", "constant_with_warmup", "optim.schedule", "constant"),
     ("decay_lr", "false", "optim.schedule", "constant"),
     ("decay_lr", "true", "optim.schedule", "cosine"),
-    ("use_mixed_precision", "false", "optim.use_amp", False),
+    ("use_mixed_precision", "false", "optim.precision", "fp32"),
+    ("use_amp", "true", "optim.precision", "auto"),
+    ("mixed_precision", "bf16", "optim.precision", "bf16"),
+    ("mixed_precision", "no", "optim.precision", "fp32"),
+    ("precision", "16-mixed", "optim.precision", "fp16"),
+    ("precision", "bf16-mixed", "optim.precision", "bf16"),
+    ("precision", "32-true", "optim.precision", "fp32"),
+    ("precision", "32", "optim.precision", "fp32"),
+    ("dtype", "float16", "optim.precision", "fp16"),
+    ("dtype", "bfloat16", "optim.precision", "bf16"),
+    ("dtype", "float32", "optim.precision", "fp32"),
+    ("fp16", "true", "optim.precision", "fp16"),
+    ("bf16", "true", "optim.precision", "bf16"),
+    ("bf16", "false", "optim.precision", "auto"),
+    ("tf32", "true", "run.matmul_precision", "high"),
+    ("allow_tf32", "false", "run.matmul_precision", "highest"),
     ("timeout", "90", "ddp.collective_timeout_s", 90.0),
     ("save_interval_steps", "50", "checkpoint.save_every_steps", 50),
     ("save_total_limit", "2", "checkpoint.keep_last", 2),

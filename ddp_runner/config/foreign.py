@@ -11,6 +11,7 @@ _RECOMPUTE = (
     *("gradient_checkpointing", "use_gradient_checkpointing"),
     "enable_gradient_checkpointing",
 )
+_AMP = ("amp", "use_amp", "optim.use_amp", "use_mixed_precision", "enable_mixed_precision")
 # Name -> the setting that means the same.
 ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs", "n_epochs"), "run.epochs"),
@@ -38,7 +39,9 @@ ALIASES: Mapping[str, str] = {
     "warmup_iters": "optim.warmup_steps",
     "lr_decay_iters": "optim.schedule_steps",
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "decay_lr"), "optim.schedule"),
-    **dict.fromkeys(("amp", "use_mixed_precision", "enable_mixed_precision"), "optim.use_amp"),
+    **dict.fromkeys(_AMP, "optim.precision"),
+    **dict.fromkeys(("mixed_precision", "dtype", "fp16", "bf16"), "optim.precision"),
+    **dict.fromkeys(("tf32", "allow_tf32"), "run.matmul_precision"),
     **dict.fromkeys(("master_port", "main_process_port"), "ddp.port"),
     "ddp_backend": "ddp.backend",
     **dict.fromkeys(("ddp_timeout", "timeout"), "ddp.collective_timeout_s"),
@@ -57,10 +60,21 @@ ALIASES: Mapping[str, str] = {
 SWITCHES: Mapping[str, tuple[str | None, str | None]] = {
     "decay_lr": (None, "constant"),
     **dict.fromkeys(_RECOMPUTE, ("all", "off")),
+    **dict.fromkeys(_AMP, ("auto", "fp32")),
+    "fp16": ("fp16", None),
+    "bf16": ("bf16", None),
+    **dict.fromkeys(("tf32", "allow_tf32"), ("high", "highest")),
 }
 # Name -> words of theirs that are another word here.
 _SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+_PRECISIONS = {
+    **dict.fromkeys(("no", "false", "32", "32-true", "float32"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+    **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
+    "true": "auto",
+}
 WORDS: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("precision", "optim.precision", "mixed_precision", "dtype"), _PRECISIONS),
     "lr_scheduler": _SCHEDULES,
     "lr_scheduler_type": _SCHEDULES,
 }
@@ -74,7 +88,6 @@ ALWAYS: Mapping[str, str] = {
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
 _ONE_MACHINE = "a run is on one machine: leave it out"
 _BY_THEMSELVES = "the ranks find each other by themselves: leave it out"
-_PRECISION = "here that is use_amp=true: bf16 where the GPU has it, else fp16"
 _MICRO = "here --batch-size is a whole step's samples of a rank, and data.micro_batch_size a part's"
 _DEVICES = "here that is --nproc-per-node N for how many, --gpus 0,1 for which"
 _FOLDERS = (
@@ -96,7 +109,6 @@ ANSWERS: Mapping[str, str] = {
     "module": "here that is --task module:NAME",
     "local_rank": "this command starts the ranks: leave it out",
     "world_size": "here that is --nproc-per-node N",
-    **dict.fromkeys(("mixed_precision", "precision", "dtype", "fp16", "bf16"), _PRECISION),
     **dict.fromkeys(("devices", "include", "multi_gpu", "n_gpu"), _DEVICES),
     **dict.fromkeys(
         ("accelerator", "no_cuda", "use_cpu"),

@@ -62,11 +62,11 @@ ON_RESUME: Mapping[str, OnResume] = {
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
-            run.deterministic data.micro_batch_size optim.learning_rate optim.weight_decay
+            run.deterministic run.matmul_precision run.channels_last data.micro_batch_size optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
             optim.min_learning_rate
-            optim.max_grad_norm optim.use_amp optim.ema_decay
+            optim.max_grad_norm optim.precision optim.amp_growth_interval optim.ema_decay
             optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb
         """,
@@ -75,6 +75,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         OnResume.CANNOT_MATTER: """
             run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
+            optim.amp_init_scale
             data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
@@ -106,6 +107,9 @@ TOTAL_STEPS = "steps of the run"
 TASK_FILE = "the task's file"
 _AS_WRITTEN = (
     "run.deterministic",
+    "run.matmul_precision",
+    "run.channels_last",
+    "optim.amp_growth_interval",
     *(f"optim.{name}" for name in RATE_KEYS),
     "optim.weight_decay",
     "optim.beta1",

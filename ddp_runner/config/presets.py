@@ -23,7 +23,7 @@ _CPU: Mapping[str, object] = {
     "optim.beta2": 0.98,
     "optim.schedule": "cosine",
     "optim.warmup_steps": 100,
-    "optim.use_amp": False,
+    "optim.precision": "fp32",
     "run.max_steps": 3000,
     "checkpoint.save_every_steps": 200,
     "log.evaluate_every_steps": 500,
@@ -59,5 +59,5 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "gpu": _GPU,
     "cpu": _CPU,
     "gpu_test": {**_GPU, **_SMALL},
-    "cpu_test": {**_SMALL, "optim.use_amp": False},
+    "cpu_test": {**_SMALL, "optim.precision": "fp32"},
 }

@@ -73,6 +73,11 @@ class RunSettings:
     deterministic: bool = False
     """Use only GPU kernels that give the same bits each time. Without it a run on GPUs is not
     bit-exact; with it some operations are slower, and a few raise an error."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """How exact torch multiplies matrices of float32. high: TF32 on GPUs that have it; medium: bf16.
+    highest: as torch, or the task, has it."""
+    channels_last: bool = False
+    """Have the weights of convolutions in memory by channels last, which some GPUs compute faster."""
     inject: tuple[str, ...] = ()
     """Faults to cause on purpose, each written as KIND:KEY=VALUE,... (--help lists them)."""
 
@@ -168,8 +173,13 @@ class OptimSettings:
     max_grad_value: Annotated[float, Field(gt=0)] | None = None
     """The largest value of a gradient's element, either sign, to which it is clipped after the norm.
     none: values are not clipped."""
-    use_amp: bool = True
-    """Mixed precision: bf16 where the device supports it, otherwise fp16 with a gradient scaler."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """The arithmetic of forward and backward: fp32, or mixed with bf16, or with fp16 and a loss scale. auto:
+    bf16 where the device is fast with it, else fp16 on a GPU and fp32 on the CPU."""
+    amp_init_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """The loss scale that fp16 begins with."""
+    amp_growth_interval: Positive = 2000
+    """Steps without an overflow after which fp16 doubles its loss scale."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of a moving average of the weights, which evaluation then uses. none: no average."""
     ema_every: Positive = 1

@@ -73,7 +73,7 @@ def _place(facts: StartFacts) -> str:
 
 
 def _precision(settings: Settings, facts: StartFacts) -> str:
-    asked = f"use_amp={str(settings.optim.use_amp).lower()}"
+    asked = f"precision={settings.optim.precision}"
     return f"{_PRECISION.get(facts.precision, facts.precision)} ({asked})"
 
 

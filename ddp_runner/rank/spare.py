@@ -111,9 +111,8 @@ def open_device(settings: Settings, device: torch.device, *, driver: CudaDriver)
 
 def first_steps(settings: Settings, device: torch.device) -> None:
     """Train a toy on ``device``, outside of any group: what is compiled, looked up or loaded for it stays."""
-    is_mixed = settings.optim.use_amp
     with _random_numbers_untouched(*([device] if device.type == "cuda" else [])):
-        state = _toy(settings, device, use_amp=is_mixed)
+        state = _toy(settings, device, precision=settings.optim.precision)
         batch = torch.ones(_SAMPLES, _WIDTH, device=device, dtype=torch.float32)
         for _ in range(_STEPS):
             with state.precision.autocast():
@@ -166,7 +165,7 @@ def _random_numbers_untouched(*devices: torch.device) -> Iterator[None]:
     np.random.set_state(hosts[1])  # noqa: NPY002
 
 
-def _toy(settings: Settings, device: torch.device, *, use_amp: bool = False) -> TrainState:
+def _toy(settings: Settings, device: torch.device, *, precision: str = "fp32") -> TrainState:
     # Device and type are named because a task's module may have changed torch's defaults.
     where: dict[str, Any] = {"device": device, "dtype": torch.float32}
     model = nn.Sequential(
@@ -175,7 +174,7 @@ def _toy(settings: Settings, device: torch.device, *, use_amp: bool = False) -> 
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
-        precision=Precision(use_amp=use_amp, device=device),
+        precision=Precision(precision, device=device),
         ema=None,
         monitor=LossMonitor(target_loss=None, max_errors_per_epoch=1),
         loss_spikes=LossSpikes.watched_as(settings, total_steps=_STEPS),

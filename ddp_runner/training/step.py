@@ -63,6 +63,7 @@ class StepResult:
     applied: bool
     explosion: str
     overflowed: bool
+    loss_scale: float | None = None  # that it was computed with, in fp16
     broken_ranks: tuple[int, ...]  # whose own loss or gradient was not finite, or far too high
     waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
     stop: StopReason | None
@@ -159,6 +160,7 @@ class Stepper:
             applied=applied,
             explosion=explosion,
             overflowed=math.isfinite(loss) and state.precision.has_lowered(scale),
+            loss_scale=scale if scaler.is_enabled() else None,
             broken_ranks=_ranks_in(int(agreed.signals[Signal.TROUBLE])),
             waited_ns=self._replica.waited_ns(),
             stop=agreed_stop(agreed.signals),

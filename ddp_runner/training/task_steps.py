@@ -179,6 +179,7 @@ class TaskSteps:
         )
         self._progress.loss = result.loss
         self._first.compare(result.step)
+        self._watch_scale(result)
         self._runtime.slot.set_loss(result.loss)
         self._write_audit(result, epoch, step.micro_batches)
         if not result.applied and self._guard.skipped(
@@ -280,6 +281,8 @@ class TaskSteps:
             "data_wait_share": min(1.0, self._waited_ns / 1e9 / seconds),
             "step_s": self._runtime.slot.get(Cell.STEP_NS) / 1e9,
         }
+        if result.loss_scale is not None:
+            values["loss_scale"] = result.loss_scale
         self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
         self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))
         self._runtime.logger.progress(
@@ -287,6 +290,14 @@ class TaskSteps:
             f"{values['samples_per_s']:.0f} samples/s  data {values['data_wait_share']:.0%}",
             step=result.step,
         )
+
+    def _watch_scale(self, result: StepResult) -> None:
+        """In fp16: say that its loss scale only falls, on all ranks alike, and once."""
+        if result.loss_scale is None:
+            return
+        warning = self._state.precision.watch(step=result.step, before=result.loss_scale)
+        if warning and self._group.rank == 0:
+            self._runtime.logger.warning(warning, step=result.step)
 
     def _write_audit(self, result: StepResult, epoch: int, micro_batches: list[MicroBatch]) -> None:
         if self._audit is None:

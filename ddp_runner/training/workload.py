@@ -91,7 +91,7 @@ class TaskWorkload(Workload):
         seed_all(settings.run.seed)
         # A task may keep the model that it makes, for its loss: the one that is trained must stay there.
         task = copy.copy(self.task)
-        model = task.build_model().to(self.device)
+        model = _placed(task.build_model(), settings, self.device)
         trained = set(map(id, state.model.parameters()))
         if not trained.isdisjoint(map(id, model.parameters())):
             raise FaultError(
@@ -120,6 +120,8 @@ def build_workload(
         torch.backends.cudnn.benchmark = False  # it times kernels, and so chooses by chance
         # What is read before it is written is an error all the same, and filling costs bandwidth.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if settings.run.matmul_precision != "highest":
+        torch.set_float32_matmul_precision(settings.run.matmul_precision)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     device_free_bytes = await_free(device, rank_info.device_free_bytes)
@@ -141,7 +143,7 @@ def build_workload(
     entering(Stage.MODEL)
     model = task.build_model()
     _refuse_shapeless(model, settings)
-    model = model.to(device)
+    model = _placed(model, settings, device)
     _refuse_sparse_gradients(model, settings)
     checkpoint_activations(model, settings.memory.activation_checkpointing)
     key = dict(config.resume_key(settings, world_size=rank_info.world_size))
@@ -183,7 +185,7 @@ def _recipe(
         total_steps=total_steps,
         ranks=rank_info.world_size,
         device=device.type,
-        precision=Precision(use_amp=settings.optim.use_amp, device=device).name,
+        precision=Precision.of(settings.optim, device).name,
         backend=backend_of(settings, device),
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         torch=versions()["torch"],
@@ -191,6 +193,13 @@ def _recipe(
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
     return dict(config.recipe(settings, found))
+
+
+def _placed(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
+    model = model.to(device)
+    if settings.run.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
 
 
 def _refuse_shapeless(model: nn.Module, settings: Settings) -> None:
@@ -294,7 +303,7 @@ def _empty_state(
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
-        precision=Precision(use_amp=settings.optim.use_amp, device=device),
+        precision=Precision.of(settings.optim, device),
         ema=build_ema(model, settings.optim),
         monitor=LossMonitor(
             target_loss=settings.run.target_loss,

@@ -46,7 +46,7 @@ def test_the_block_says_what_runs_row_by_row():
     """With the words of each row, in the order in which a reader asks for them."""
     assert rows({"learning_rate": 3e-4, "max_grad_value": 0.5}) == {
         "ranks": "4 on NVIDIA H100 80GB HBM3, nccl",
-        "precision": "bf16 where it is safe, fp32 elsewhere (use_amp=true)",
+        "precision": "bf16 where it is safe, fp32 elsewhere (precision=auto)",
         "model": "1,000,000 parameters, all trained",
         "data": "512,000 samples, 2 loader workers per rank",
         "global batch": "512 = 32 x 4 accumulated x 4 ranks",
@@ -98,7 +98,7 @@ def test_a_row_follows_what_is_there(changes, row, words):
 @pytest.mark.parametrize(
     ("settings", "row", "words"),
     [
-        ({"use_amp": False}, "precision", "fp32 (use_amp=false)"),
+        ({"precision": "fp32"}, "precision", "fp32 (precision=fp32)"),
         ({"max_grad_norm": None}, "optimizer", "gradients not / clipped"),
         ({"ema_decay": 0.99}, "average", "of the weights, decay 0.99; evaluation uses it"),
         (
@@ -111,7 +111,7 @@ def test_a_row_follows_what_is_there(changes, row, words):
 )
 def test_a_row_follows_the_settings(settings, row, words):
     """What is off is said where it is a choice, and left out where nobody expects it."""
-    precision = "bf16" if settings.get("use_amp", True) else "fp32"
+    precision = "bf16" if settings.get("precision") is None else settings["precision"]
     assert words in rows(settings, precision=precision)[row]
     assert ("average" in rows(settings)) is ("ema_decay" in settings)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,8 +21,12 @@ OPTIMIZERS = {
     "muon": (
         *("optimizer=muon", "max_grad_value=0.05", "schedule=wsd", "decay_steps=0.6"),
         *("ema_decay=0.9", "ema_every=3", "ema_start_step=5", "ema_device=cpu"),
+        *("precision=fp16", "amp_init_scale=8388608", "amp_growth_interval=4", "log_interval=1"),
     ),
-    "sgd": ("optimizer=sgd", "momentum=0.8", "learning_rate=0.01", "warmup_steps=0.2"),
+    "sgd": (
+        *("optimizer=sgd", "momentum=0.8", "learning_rate=0.01", "warmup_steps=0.2"),
+        *("precision=bf16", "matmul_precision=high", "channels_last=true"),
+    ),
 }
 needs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="this torch has no Muon: it came with 2.9"
@@ -45,6 +51,13 @@ def with_faults_and_a_stop(folder, *settings, **how):
     with Run(folder, *QUICK, *settings, "task.pace_s=0.03", **how) as run:
         assert run.wait() == 0, run.console
     return run
+
+
+def loss_scales(run):
+    """By step, as metrics.jsonl has them; of a step that was done again the last."""
+    text = (run.logs / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {line["step"]: line["loss_scale"] for line in lines if "loss_scale" in line}
 
 
 def same_ends(run, calm):
@@ -73,6 +86,12 @@ def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
     assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
     assert run.digest == calm.digest
     assert same_ends(run, calm) == ("final.pt", "final_ema.pt")[: 1 + (kind == "muon")]
+    scales = loss_scales(run)
+    assert loss_scales(calm) == scales
+    if kind == "muon":
+        steps = sorted(scales)
+        assert any(scales[one] > scales[other] for one, other in pairwise(steps)), "it fell"
+        assert any(scales[one] < scales[other] for one, other in pairwise(steps)), "and grew"
     with Run(tmp_path / "faults", *QUICK, "optimizer=adam", "task.pace_s=0.03") as other:
         assert other.wait() == 2, other.console
     assert f"optim.optimizer: {kind} -> adam" in other.console

@@ -59,7 +59,7 @@ def build_state(*, optim=None, ema=True, model=None):
     state = TrainState(
         model=model,
         optimizer=build_optimizer(model, optim, device=CPU),
-        precision=Precision(use_amp=False, device=CPU),
+        precision=Precision("fp32", device=CPU),
         ema=Ema(model, 0.9) if ema else None,
         monitor=LossMonitor(target_loss=None, window=3, max_errors_per_epoch=3),
         loss_spikes=LossSpikes(window=5, loss_factor=10.0, grad_factor=100.0, warmup_steps=1),

@@ -354,3 +354,46 @@ def test_a_run_on_a_gpu_is_exact_only_where_its_kernels_repeat():
     assert "run.deterministic=true" in why_a_device_varies(gpu, is_deterministic=False)
     assert why_a_device_varies(gpu, is_deterministic=True) == ""
     assert why_a_device_varies(torch.device("cpu"), is_deterministic=False) == ""
+
+
+CONVOLUTIONS = """
+import torch
+from torch import nn
+from ddp_runner.training.task import Datasets
+
+
+class Task:
+    def build_model(self):
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 1))
+
+    def build_datasets(self):
+        return Datasets(train=[torch.ones(3, 3, 3)] * 64)
+
+    def loss(self, model, batch):
+        return model(batch).sum()
+"""
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_convolutions_lie_by_channels_last_where_asked(tmp_path, channels_last):
+    """Their weights do, also where a run begins once more; the control: torch's own order."""
+    (tmp_path / "conv.py").write_text(CONVOLUTIONS)
+    workload, state = build(task=f"{tmp_path / 'conv.py'}:Task", channels_last=channels_last)
+    weight = state.model[0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last) is channels_last
+    settings = from_flat({"channels_last": channels_last, "checkpoint_dir": str(tmp_path / "c")})
+    first = workload.first_state(settings, state, CheckpointStore(tmp_path / "c", keep_last=1))
+    assert first["model"]["0.weight"].stride() == weight.stride()
+
+
+def test_how_exact_matrices_are_multiplied_is_the_task_s_unless_asked():
+    """highest leaves what the task, or whoever called, has chosen."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        build(**PACED)
+        assert torch.get_float32_matmul_precision() == "medium"
+        build(**PACED, matmul_precision="high")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)

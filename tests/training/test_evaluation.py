@@ -90,7 +90,7 @@ def run_evaluation(group, state, dataset, task, *, batches_max=0, stop_asked=lam
             state.model,
             loader,
             replica=build_replica(state, group),
-            precision=Precision(use_amp=False, device=CPU),
+            precision=Precision("fp32", device=CPU),
             seed=5,
             step=3,
             stop_asked=stop_asked,

@@ -446,6 +446,8 @@ def _train_scaled(me, port, scale):
         state.precision.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     with join(me, port) as group:
         results = train(me, group, state, range(4), micro_steps=2)
+    assert {result.loss_scale for result in results} == {scale}
+    results = [dataclasses.replace(result, loss_scale=None) for result in results]
     return results, {**bits_of(state), "scaler": None}
 
 

@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-SCALE_MIN = 1.0  # of the loss: a gradient that overflows unscaled is no matter of the scale
+from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+
+    from ddp_runner.core.settings import OptimSettings
+
+SCALE_MIN = 1.0  # of the loss: a gradient that overflows unscaled is no matter of the scale
+FALLING_STEPS = 1000  # over which a loss scale that only falls is worth a warning
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
@@ -24,16 +30,36 @@ class Precision:
     than asked.
     """
 
-    def __init__(self, use_amp: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        wanted: str,
+        device: torch.device,
+        *,
+        init_scale: float = 65536.0,
+        growth_interval: int = 2000,
+    ) -> None:
+        """``wanted``: a name, or auto. Raises BadInputError where the device does not have what is named."""
         self._device_type = device.type
-        self.notes: tuple[str, ...] = ()
-        self._dtype = torch.float32
-        if use_amp:
-            self._dtype, self.notes = _choose(device)
-        self.name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[
-            self._dtype
-        ]
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self._dtype is torch.float16)
+        self._growth_interval = growth_interval
+        self.name, self.notes = _auto(device) if wanted == "auto" else _named(wanted, device)
+        self._dtype = _TYPES[self.name]
+        self.scaler = torch.amp.GradScaler(
+            device.type,
+            enabled=self._dtype is torch.float16,
+            init_scale=init_scale,
+            growth_interval=growth_interval,
+        )
+        self._fell: tuple[int, float] | None = None  # first, since it last grew: step, scale before
+
+    @classmethod
+    def of(cls, settings: OptimSettings, device: torch.device) -> Precision:
+        """As the settings have it. Raises BadInputError as making one does."""
+        return cls(
+            settings.precision,
+            device,
+            init_scale=settings.amp_init_scale,
+            growth_interval=settings.amp_growth_interval,
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for one forward, loss included; backward runs outside of it."""
@@ -54,31 +80,74 @@ class Precision:
         """Whether the scaler has found an overflow at this loss scale, and is not at its end."""
         return self.scaler.is_enabled() and SCALE_MIN < scale > self.scaler.get_scale()
 
+    def watch(self, *, step: int, before: float) -> str:
+        """Take in the loss scale after ``step``, which was ``before``; a line where it has only fallen for long.
+
+        All ranks that watch the same steps say the same.
+        """
+        now = float(self.scaler.get_scale())
+        if now > before:
+            self._fell = None
+        elif now < before:
+            if self._fell is None:
+                self._fell = (step, before)
+            first, scale = self._fell
+            if step - first >= FALLING_STEPS:
+                self._fell = (step, now)  # and again after as many
+                return (
+                    f"the loss scale of fp16 has only fallen for {step - first:,} steps, from {scale:g} to"
+                    f" {now:g}: suspect the learning rate or the data, or train in bf16"
+                )
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty unless the precision is fp16."""
-        return self.scaler.state_dict()
+        """The scaler's state, and since when it has only fallen; empty unless the precision is fp16."""
+        state: dict[str, Any] = self.scaler.state_dict()
+        if state and self._fell is not None:
+            state["fell_first_at"], state["fell_from"] = self._fell
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the scaler of ``state``.
+        """Continue with the scaler of ``state``; how often it grows is the settings' to say.
 
         An empty state (saved with bf16 or fp32) leaves an fp16 scaler at its start: it finds its
         scale within a few skipped steps. Without fp16 there is nothing to load.
         """
         if state and self.scaler.is_enabled():
             self.scaler.load_state_dict(state)
+            self.scaler.set_growth_interval(self._growth_interval)
+            has_fallen = "fell_first_at" in state
+            self._fell = (
+                (int(state["fell_first_at"]), float(state["fell_from"])) if has_fallen else None
+            )
 
 
-def _choose(device: torch.device) -> tuple[torch.dtype, tuple[str, ...]]:
+def _named(wanted: str, device: torch.device) -> tuple[str, tuple[str, ...]]:
+    """What was asked for by name, and what is worth a note."""
+    if wanted == "bf16" and device.type == "cuda" and not _gpu_has_bf16(device):
+        name = torch.cuda.get_device_name(device)
+        raise BadInputError(
+            "optim.precision", wanted, f"{name} has no bf16: take fp16, or auto, which does"
+        )
+    if wanted == "bf16" and device.type == "cpu" and not cpu_has_fast_bf16():
+        return wanted, ("This cpu has no fast bf16: fp32 would be faster.",)
+    return wanted, ()
+
+
+def _auto(device: torch.device) -> tuple[str, tuple[str, ...]]:
     """The reduced type for ``device``, and what is worth a note."""
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        if native:
-            return torch.bfloat16, ()
-        return torch.float16, ("The GPU has no bf16; using fp16 with loss scaling.",)
+        if _gpu_has_bf16(device):
+            return "bf16", ()
+        return "fp16", ("The GPU has no bf16; using fp16 with loss scaling.",)
     if device.type == "cpu" and cpu_has_fast_bf16():
-        return torch.bfloat16, ()
-    return torch.float32, (f"This {device.type} has no fast bf16; use_amp=true is ignored.",)
+        return "bf16", ()
+    return "fp32", (f"This {device.type} has no fast bf16; precision=auto is fp32.",)
+
+
+def _gpu_has_bf16(device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def cpu_has_fast_bf16() -> bool:

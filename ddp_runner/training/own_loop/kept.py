@@ -134,7 +134,7 @@ class KeptState(TrainState):
         super().__init__(
             model=model,
             optimizer=cast("torch.optim.Optimizer", optimizer),
-            precision=Precision(use_amp=False, device=device),
+            precision=Precision("fp32", device=device),
             ema=None,
             monitor=LossMonitor(
                 target_loss=None, max_errors_per_epoch=settings.recovery.max_errors_per_epoch
