@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,6 +19,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("steady")
+
+# What a developer has set for runs of their own is not what tests are about.
+if Path("~/.config/ddp_runner.yaml").expanduser().exists():
+    os.environ["HOME"] = "/nonexistent"
 
 # Started in the background (`&`, nohup), tests would hand ignored signals on to the runs they start.
 for number, usual in (

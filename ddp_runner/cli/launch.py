@@ -201,13 +201,10 @@ def _plain(value: object) -> object:
 def _settings(words: Sequence[str]) -> Settings:
     """The settings of the run that ``words`` ask for, as its ranks get them. Raises BadInputError."""
     from ddp_runner.cli.parser import parse_train  # noqa: PLC0415 - see _config_file
-    from ddp_runner.cli.train import plan_launch  # noqa: PLC0415
-    from ddp_runner.config import resolve  # noqa: PLC0415
+    from ddp_runner.cli.train import asked_settings, plan_launch  # noqa: PLC0415
 
     parsed = parse_train(words)
-    settings = resolve(
-        files=parsed.files, environment=dict(os.environ), command_line=parsed.assignments
-    ).settings
+    settings = asked_settings(parsed, dict(os.environ))
     with contextlib.suppress(BadInputError):  # of the machine: the run says so itself
         return plan_launch(parsed, words=words).settings
     return settings

@@ -133,6 +133,11 @@ GROUPS = (
                 says="for a last save that the checkpoints' disk refuses; otherwise the logs",
             ),
             Option(
+                long="--preset",
+                metavar="NAME",
+                says="settings of presets/NAME.yaml, which lie under those of --config",
+            ),
+            Option(
                 long="--config",
                 metavar="FILE",
                 says="YAML file of settings; may be repeated, the later wins",

@@ -11,6 +11,7 @@ from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
 from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fields
 from ddp_runner.config.foreign_values import is_foreign_switch
 from ddp_runner.config.suggest import nearest
+from ddp_runner.config.user_files import preset_file
 from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class TrainArguments:
 def parse_train(words: Sequence[str]) -> TrainArguments:
     """Parse the words behind ``train``. Raises BadInputError for the first not understood."""
     files: list[Path] = []
+    presets: list[Path] = []
     assignments: list[tuple[str, str]] = []
     page = ""
     rest = list(words)
@@ -51,13 +53,16 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
                 page = page or option.long
             elif option.long == "--config":
                 files.append(Path(_given(option.long, "", _value(option, attached, rest))))
+            elif option.long == "--preset":
+                name = _given(option.long, "", _value(option, attached, rest))
+                presets.append(preset_file(name))
             else:
                 text = _value(option, attached, rest)
                 assignments.append((_name(option), _given(option.long, option.key, text)))
         else:
             name, text = _setting(word)
             assignments.append((name, _given(name, name, text)))
-    return TrainArguments(files=tuple(files), assignments=tuple(assignments), page=page)
+    return TrainArguments(files=(*presets, *files), assignments=tuple(assignments), page=page)
 
 
 def _given(written: str, name: str, text: str) -> str:
@@ -71,7 +76,7 @@ def _given(written: str, name: str, text: str) -> str:
         spec = known_fields().get(find_key(written, name.removeprefix("--"), list(known_fields())))
     except BadInputError:  # reported with all others that are wrong
         spec = None
-    if written == "--config" or (spec is not None and spec.kind is Kind.TEXT):
+    if written in ("--config", "--preset") or (spec is not None and spec.kind is Kind.TEXT):
         raise BadInputError(written, "''", "is empty; give a value, or leave it out")
     return text
 

@@ -15,7 +15,7 @@ from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
-from ddp_runner.config import check_relations, digest, resolve, resume_key
+from ddp_runner.config import check_relations, digest, home_files, resolve, resume_key
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
@@ -93,17 +93,16 @@ def _page(option: str) -> str:
 def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPlan:
     """Decide devices, preset and settings. Touches nothing. Raises BadInputError."""
     environment = dict(os.environ)
+    at_home = home_files(environment)
     # Devices choose the preset, and no preset chooses devices: so those come first.
-    asked = resolve(
-        files=arguments.files, environment=environment, command_line=arguments.assignments
-    ).settings
+    asked = asked_settings(arguments, environment)
     cores = core_count()
     found = VisibleGpus()
     if asked.run.device != "cpu":
         found = find_gpus(environment, torch_build())
     devices = _planned(asked, found=found, cores=cores)
     resolved = resolve(
-        files=arguments.files,
+        files=(*at_home, *arguments.files),
         environment=environment,
         command_line=arguments.assignments,
         preset=preset_name(devices, is_test=asked.run.test),
@@ -126,6 +125,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
             *place_notes(devices, found=found, cores=cores),
             *_kept_variables(resolved.settings, devices, environment),
             *spare_notes(resolved.settings, devices),
+            *(f"{path} lies under these settings" for path in at_home),
             *resolved.notes,
             *notes,
         ),
@@ -139,6 +139,14 @@ def _refuse_lacking(settings: Settings) -> None:
         found = f"torch {build.version}" if build else "this torch"
         expected = f"{found} has none, it came with 2.9: take a newer torch, or adamw"
         raise BadInputError("optim.optimizer", "muon", expected)
+
+
+def asked_settings(arguments: TrainArguments, environment: Mapping[str, str]) -> Settings:
+    """The settings without what devices make of them. Raises BadInputError."""
+    files = (*home_files(environment), *arguments.files)
+    return resolve(
+        files=files, environment=environment, command_line=arguments.assignments
+    ).settings
 
 
 def _kept_variables(

@@ -88,8 +88,8 @@ def train_help() -> str:
     lines += textwrap.wrap(
         "Any setting can be given as SECTION.KEY=VALUE, or without its section where only one "
         "section has such a key: num_workers=2 save_every_steps=50 hidden_size=256. Arguments of "
-        "your own task are task.NAME=VALUE. Order: default < preset < --config < environment "
-        "(DDP_RUNNER_DATA__BATCH_SIZE=8) < command line.",
+        "your own task are task.NAME=VALUE. Order: default < ~/.config/ddp_runner.yaml < --preset "
+        "< --config < environment (DDP_RUNNER_DATA__BATCH_SIZE=8) < command line.",
         WIDTH,
         initial_indent="  ",
         subsequent_indent="  ",

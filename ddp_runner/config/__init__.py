@@ -19,6 +19,8 @@ from ddp_runner.config.identity import (
 )
 from ddp_runner.config.presets import PRESETS
 from ddp_runner.config.relations import check_relations, init_from_path
+from ddp_runner.config.unread import unread_warning
+from ddp_runner.config.user_files import home_files, preset_file
 from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 
 __all__ = [
@@ -32,8 +34,10 @@ __all__ = [
     "digest",
     "from_flat",
     "from_record",
+    "home_files",
     "init_from_path",
     "own_folder",
+    "preset_file",
     "read_yaml",
     "recipe",
     "resolve",
@@ -41,6 +45,7 @@ __all__ = [
     "task_resume_key",
     "to_record",
     "to_yaml",
+    "unread_warning",
     "ways_on",
     "ways_on_with_data",
 ]

@@ -32,7 +32,7 @@ _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
 # The settings of the model that each built-in task reads; a user's own task reads none of them.
 _BYTES_MODEL = ("seq_len", "hidden_size", "num_layers", "num_heads", "dropout")
-_MODEL_OF_TASK: Mapping[str, tuple[str, ...]] = {
+MODEL_OF_TASK: Mapping[str, tuple[str, ...]] = {
     "bytes": _BYTES_MODEL,
     "synthetic": ("vocab_size", "dataset_size", *_BYTES_MODEL),
 }
@@ -182,7 +182,7 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         "run.seed": settings.run.seed,
         "optim.optimizer": settings.optim.optimizer,
     }
-    for name in _MODEL_OF_TASK.get(task, ()):
+    for name in MODEL_OF_TASK.get(task, ()):
         found[f"model.{name}"] = getattr(settings.model, name)
     if task != "synthetic":
         path = settings.data.path

@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBegins(Event):
-    """Every rank has built what it trains. ``lines``: what there is to say about it."""
+    """Every rank has built what it trains. ``lines``, ``warnings``: what there is to say about it."""
 
     run_id: str
     command: tuple[str, ...]
@@ -50,6 +50,7 @@ class RunBegins(Event):
     resumed_step: int
     total_steps: int
     lines: tuple[str, ...] = field(default=(), metadata=_UNWRITTEN)
+    warnings: tuple[str, ...] = field(default=(), metadata=_UNWRITTEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ class Ready:
     is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
     that is aborted ends like one that is whole, so that an abort takes two acts.
     ``device_free_bytes``: on its GPU, before it took any. ``block``: lines on what runs, of rank 0
-    where it loads.
+    where it loads. ``is_given_all``: its task is a user's and gets all settings.
     """
 
     rank: int
@@ -163,6 +163,7 @@ class Ready:
     ends_in_silence: bool = False
     device_free_bytes: int = 0
     block: tuple[str, ...] = ()
+    is_given_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

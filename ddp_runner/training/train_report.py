@@ -116,6 +116,8 @@ def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:
         ends_in_silence=ends_in_silence(workload.backend),
         device_free_bytes=workload.device_free_bytes,
         block=block_of(parts) if shows else (),
+        is_given_all=not isinstance(parts, TaskParts)
+        or bool(getattr(parts.workload.task, "takes_settings", False)),
     )
 
 

@@ -47,12 +47,16 @@ def check_block(text):
 
 def test_notes_stand_in_the_start_lines_and_in_the_supervisors_log(tmp_path):
     """Amp that has no effect, more workers than cores, what a task says of its data."""
-    with Run(tmp_path, *SETTINGS, task=NOTED) as run:
+    unread = f"the task {NOTED} does not read model.dropout: it has no effect"
+    with Run(tmp_path, *SETTINGS, "model.dropout=0.2", task=NOTED) as run:
         assert run.wait() == 0, run.console
     before_training = run.console.partition("saved ")[0]
     check(before_training)
     check_block(before_training)
     check((run.logs / "supervisor.log").read_text(encoding="utf-8"))
+    assert unread in before_training
+    log = (run.logs / "supervisor.log").read_text(encoding="utf-8")
+    assert re.search(rf"WARNING +supervisor \| {re.escape(unread)}", log)
     check_block((run.logs / "supervisor.log").read_text(encoding="utf-8"))
 
 

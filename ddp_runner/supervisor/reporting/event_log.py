@@ -36,6 +36,8 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
         case events.RunBegins(lines=lines) | events.AlreadyComplete(text=lines):
             for line in lines:
                 yield line, "INFO"
+            for line in getattr(event, "warnings", ()):
+                yield line, "WARNING"
         case events.StopAsked(reason=reason):
             by_key = reason == StopReason.INTERRUPTED.value
             keys = "Ctrl-C once more" if by_key else "Ctrl-C twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events, messages
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -68,6 +69,9 @@ class Recorder:
                 resumed_step=first.committed_step,
                 total_steps=first.total_steps,
                 lines=lines_of_begin(plan, ready),
+                warnings=config.unread_warning(
+                    plan.settings, plan.origins, is_given_all=first.is_given_all
+                ),
             )
         )
 

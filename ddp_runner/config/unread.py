@@ -1,0 +1,50 @@
+"""Which settings that somebody has chosen the task does not read, so that they change nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddp_runner.config.fields import known_fields
+from ddp_runner.config.identity import MODEL_OF_TASK
+from ddp_runner.config.presets import PRESETS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.settings import Settings
+
+_OF_TEXT = ("data.path", "data.validation_fraction")  # which the task bytes alone reads
+
+
+def unread_settings(
+    settings: Settings, origins: Mapping[str, str], *, is_given_all: bool
+) -> tuple[str, ...]:
+    """The keys, in the order of the settings. ``is_given_all``: the task is a user's and gets all of them."""
+    task = settings.run.task
+    if task not in MODEL_OF_TASK and is_given_all:
+        return ()
+    read = {f"model.{name}" for name in MODEL_OF_TASK.get(task, ())}
+    read |= set(_OF_TEXT) if task == "bytes" else set()
+    of_tasks = [key for key in known_fields() if key.startswith("model.") or key in _OF_TEXT]
+    return tuple(key for key in of_tasks if key not in read and _is_chosen(key, settings, origins))
+
+
+def unread_warning(
+    settings: Settings, origins: Mapping[str, str], *, is_given_all: bool
+) -> tuple[str, ...]:
+    """A line that names them; none where there are none."""
+    keys = unread_settings(settings, origins, is_given_all=is_given_all)
+    if not keys:
+        return ()
+    has = "it has no effect" if len(keys) == 1 else "they have no effect"
+    return (f"the task {settings.run.task} does not read {', '.join(keys)}: {has}",)
+
+
+def _is_chosen(key: str, settings: Settings, origins: Mapping[str, str]) -> bool:
+    """Not so of a config.yaml that a run has written, which has every setting: nobody chose what is usual."""
+    origin = origins.get(key, "default")
+    if origin != "file":
+        return origin in ("environment", "command line")
+    section, _, name = key.partition(".")
+    usual = [known_fields()[key].default, *(preset.get(key) for preset in PRESETS.values())]
+    return getattr(getattr(settings, section), name) not in usual
