@@ -20,6 +20,7 @@ from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
     from ddp_runner.cli.launch import launch
+    from ddp_runner.collective.loss import Weighted
     from ddp_runner.core.faults import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.loader import SafeDataLoader
@@ -42,6 +43,7 @@ __all__ = [
     "SafeDataLoader",
     "Settings",
     "Task",
+    "Weighted",
     "__version__",
     "attach",
     "heartbeat",
@@ -57,6 +59,7 @@ _HOME_OF_NAME = {
     "SafeDataLoader": "ddp_runner.data.loader",
     "Settings": "ddp_runner.core.settings",
     "Task": "ddp_runner.training.task",
+    "Weighted": "ddp_runner.collective.loss",
     "heartbeat": "ddp_runner.system.heartbeat",
     "attach": "ddp_runner.rank.attach",
     "launch": "ddp_runner.cli.launch",

@@ -1,20 +1,109 @@
-"""What a task's ``loss()`` may give, and one line that says what is wrong where it gives something else."""
+"""What a task's ``loss()`` may give, how it is read, and one line that says what is wrong with anything else."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
-Loss = Callable[[nn.Module, Any], Tensor]
-EXPECTED = "a scalar tensor, the mean loss of the batch"
+PARTS_MAX = 32  # named numbers beside a loss
+# What the run's own lines of metrics have.
+_OWN_NAMES = {"loss", "learning_rate", "grad_norm", "epoch", "tokens", "loss_scale"} | {
+    *("samples_per_s", "data_wait_share", "step_s")
+}
+EXPECTED = (
+    "a scalar tensor, the mean loss of the batch; nor (loss, {name: number}),"
+    " nor Weighted(total, weight)"
+)
 
 
-def checked_loss(value: object) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A loss as a sum, and the weight that it is a sum over, such as the number of tokens that count.
+
+    ``total``: a scalar tensor with a graph. ``weight``: a number or a scalar tensor, 0 or more. A step's
+    loss is the sum of all totals over the sum of all weights, over micro-batches and ranks: the same,
+    however a step is cut.
+    """
+
+    total: Tensor
+    weight: Tensor | float
+
+
+Loss = Callable[[nn.Module, Any], Any]  # a Tensor, a Weighted, or (one of both, {name: number})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """What ``loss()`` gave for a batch. ``value``: the mean, or the total where there is a ``weight``."""
+
+    value: Tensor
+    weight: Tensor | None
+    parts: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossForm:
+    """Which numbers a task's ``loss()`` gives beside its loss; the same on all ranks, in one order."""
+
+    names: tuple[str, ...] = ()
+    is_weighted: bool = False
+
+    @property
+    def cells(self) -> int:
+        """How many numbers more ride with the gradients."""
+        return len(self.names) + self.is_weighted
+
+    def covers(self, output: LossOutput) -> bool:
+        """Whether all that ``output`` has is in this form."""
+        return (self.is_weighted or output.weight is None) and output.parts.keys() <= set(
+            self.names
+        )
+
+    def with_output(self, output: LossOutput) -> LossForm:
+        """What has room for ``output`` too."""
+        is_weighted = output.weight is not None
+        return self.united([LossForm(names=tuple(output.parts), is_weighted=is_weighted)])
+
+    def united(self, others: Iterable[LossForm]) -> LossForm:
+        """What has room for all of them."""
+        every = [self, *others]
+        return LossForm(
+            names=tuple(sorted({name for one in every for name in one.names})),
+            is_weighted=any(one.is_weighted for one in every),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMeans:
+    """Of a step, the same on all ranks: its loss, the named numbers, and the weight of all; None without one."""
+
+    loss: float
+    parts: Mapping[str, float]
+    weight: float | None
+
+
+def read_loss(value: object) -> LossOutput:
+    """What ``loss()`` gave. Raises FaultError, which no retry repairs, for what it may not give."""
+    parts: Mapping[str, Tensor] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        loss = value[0]
+        if isinstance(loss, (Tensor, Weighted)):
+            parts, value = _read_parts(value[1], like=loss), loss
+    if not isinstance(value, Weighted):
+        return LossOutput(value=checked_loss(value), weight=None, parts=parts)
+    total = checked_loss(value.total, what="a Weighted whose total is ")
+    return LossOutput(value=total, weight=_read_weight(value.weight, like=total), parts=parts)
+
+
+def checked_loss(value: object, *, what: str = "") -> Tensor:
     """``value`` as a float scalar. Raises FaultError, which no retry repairs, for anything else."""
     if isinstance(value, Tensor):
         wrong = _wrong_tensor(value)
@@ -22,7 +111,65 @@ def checked_loss(value: object) -> Tensor:
             return value.float().reshape(())
     else:
         wrong = _wrong_object(value)
-    raise _user_error(f"loss() gave {wrong}, not {EXPECTED}")
+    raise _user_error(f"loss() gave {what}{wrong}, not {EXPECTED}")
+
+
+def times(value: Any, factor: float) -> Any:
+    """What ``loss()`` gave, with its loss multiplied."""
+    if isinstance(value, tuple):
+        return (times(value[0], factor), *value[1:])
+    if isinstance(value, Weighted):
+        return Weighted(value.total * factor, value.weight)
+    return value * factor
+
+
+class BadWeightError(ValueError):
+    """A weight that is negative or not finite; its text is the number."""
+
+
+def _read_weight(weight: object, *, like: Tensor) -> Tensor:
+    """As a float scalar. Raises BadWeightError where it is known, without a look at a device, to be none."""
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        if weight.device.type != "cpu":
+            return weight.detach().float().reshape(())
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        shown = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else ""
+        raise _user_error(
+            f"loss() gave a Weighted whose weight is {shown or _wrong_object(weight)}, not a number"
+        )
+    if not 0 <= weight < math.inf:
+        raise BadWeightError(f"{weight:g}")
+    return torch.tensor(float(weight), device=like.device)
+
+
+def _read_parts(found: Mapping[Any, Any], *, like: Tensor | Weighted) -> dict[str, Tensor]:
+    if len(found) > PARTS_MAX:
+        raise _user_error(f"loss() gave {len(found)} named numbers: at most {PARTS_MAX}")
+    device = (like.total if isinstance(like, Weighted) else like).device
+    parts = {}
+    for name, number in found.items():
+        if not isinstance(name, str) or not name or name in _OWN_NAMES:
+            raise _user_error(f"loss() gave a number named {name!r}: give it a name of its own")
+        if isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex():
+            parts[name] = number.detach().float().reshape(()).to(device)
+        elif isinstance(number, (int, float)):
+            parts[name] = torch.tensor(float(number), device=device)
+        else:
+            kind = type(number).__name__
+            shape = f" of shape {tuple(number.shape)}" if isinstance(number, Tensor) else ""
+            raise _user_error(f"loss() gave as {name!r} a {kind}{shape}, not a number")
+    return parts
+
+
+def bad_weight(error: BadWeightError, *, rank: int, samples: Sequence[int]) -> FaultError:
+    """The error of a weight that is negative or not finite."""
+    shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+    one = "sample" if len(samples) == 1 else "samples"
+    return _user_error(
+        f"loss() gave a Weighted whose weight is {error}, on rank {rank} for {one} {shown}:"
+        " it must be 0 or more"
+    )
 
 
 def no_graph() -> FaultError:

@@ -7,16 +7,14 @@ every rank knows everybody's after backward, without a collective of its own.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -27,70 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.device_progress import DeviceProgress, NoDeviceProgress
 from ddp_runner.collective.group import Group
-from ddp_runner.collective.loss import Loss, checked_loss
+from ddp_runner.collective.loss import Loss, LossForm, LossMeans
+from ddp_runner.collective.loss_module import PLAIN_FORM, LossModule, Signal
 from ddp_runner.collective.wait_clock import wait_clock
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import DdpSettings
-
-
-class Signal(IntEnum):
-    """What rides along with the gradients, summed over ranks."""
-
-    LOSS = 0
-    PREEMPT = 1
-    INTERRUPT = 2
-    SAVE = 3
-    TROUBLE = (
-        4  # 2**rank of each rank whose own loss was not finite or too high, the first 20 ranks
-    )
-    RELAID = 5  # ranks where a buffer has another shape or type than after the step before
-
-
-class _LossModule(nn.Module):
-    """What DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        *,
-        device: torch.device,
-        rank: int,
-        is_relaid: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__()
-        self._is_relaid = is_relaid
-        self.model = model
-        self.signal = nn.Parameter(torch.zeros(len(Signal), device=device))
-        self._loss = loss
-        self._loss_mask = torch.zeros(len(Signal), device=device)
-        self._loss_mask[Signal.LOSS] = 1.0
-        self._trouble = torch.zeros(len(Signal), device=device)
-        self._trouble[Signal.TROUBLE] = 2.0 ** min(rank, 20)
-        self._unreported = torch.ones((), device=device)
-        self.has_graph = False  # of a loss of this step, to any parameter
-
-    def begin_step(self) -> None:
-        """No micro-batch of this step has been in trouble yet."""
-        self._unreported.fill_(1.0)
-        self.has_graph = False
-
-    def forward(self, batch: Any, weight: float, votes: Tensor, loss_limit: float) -> Tensor:
-        loss = checked_loss(self._loss(self.model, batch))
-        self.has_graph = self.has_graph or loss.requires_grad
-        weighted = loss * weight
-        # d(result)/d(signal) = carried, whatever the signal's own value (zero).
-        own = weighted.detach()
-        # Once a step, however many micro-batches are broken: the numbers are summed over those too.
-        fine = own.isfinite().logical_and(own <= loss_limit * weight)
-        broken = fine.logical_not().float() * self._unreported
-        self._unreported.sub_(broken)
-        carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
-        if self._is_relaid():
-            carried[Signal.RELAID] += 1.0
-        return weighted + torch.dot(self.signal, carried)
 
 
 class Relaid(Protocol):
@@ -118,39 +59,6 @@ class _Sum:
     future: torch.futures.Future[Tensor]
 
 
-class Alone:
-    """A model without a replica: a rank's own share of a step, of which nobody else hears."""
-
-    def __init__(self, model: nn.Module, loss: Loss, *, device: torch.device, rank: int) -> None:
-        self._module = _LossModule(model, loss, device=device, rank=rank)
-
-    def forward(
-        self, batch: Any, *, weight: float, votes: Tensor, loss_limit: float = math.inf
-    ) -> Tensor:
-        """As of a :class:`Replica`."""
-        loss: Tensor = self._module(batch, weight, votes, loss_limit)
-        return loss
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """There is nothing to leave out."""
-        return contextlib.nullcontext()
-
-    def backward_alone(self, loss: Tensor) -> None:
-        """As every backward here."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def zero_gradients(self) -> None:
-        """Drop every gradient: a step begins, or it was for nothing."""
-        self._module.begin_step()
-        self._module.zero_grad(set_to_none=True)
-
-    def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter that has a gradient, with it; not the signals'."""
-        for parameter in self._module.model.parameters():
-            if parameter.grad is not None:
-                yield parameter, parameter.grad
-
-
 class Replica:
     """A model wrapped for one generation. Every rank of the group must build it."""
 
@@ -166,9 +74,13 @@ class Replica:
         slot: Slot,
         is_relaid: Callable[[], bool] = lambda: False,
         device: DeviceProgress | None = None,
+        form: LossForm = PLAIN_FORM,
     ) -> None:
-        """``is_relaid``: whether a step has changed the shape or type of a buffer."""
-        module = _LossModule(model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid)
+        """``is_relaid``: whether a step has changed the shape or type of a buffer. ``form``: of the loss."""
+        module = LossModule(
+            model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid, form=form
+        )
+        self.agreed_form = form
         self._wrap(module, group=group, settings=settings, slot=slot, device=device)
 
     def _wrap(
@@ -180,7 +92,7 @@ class Replica:
         slot: Slot,
         device: DeviceProgress | None,
     ) -> None:
-        """``module``: has ``model``, ``signal``, ``has_graph`` and ``begin_step()``, as _LossModule."""
+        """``module``: has ``model``, ``signal``, ``has_graph`` and ``begin_step()``, as LossModule."""
         self.group = group
         self._module: Any = module
         self._slot = slot
@@ -218,14 +130,48 @@ class Replica:
         del self._ddp
 
     def forward(
-        self, batch: Any, *, weight: float, votes: Tensor, loss_limit: float = math.inf
+        self,
+        batch: Any,
+        *,
+        weight: float,
+        votes: Tensor,
+        loss_limit: float = math.inf,
+        count: float = 1.0,
     ) -> Tensor:
         """``weight`` x the loss of ``batch``, ready for backward; the sum over ranks is the step's.
 
-        A loss above ``loss_limit`` puts this rank among those that are in trouble.
+        Of a loss that is a total with a weight of its own: the total, in units; :meth:`divide_by_weight`
+        makes the mean of the sum. ``count``: the batch's samples. A loss above ``loss_limit`` puts this rank
+        among those that are in trouble.
         """
-        loss: Tensor = self._ddp(batch, weight, votes, loss_limit)
+        loss: Tensor = self._ddp(batch, weight, votes, loss_limit, count)
         return loss
+
+    def use_unit(self, unit: float) -> None:
+        """What totals and weights are multiplied by before they are summed; the same on all ranks."""
+        self._module.unit = unit
+
+    def divide_by_weight(self, gradients: list[Tensor], *, scale: float = 1.0) -> None:
+        """Make means of summed totals, on the device, without a look at it; nothing where there are none.
+
+        After backward. ``scale``: the gradient scaler's, which stays. Without any weight they are not finite.
+        """
+        if self._module.form.is_weighted:
+            torch._foreach_div_(gradients, self._module.signal.grad[-1] / scale)
+
+    def means(self, signals: Sequence[float]) -> LossMeans:
+        """What all ranks' losses come to, of the signals summed over ranks."""
+        form: LossForm = self._module.form
+        named = dict(zip(form.names, signals[len(Signal) :], strict=False))
+        loss = signals[Signal.LOSS]
+        if not form.is_weighted:
+            return LossMeans(loss=loss, parts=named, weight=None)
+        weight = signals[-1]
+        return LossMeans(
+            loss=loss / weight if weight else math.nan,
+            parts=named,
+            weight=weight / self._module.unit,
+        )
 
     @property
     def has_graph(self) -> bool:
@@ -335,13 +281,18 @@ class Replica:
         self.group.finish_on_device()
 
     def share_layouts(self, buffers: Relaid, *, step: int) -> None:
-        """Bring every rank's buffers to one layout, where some rank's has changed.
+        """Bring every rank's buffers to one layout, where some rank's has changed, or its loss has other parts.
 
-        Every rank must call it, before :meth:`share_buffers`.
+        Every rank must call it, before :meth:`share_buffers`. ``agreed_form`` is what all need then.
         """
+        seen: LossForm = self._module.seen
+        mine = json.dumps([buffers.layouts(), seen.names, seen.is_weighted])
         with waiting_for_peers(self._slot):
-            found = self.group.exchange(f"layouts/{step}", json.dumps(buffers.layouts()))
-        buffers.agree_on_layouts([json.loads(one) for one in found])
+            found = [json.loads(one) for one in self.group.exchange(f"layouts/{step}", mine)]
+        buffers.agree_on_layouts([layouts for layouts, _, _ in found])
+        self.agreed_form = seen.united(
+            LossForm(names=tuple(names), is_weighted=weighted) for _, names, weighted in found
+        )
 
     def _share(self, buffers: list[Tensor]) -> None:
         # Large elements first, so that each begins where its type may begin.

@@ -114,6 +114,7 @@ class RunSummary:
     steps: int
     epochs: int
     samples: int
+    tokens: float | None = None  # the weight of all steps, of a loss that has one
     world_size: int
     final_loss: float | None
     weights_sha256: str | None

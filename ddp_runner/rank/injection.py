@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ddp_runner.collective.loss import Loss
+from ddp_runner.collective.loss import Loss, times
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.injection import KINDS_IN_LOSS, Injection, InjectKind
 from ddp_runner.core.phases import Moment, Phase
@@ -76,7 +76,7 @@ class InjectingSlot(Slot):
     def ruinous(self, loss: Loss) -> Loss:
         """``loss`` with what is injected into it; a step that is redone is ruined again."""
 
-        def ruined_loss(model: nn.Module, batch: Any) -> Tensor:
+        def ruined_loss(model: nn.Module, batch: Any) -> Any:
             if InjectKind.DIVERGE in self._ruined:
                 self._ruined.discard(InjectKind.DIVERGE)
                 flip_a_bit(model)
@@ -86,8 +86,8 @@ class InjectingSlot(Slot):
                 else loss(model, batch)
             )
             if InjectKind.NAN in self._ruined:
-                value = value * float("nan")
-            return value * SPIKE_FACTOR if InjectKind.SPIKE in self._ruined else value
+                value = times(value, float("nan"))
+            return times(value, SPIKE_FACTOR) if InjectKind.SPIKE in self._ruined else value
 
         return ruined_loss
 
@@ -172,7 +172,7 @@ def flip_a_bit(model: nn.Module) -> None:
     weight[(0,) * weight.dim()].unsqueeze(0).view(torch.uint8)[max(0, itemsize - 2)] ^= 1 << 3
 
 
-def _without_last_module(loss: Loss, model: nn.Module, batch: Any) -> Tensor:
+def _without_last_module(loss: Loss, model: nn.Module, batch: Any) -> Any:
     """The loss, its graph leaving out the parameters of the last module that has some."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     module = named[-1][0].rpartition(".")[0]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ddp_runner.collective.replica import Replica, Signal
+from ddp_runner.collective.loss_module import Signal
+from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.training.state import TrainState

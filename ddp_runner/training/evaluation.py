@@ -6,15 +6,15 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from ddp_runner.collective.group import Group
-from ddp_runner.collective.loss import checked_loss
+from ddp_runner.collective.loss import BadWeightError, bad_weight, read_loss
 from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
@@ -41,6 +41,17 @@ class Evaluation:
     loss: float | None
     samples: int
     stop: StopReason | None
+    parts: Mapping[str, float] = field(default_factory=dict)  # means over the samples, by name
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sums:
+    """Over the samples of some batches of one rank; the weight is their number, where the loss has none."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    samples: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 def evaluate(
@@ -55,8 +66,11 @@ def evaluate(
     stop_asked: Callable[[], StopReason | None],
     after_round: Callable[[], None] = lambda: None,
     round_done: Callable[[], None] = lambda: None,
+    names: Sequence[str] = (),
 ) -> Evaluation:
     """The mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
+
+    Of a loss with weights of its own: per weight. ``names``: of the numbers beside it that are wanted.
 
     ``after_round`` is called when this rank has done its part of some batches, ``round_done`` when all have.
 
@@ -66,35 +80,42 @@ def evaluate(
     group = replica.group
     rounds = -(-loader.total_steps // BATCHES_PER_ROUND)
     batches = _batches(loader, step)
-    total_loss, total_samples = 0.0, 0
+    total_loss, total_weight, total_samples = 0.0, 0.0, 0
+    total_parts = dict.fromkeys(names, 0.0)
     was_training = model.training
     model.eval()
     seed_step(seed=seed, step=step, rank=group.rank, micro_step=-1)
     try:
         for _ in range(rounds):
-            loss, samples = _one_round(
-                task, model, batches, device=group.device, precision=precision
+            mine = _one_round(
+                task, model, batches, device=group.device, precision=precision, rank=group.rank
             )
             after_round()
             reason = stop_asked()
-            loss, count, preempted, interrupted = replica.sum_over_ranks(
+            loss, count, preempted, interrupted, weight, *parts = replica.sum_over_ranks(
                 [
-                    loss,
-                    samples,
+                    mine.loss,
+                    mine.samples,
                     reason is StopReason.PREEMPTED,
                     reason is StopReason.INTERRUPTED,
+                    mine.weight,
+                    *(mine.parts.get(name, 0.0) for name in names),
                 ]
             )
             round_done()
             total_loss += loss
+            total_weight += weight
             total_samples += int(count)
+            for name, number in zip(names, parts, strict=True):
+                total_parts[name] += number
             if interrupted or preempted:
                 stop = StopReason.INTERRUPTED if interrupted else StopReason.PREEMPTED
                 return Evaluation(loss=None, samples=total_samples, stop=stop)
     finally:
         model.train(was_training)
-    mean = total_loss / total_samples if total_samples else math.nan
-    return Evaluation(loss=mean, samples=total_samples, stop=None)
+    mean = total_loss / total_weight if total_weight else math.nan
+    means = {name: total / max(1, total_samples) for name, total in total_parts.items()}
+    return Evaluation(loss=mean, samples=total_samples, stop=None, parts=means)
 
 
 def _batches(loader: SafeDataLoader, step: int) -> Iterator[list[MicroBatch]]:
@@ -114,17 +135,28 @@ def _one_round(
     *,
     device: torch.device,
     precision: Precision,
-) -> tuple[float, int]:
-    loss_sum, samples = 0.0, 0
+    rank: int,
+) -> _Sums:
+    sums = _Sums()
     taken = itertools.chain.from_iterable(itertools.islice(batches, BATCHES_PER_ROUND))
     for micro_batch in taken:
         batch = to_device(micro_batch.batch, device)
-        with precision.autocast():
-            loss = checked_loss(task.loss(model, batch))
+        try:
+            with precision.autocast():
+                output = read_loss(task.loss(model, batch))
+        except BadWeightError as error:
+            raise bad_weight(error, rank=rank, samples=micro_batch.indices) from error
         size = len(micro_batch.indices)
-        loss_sum += float(loss) * size
-        samples += size
-    return loss_sum, samples
+        if output.weight is None:
+            sums.loss += float(output.value) * size
+            sums.weight += size
+        else:
+            sums.loss += float(output.value)
+            sums.weight += float(output.weight)
+        sums.samples += size
+        for name, number in output.parts.items():
+            sums.parts[name] = sums.parts.get(name, 0.0) + float(number) * size
+    return sums
 
 
 class Validation:
@@ -162,6 +194,7 @@ class Validation:
                 stop_asked=parts.runtime.stop_asked,
                 after_round=partial(parts.memory.in_evaluation, state.committed_step),
                 round_done=partial(slot.count_done, state.committed_step),
+                names=state.tuning.loss_names,
             )
         # What is saved, and compared at the end, is what the steps made.
         state.drop_evaluation()
@@ -169,7 +202,8 @@ class Validation:
         if evaluation.loss is None:
             return evaluation.stop
         parts.progress.validation_loss = evaluation.loss
-        parts.progress.figures = self._figures(evaluation.loss)
+        beside = {f"validation_{name}": number for name, number in evaluation.parts.items()}
+        parts.progress.figures = self._figures(evaluation.loss) | beside
         self._report(time.monotonic_ns() - began_ns)
         return None
 

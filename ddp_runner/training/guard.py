@@ -85,6 +85,10 @@ class NumericsGuard:
                 f"gradients overflowed in fp16: step skipped, loss scale {scale:g} from here on"
             )
             return False
+        if result.without_weight:
+            if self._group.rank == 0:
+                self._runtime.logger.warning("no sample of the step has any weight: step skipped")
+            return False
         origin = self._origin(result, recompute)
         what = (result.explosion or f"gradient norm is {result.grad_norm}") + origin.words
         self._runtime.logger.warning(f"{what}: step skipped on all ranks")

@@ -23,7 +23,7 @@ from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.saving import INTERVAL
-from ddp_runner.training.step import FlagsChangedError, StepResult, Votes
+from ddp_runner.training.step import StepResult, Votes, WrapAgainError
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class StepMaker(Protocol):
         ...
 
     def wrap_again(self) -> None:
-        """After a step that raised FlagsChangedError, which is begun again."""
+        """After a step that raised WrapAgainError, which is begun again."""
         ...
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
@@ -145,10 +145,10 @@ class Session:
 
     @contextlib.contextmanager
     def step(self, step: StepInHand) -> Iterator[None]:
-        """Around the making of a step that was begun. What it raises passes, but for FlagsChangedError."""
+        """Around the making of a step that was begun. What it raises passes, but for WrapAgainError."""
         try:
             yield
-        except FlagsChangedError:
+        except WrapAgainError:
             step.must_wrap = True
         else:
             self._end(step)

@@ -67,6 +67,7 @@ class TrainState:
         self.is_in_doubt = False  # a comparison has just found that it differs from others'
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.samples = 0
+        self.tokens: float | None = None  # the weight of all steps, where the loss has one
         self.all_used_steps = 0  # in a row, in which every rank used every parameter
         self.boundary_done_step = (
             0  # up to where evaluations and saves that were due have been made
@@ -107,6 +108,7 @@ class TrainState:
                 "samples": self.samples,
                 "attended_step": self.boundary_done_step,
                 "all_used_steps": self.all_used_steps,
+                **({} if self.tokens is None else {"tokens": self.tokens}),
             },
         }
         if self.changes:
@@ -186,6 +188,8 @@ class TrainState:
             self.stream.restore(state.get("stream", {}))
         self.begun_step = int(state["counters"].get("begun_step", self.begun_step))
         self.samples = int(state["counters"]["samples"])
+        tokens = state["counters"].get("tokens")
+        self.tokens = None if tokens is None else float(tokens)
         self.changes = tuple(state.get("changes", ()))
         self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ddp_runner.collective.loss import Loss, no_graph
-from ddp_runner.collective.replica import Alone, Replica, Signal
+from ddp_runner.collective.loss import BadWeightError, Loss, bad_weight, no_graph
+from ddp_runner.collective.loss_module import Alone, Signal
+from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import Slot
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
@@ -38,6 +39,11 @@ class StepRules:
     optim: OptimSettings
     device: torch.device
     watch_use: bool = False  # count the steps in which every parameter was used
+
+    @property
+    def unit(self) -> float:
+        """Of totals and weights that are summed: a power of two, so that no bit of them is lost, and small enough."""
+        return 2.0 ** -(self.global_batch - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +74,15 @@ class StepResult:
     waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
     stop: StopReason | None
     save: bool
+    parts: Mapping[str, float] = field(default_factory=dict)  # named numbers beside the loss
+    without_weight: bool = False  # skipped: no sample of any rank counts
 
 
-class FlagsChangedError(Exception):
-    """Forward has changed which parameters require a gradient: DDP wraps again, and the step is done again."""
+class WrapAgainError(Exception):
+    """DDP has to wrap again, and the step is done again.
+
+    Forward has changed which parameters require a gradient, or the loss has other numbers beside it.
+    """
 
 
 class Stepper:
@@ -131,14 +142,18 @@ class Stepper:
         scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
         agreed = self._commit.ready_to_change(
             scale=scale,
-            # Of gradients that are scaled the norm is known once they are not.
-            measure=lambda: None if scaler.is_enabled() else self._gradient_norm(),
+            measure=lambda: self._measure(scale),
             while_reducing=while_reducing,
             may_commit=may_commit,
         )
         if agreed is None:
             return None
-        norm, loss = agreed.measured, agreed.signals[Signal.LOSS]
+        form = self._replica.agreed_form
+        if form != state.tuning.loss_form:
+            state.tuning = state.tuning.with_loss_form(form)
+            raise WrapAgainError
+        means = self._replica.means(agreed.signals)
+        norm, loss = agreed.measured, means.loss
         if norm is None:
             scaler.unscale_(state.optimizer)
             norm = float(self._gradient_norm())
@@ -152,6 +167,8 @@ class Stepper:
         self._commit.begin_change()
         self._update(rate, applied=applied)
         self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)
+        if means.weight is not None:
+            state.tokens = (state.tokens or 0.0) + (means.weight if applied else 0.0)
         return StepResult(
             step=state.committed_step,
             loss=loss,
@@ -165,6 +182,8 @@ class Stepper:
             waited_ns=self._replica.waited_ns(),
             stop=agreed_stop(agreed.signals),
             save=agreed.signals[Signal.SAVE] > 0,
+            parts=means.parts,
+            without_weight=means.weight == 0,
         )
 
     def own_gradient_norm(self, micro_batches: Sequence[MicroBatch]) -> float:
@@ -204,6 +223,12 @@ class Stepper:
             notes=self._notes,
             flags=self._flags,
         )
+
+    def _measure(self, scale: float) -> Tensor | None:
+        """After the sum over ranks: means of totals. The norm, but of scaled gradients: not before they are not."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._replica.divide_by_weight(gradients, scale=scale)
+        return None if self._state.precision.scaler.is_enabled() else self._gradient_norm()
 
     def _gradient_norm(self) -> Tensor:
         """The norm over all gradients, which are clipped in place then. The same bits on every rank.
@@ -263,11 +288,12 @@ def accumulate(
 ) -> None:
     """Forward and backward of a rank's share of ``step``, the sum over ranks included where it ``reduces``.
 
-    ``flags``: which parameters DDP expects to require a gradient; FlagsChangedError where forward has
+    ``flags``: which parameters DDP expects to require a gradient; WrapAgainError where forward has
     changed that.
     """
     state.model.train()
     replica.zero_gradients()
+    replica.use_unit(rules.unit)
     signals = as_signals(votes, rules.device)
     last = len(micro_batches) - 1
     for number, micro_batch in enumerate(micro_batches):
@@ -275,24 +301,28 @@ def accumulate(
         batch = to_device(micro_batch.batch, rules.device)
         if notes is not None:
             notes.batch(batch)
-        weight = len(micro_batch.indices) / rules.global_batch
+        count = len(micro_batch.indices)
         is_reduced = reduces and number == last
         with contextlib.nullcontext() if is_reduced else replica.without_sync():
             slot.stamp(Phase.FORWARD, time.monotonic_ns())
-            with state.precision.autocast():
-                loss = replica.forward(
-                    batch,
-                    weight=weight,
-                    votes=signals if number == last else signals * 0,
-                    loss_limit=limits.loss,
-                )
+            try:
+                with state.precision.autocast():
+                    loss = replica.forward(
+                        batch,
+                        weight=count / rules.global_batch,
+                        votes=signals if number == last else signals * 0,
+                        loss_limit=limits.loss,
+                        count=count,
+                    )
+            except BadWeightError as error:
+                raise bad_weight(error, rank=rules.rank, samples=micro_batch.indices) from error
             if notes is not None:
                 notes.loss(loss)
             # INVARIANT wrapped-as-trained: DDP sums the gradients of just those parameters that
             # required one when it wrapped the model. Broken if: a backward follows a forward that
             # has changed which do. Guarded by: test_layers_unfrozen_or_frozen_while_training.
             if flags is not None and state.flags() != flags:
-                raise FlagsChangedError
+                raise WrapAgainError
             slot.stamp(Phase.BACKWARD, time.monotonic_ns())
             scaled = state.precision.scaler.scale(loss)
             if reduces:
@@ -314,7 +344,8 @@ def own_share(
 
     What forward changes beside that is the caller's to take back.
     """
-    alone = Alone(state.model, loss, device=rules.device, rank=rules.rank)
+    form = state.tuning.loss_form
+    alone = Alone(state.model, loss, device=rules.device, rank=rules.rank, form=form)
     notes = ShareNotes.of(state)
     accumulate(
         state,

@@ -9,8 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ddp_runner.collective.loss import Weighted
 from ddp_runner.core.settings import Settings
 
+Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
 Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or mapping of tensors
 
 
@@ -51,12 +53,14 @@ class Task(Protocol):
         """The data. Raise ``BadInputError`` for what the user can correct."""
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
         """The mean loss over the samples of ``batch``, a scalar with a graph to the parameters.
 
         A step's loss is the mean over its samples: means of micro-batches are weighted by their
-        numbers of samples. A sum, or a mean over anything else, as the tokens of padded samples,
-        would depend on how a step is cut.
+        numbers of samples. A mean over anything else, as the tokens of padded samples, is
+        ``Weighted(total, weight)``: the step's loss is the sum of totals over the sum of weights, however
+        the step is cut. ``(loss, {"recon": recon, "kl": kl})`` of either has those numbers logged, as means
+        over all samples of all ranks, in evaluations too.
         """
         ...
 

@@ -29,7 +29,7 @@ from ddp_runner.training.exactness.stream_check import StreamWatch
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.session import Outcome, StepInHand
-from ddp_runner.training.step import FlagsChangedError, Stepper, StepResult, StepRules, Votes
+from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes, WrapAgainError
 
 WRAPS_MAX = 3  # of one step
 
@@ -81,7 +81,7 @@ class TaskSteps:
     def make(self, micro_batches: list[MicroBatch], *, votes: Votes) -> StepResult | None:
         """Make one step of ``micro_batches``; None where the state is now an older one.
 
-        Raises FlagsChangedError where the step is to be begun again, after :meth:`wrap_again`.
+        Raises WrapAgainError where the step is to be begun again, after :meth:`wrap_again`.
         """
         with (
             self._drills.beside(self._stepper, self._group),
@@ -108,7 +108,7 @@ class TaskSteps:
                 return
             try:
                 self._stepper.settle(self._take_copy(self._state.committed_step))
-            except FlagsChangedError:
+            except WrapAgainError:
                 self._wrap_as_it_is()
             else:
                 return
@@ -175,12 +175,13 @@ class TaskSteps:
             epoch=epoch,
             loss=result.loss,
             applied=result.applied,
-            overflowed=result.overflowed,
+            overflowed=result.overflowed or result.without_weight,
         )
-        self._progress.loss = result.loss
+        if not result.without_weight:
+            self._progress.loss = result.loss
+            self._runtime.slot.set_loss(result.loss)
         self._first.compare(result.step)
         self._watch_scale(result)
-        self._runtime.slot.set_loss(result.loss)
         self._write_audit(result, epoch, step.micro_batches)
         if not result.applied and self._guard.skipped(
             result,
@@ -218,6 +219,7 @@ class TaskSteps:
             slot=self._runtime.slot,
             is_relaid=self._state.buffers.is_relaid,
             device=self._parts.device,
+            form=tuning.loss_form,
         )
         self._stepper = Stepper(
             self._state, self._replica, rules=self._rules(), slot=self._runtime.slot
@@ -274,6 +276,7 @@ class TaskSteps:
         seconds = max(1e-9, (now_ns - self._logged_at_ns) / 1e9)
         values = {
             "loss": result.loss,
+            **result.parts,
             "learning_rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             "epoch": float(epoch),
@@ -283,10 +286,13 @@ class TaskSteps:
         }
         if result.loss_scale is not None:
             values["loss_scale"] = result.loss_scale
+        if self._state.tokens is not None:
+            values["tokens"] = self._state.tokens
         self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
+        parts = "".join(f"{name} {number:.4f}  " for name, number in result.parts.items())
         self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))
         self._runtime.logger.progress(
-            f"loss {result.loss:.4f}  lr {result.learning_rate:.2e}  grad {result.grad_norm:.3f}  "
+            f"loss {result.loss:.4f}  {parts}lr {result.learning_rate:.2e}  grad {result.grad_norm:.3f}  "
             f"{values['samples_per_s']:.0f} samples/s  data {values['data_wait_share']:.0%}",
             step=result.step,
         )

@@ -35,6 +35,7 @@ class TrainReport:
     steps: int
     epochs: int
     samples: int
+    tokens: float | None
     loss: float
     figures: Mapping[str, float]
     weights_sha256: str
@@ -129,6 +130,7 @@ def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
         steps=state.committed_step,
         epochs=state.committed_step // length.steps_per_epoch,
         samples=state.samples,
+        tokens=state.tokens,
         loss=parts.progress.loss,
         figures=dict(parts.progress.figures),
         weights_sha256=weights_sha256(state.weights()),
@@ -148,6 +150,7 @@ def finished_message(report: TrainReport, rank: int) -> Finished:
         report={
             "epochs": report.epochs,
             "samples": report.samples,
+            "tokens": report.tokens,
             "loss": report.loss,
             "figures": dict(report.figures),
             "weights_sha256": report.weights_sha256,

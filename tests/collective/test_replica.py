@@ -14,7 +14,8 @@ from torch import nn
 from ddp_runner.collective import group as group_module
 from ddp_runner.collective import waits as waits_module
 from ddp_runner.collective.abort import AbortSwitch
-from ddp_runner.collective.replica import Replica, Signal
+from ddp_runner.collective.loss_module import Signal
+from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings

@@ -24,14 +24,15 @@ def free_port():
         return listening.getsockname()[1]
 
 
-def compare(facts, rank, world_size, port):
+def compare(facts, rank, world_size, port):  # noqa: PLR0915 - a process, from its imports on
     """One rank: how many steps had a wrong sum, after how many."""
     import torch
     from torch import nn
 
     from ddp_runner.collective.abort import AbortSwitch
     from ddp_runner.collective.group import Membership, joined
-    from ddp_runner.collective.replica import Replica, Signal
+    from ddp_runner.collective.loss_module import Signal
+    from ddp_runner.collective.replica import Replica
     from ddp_runner.collective.tcp_store import StoreLink
     from ddp_runner.core.board import SLOT_BYTES, Board
     from ddp_runner.core.settings import DdpSettings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ddp_runner.collective.loss_module import PLAIN_FORM
 from ddp_runner.collective.replica import Replica
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.settings import DdpSettings, OptimSettings
@@ -75,7 +76,7 @@ def make_slot():
     return Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
 
 
-def build_replica(state, group, *, slot=None, loss=loss_of, **ddp):
+def build_replica(state, group, *, slot=None, loss=loss_of, form=PLAIN_FORM, **ddp):
     """The state's model, wrapped."""
     return Replica(
         state.model,
@@ -83,6 +84,7 @@ def build_replica(state, group, *, slot=None, loss=loss_of, **ddp):
         group=group,
         settings=DdpSettings(bucket_cap_mb=1, **ddp),
         slot=slot or make_slot(),
+        form=form,
     )
 
 

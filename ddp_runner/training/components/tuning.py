@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
+from ddp_runner.collective.loss import LossForm
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
@@ -25,7 +27,8 @@ class Tuning:
     ``found_unused`` says that relaxing ``find_unused_parameters`` was a mistake once, and
     ``must_not_search`` that DDP cannot have it, because of reentrant activation checkpoints. The micro-batch
     was halved ``reductions`` times, and last changed at ``resized_at_step``. At ``retried_at_step`` a
-    single sample did not fit, and was tried ``retries_there`` times more.
+    single sample did not fit, and was tried ``retries_there`` times more. ``loss_names`` and
+    ``loss_is_weighted``: what the task's loss has had beside its number.
     """
 
     micro_batch_size: int
@@ -38,21 +41,34 @@ class Tuning:
     resized_at_step: int = 0
     retried_at_step: int = -1
     retries_there: int = 0
+    loss_names: tuple[str, ...] = ()
+    loss_is_weighted: bool = False
 
-    def to_record(self) -> dict[str, int | float | bool]:
+    @property
+    def loss_form(self) -> LossForm:
+        """What ``loss()`` gives beside its loss, as far as it has been seen."""
+        return LossForm(names=self.loss_names, is_weighted=self.loss_is_weighted)
+
+    def with_loss_form(self, form: LossForm) -> Tuning:
+        """The same for another one."""
+        return replace(self, loss_names=form.names, loss_is_weighted=form.is_weighted)
+
+    def to_record(self) -> dict[str, object]:
         """Plain values, for checkpoint and wire."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, object], *, otherwise: Tuning) -> Tuning:
         """Read back; a field that is missing is taken from ``otherwise``."""
-        return cls(**{**asdict(otherwise), **record})
+        found: dict[str, Any] = {**asdict(otherwise), **record}
+        return cls(**{**found, "loss_names": tuple(found["loss_names"])})
 
     def agreed_with(self, others: list[Tuning]) -> Tuning:
         """What suits every rank: the smallest sizes, and caution if anybody needs it."""
         found_unused = any(other.found_unused for other in others)
         must_not_search = any(other.must_not_search for other in others)
         retried_at_step = max(other.retried_at_step for other in others)
+        form = self.loss_form.united(other.loss_form for other in others)
         return Tuning(
             micro_batch_size=min(other.micro_batch_size for other in others),
             evaluation_batch_size=min(other.evaluation_batch_size for other in others),
@@ -67,6 +83,8 @@ class Tuning:
             retries_there=max(
                 other.retries_there for other in others if other.retried_at_step == retried_at_step
             ),
+            loss_names=form.names,
+            loss_is_weighted=form.is_weighted,
         )
 
 

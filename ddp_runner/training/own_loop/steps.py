@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ddp_runner.collective.group import Group, collectives_begun
+from ddp_runner.collective.loss_module import Signal
 from ddp_runner.collective.model_replica import ModelReplica
-from ddp_runner.collective.replica import Signal
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
@@ -128,7 +128,7 @@ class LoopSteps:
         return batches
 
     def wrap_again(self) -> None:
-        """Nothing raises FlagsChangedError here."""
+        """Nothing raises WrapAgainError here."""
 
     def evaluates(self, step: int, *, by_settings: bool) -> bool:
         """Whether functions of the loop are due once ``step`` steps are committed, before the last one."""

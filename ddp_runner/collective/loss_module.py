@@ -1,0 +1,165 @@
+"""The loss inside the module that DDP wraps, and the numbers that ride along with the gradients.
+
+Loss, votes and named numbers are in the gradient of a tiny extra parameter, which DDP sums with the others:
+every rank knows everybody's after backward. Computes a batch's loss; sums nothing over ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner.collective.loss import Loss, LossForm, LossOutput, read_loss
+
+
+class Signal(IntEnum):
+    """What rides along with the gradients, summed over ranks."""
+
+    LOSS = 0
+    PREEMPT = 1
+    INTERRUPT = 2
+    SAVE = 3
+    TROUBLE = (
+        4  # 2**rank of each rank whose own loss was not finite or too high, the first 20 ranks
+    )
+    # Ranks where a buffer has another shape or type than after the step before, or the loss other parts.
+    RELAID = 5
+
+
+PLAIN_FORM = LossForm()  # one number
+
+
+class LossModule(nn.Module):
+    """What DDP wraps: the model, the loss, and the parameter whose gradient carries signals."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        device: torch.device,
+        rank: int,
+        is_relaid: Callable[[], bool] = lambda: False,
+        form: LossForm,
+    ) -> None:
+        super().__init__()
+        self._is_relaid = is_relaid
+        self.model = model
+        self.form = form
+        self.seen = form  # with what a loss of this rank's has had beyond it
+        self.signal = nn.Parameter(torch.zeros(len(Signal) + form.cells, device=device))
+        self._loss = loss
+        self._loss_mask = torch.zeros(len(Signal), device=device)
+        self._loss_mask[Signal.LOSS] = 1.0
+        self._trouble = torch.zeros(len(Signal), device=device)
+        self._trouble[Signal.TROUBLE] = 2.0 ** min(rank, 20)
+        self._unreported = torch.ones((), device=device)
+        self._nothing = torch.zeros((), device=device)
+        self.unit = 1.0  # in which totals and weights are summed
+        self.has_graph = False  # of a loss of this step, to any parameter
+
+    def begin_step(self) -> None:
+        """No micro-batch of this step has been in trouble yet."""
+        self._unreported.fill_(1.0)
+        self.has_graph = False
+
+    def forward(
+        self, batch: Any, weight: float, votes: Tensor, loss_limit: float, count: float
+    ) -> Tensor:
+        """The weighted loss of ``batch``; ``count``: its samples."""
+        output = read_loss(self._loss(self.model, batch))
+        self.has_graph = self.has_graph or output.value.requires_grad
+        share: Tensor | float = weight  # of the whole step that this batch is
+        if output.weight is not None:
+            share = output.weight * self.unit
+            # A weight of a device has not been looked at: a wrong one shows as a loss that is none.
+            is_one = output.weight.isfinite().logical_and(output.weight >= 0)
+            weighted = torch.where(is_one, output.value * self.unit, math.nan)
+        elif self.form.is_weighted:
+            share = count * self.unit
+            weighted = output.value * share
+        else:
+            weighted = output.value * weight
+        # d(result)/d(signal) = carried, whatever the signal's own value (zero).
+        own = weighted.detach()
+        # Once a step, however many micro-batches are broken: the numbers are summed over those too.
+        fine = own.isfinite().logical_and(own <= loss_limit * share)
+        broken = fine.logical_not().float() * self._unreported
+        self._unreported.sub_(broken)
+        carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
+        if not self.form.covers(output):
+            self.seen = self.seen.with_output(output)
+            carried[Signal.RELAID] += 1.0
+        if self._is_relaid():
+            carried[Signal.RELAID] += 1.0
+        if self.form.cells:
+            carried = torch.cat([carried, self._beside(output, weight=weight, share=share)])
+        return weighted + torch.dot(self.signal, carried)
+
+    def _beside(self, output: LossOutput, *, weight: float, share: Tensor | float) -> Tensor:
+        """The numbers beside the loss: means over the step's samples once they are summed; the weight last."""
+        found = [
+            output.parts[name] * weight if name in output.parts else self._nothing
+            for name in self.form.names
+        ]
+        if self.form.is_weighted:
+            found.append(self._nothing + share)
+        return torch.stack(found)
+
+
+class Alone:
+    """A model without a replica: a rank's own share of a step, of which nobody else hears."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        device: torch.device,
+        rank: int,
+        form: LossForm = PLAIN_FORM,
+    ) -> None:
+        self._module = LossModule(model, loss, device=device, rank=rank, form=form)
+
+    def forward(
+        self,
+        batch: Any,
+        *,
+        weight: float,
+        votes: Tensor,
+        loss_limit: float = math.inf,
+        count: float = 1.0,
+    ) -> Tensor:
+        """As of a :class:`Replica`."""
+        loss: Tensor = self._module(batch, weight, votes, loss_limit, count)
+        return loss
+
+    def use_unit(self, unit: float) -> None:
+        """As of a :class:`Replica`."""
+        self._module.unit = unit
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """There is nothing to leave out."""
+        return contextlib.nullcontext()
+
+    def backward_alone(self, loss: Tensor) -> None:
+        """As every backward here."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def zero_gradients(self) -> None:
+        """Drop every gradient: a step begins, or it was for nothing."""
+        self._module.begin_step()
+        self._module.zero_grad(set_to_none=True)
+
+    def own_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter that has a gradient, with it; not the signals'."""
+        for parameter in self._module.model.parameters():
+            if parameter.grad is not None:
+                yield parameter, parameter.grad

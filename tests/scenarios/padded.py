@@ -1,0 +1,83 @@
+"""Tagging of padded sentences, as people write it: the loss counts tokens, and has named parts."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from ddp_runner import Datasets, Weighted
+
+PAD = -100
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self, count, seed):
+        numbers = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 12, (count,), generator=numbers)
+        self.words = [torch.randint(0, 20, (int(n),), generator=numbers) for n in lengths]
+
+    def __len__(self):
+        return len(self.words)
+
+    def __getitem__(self, index):
+        words = self.words[index]
+        return words, (words + words.roll(1)) % 5
+
+
+def pad(samples):
+    words, tags = zip(*samples, strict=True)
+    return pad_sequence(words, batch_first=True), pad_sequence(
+        tags, batch_first=True, padding_value=PAD
+    )
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 12)
+        self.recur = nn.GRU(12, 16, batch_first=True)
+        self.drop = nn.Dropout(0.1)
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, words):
+        return self.out(self.drop(self.recur(self.embed(words))[0]))
+
+
+class Padded:
+    def build_model(self):
+        return Tagger()
+
+    def build_datasets(self):
+        return Datasets(train=Sentences(160, 1), validation=Sentences(30, 2), collate=pad)
+
+    def loss(self, model, batch):
+        words, tags = batch
+        logits = model(words)
+        tagging = cross_entropy(logits.transpose(1, 2), tags, ignore_index=PAD, reduction="sum")
+        penalty = 1e-3 * logits.square().mean(2).sum()
+        count = (tags != PAD).sum()
+        parts = {"tagging": tagging / count, "penalty": penalty / count}
+        if words.shape[1] > 10:  # in some batches only
+            parts["long"] = 1.0
+        return Weighted(tagging + penalty, count), parts
+
+
+class Slow(Padded):
+    def loss(self, model, batch):
+        time.sleep(0.03)  # as long as a larger model would take
+        return super().loss(model, batch)
+
+
+class Negative(Padded):
+    def loss(self, model, batch):
+        weighted, parts = super().loss(model, batch)
+        return Weighted(weighted.total, -weighted.weight), parts
+
+
+class Listed(Padded):
+    def loss(self, model, batch):
+        return [super().loss(model, batch)[0].total]

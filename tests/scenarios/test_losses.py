@@ -1,0 +1,91 @@
+"""A loss that counts tokens and has named parts: as exact as any, under kills, and across a stop and resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.harness import Run
+
+TASKS = Path(__file__).with_name("padded.py")
+SETTINGS = ("-b", 6, "micro_batch_size=4", "--max-steps", 30, "log_interval=5", "num_workers=0")
+SETTINGS = (*SETTINGS, "save_every_steps=7", "save_interval=0", "evaluate_every_steps=10")
+
+
+def start(folder, *words, task="Padded"):
+    return Run(folder, *SETTINGS, *words, task=f"{TASKS}:{task}")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """Its summary, where nothing happens to it."""
+    with start(tmp_path_factory.mktemp("calm")) as run:
+        assert run.wait() == 0, run.console
+    return run.summary()
+
+
+def metrics(run):
+    lines = (run.logs / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_tokens_and_parts_are_exact_whoever_is_lost(tmp_path, calm):
+    """Rank 0 too, in the step that shows the parts first, where a loss raises, and both at once."""
+    faults = (
+        *("kill:rank=1,step=0,phase=reduce", "kill:rank=0,step=6,phase=forward"),
+        *("raise:rank=1,step=11", "kill:rank=1,step=17,phase=optimizer"),
+        *("kill:rank=0,step=24", "kill:rank=1,step=24"),
+    )
+    words = [word for fault in faults for word in ("--inject", fault)]
+    with start(tmp_path, *words) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"], summary["inexact_reasons"]
+    assert len(summary["faults"]) >= 5
+    for name in ("weights_sha256", "tokens", "figures", "final_loss"):
+        assert summary[name] == calm[name], name
+
+
+def test_parts_are_logged_by_name(tmp_path, calm):
+    """In training and evaluation; the loss is that of all tokens, and so its parts together."""
+    with start(tmp_path) as run:
+        assert run.wait() == 0, run.console
+    trained = [line for line in metrics(run) if "grad_norm" in line and line["rank"] == 0]
+    assert {"tagging", "penalty", "long", "tokens"} <= trained[-1].keys()
+    assert trained[-1]["tokens"] == calm["tokens"] == run.summary()["tokens"]
+    assert calm["tokens"] % 1 == 0
+    assert 0 < trained[-1]["long"] < 1
+    figures = run.summary()["figures"]
+    assert {"validation_loss", "validation_tagging", "validation_penalty"} <= figures.keys()
+    assert "tagging 1." in run.console or "tagging 0." in run.console
+
+
+def test_a_stopped_run_goes_on_counting(tmp_path, calm):
+    with start(tmp_path, task="Slow") as run:
+        run.wait_for_checkpoint(14)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    with start(tmp_path, task="Slow") as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["weights_sha256"] == calm["weights_sha256"]
+    assert run.summary()["tokens"] == calm["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("Negative", "a Weighted whose weight is -"),
+        ("Listed", "loss() gave a list of 1 (return the loss of it), not a scalar tensor"),
+    ],
+)
+def test_what_loss_may_not_give_ends_the_run_once(tmp_path, task, says):
+    """As the user's error: nobody is started again for it."""
+    with start(tmp_path, task=task) as run:
+        assert run.wait() == 1, run.console
+    assert says in run.console
+    if task == "Negative":
+        assert "for samples " in run.console
+    assert not run.events("rank_respawned")
