@@ -20,6 +20,7 @@ _MODULE_OF_COMMAND = {
     "checkpoints": "ddp_runner.cli.checkpoints",
     "report": "ddp_runner.cli.report",
     "doctor": "ddp_runner.cli.doctor",
+    "configure": "ddp_runner.cli.configure",
     "demo": "ddp_runner.cli.demo",
     "check": "ddp_runner.cli.check",
     "docs": "ddp_runner.cli.docs",

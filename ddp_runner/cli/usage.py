@@ -24,6 +24,7 @@ COMMANDS = {
     "checkpoints": "list checkpoints, or verify that they can be read",
     "report": "what happened in a run, for people",
     "doctor": "can this machine train, and if not, what to do",
+    "configure": "asks for the settings that matter most, and writes them to a file",
     "check": "is your own task exact under every kill? a table of what holds",
     "demo": "watch ranks being killed, and the weights come out the same",
     "docs": "show the documentation in a browser",

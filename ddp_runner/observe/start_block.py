@@ -135,6 +135,10 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
         words += f", gradient values at most {optim.max_grad_value:g}"
     yield "optimizer", [words]
     yield "schedule", [facts.schedule]
+    kept = settings.memory.activation_checkpointing
+    if kept != "off":
+        what = "all blocks" if kept == "all" else ", ".join(kept)
+        yield "recomputed", [f"activations of {what}, in backward"]
     if optim.ema_decay is not None:
         yield "average", [_average(optim)]
 

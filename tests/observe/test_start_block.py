@@ -106,6 +106,8 @@ def test_a_row_follows_what_is_there(changes, row, words):
             "average",
             "of the weights, decay 0.9, every 5 steps, from step 1,000, in / host memory; evaluation",
         ),
+        ({"activation_checkpointing": "all"}, "recomputed", "activations of all blocks, in"),
+        ({"activation_checkpointing": ["a", "b.*"]}, "recomputed", "activations of a, b.*, in"),
         ({"keep_last": 1}, "checkpoints", "at most 3 at a time"),
     ],
 )
