@@ -92,7 +92,9 @@ ON_RESUME: Mapping[str, OnResume] = {
             recovery.first_step_timeout_s recovery.evaluation_timeout_s
             recovery.checkpoint_timeout_s recovery.stop_timeout_s recovery.max_errors_per_epoch
             recovery.rollbacks_max recovery.explosion_window recovery.explosion_loss_factor
-            recovery.explosion_grad_factor recovery.replica_check_steps recovery.drill_at
+            recovery.explosion_grad_factor recovery.explosion_loss_max
+            recovery.explosion_rate_factor recovery.explosion_recover_steps
+            recovery.replica_check_steps recovery.drill_at
             recovery.require_exact
         """,
     }.items()

@@ -340,6 +340,13 @@ class RecoverySettings:
     explosion."""
     explosion_grad_factor: Annotated[float, Field(gt=1)] = 100.0
     """The same for the norm of the gradient."""
+    explosion_loss_max: float | None = None
+    """A loss above this is an explosion at any step, the first included. none: no such threshold."""
+    explosion_rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Each explosion multiplies the learning rate by this, beside that its step is skipped. 1: it does
+    not."""
+    explosion_recover_steps: Positive = 1000
+    """Steps over which such a lowered rate comes back, in equal parts."""
     replica_check_steps: NonNegative = 500
     """Steps between comparisons of the ranks' weights, which are compared before each save too. 0:
     never, also not before a save."""

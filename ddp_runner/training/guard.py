@@ -91,7 +91,10 @@ class NumericsGuard:
             return False
         origin = self._origin(result, recompute)
         what = (result.explosion or f"gradient norm is {result.grad_norm}") + origin.words
-        self._runtime.logger.warning(f"{what}: step skipped on all ranks")
+        action = "step skipped on all ranks"
+        if result.explosion:
+            action += self._state.loss_spikes.says_of_rate()
+        self._runtime.logger.warning(f"{what}: {action}")
         if self._group.rank == 0:
             fault = Fault(
                 kind=FaultKind.LOSS_EXPLODED if result.explosion else FaultKind.NON_FINITE,
@@ -100,7 +103,6 @@ class NumericsGuard:
                 cause=what,
                 at_ns=time.monotonic_ns(),
             )
-            action = "step skipped on all ranks"
             self._runtime.report(FaultTolerated(rank=self._rank, fault=fault, action=action))
         if verdict is not Verdict.TOO_MANY_ERRORS:
             return False

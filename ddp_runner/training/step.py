@@ -164,6 +164,8 @@ class Stepper:
         applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
         if applied:
             state.loss_spikes.observe(step=state.committed_step, loss=loss, grad_norm=norm)
+        elif explosion:
+            state.loss_spikes.exploded(step=state.committed_step)
         self._commit.begin_change()
         self._update(rate, applied=applied)
         self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)
@@ -255,7 +257,12 @@ class Stepper:
             total_steps=self._rules.total_steps,
             settings=self._rules.optim,
         )
-        return scheduled * self._state.tuning.rate_factor
+        state = self._state
+        return (
+            scheduled
+            * state.tuning.rate_factor
+            * state.loss_spikes.rate_factor(state.committed_step)
+        )
 
     def _update(self, rate: float, *, applied: bool) -> None:
         """Optimizer, loss scale and average; of a step that is not ``applied`` the scale alone."""

@@ -26,8 +26,11 @@ OPTIMIZERS = {
     "sgd": (
         *("optimizer=sgd", "momentum=0.8", "learning_rate=0.01", "warmup_steps=0.2"),
         *("precision=bf16", "matmul_precision=high", "channels_last=true"),
+        *("explosion_window=10", "explosion_rate_factor=0.5", "explosion_recover_steps=30"),
     ),
 }
+# An explosion whose lowered rate is still coming back when the run is stopped, and resumed.
+SPIKES = {"sgd": ("--inject", "spike:rank=1,step=24")}
 needs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="this torch has no Muon: it came with 2.9"
 )
@@ -39,13 +42,17 @@ FAULTS = (
 )
 
 
-def with_faults_and_a_stop(folder, *settings, **how):
-    """The run with all of that, stopped about its middle and resumed; the second launch."""
-    with Run(folder, *QUICK, *settings, *FAULTS, "task.pace_s=0.03", **how) as run:
+def with_faults_and_a_stop(folder, *settings, first=(), **how):
+    """The run with all of that, and ``first``, stopped about its middle and resumed; the second launch."""
+    with Run(folder, *QUICK, *settings, *FAULTS, *first, "task.pace_s=0.03", **how) as run:
         run.wait_for_step(27)
         run.signal(signal.SIGTERM)
         assert run.wait() == 75, run.console
         assert 0 < run.summary()["steps"] < STEPS
+        if first:
+            (action,) = [one["action"] for one in run.summary()["tolerated"]]
+            lowered = "learning rate x 0.5, back in full at step 54"
+            assert action == f"step skipped on all ranks, {lowered}"
         kinds = [fault["kind"] for fault in run.summary()["faults"]]
         assert kinds == ["rank_killed", "rank_killed", "rank_raised"], kinds
     with Run(folder, *QUICK, *settings, "task.pace_s=0.03", **how) as run:
@@ -79,9 +86,10 @@ def same_ends(run, calm):
 def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
     """Those of the run without faults, bit for bit; another optimizer is refused at a resume."""
     settings = OPTIMIZERS[kind]
-    with Run(tmp_path / "fault_free", *QUICK, *settings, "task.pace_s=0") as calm:
+    first = SPIKES.get(kind, ())
+    with Run(tmp_path / "fault_free", *QUICK, *settings, *first, "task.pace_s=0") as calm:
         assert calm.wait() == 0, calm.console
-    run = with_faults_and_a_stop(tmp_path / "faults", *settings)
+    run = with_faults_and_a_stop(tmp_path / "faults", *settings, first=first)
     summary = run.summary()
     assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
     assert run.digest == calm.digest

@@ -114,3 +114,57 @@ def test_state_continues_exactly():
 def test_a_gradient_is_traced_by_the_ranks_own_norms(norms, limit, broken):
     """Each counts as if all ranks had one like it."""
     assert broken_gradients(norms, limit=limit) == broken
+
+
+def test_a_threshold_of_its_own_holds_from_the_first_step_on():
+    """Where nothing can be compared yet, and beside what can; the lower of both is the limit."""
+    watched = watch(loss_max=7.0)
+    assert watched.limits().exceeded_by(loss=7.5, grad_norm=1e9) == (
+        "loss 7.5 is above explosion_loss_max=7"
+    )
+    assert watched.limits().exceeded_by(loss=7.0, grad_norm=1e9) == ""
+    assert observe_all(watched, [6.0] * 40) == []
+    assert watched.limits().loss == 7.0, "ten times the median would be 60"
+    assert "grad" in watched.limits().exceeded_by(loss=1.0, grad_norm=500.0)
+    low = watch(loss_max=7.0)
+    observe_all(low, [0.2] * 40)
+    assert low.limits().loss == pytest.approx(2.0)
+    assert "far above the last steps" in low.limits().exceeded_by(loss=6.0, grad_norm=1.0)
+    off = watch(window=0, loss_max=7.0)
+    assert observe_all(off, [1.0, 8.0, 1.0, math.inf]) == [1]
+
+
+def test_an_explosion_lowers_the_rate_which_comes_back_in_equal_parts():
+    """Another one before that lowers what there is; held against a table by hand."""
+    watched = watch(rate_factor=0.5, recover_steps=10)
+    assert watched.rate_factor(99) == 1.0
+    watched.exploded(step=100)
+    found = [watched.rate_factor(step) for step in (100, 101, 105, 109, 110, 500)]
+    assert found == pytest.approx([0.5, 0.55, 0.75, 0.95, 1.0, 1.0])
+    assert watched.says_of_rate() == ", learning rate x 0.5, back in full at step 110"
+    watched.exploded(step=105)
+    found = [watched.rate_factor(step) for step in (105, 110, 115)]
+    assert found == pytest.approx([0.375, 0.6875, 1.0])
+
+
+def test_a_lowered_rate_is_part_of_the_state():
+    """A process that follows goes on with it; a state from before it, or a going back, has none."""
+    watched, follower = (watch(rate_factor=0.5, recover_steps=10) for _ in range(2))
+    before = json.loads(json.dumps(watched.state_dict(), allow_nan=True))
+    watched.exploded(step=100)
+    follower.load_state_dict(json.loads(json.dumps(watched.state_dict())))
+    assert [follower.rate_factor(s) for s in range(99, 120)] == [
+        watched.rate_factor(s) for s in range(99, 120)
+    ]
+    follower.load_state_dict(before)
+    assert follower.rate_factor(101) == 1.0
+
+
+def test_without_a_factor_no_explosion_changes_a_rate():
+    """The control: nothing is kept, and nothing said."""
+    watched = watch()
+    before = watched.state_dict()
+    watched.exploded(step=100)
+    assert watched.rate_factor(101) == 1.0
+    assert watched.state_dict() == before
+    assert watched.says_of_rate() == ""

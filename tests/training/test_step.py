@@ -17,6 +17,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
 from ddp_runner.training.batch_copy import to_device
+from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.step import StepRules, Votes, own_share
 from tests.collective.joining import join
@@ -163,6 +164,45 @@ def test_a_loss_that_explodes_is_skipped_by_all_and_its_ranks_named(ranks):
         assert "has exploded" in skipped.explosion
         assert skipped.broken_ranks == ranks
         assert resumed
+
+
+def _rates_after_an_explosion(me, port):
+    """The learning rates of two runs, of which one lowers its rate at the explosion of its fourth step."""
+    found = []
+    for factor in (1.0, 0.5):
+        state = build_state()
+        state.loss_spikes = LossSpikes(
+            window=0,
+            loss_factor=10.0,
+            grad_factor=100.0,
+            warmup_steps=1,
+            loss_max=1e4,
+            rate_factor=factor,
+            recover_steps=4,
+        )
+        with join(me, port, generation=len(found) + 1) as group:
+            replica = build_replica(state, group)
+            stepper = build_stepper(state, replica, rank=me.rank, world_size=me.world_size)
+            poisons = {3: 1e6 if me.rank == 1 else 0.0}
+            results = [
+                stepper.run(
+                    micro_batches(step, me.rank, poison=poisons.get(step, 0.0)), votes=NO_VOTES
+                )
+                for step in range(9)
+            ]
+        assert [result.applied for result in results] == [step != 3 for step in range(9)]
+        assert "above explosion_loss_max" in results[3].explosion
+        found.append([result.learning_rate for result in results])
+    return found
+
+
+def test_an_explosion_lowers_the_rates_of_the_steps_behind_it():
+    """On all ranks alike, and back in equal parts; the control trains at the schedule's."""
+    with hosted_store() as port:
+        (usual, lowered), other = run_ranks(_rates_after_an_explosion, 2, port)
+    assert other == [usual, lowered]
+    shares = [one / all_of_it for one, all_of_it in zip(lowered, usual, strict=True)]
+    assert shares == pytest.approx([1, 1, 1, 1, 0.625, 0.75, 0.875, 1, 1])
 
 
 def _every_micro_batch_of_one_rank_is_poisoned(me, port):

@@ -19,11 +19,14 @@ class Limits:
 
     loss: float = math.inf
     grad_norm: float = math.inf
+    is_threshold: bool = False  # the loss's is that of the settings
 
     def exceeded_by(self, *, loss: float, grad_norm: float) -> str:
         """What exploded, in words; empty if nothing did, or if the step is not finite anyway."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return ""
+        if loss > self.loss and self.is_threshold:
+            return f"loss {loss:.4g} is above explosion_loss_max={self.loss:g}"
         if loss > self.loss:
             return f"loss {loss:.4g} has exploded: far above the last steps', limit {self.loss:.4g}"
         if grad_norm > self.grad_norm:
@@ -43,8 +46,21 @@ class LossSpikes:
     """
 
     def __init__(
-        self, *, window: int, loss_factor: float, grad_factor: float, warmup_steps: int
+        self,
+        *,
+        window: int,
+        loss_factor: float,
+        grad_factor: float,
+        warmup_steps: int,
+        loss_max: float | None = None,
+        rate_factor: float = 1.0,
+        recover_steps: int = 1,
     ) -> None:
+        """``loss_max``: a threshold of its own, from the first step on.
+
+        ``rate_factor``: below 1, each explosion lowers the learning rate by it, which comes back over
+        ``recover_steps``.
+        """
         self._window = window
         self._loss_factor = loss_factor
         self._grad_factor = grad_factor
@@ -52,6 +68,11 @@ class LossSpikes:
         self._losses: deque[float] = deque(maxlen=window)
         self._grad_norms: deque[float] = deque(maxlen=window)
         self._first = Limits(loss=-math.inf, grad_norm=-math.inf)
+        self._loss_max = math.inf if loss_max is None else loss_max
+        self._rate_factor = rate_factor
+        self._recover_steps = recover_steps
+        self._lowered = 1.0  # the factor after the newest explosion, which was at this step
+        self._lowered_at = 0
 
     @classmethod
     def watched_as(cls, settings: Settings, *, total_steps: int) -> LossSpikes:
@@ -63,14 +84,40 @@ class LossSpikes:
             loss_factor=recovery.explosion_loss_factor,
             grad_factor=recovery.explosion_grad_factor,
             warmup_steps=steps_of(optim.warmup_steps, of=end),
+            loss_max=recovery.explosion_loss_max,
+            rate_factor=recovery.explosion_rate_factor,
+            recover_steps=recovery.explosion_recover_steps,
         )
+
+    def exploded(self, *, step: int) -> None:
+        """The step after ``step`` others has exploded."""
+        if self._rate_factor < 1.0:
+            self._lowered = self.rate_factor(step) * self._rate_factor
+            self._lowered_at = step
+
+    def rate_factor(self, step: int) -> float:
+        """What the learning rate of the step after ``step`` others is multiplied by."""
+        if self._lowered == 1.0:
+            return 1.0
+        passed = min(1.0, (step - self._lowered_at) / self._recover_steps)
+        return self._lowered + (1.0 - self._lowered) * passed
+
+    def says_of_rate(self) -> str:
+        """What an explosion has just made of the rate, in words; empty if nothing."""
+        if self._rate_factor == 1.0:
+            return ""
+        end = self._lowered_at + self._recover_steps
+        return f", learning rate x {self._lowered:g}, back in full at step {end:,}"
 
     def limits(self) -> Limits:
         """What the next step's loss and gradient norm must not exceed."""
         if self._window == 0 or len(self._losses) < self._window:
-            return Limits()
+            is_threshold = math.isfinite(self._loss_max)
+            return Limits(loss=self._loss_max, is_threshold=is_threshold)
+        usual = max(self._first.loss, explosion_limit(self._losses, factor=self._loss_factor))
         return Limits(
-            loss=max(self._first.loss, explosion_limit(self._losses, factor=self._loss_factor)),
+            loss=min(usual, self._loss_max),
+            is_threshold=self._loss_max <= usual,
             grad_norm=max(
                 self._first.grad_norm,
                 explosion_limit(self._grad_norms, factor=self._grad_factor),
@@ -87,11 +134,16 @@ class LossSpikes:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, without the settings."""
-        return {
+        state = {
             "losses": list(self._losses),
             "grad_norms": list(self._grad_norms),
             "first": [self._first.loss, self._first.grad_norm],
         }
+        return (
+            state
+            if self._lowered == 1.0
+            else {**state, "lowered": [self._lowered, self._lowered_at]}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; of a longer past the newest values are kept."""
@@ -99,3 +151,5 @@ class LossSpikes:
         self._first = Limits(loss=loss, grad_norm=grad_norm)
         self._losses = deque(map(float, state["losses"]), maxlen=self._window)
         self._grad_norms = deque(map(float, state["grad_norms"]), maxlen=self._window)
+        lowered, step = state.get("lowered", (1.0, 0))
+        self._lowered, self._lowered_at = float(lowered), int(step)
