@@ -384,6 +384,14 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             ),
         ),
         (
+            [("accumulation", "4"), ("global_batch_size", "64")],
+            "data.accumulation=4: says it too: leave out one of them",
+        ),
+        (
+            [("nproc_per_node", "4"), ("global_batch_size", "3")],
+            "data.global_batch_size=3: must be run.nproc_per_node=4 or more",
+        ),
+        (
             [("batch_size", "4"), ("micro_batch_size", "8")],
             "data.micro_batch_size=8: must be data.batch_size=4 or less",
         ),

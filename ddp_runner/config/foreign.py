@@ -24,6 +24,13 @@ ALIASES: Mapping[str, str] = {
     "logging_dir": "run.log_dir",
     "out_dir": "run.checkpoint_dir",
     **dict.fromkeys(("per_device_train_batch_size", "train_batch_size"), "data.batch_size"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"), "data.accumulation"
+    ),
+    **dict.fromkeys(
+        ("per_device_eval_batch_size", "eval_batch_size", "test_batch_size"),
+        "data.evaluation_batch_size",
+    ),
     **dict.fromkeys(("data", "data_path", "data_dir", "train_file"), "data.path"),
     **dict.fromkeys(("workers", "data_workers", "dataloader_num_workers"), "data.num_workers"),
     "dataloader_pin_memory": "data.pin_memory",
@@ -88,7 +95,6 @@ ALWAYS: Mapping[str, str] = {
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
 _ONE_MACHINE = "a run is on one machine: leave it out"
 _BY_THEMSELVES = "the ranks find each other by themselves: leave it out"
-_MICRO = "here --batch-size is a whole step's samples of a rank, and data.micro_batch_size a part's"
 _DEVICES = "here that is --nproc-per-node N for how many, --gpus 0,1 for which"
 _FOLDERS = (
     "here that is --checkpoint-dir for checkpoints and --log-dir for logs, or --name for both"
@@ -120,11 +126,6 @@ ANSWERS: Mapping[str, str] = {
             *("deepspeed", "deepspeed_config", "fsdp", "zero_stage"),
         ),
         _ALWAYS_DDP,
-    ),
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), _MICRO),
-    **dict.fromkeys(
-        ("per_device_eval_batch_size", "eval_batch_size", "test_batch_size"),
-        "evaluations take --batch-size, too",
     ),
     "eval_steps": "write evaluate_every_steps=N for how often, or evaluate_batches=N for how much",
     "warmup_ratio": "here that is warmup_steps=SHARE, below 1",

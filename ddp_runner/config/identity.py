@@ -20,6 +20,7 @@ import yaml
 
 from ddp_runner.config.compose import validate_record
 from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.core.batch_sizes import global_batch, micro_batch
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         OnResume.REFUSED: """
             run.task run.seed optim.optimizer model.vocab_size model.dataset_size model.seq_len model.hidden_size
             model.num_layers model.num_heads model.dropout data.path data.batch_size
-            data.validation_fraction
+            data.accumulation data.global_batch_size data.validation_fraction
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
@@ -76,7 +77,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale
-            data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
+            data.evaluation_batch_size data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
@@ -161,7 +162,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written[TASK_FILE] = f"sha256:{found.task_file[:16]}"
     return {
         **written,
-        "data.micro_batch_size": settings.data.micro_batch_size or settings.data.batch_size,
+        "data.micro_batch_size": micro_batch(settings.data),
         TOTAL_STEPS: found.total_steps,
         "ranks": found.ranks,
         "device": found.device,
@@ -190,7 +191,7 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         path = settings.data.path
         found["data.path"] = os.path.normpath(path) if path else ""
         found["data.validation_fraction"] = settings.data.validation_fraction
-    found[GLOBAL_BATCH] = settings.data.batch_size * world_size
+    found[GLOBAL_BATCH] = global_batch(settings.data, world_size=world_size)
     return found | task_resume_key(settings)
 
 

@@ -62,6 +62,15 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
                 f"must be data.batch_size={data.batch_size} or less",
             )
         )
+    if data.global_batch_size and data.accumulation > 1:
+        expected = (
+            "says it too: leave out one of them, with data.global_batch_size accumulation follows"
+        )
+        problems.append(BadInputError("data.accumulation", data.accumulation, expected))
+    ranks = settings.run.nproc_per_node
+    if isinstance(ranks, int) and 0 < data.global_batch_size < ranks:
+        expected = f"must be run.nproc_per_node={ranks} or more: a sample for each rank"
+        problems.append(BadInputError("data.global_batch_size", data.global_batch_size, expected))
     if optim.min_learning_rate > optim.learning_rate:
         problems.append(
             BadInputError(

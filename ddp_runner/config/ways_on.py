@@ -16,7 +16,7 @@ from ddp_runner.core.secrets import is_secret
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ddp_runner.core.settings import Settings
+    from ddp_runner.core.settings import DataSettings, Settings
 
 _OPTION_OF = {"run.task": "--task", "run.seed": "--seed", "data.path": "--data"}
 _NUMBERED = re.compile(r"-\d+$")
@@ -29,7 +29,7 @@ def ways_on(
 
     ``old`` and ``new`` are the resume keys of the checkpoint and of this launch (``identity.resume_key``).
     """
-    words, others = words_of_old(old, new, world_size=world_size)
+    words, others = words_of_old(old, new, world_size=world_size, data=settings.data)
     return (
         f"three ways on: {own_folder(settings)} (a run of its own); --resume none (starts fresh, "
         f"the old files are set aside); or the old settings: {', '.join([*words, *others])}"
@@ -60,7 +60,11 @@ def own_folder(settings: Settings) -> str:
 
 
 def words_of_old(
-    old: Mapping[str, object], new: Mapping[str, object], *, world_size: int
+    old: Mapping[str, object],
+    new: Mapping[str, object],
+    *,
+    world_size: int,
+    data: DataSettings | None = None,
 ) -> tuple[list[str], list[str]]:
     """What to type for the old values, and what no words bring back."""
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
@@ -68,7 +72,7 @@ def words_of_old(
     words, others = [], []
     for key in changed:
         if key == GLOBAL_BATCH and isinstance(old.get(key), int):
-            words.append(_batch_words(int(str(old[key])), world_size))
+            words.append(_batch_words(int(str(old[key])), world_size, data))
         elif key == "data.path" and not old.get(key):
             others.append("no --data")
         elif key not in old:
@@ -84,7 +88,9 @@ def words_of_old(
     return words, others
 
 
-def _batch_words(total: int, world_size: int) -> str:
+def _batch_words(total: int, world_size: int, data: DataSettings | None) -> str:
+    if data is not None and (data.global_batch_size or data.accumulation > 1):
+        return f"global_batch_size={total}" + (" accumulation=1" if data.accumulation > 1 else "")
     if total % world_size == 0:
         return f"-b {total // world_size}"
     ranks = max(n for n in range(1, world_size + 1) if total % n == 0)

@@ -110,10 +110,18 @@ class DataSettings:
     """File or folder of text that the task bytes learns. Empty: the sources of Python's standard
     library."""
     batch_size: Positive = 32
-    """Samples for each rank and step. The global batch is this times the number of ranks."""
+    """Samples of each rank before gradients are summed over ranks, or accumulated. The global batch is
+    this times accumulation times the number of ranks."""
+    accumulation: Positive = 1
+    """Batches of each rank in a step: a step has batch_size times so many samples of each rank."""
+    global_batch_size: NonNegative = 0
+    """Samples of a step over all ranks, however many ranks there are: each has its part of them,
+    in batches of at most batch_size. 0: as batch_size, accumulation and ranks have it."""
     micro_batch_size: NonNegative = 0
-    """Samples in one forward pass; gradients are accumulated until batch_size is reached. 0: the
-    whole batch_size at once."""
+    """Samples in one forward pass, of a batch that is too large for one; gradients are accumulated.
+    0: the whole batch_size at once."""
+    evaluation_batch_size: NonNegative = 0
+    """Samples that a rank evaluates at once. 0: batch_size."""
     num_workers: Literal["auto"] | NonNegative = "auto"
     """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
     less. 0: the rank loads its own data."""

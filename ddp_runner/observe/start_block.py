@@ -26,7 +26,7 @@ class StartFacts:
     """What a rank knows of a run that is about to train. None: this kind of run has none, or nobody can say.
 
     ``threads`` of a rank on the CPU. ``trained`` of its ``parameters`` are updated. ``samples``,
-    ``batch_size`` (of a rank and step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
+    ``global_batch`` (of a step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
     of data that the run loads itself. ``checkpoint_bytes``: about one file, for all of which there are
     ``room_bytes``. ``is_task``: precision, optimizer and ``schedule`` (in words) are the settings'; else a program's own.
     """
@@ -42,7 +42,7 @@ class StartFacts:
     steps_per_epoch: int
     committed_step: int
     samples: int | None
-    batch_size: int | None
+    global_batch: int | None
     micro_batch_size: int | None
     loader_workers: int | None
     checkpoint_bytes: int | None
@@ -97,16 +97,22 @@ def _data(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
 
 
 def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
-    own, part = facts.batch_size, facts.micro_batch_size
-    if own is None:
+    whole, part = facts.global_batch, facts.micro_batch_size
+    if whole is None:
         return
+    own, rest = divmod(whole, facts.ranks)
     ranks = f" x {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"
+    if rest:
+        most = min(own + 1, part or own + 1)
+        over = f"{fmt.count(whole)} over {facts.ranks} ranks, at most {fmt.count(most)} at once"
+        yield "global batch", [over]
+        return
     cut = fmt.count(own)
     if part is not None and part < own:
         cut = f"{fmt.count(part)} x {own // part} accumulated"
         if own % part:
             cut = f"{fmt.count(own)} (in parts of {fmt.count(part)})"
-    yield "global batch", [f"{fmt.count(own * facts.ranks)} = {cut}{ranks}"]
+    yield "global batch", [f"{fmt.count(whole)} = {cut}{ranks}"]
 
 
 def _length(facts: StartFacts) -> Iterator[str]:

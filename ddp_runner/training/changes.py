@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
+from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
 from ddp_runner.training.components.lr_schedule import (
@@ -81,8 +82,7 @@ def tuning_of_changed(
     old = loaded.manifest.recipe
     changed = {key for key in old if key in recipe and old[key] != recipe[key]}
     if "data.micro_batch_size" in changed:
-        size = settings.data.micro_batch_size or settings.data.batch_size
-        tuning = replace(tuning, micro_batch_size=size)
+        tuning = replace(tuning, micro_batch_size=micro_batch(settings.data))
     if "ddp.find_unused_parameters" in changed:
         wanted = settings.ddp.find_unused_parameters is not False
         tuning = replace(tuning, find_unused_parameters=wanted and not tuning.must_not_search)

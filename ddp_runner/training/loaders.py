@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from ddp_runner.collective.group import Group
+from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.hang_detection import longest_phase_s
@@ -78,7 +79,7 @@ def make_loader(
             position=state.stream,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
-            micro_batch_size=data.micro_batch_size or data.batch_size,
+            micro_batch_size=micro_batch(data),
             on_wait=on_wait,
             log=runtime.logger.info,
             collate_fn=datasets.collate,
@@ -98,7 +99,7 @@ def make_loader(
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         total_steps=workload.length.total_steps,
-        micro_batch_size=data.micro_batch_size or data.batch_size,
+        micro_batch_size=micro_batch(data),
         seed=settings.run.seed,
         num_workers=data.num_workers,
         local_world_size=rank_info.local_world_size,

@@ -82,7 +82,7 @@ def block_of(parts: RankParts) -> tuple[str, ...]:
         steps_per_epoch=workload.length.steps_per_epoch,
         committed_step=state.committed_step,
         samples=workload.order.dataset_size if loads else None,
-        batch_size=settings.data.batch_size if loads else None,
+        global_batch=workload.global_batch if loads else None,
         micro_batch_size=state.tuning.micro_batch_size if loads else None,
         loader_workers=getattr(parts.loader, "workers", None),
         checkpoint_bytes=None if room is None else room.needed_bytes,

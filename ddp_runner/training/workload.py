@@ -19,6 +19,7 @@ from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore, load_weights
 from ddp_runner.collective.device import await_free
+from ddp_runner.core import batch_sizes
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.phases import Stage
@@ -132,7 +133,10 @@ def build_workload(
     seed_all(settings.run.seed)
     task = load_task(settings)
     datasets = task.build_datasets()
-    global_batch = settings.data.batch_size * rank_info.world_size
+    global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.world_size)
+    if global_batch < rank_info.world_size:
+        expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
+        raise BadInputError("data.global_batch_size", global_batch, expected)
     order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
@@ -231,7 +235,7 @@ def _sample_order(
     if _is_stream(datasets.validation):
         raise BadInputError("--task", settings.run.task, "its validation data must be map-style")
     if _is_stream(datasets.train):
-        return _stream_order(settings, datasets.train, global_batch)
+        return _stream_order(settings, datasets.train, global_batch, world_size)
     try:
         size = len(datasets.train)  # type: ignore[arg-type] # that is what is being checked
     except TypeError:
@@ -243,12 +247,7 @@ def _sample_order(
     if size == 0:
         raise BadInputError("--task", settings.run.task, "its training data is empty")
     if size < global_batch:
-        raise BadInputError(
-            "--batch-size",
-            settings.data.batch_size,
-            f"times {world_size} ranks needs {global_batch} samples a step, the data has {size}; "
-            "take a smaller batch, fewer ranks or more data",
-        )
+        raise _too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     return SampleOrder(seed=settings.run.seed, dataset_size=size, global_batch_size=global_batch)
 
 
@@ -258,7 +257,26 @@ def _is_stream(dataset: Any) -> bool:
     )
 
 
-def _stream_order(settings: Settings, dataset: Any, global_batch: int) -> StreamOrder:
+def _too_little(
+    settings: Settings, *, size: int, global_batch: int, world_size: int
+) -> BadInputError:
+    """The error of data that has not a single step."""
+    data = settings.data
+    if data.global_batch_size:
+        expected = f"is more than the data has, {size} samples: take a smaller one or more data"
+        return BadInputError("data.global_batch_size", data.global_batch_size, expected)
+    times = f"times {data.accumulation} accumulated " if data.accumulation > 1 else ""
+    return BadInputError(
+        "--batch-size",
+        data.batch_size,
+        f"{times}times {world_size} ranks needs {global_batch} samples a step, the data has {size}; "
+        "take a smaller batch, fewer ranks or more data",
+    )
+
+
+def _stream_order(
+    settings: Settings, dataset: Any, global_batch: int, world_size: int
+) -> StreamOrder:
     """The order of an iterable dataset, as long as it says it is, or as the run."""
     data, run = settings.data, settings.run
     if data.num_workers not in (AUTO, 0):
@@ -275,11 +293,7 @@ def _stream_order(settings: Settings, dataset: Any, global_batch: int) -> Stream
             "--max-steps", 0, "must say how long to train: the training data has no length"
         )
     if size < global_batch:
-        raise BadInputError(
-            "--batch-size",
-            data.batch_size,
-            f"needs {global_batch} samples a step, the data has {size}",
-        )
+        raise _too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     return StreamOrder(
         seed=run.seed, dataset_size=size, global_batch_size=global_batch, shuffle=False
     )
@@ -321,8 +335,8 @@ def _empty_state(
             apart=(workload.datasets.train, workload.datasets.validation),
         ),
         tuning=Tuning(
-            micro_batch_size=settings.data.micro_batch_size or settings.data.batch_size,
-            evaluation_batch_size=settings.data.batch_size,
+            micro_batch_size=batch_sizes.micro_batch(settings.data),
+            evaluation_batch_size=batch_sizes.evaluation_batch(settings.data),
             find_unused_parameters=settings.ddp.find_unused_parameters is not False,
         ),
     )

@@ -21,7 +21,7 @@ def facts(**changes):
         "steps_per_epoch": 1000,
         "committed_step": 0,
         "samples": 512_000,
-        "batch_size": 128,
+        "global_batch": 512,
         "micro_batch_size": 32,
         "loader_workers": 2,
         "checkpoint_bytes": 12_000_000,
@@ -73,8 +73,13 @@ def test_the_block_says_what_runs_row_by_row():
         ({"trained": 1000}, "model", "1,000,000 parameters: 1,000 trained, 999,000 frozen"),
         ({"loader_workers": 0}, "data", "512,000 samples, loaded by the ranks themselves"),
         ({"micro_batch_size": 128}, "global batch", "512 = 128 x 4 ranks"),
+        (
+            {"ranks": 3, "global_batch": 500},
+            "global batch",
+            "500 over 3 ranks, at most 32 at once",
+        ),
         ({"micro_batch_size": 50}, "global batch", "512 = 128 (in parts of 50) x 4 ranks"),
-        ({"ranks": 1}, "global batch", "128 = 32 x 4 accumulated x 1 rank"),
+        ({"ranks": 1, "global_batch": 128}, "global batch", "128 = 32 x 4 accumulated x 1 rank"),
         ({"total_steps": 30}, "length", "30 steps of an epoch of 1,000"),
         ({"total_steps": 1000}, "length", "1,000 steps, 1 epoch of 1,000"),
         (
@@ -120,7 +125,7 @@ def test_a_row_follows_the_settings(settings, row, words):
 
 def test_a_loop_of_ones_own_shows_what_is_known():
     """Its optimizer, precision and batches are the program's."""
-    unknown = dict.fromkeys(("samples", "batch_size", "micro_batch_size", "loader_workers"))
+    unknown = dict.fromkeys(("samples", "global_batch", "micro_batch_size", "loader_workers"))
     found = rows(is_task=False, checkpoint_bytes=None, **unknown)
     assert list(found) == ["ranks", "model", "length"]
 
@@ -135,7 +140,7 @@ def test_no_line_is_wider_than_a_terminal():
         "parameters": 10**15,
         "trained": 10**14,
         "samples": 10**15,
-        "batch_size": 10**9,
+        "global_batch": 64 * 10**9,
         "micro_batch_size": 7,
         "device": "a card with a name that is far too long for anybody to read it all on a line",
     }

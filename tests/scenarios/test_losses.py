@@ -89,3 +89,35 @@ def test_what_loss_may_not_give_ends_the_run_once(tmp_path, task, says):
     if task == "Negative":
         assert "for samples " in run.console
     assert not run.events("rank_respawned")
+
+
+def _trained(folder, *words, exact=True, code=0):
+    with start(folder, *words) as run:
+        assert run.wait() == code, run.console
+    assert run.summary()["exact"] is exact, run.summary()["inexact_reasons"]
+    return run
+
+
+def test_accumulated_batches_are_one_batch_cut_so(tmp_path):
+    """However it is said; with a rank killed between two of them."""
+    sizes = (
+        ("batch_size=6", "accumulation=2", "micro_batch_size=0"),
+        ("batch_size=6", "global_batch_size=24", "micro_batch_size=0"),
+        ("batch_size=12", "micro_batch_size=6"),
+    )
+    kill = ("--inject", "kill:rank=0,step=2,phase=backward")
+    runs = [_trained(tmp_path / str(n), *s, *kill, "-e", 2) for n, s in enumerate(sizes)]
+    assert len({run.digest for run in runs}) == 1
+    assert [run.summary()["samples"] for run in runs] == [720] * 3
+    assert "global batch  24 = 6 x 2 accumulated x 2 ranks" in runs[0].console
+
+
+def test_a_global_batch_of_its_own_goes_on_with_other_ranks(tmp_path):
+    """Each rank has a larger part then; the sums have other last bits, and the run says so."""
+    sizes = ("global_batch_size=12", "micro_batch_size=0")
+    _trained(tmp_path, *sizes, "--max-steps", 10)
+    with Run(tmp_path, *SETTINGS, *sizes, world=1, task=f"{TASKS}:Padded") as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["steps"] == 30
+    assert run.summary()["exact"] is False
+    assert "ranks 2 -> 1 at step 10" in run.summary()["inexact_reasons"]

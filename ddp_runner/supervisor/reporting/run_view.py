@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from ddp_runner.core.batch_sizes import global_batch
 from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
@@ -36,7 +37,7 @@ def run_view(
     known = [rate for rate in rates if rate is not None]
     rate = known[0] if known else None
     remaining = max(0, total - step)
-    batch = plan.settings.data.batch_size * plan.world_size
+    batch = global_batch(plan.settings.data, world_size=plan.world_size)
     by_steps_s = remaining * step_s if step_s and total else None
     eta_s = remaining * batch / rate if rate else by_steps_s
     per_epoch = facts.steps_per_epoch

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddp_runner.collective.loss import LossForm
+from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
@@ -187,7 +188,7 @@ class AdaptRules:
         return cls(
             relax_after_steps=ddp.relax_after_steps if auto else 0,
             regrow_after_steps=settings.memory.regrow_micro_batch,
-            micro_batch_size_max=data.micro_batch_size or data.batch_size,
+            micro_batch_size_max=micro_batch(data),
         )
 
     def watch_use(self, tuning: Tuning) -> bool:
