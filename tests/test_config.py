@@ -385,11 +385,11 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
         ),
         (
             [("accumulation", "4"), ("global_batch_size", "64")],
-            "data.accumulation=4: says it too: leave out one of them",
+            "data.accumulation=4: and data.global_batch_size say the same: leave out one of them",
         ),
         (
             [("nproc_per_node", "4"), ("global_batch_size", "3")],
-            "data.global_batch_size=3: must be run.nproc_per_node=4 or more",
+            "data.global_batch_size=3: must be run.nproc_per_node=4 or more: a sample for each rank",
         ),
         (
             [("batch_size", "4"), ("micro_batch_size", "8")],

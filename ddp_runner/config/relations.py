@@ -63,9 +63,7 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
             )
         )
     if data.global_batch_size and data.accumulation > 1:
-        expected = (
-            "says it too: leave out one of them, with data.global_batch_size accumulation follows"
-        )
+        expected = "and data.global_batch_size say the same: leave out one of them"
         problems.append(BadInputError("data.accumulation", data.accumulation, expected))
     ranks = settings.run.nproc_per_node
     if isinstance(ranks, int) and 0 < data.global_batch_size < ranks:
