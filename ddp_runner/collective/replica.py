@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_runner.collective.device_progress import DeviceProgress, NoDeviceProgress
+from ddp_runner.collective.gradient_dtype import DTYPES, as_sent
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss import Loss, LossForm, LossMeans
 from ddp_runner.collective.loss_module import PLAIN_FORM, LossModule, Signal
@@ -55,7 +56,7 @@ class _Sum:
     """A bucket of gradients that is being summed over ranks."""
 
     work: dist.Work
-    tensor: Tensor
+    taken: Callable[[], Tensor]  # what DDP gets, once it is done
     future: torch.futures.Future[Tensor]
 
 
@@ -109,6 +110,7 @@ class Replica:
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
         self._sums: list[_Sum] = []  # of this backward
+        self._sent_as = DTYPES.get(settings.gradient_dtype)  # None: as they are computed
         # Is given each parameter with this rank's own gradient of the step, before it is summed: of
         # all micro-batches, times the loss scale, zeros for a parameter without any. Not the signals'.
         self.on_own_gradient: Callable[[Tensor, Tensor], None] | None = None
@@ -315,8 +317,20 @@ class Replica:
         """Have the device note that it has come here, once it has."""
         self._device.come_to_sum()
 
-    def sum_of(self, work: dist.Work, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP is to wait for: ``bucket`` once ``work`` has summed it.
+    def as_sent(self, bucket: GradBucket) -> tuple[Tensor, Callable[[], Tensor]]:
+        """What is to be summed of ``bucket``, and what then gives DDP its sums."""
+        return as_sent(
+            bucket,
+            self._sent_as,
+            exact=self._module.signal,
+            rank=self.group.rank,
+            world_size=self.group.world_size,
+        )
+
+    def sum_of(
+        self, work: dist.Work, bucket: GradBucket, taken: Callable[[], Tensor]
+    ) -> torch.futures.Future[Tensor]:
+        """What DDP is to wait for: ``bucket`` as ``taken`` once ``work`` has summed it.
 
         DDP waits when it has handed over the last one, where nobody could end its wait. So all of
         them are waited for before it does: here, or once the map of the used parameters is under way.
@@ -326,7 +340,7 @@ class Replica:
         device = bucket.buffer().device
         on: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on)
-        self._sums.append(_Sum(work, bucket.buffer(), future))
+        self._sums.append(_Sum(work, taken, future))
         if bucket.is_last() and not self._ddp.find_unused_parameters:
             self._finish_sums()
         return future
@@ -342,7 +356,7 @@ class Replica:
     def _finish_sums(self) -> None:
         for one in self._sums:
             self.group.wait_for(one.work)
-            one.future.set_result(one.tensor)
+            one.future.set_result(one.taken())
         self._sums.clear()
 
     def reach(self, moment: Moment) -> None:
@@ -381,15 +395,16 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
         replica.come_to_last_sum()
     if replica.averages:
         bucket.buffer().div_(replica.group.world_size)  # before the sum, as torch's allreduce_hook
-    work = replica.group.begin_sum(bucket.buffer())
+    sent, taken = replica.as_sent(bucket)
+    work = replica.group.begin_sum(sent)
     if bucket.is_last():
         replica.reach(Moment.REDUCING)
     if (
         replica.group.ends_in_silence
     ):  # the device waits, and the abort of its communicators ends that
-        summed: torch.futures.Future[Tensor] = work.get_future().then(_first_value)
+        summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: taken())
         return summed
-    return replica.sum_of(work, bucket)
+    return replica.sum_of(work, bucket, taken)
 
 
 def _gradients_in(bucket: GradBucket) -> list[Tensor]:
@@ -412,11 +427,6 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.as_strided(parameter.size(), parameter.stride())
 
 
-def _first_value(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    value = future.value()
-    return value[0] if isinstance(value, list) else value
-
-
 def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str, Any]:
     """Only arguments that the installed torch knows and does not deprecate."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -429,6 +439,7 @@ def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str
         "find_unused_parameters": bool(settings.find_unused_parameters),
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
         "bucket_cap_mb": settings.bucket_cap_mb,
+        "static_graph": settings.static_graph and not settings.find_unused_parameters,
     }
     if device.type == "cuda":
         wanted["device_ids"] = [device.index]

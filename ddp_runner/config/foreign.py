@@ -53,6 +53,7 @@ ALIASES: Mapping[str, str] = {
     "ddp_backend": "ddp.backend",
     **dict.fromkeys(("ddp_timeout", "timeout"), "ddp.collective_timeout_s"),
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
+    **dict.fromkeys(("sync_bn", "sync_batch_norm"), "ddp.sync_batchnorm"),
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
     **dict.fromkeys(_RECOMPUTE, "memory.activation_checkpointing"),
     **dict.fromkeys(("save_steps", "save_interval_steps"), "checkpoint.save_every_steps"),
@@ -137,9 +138,7 @@ ANSWERS: Mapping[str, str] = {
     "val_check_interval": "here that is evaluate_every_steps=N",
     "fast_dev_run": "here that is --test",
     "ema": "here that is ema_decay=0.999",
-    **dict.fromkeys(
-        ("torch_compile", "use_torch_compile", "compile", "dynamo_backend", "sync_bn"), _IN_TASK
-    ),
+    **dict.fromkeys(("torch_compile", "use_torch_compile", "compile", "dynamo_backend"), _IN_TASK),
     **dict.fromkeys(
         (
             "do_train",

@@ -69,14 +69,15 @@ ON_RESUME: Mapping[str, OnResume] = {
             optim.min_learning_rate
             optim.max_grad_norm optim.precision optim.amp_growth_interval optim.ema_decay
             optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
-            ddp.find_unused_parameters ddp.bucket_cap_mb
+            ddp.find_unused_parameters ddp.bucket_cap_mb ddp.static_graph ddp.gradient_dtype
+            ddp.sync_batchnorm
         """,
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
             run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
-            optim.amp_init_scale
+            optim.amp_init_scale data.reserved_cores
             data.evaluation_batch_size data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
@@ -127,6 +128,9 @@ _AS_WRITTEN = (
     "optim.ema_device",
     "ddp.find_unused_parameters",
     "ddp.bucket_cap_mb",
+    "ddp.static_graph",
+    "ddp.gradient_dtype",
+    "ddp.sync_batchnorm",
 )
 
 

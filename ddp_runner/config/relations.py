@@ -30,6 +30,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_model_problems(settings),
             *_optimizer_problems(settings),
             *_memory_problems(settings),
+            *_core_problems(settings),
             *device_problems(settings),
             *_output_problems(settings),
             *_input_problems(settings),
@@ -123,6 +124,16 @@ def _memory_problems(settings: Settings) -> list[BadInputError]:
             "must grow from each to the next",
         )
     ]
+
+
+def _core_problems(settings: Settings) -> list[BadInputError]:
+    reserved = settings.data.reserved_cores
+    has_set = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_set else os.cpu_count() or 1
+    if reserved < cores:
+        return []
+    expected = f"must be below {cores}, the cores that this run may use: loader workers need one"
+    return [BadInputError("data.reserved_cores", reserved, expected)]
 
 
 def device_problems(settings: Settings) -> list[BadInputError]:

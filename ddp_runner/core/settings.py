@@ -125,6 +125,8 @@ class DataSettings:
     num_workers: Literal["auto"] | NonNegative = "auto"
     """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
     less. 0: the rank loads its own data."""
+    reserved_cores: NonNegative = 0
+    """Cores, the first of those that the run may use, that loader workers never run on."""
     prefetch_factor: Positive = 2
     """Micro-batches that each loader worker prepares ahead."""
     pin_memory: bool = True
@@ -210,6 +212,15 @@ class DdpSettings:
     relax_after_steps: Positive = 200
     """With find_unused_parameters=auto: after so many steps in a row in which every rank used every
     parameter, the search ends."""
+    static_graph: bool = False
+    """Every step uses the same parameters in the same way: DDP does not look for unused ones, and a step
+    that differs is done again with that search, which then stays."""
+    gradient_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """The type in which gradients are summed over ranks. auto: that in which they are computed. bf16 and
+    fp16 halve what is sent, and round it."""
+    sync_batchnorm: bool = False
+    """Batch norm takes mean and variance over the batches of all ranks, on the CPU too. All ranks then run
+    equally many micro-batches."""
     gradient_as_bucket_view: bool = True
     """Let gradients be views of DDP's communication buckets, which saves a copy of them."""
     bucket_cap_mb: Positive = 25

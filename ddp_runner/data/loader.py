@@ -90,6 +90,7 @@ class SafeDataLoader:
         seed: int,
         num_workers: WorkersAsked,
         local_world_size: int = 1,
+        reserved_cores: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         timeout_s: float = 60.0,
@@ -132,7 +133,8 @@ class SafeDataLoader:
             on_wait=on_wait,
             kills=self._kills,
         )
-        cores = cores_here()
+        self._reserved_cores = reserved_cores
+        cores = cores_here(reserved=reserved_cores)
         self.workers = worker_count(num_workers, local_world_size=local_world_size, cores=cores)
         self._workers_asked = self.workers
         self._pool: WorkerPool | None = None
@@ -443,6 +445,7 @@ class SafeDataLoader:
             prefetch_factor=self.prefetch_factor,
             pin_memory=self._pin_memory,
             by_value=self._repair.by_value,
+            reserved_cores=self._reserved_cores,
         )
 
     def _end_pool(self, *, grace_s: float) -> None:

@@ -18,7 +18,7 @@ from ddp_runner.training.components.lr_schedule import (
     schedule_end,
     warmup_end,
 )
-from ddp_runner.training.components.tuning import Tuning
+from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
 
@@ -83,8 +83,8 @@ def tuning_of_changed(
     changed = {key for key in old if key in recipe and old[key] != recipe[key]}
     if "data.micro_batch_size" in changed:
         tuning = replace(tuning, micro_batch_size=micro_batch(settings.data))
-    if "ddp.find_unused_parameters" in changed:
-        wanted = settings.ddp.find_unused_parameters is not False
+    if {"ddp.find_unused_parameters", "ddp.static_graph"} & changed:
+        wanted = searches_at_first(settings.ddp)
         tuning = replace(tuning, find_unused_parameters=wanted and not tuning.must_not_search)
     return tuning
 

@@ -103,6 +103,7 @@ def make_loader(
         seed=settings.run.seed,
         num_workers=data.num_workers,
         local_world_size=rank_info.local_world_size,
+        reserved_cores=data.reserved_cores,
         prefetch_factor=data.prefetch_factor,
         pin_memory=data.pin_memory and workload.device.type == "cuda",
         timeout_s=data.loader_timeout_s,
@@ -171,7 +172,9 @@ def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
     batches = order.steps_per_epoch
     local_world_size = runtime.rank_info.local_world_size
     workers = worker_count(
-        settings.data.num_workers, local_world_size=local_world_size, cores=cores_here()
+        settings.data.num_workers,
+        local_world_size=local_world_size,
+        cores=cores_here(reserved=settings.data.reserved_cores),
     )
 
     def on_repaired(repaired: LoadingRepaired) -> None:
@@ -190,6 +193,7 @@ def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
         seed=settings.run.seed,
         num_workers=min(workers, batches),
         local_world_size=local_world_size,
+        reserved_cores=settings.data.reserved_cores,
         prefetch_factor=settings.data.prefetch_factor,
         timeout_s=settings.data.loader_timeout_s,
         on_workers=lambda pids: runtime.report(

@@ -11,6 +11,7 @@ from functools import partial
 
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.replica import Replica
+from ddp_runner.collective.sync_batchnorm import Peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -23,6 +24,7 @@ from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.batch_copy import copy_ahead
 from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tuning import AdaptRules, adapt
+from ddp_runner.training.equal_shares import refuse_unequal
 from ddp_runner.training.evaluation import Validation
 from ddp_runner.training.exactness.first_step import FirstStep
 from ddp_runner.training.exactness.stream_check import StreamWatch
@@ -53,6 +55,13 @@ class TaskSteps:
         self._guard = guard
         self._adapt_rules = AdaptRules.of(settings)
         state.buffers.forget_agreement()
+        if workload.norms.names:
+            refuse_unequal(
+                workload.global_batch,
+                world_size=group.world_size,
+                micro_batch_size=state.tuning.micro_batch_size,
+            )
+            workload.norms.peers = Peers(group=group, slot=parts.runtime.slot)
         self._first = FirstStep(parts, group)
         if not self.at_end:
             self._first.rehearse(self._rules(), take=self._take_copy)
@@ -69,6 +78,7 @@ class TaskSteps:
 
     def close(self) -> None:
         """Unwrap the model and close the audit file."""
+        self._workload.norms.peers = None
         self._replica.close()
         if self._audit is not None:
             self._audit.close()
@@ -107,7 +117,9 @@ class TaskSteps:
             if self._state.tuning.find_unused_parameters or self.at_end:
                 return
             try:
-                self._stepper.settle(self._take_copy(self._state.committed_step))
+                # A static graph is learnt from the first backward, which must be a reduced one.
+                parts = slice(-1 if self._settings.ddp.static_graph else 0, None)
+                self._stepper.settle(self._take_copy(self._state.committed_step)[parts])
             except WrapAgainError:
                 self._wrap_as_it_is()
             else:
@@ -246,8 +258,8 @@ class TaskSteps:
 
     def _own_gradient_norm(self, step: int) -> float | None:
         """Of ``step``, from what it was given; None where that cannot be had again in short time."""
-        if not self._loader.gives_again(step):
-            return None
+        if self._workload.norms.names or not self._loader.gives_again(step):
+            return None  # of layers over ranks also where one rank has no batches any more
         return self._stepper.own_gradient_norm(self.take(step))
 
     def _take_copy(self, step: int) -> list[MicroBatch]:

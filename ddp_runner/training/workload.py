@@ -19,6 +19,7 @@ from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore, load_weights
 from ddp_runner.collective.device import await_free
+from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core import batch_sizes
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.launch_plan import group_backend
@@ -36,7 +37,8 @@ from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.rng import seed_all
-from ddp_runner.training.components.tuning import Tuning
+from ddp_runner.training.components.tuning import Tuning, searches_at_first
+from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fitting import check_values, check_weights
 from ddp_runner.training.runtime import RankInfo
@@ -78,6 +80,7 @@ class TaskWorkload(Workload):
 
     task: Task
     datasets: Datasets
+    norms: SyncedNorms
 
     @property
     def validation_samples(self) -> int:
@@ -149,6 +152,9 @@ def build_workload(
     _refuse_shapeless(model, settings)
     model = _placed(model, settings, device)
     _refuse_sparse_gradients(model, settings)
+    norms = SyncedNorms(model, is_wanted=settings.ddp.sync_batchnorm)
+    if norms.names:
+        refuse_unequal_shares(settings, global_batch, world_size=rank_info.world_size)
     checkpoint_activations(model, settings.memory.activation_checkpointing)
     key = dict(config.resume_key(settings, world_size=rank_info.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
@@ -156,6 +162,7 @@ def build_workload(
     workload = TaskWorkload(
         task=task,
         datasets=datasets,
+        norms=norms,
         order=order,
         length=length,
         global_batch=global_batch,
@@ -337,7 +344,7 @@ def _empty_state(
         tuning=Tuning(
             micro_batch_size=batch_sizes.micro_batch(settings.data),
             evaluation_batch_size=batch_sizes.evaluation_batch(settings.data),
-            find_unused_parameters=settings.ddp.find_unused_parameters is not False,
+            find_unused_parameters=searches_at_first(settings.ddp),
         ),
     )
 

@@ -111,10 +111,17 @@ def branching(made_once):
     return lambda ranks: made_once(*SETTINGS, f"task.ranks={ranks}", task=BRANCHING, world=2)
 
 
-@pytest.mark.parametrize("ranks", ["any", "1"], ids=["every rank", "one rank"])
-def test_an_unused_parameter_is_named_and_the_same_step_redone(branching, tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "setting"),
+    [
+        ("any", "find_unused_parameters=false"),
+        ("1", "find_unused_parameters=false"),
+        ("1", "static_graph=true"),
+    ],
+)
+def test_an_unused_parameter_is_named_and_the_same_step_redone(branching, tmp_path, ranks, setting):
     """Found before any optimizer ran; DDP is rebuilt and the result is that of the safe setting."""
-    run = finish(tmp_path, f"task.ranks={ranks}", "find_unused_parameters=false", task=BRANCHING)
+    run = finish(tmp_path, f"task.ranks={ranks}", setting, task=BRANCHING)
     summary = run.summary()
     (fault,) = summary["faults"]
     assert fault["kind"] == "reduction_unfinished"

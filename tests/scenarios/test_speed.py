@@ -26,3 +26,33 @@ def test_checkpointed_activations_end_with_the_bits_of_kept_ones(tmp_path):
     with Run(tmp_path / "bad", *QUICK, "activation_checkpointing=layer.*", task=LAYERED) as bad:
         assert bad.wait() == 2, bad.console
     assert "=layer.*: matches no module; the nearest names are layers.*" in bad.console
+
+
+def test_batch_norm_over_ranks_survives_every_fault_to_the_bit(tmp_path):
+    """With gradients in bf16, a static graph and micro-batches; a stopped rank is named, no other one."""
+    settings = (
+        *("ddp.sync_batchnorm=true", "gradient_dtype=bf16", "static_graph=true"),
+        *("data.micro_batch_size=4", "activation_checkpointing=all", "recovery.drill_at=2"),
+    )
+    with Run(tmp_path / "calm", *QUICK, *settings, "task.pace_s=0", task=LAYERED) as calm:
+        assert calm.wait() == 0, calm.console
+    run = with_faults_and_a_stop(tmp_path / "faults", *settings, task=LAYERED)
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
+    assert run.digest == calm.digest
+    quick = ("recovery.hang_min_s=3", "task.pace_s=0.03", "--inject", "stop:step=20,rank=1")
+    with Run(tmp_path / "stopped", *QUICK, *settings, *quick, task=LAYERED) as stopped:
+        assert stopped.wait() == 0, stopped.console
+    assert [(f["kind"], f["rank"]) for f in stopped.summary()["faults"]] == [("rank_hung", 1)]
+    assert stopped.digest == calm.digest
+
+
+def test_unequal_shares_of_layers_over_ranks_are_refused(tmp_path):
+    """As one line with the cure, before the first step; so is a core too many."""
+    uneven = ("ddp.sync_batchnorm=true", "min_ranks=3", "-b", 1, "--max-steps", 5, "num_workers=0")
+    with Run(tmp_path, *uneven, task=LAYERED, world=4) as run:
+        assert run.wait() == 2, run.console
+    assert "4 samples 3 ranks run 2, 1, 1 of 1: take a global batch that 3 divides" in run.console
+    with Run(tmp_path, "reserved_cores=4096", task=LAYERED) as run:
+        assert run.wait() == 2, run.console
+    assert "data.reserved_cores=4096: must be below" in run.console

@@ -74,6 +74,7 @@ class PoolSettings:
     prefetch_factor: int
     pin_memory: bool
     by_value: bool = False
+    reserved_cores: int = 0
 
 
 class _Receiver:
@@ -236,7 +237,11 @@ class WorkerPool:
                     collate_fn=_as_it_is,
                     num_workers=settings.workers,
                     prefetch_factor=settings.prefetch_factor,
-                    worker_init_fn=WorkerStart(rank=settings.rank, rank_pid=os.getpid()),
+                    worker_init_fn=WorkerStart(
+                        rank=settings.rank,
+                        rank_pid=os.getpid(),
+                        reserved_cores=settings.reserved_cores,
+                    ),
                     multiprocessing_context="fork",
                     generator=torch.Generator(),  # or the rank's own generator would move
                 )

@@ -9,7 +9,6 @@ nothing behind.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import difflib
 import inspect
 import random
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_runner.checkpoint.entry_names import bare_name
+from ddp_runner.collective.other_forward import with_forward
 from ddp_runner.core.faults import BadInputError
 
 OPTION = "memory.activation_checkpointing"
@@ -34,8 +34,6 @@ _NAMES_SHOWN = 3
 _KEPT_ELEMENTS = 1 << 16
 _OWN_SWITCH = "gradient_checkpointing_enable"
 _OWN_ARGUMENT = "gradient_checkpointing_kwargs"
-
-_REBUILD = copyreg._reconstructor  # type: ignore[attr-defined] # noqa: SLF001 - as protocol 1 does
 
 Asked = Literal["off", "all"] | tuple[str, ...]
 
@@ -138,7 +136,7 @@ def _nearest(pattern: str, model: nn.Module) -> list[str]:
 
 @cache
 def _recomputing(kind: Any) -> Any:
-    """``kind`` with a forward that recomputes; to copies and files its objects are of ``kind``."""
+    """``kind`` with a forward that recomputes."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -153,15 +151,7 @@ def _recomputing(kind: Any) -> Any:
             context_fn=_Surroundings(self).contexts,
         )
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        made = kind.__reduce_ex__(self, protocol)
-        if isinstance(made, str) or getattr(made[0], "__name__", "") != "__newobj__":
-            return made
-        # Pickle takes that one for an object's very class only.
-        return (_REBUILD, (kind, object, None), *made[2:])
-
-    attributes = {"forward": forward, "__reduce_ex__": reduce, "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), {**attributes, "__qualname__": kind.__qualname__})
+    return with_forward(kind, forward)
 
 
 class _Surroundings:

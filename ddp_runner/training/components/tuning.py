@@ -13,7 +13,7 @@ from ddp_runner.collective.loss import LossForm
 from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.settings import Settings
+from ddp_runner.core.settings import DdpSettings, Settings
 
 WAIT_DOUBLINGS = 20
 SINGLE_RETRIES_MAX = 2  # of one step, with single samples
@@ -87,6 +87,11 @@ class Tuning:
             loss_names=form.names,
             loss_is_weighted=form.is_weighted,
         )
+
+
+def searches_at_first(ddp: DdpSettings) -> bool:
+    """Whether DDP looks for unused parameters until something else is learnt."""
+    return ddp.find_unused_parameters is not False and not ddp.static_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

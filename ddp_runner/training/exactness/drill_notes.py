@@ -84,6 +84,7 @@ class Drills:
         is_wanted = runtime.is_watched and not changes_loss(
             settings.run.inject, world_size=runtime.rank_info.world_size
         )
+        is_wanted &= not workload.norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
         self._folder = Path(settings.run.checkpoint_dir)
         self._total_steps = workload.length.total_steps

@@ -54,7 +54,10 @@ class FirstStep:
         answers = self._exchange("rehearsed", json.dumps(self._state.is_rehearsed))
         if all(map(json.loads, answers)):
             return
-        written = self._rehearse_alone(rules, take=take)
+        lacks_bytes = self._lacks_bytes()
+        if self._parts.workload.norms.names:  # where one does not, nobody can
+            lacks_bytes = max(map(int, self._exchange("lacks room", str(lacks_bytes))))
+        written = self._rehearse_alone(rules, take=take, lacks_bytes=lacks_bytes)
         every = [json.loads(one) for one in self._exchange("written", json.dumps(written))]
         known = [one for one in every if one is not None]
         names = dict.fromkeys(name for one in known for name in one)
@@ -66,8 +69,15 @@ class FirstStep:
                 " does not make one: write the same on all of them"
             )
 
+    def _lacks_bytes(self) -> int:
+        """The memory that it takes to put back what a rehearsal changes; 0 where there is room for it."""
+        needed_bytes = self._state.buffers.hold_all_bytes() + self._state.side.hold_bytes()
+        room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
+        is_short = needed_bytes > room_bytes / self._runtime.rank_info.local_world_size
+        return needed_bytes if is_short else 0
+
     def _rehearse_alone(
-        self, rules: StepRules, *, take: Callable[[int], list[MicroBatch]]
+        self, rules: StepRules, *, take: Callable[[int], list[MicroBatch]], lacks_bytes: int
     ) -> dict[str, str] | None:
         """The same without the other ranks; a hash of each parameter that was written, by name.
 
@@ -79,12 +89,10 @@ class FirstStep:
         varies = why_a_device_varies(device, is_deterministic=settings.deterministic)
         if varies and self._group.rank == 0:
             report_inexact(self._parts, varies)
-        needed_bytes = state.buffers.hold_all_bytes() + state.side.hold_bytes()
-        room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()
-        if needed_bytes > room_bytes / self._runtime.rank_info.local_world_size:
+        if lacks_bytes:
             self._runtime.logger.info(
                 "the first step is not computed twice to see whether it can be repeated: that takes"
-                f" {byte_size(needed_bytes)} more memory"
+                f" {byte_size(lacks_bytes)} more memory"
             )
             return None
         known, came = _known_in(state), []

@@ -65,7 +65,9 @@ class AttachedRun:
         self.device = torch.device(info.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._loop = OwnLoop(ddp=replace(settings.ddp, find_unused_parameters=False), program={})
+        # A static graph would have to be learnt from a backward without no_sync(), which is the loop's.
+        ddp = replace(settings.ddp, find_unused_parameters=False, static_graph=False)
+        self._loop = OwnLoop(ddp=ddp, program={})
         self._engine: Engine | None = None
         self._client: LoopClient | None = None
         self._held = contextlib.ExitStack()  # what is to be closed when the loop ends
