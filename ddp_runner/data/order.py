@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ddp_runner.data.draws import Draws
 from ddp_runner.data.permutation import Indices, KeyedPermutation, Permutation, SortedPermutation
 
 # Which order a run has, for as long as it lives: its checkpoints name it.
@@ -53,6 +54,7 @@ class SampleOrder:
     global_batch_size: int
     shuffle: bool = True
     version: int = ORDER_VERSION
+    draws: Draws | None = None  # by weight or length; None: each sample once, in any order
     _epochs: dict[int, Permutation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -120,6 +122,14 @@ class SampleOrder:
         if found is None:
             make = _PERMUTATIONS[self.version]
             found = make(seed=self.seed, epoch=epoch, size=self.dataset_size)
+            if self.draws is not None:
+                found = self.draws.of_epoch(
+                    found,
+                    seed=self.seed,
+                    epoch=epoch,
+                    size=self.dataset_size,
+                    batch=self.global_batch_size,
+                )
             while len(self._epochs) >= _EPOCHS_KEPT:
                 del self._epochs[min(self._epochs, key=lambda kept: -abs(kept - epoch))]
             self._epochs[epoch] = found

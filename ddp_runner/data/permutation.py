@@ -42,11 +42,17 @@ def _base(seed: int, epoch: int) -> int:
     return mix64(mix64(seed & _MASK) ^ ((epoch * _GOLDEN) & _MASK))
 
 
+def hashes_of(places: Indices, *, seed: int, epoch: int) -> _Words:
+    """64 random bits for each place, that ``(seed, epoch)`` names; any shape."""
+    counters = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return _mix64_array(counters + np.uint64(_base(seed, epoch)))
+
+
 class Permutation(Protocol):
     """One epoch's order of the samples."""
 
     def at(self, places: Indices) -> Indices:
-        """The samples at these places of the epoch; one-to-one."""
+        """The samples at these places of the epoch; one-to-one, but where they are drawn by weight."""
         ...
 
 

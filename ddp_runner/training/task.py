@@ -27,6 +27,10 @@ class Datasets:
     ``collate`` makes a batch of a list of samples, as a DataLoader's ``collate_fn`` (that is the
     default); it must be importable or a function of the task's, and draw no random numbers.
 
+    ``weights`` has a number for each training sample: an epoch's samples are drawn in proportion to them,
+    with ``replacement`` or each once, heavy ones earlier. ``lengths`` has one too: a step's samples are of
+    like length, in batches that come in any order. Both are functions of seed and epoch, as the order is.
+
     A dataset whose ``__getitem__`` draws no random numbers may set ``deterministic = True``; its
     samples are then fetched without seeding first.
     """
@@ -36,6 +40,9 @@ class Datasets:
     fingerprint: str = ""
     notes: Sequence[str] = ()
     collate: Callable[[list[Any]], Batch] | None = None
+    weights: Sequence[float] | Tensor | None = None
+    replacement: bool = True
+    lengths: Sequence[int] | Tensor | None = None
 
 
 @runtime_checkable

@@ -26,6 +26,7 @@ from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength, run_length
+from ddp_runner.data.draws import Draws
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
@@ -159,6 +160,8 @@ def build_workload(
     key = dict(config.resume_key(settings, world_size=rank_info.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
+    if order.draws is not None:
+        key["weights and lengths of samples"] = order.draws.digest()
     workload = TaskWorkload(
         task=task,
         datasets=datasets,
@@ -242,6 +245,11 @@ def _sample_order(
     if _is_stream(datasets.validation):
         raise BadInputError("--task", settings.run.task, "its validation data must be map-style")
     if _is_stream(datasets.train):
+        if datasets.weights is not None or datasets.lengths is not None:
+            expected = (
+                "weights and lengths need map-style data: of a stream nobody knows what comes"
+            )
+            raise BadInputError("--task", settings.run.task, expected)
         return _stream_order(settings, datasets.train, global_batch, world_size)
     try:
         size = len(datasets.train)  # type: ignore[arg-type] # that is what is being checked
@@ -255,7 +263,18 @@ def _sample_order(
         raise BadInputError("--task", settings.run.task, "its training data is empty")
     if size < global_batch:
         raise _too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
-    return SampleOrder(seed=settings.run.seed, dataset_size=size, global_batch_size=global_batch)
+    try:
+        draws = Draws.of(
+            size=size,
+            weights=datasets.weights,
+            replacement=datasets.replacement,
+            lengths=datasets.lengths,
+        )
+    except ValueError as error:
+        raise BadInputError("--task", settings.run.task, str(error)) from error
+    return SampleOrder(
+        seed=settings.run.seed, dataset_size=size, global_batch_size=global_batch, draws=draws
+    )
 
 
 def _is_stream(dataset: Any) -> bool:

@@ -121,3 +121,24 @@ def test_a_global_batch_of_its_own_goes_on_with_other_ranks(tmp_path):
     assert run.summary()["steps"] == 30
     assert run.summary()["exact"] is False
     assert "ranks 2 -> 1 at step 10" in run.summary()["inexact_reasons"]
+
+
+def test_drawn_samples_come_back_after_kills_and_stops(tmp_path):
+    """By weight and length, over more than two epochs; other weights make another run."""
+    calm = _trained_on_drawn(tmp_path / "calm")
+    kills = ("--inject", "kill:rank=0,step=5", "--inject", "kill:rank=1,step=19,phase=reduce")
+    half = _trained_on_drawn(tmp_path / "half", "max_steps=14")
+    half = _trained_on_drawn(tmp_path / "half", *kills)
+    assert half.digest == calm.digest
+    with start(tmp_path / "half", "task.heavy=4", "max_steps=40", task="Drawn") as run:
+        assert run.wait() == 2, run.console
+    assert "is of a run with other settings" in run.console
+    with start(tmp_path / "wrong", "task.heavy=-1", task="Drawn") as run:
+        assert run.wait() == 2, run.console
+    assert "the weight of sample 0 is -1: it must be 0 or more" in run.console
+
+
+def _trained_on_drawn(folder, *words):
+    with start(folder, "optim.schedule=constant", "warmup_steps=0", *words, task="Drawn") as run:
+        assert run.wait() == 0, run.console
+    return run
