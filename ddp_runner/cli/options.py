@@ -177,6 +177,10 @@ GROUPS = (
         title="Trying out",
         options=(
             Option(long="--test", key="run.test", says="two small epochs in folders of their own"),
+            Option(
+                long="--dry-run",
+                says="build, compute one micro-batch, show modules and memory; write nothing",
+            ),
             Option(long="--debug", key="run.debug", says="verbose logs and checks; slow"),
             Option(
                 long="--audit",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _ASSIGNMENT = re.compile(r"^([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
 _SEE_HELP = "; --help lists the options"
+_DRY_RUN = "--dry-run"
 _PAGES = ("--help", "--help-settings", "--version")
 
 
@@ -28,11 +29,13 @@ class TrainArguments:
     """What was asked. ``page`` is the help option that was given, "" for training.
 
     ``assignments`` are pairs of a name as the user wrote it (long form) and its text, in order.
+    ``is_dry``: nothing is trained, nor written.
     """
 
     files: tuple[Path, ...] = ()
     assignments: tuple[tuple[str, str], ...] = ()
     page: str = ""
+    is_dry: bool = False
 
 
 def parse_train(words: Sequence[str]) -> TrainArguments:
@@ -42,7 +45,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
     assignments: list[tuple[str, str]] = []
     page = ""
     rest = list(words)
-    only_settings = False
+    only_settings = is_dry = False
     while rest:
         word = rest.pop(0)
         if word == "--":
@@ -51,6 +54,10 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
             option, attached = _option(word)
             if option.long in _PAGES:
                 page = page or option.long
+            elif option.long == _DRY_RUN:
+                if attached is not None:
+                    raise BadInputError(option.long, attached, "takes no value")
+                is_dry = True
             elif option.long == "--config":
                 files.append(Path(_given(option.long, "", _value(option, attached, rest))))
             elif option.long == "--preset":
@@ -62,7 +69,9 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
         else:
             name, text = _setting(word)
             assignments.append((name, _given(name, name, text)))
-    return TrainArguments(files=(*presets, *files), assignments=tuple(assignments), page=page)
+    return TrainArguments(
+        files=(*presets, *files), assignments=tuple(assignments), page=page, is_dry=is_dry
+    )
 
 
 def _given(written: str, name: str, text: str) -> str:

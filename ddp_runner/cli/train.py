@@ -41,6 +41,8 @@ def run(words: Sequence[str]) -> int:
         return 0
     rank = plain_rank(os.environ)
     plan = plan_launch(arguments, words=words)
+    if arguments.is_dry:
+        return _dry_run(plan, is_rank=rank is not None)
     if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
         outside = _rank_module()
@@ -53,6 +55,14 @@ def run(words: Sequence[str]) -> int:
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
     return supervise(plan)
+
+
+def _dry_run(plan: LaunchPlan, *, is_rank: bool) -> int:
+    """In this process, which is one rank."""
+    if is_rank:
+        raise BadInputError("--dry-run", "", "is for one process: start it without a launcher")
+    os.environ.update(_environments().zygote_environment(plan, os.environ))  # torch reads it
+    return int(import_module("ddp_runner.training.dry_run").main(plan))
 
 
 def allow_open_files(world_size: int) -> None:
@@ -155,9 +165,17 @@ def _kept_variables(
     """What of a user's environment is left as it is, against what GPUs need."""
     if devices[0].visible_index is None:
         return ()
-    from ddp_runner.supervisor.processes.environment import kept_against_advice  # noqa: PLC0415 - as above
+    kept: tuple[str, ...] = _environments().kept_against_advice(
+        environment, is_deterministic=settings.run.deterministic
+    )
+    return kept
 
-    return kept_against_advice(environment, is_deterministic=settings.run.deterministic)
+
+def _environments() -> ModuleType:
+    """What a run's processes are given of variables. Imported late, as the supervisor is."""
+    from ddp_runner.supervisor.processes import environment  # noqa: PLC0415
+
+    return environment
 
 
 def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:

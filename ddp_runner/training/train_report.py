@@ -5,20 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ddp_runner.checkpoint.codec import weights_sha256
+from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.secrets import without_secrets
+from ddp_runner.core.settings import Settings
 from ddp_runner.observe.start_block import StartFacts, start_block
 from ddp_runner.training.components.lr_schedule import schedule_words
 from ddp_runner.training.last_save import checkpoint_room
-from ddp_runner.training.rank_context import RankParts, TaskParts
+from ddp_runner.training.rank_context import Feed, RankParts
 from ddp_runner.training.resume import is_complete
+from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.workload import TaskWorkload, Workload
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
 
@@ -46,7 +52,41 @@ class TrainReport:
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
-def start_notes(parts: RankParts) -> tuple[str, ...]:
+class Built(Protocol):
+    """What a rank has built, as far as people are shown it before training."""
+
+    @property
+    def settings(self) -> Settings:
+        """Of the run."""
+        ...
+
+    @property
+    def workload(self) -> Workload:
+        """A :class:`TaskWorkload`, but for a loop of one's own."""
+        ...
+
+    @property
+    def state(self) -> TrainState:
+        """As it was built or loaded."""
+        ...
+
+    @property
+    def loader(self) -> Feed:
+        """It may have ``workers`` and ``notes``."""
+        ...
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Where checkpoints go."""
+        ...
+
+    @property
+    def runtime(self) -> Runtime:
+        """Of this rank."""
+        ...
+
+
+def start_notes(parts: Built) -> tuple[str, ...]:
     """What data, precision and loader have to say before training, a line each; secrets are ``***``."""
     hidden = parts.runtime.logger.hidden
     found = (
@@ -58,11 +98,11 @@ def start_notes(parts: RankParts) -> tuple[str, ...]:
     return tuple(line[:NOTE_CHARACTERS_MAX] for line in lines if line)
 
 
-def block_of(parts: RankParts) -> tuple[str, ...]:
+def block_of(parts: Built) -> tuple[str, ...]:
     """What runs, in lines for people."""
     settings, workload, state = parts.settings, parts.workload, parts.state
     ranks, on_cpu = parts.runtime.rank_info.world_size, workload.device.type == "cpu"
-    is_task = isinstance(parts, TaskParts)
+    is_task = isinstance(workload, TaskWorkload)
     # Own batches are counted in steps, of one sample as it were.
     loads = is_task or workload.global_batch > ranks
     room = checkpoint_room(state, parts.store, parts.runtime.disk)
@@ -117,8 +157,8 @@ def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:
         ends_in_silence=ends_in_silence(workload.backend),
         device_free_bytes=workload.device_free_bytes,
         block=block_of(parts) if shows else (),
-        is_given_all=not isinstance(parts, TaskParts)
-        or bool(getattr(parts.workload.task, "takes_settings", False)),
+        is_given_all=not isinstance(workload, TaskWorkload)
+        or bool(getattr(workload.task, "takes_settings", False)),
     )
 
 

@@ -29,7 +29,7 @@ from ddp_runner.training.step import StepRules, own_share
 from ddp_runner.training.workload import backend_of, build_workload
 
 
-class _Aside(LocalRuntime):
+class Aside(LocalRuntime):
     """Surroundings that nobody hears or sees: a board and a disk of its own."""
 
     def __init__(self, rank_info: RankInfo, logger: DDPLogger) -> None:  # writes no files of a run
@@ -73,7 +73,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
     group = stand_apart(
         rank=rank, world_size=world_size, backend=backend_of(settings, workload.device)
     )
-    runtime = _Aside(rank_info, logger)
+    runtime = Aside(rank_info, logger)
     loader = make_loader(
         settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
     )
