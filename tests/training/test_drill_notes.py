@@ -40,7 +40,9 @@ class Bench:
             disk=RealDisk(),
             report=self.reported.append,
         )
-        workload = SimpleNamespace(length=SimpleNamespace(total_steps=100), device=CPU)
+        workload = SimpleNamespace(
+            length=SimpleNamespace(total_steps=100), device=CPU, norms=SimpleNamespace(names=())
+        )
         saving = SimpleNamespace(
             captured=lambda: {**self.state.capture(), "versions": {}}, writer=self._writer
         )
