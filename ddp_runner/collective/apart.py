@@ -56,7 +56,7 @@ class GroupApart(dist.ProcessGroup):
     def refuse(self, what: str) -> NoReturn:
         """Raise NeedsOthersError."""
         self.asked = self.asked or what
-        raise NeedsOthersError(f"{what} needs the other ranks, which are not in a drill")
+        raise NeedsOthersError(f"{what} needs the other ranks, which are not here")
 
 
 def _refusing(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ddp_runner import config
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.collective.apart import stand_apart
+from ddp_runner.collective.apart import NeedsOthersError, stand_apart
 from ddp_runner.collective.loss import read_loss
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError, FaultError
@@ -79,6 +79,9 @@ def main(plan: LaunchPlan) -> int:
         fault = error.fault.without(hidden)
         print(printable(f"ddp_runner: error: {fault.cause}"), file=sys.stderr)
         return ExitCode.FAILED
+    except NeedsOthersError as error:
+        print(f"ddp_runner: error: {error}: a dry run is one rank alone", file=sys.stderr)
+        return ExitCode.FAILED
     except Exception as error:  # noqa: BLE001 - the top of a command: a task may raise anything
         text = "".join(traceback.format_exception(error))
         print(printable(without_secrets(text, hidden)), end="", file=sys.stderr)
@@ -128,7 +131,7 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
     stand_apart(rank=0, world_size=plan.world_size, backend=workload.backend)
     start_fresh(settings, state)
     asked = settings.data.num_workers
-    cores = cores_here()
+    cores = cores_here(reserved=settings.data.reserved_cores)
     workers = worker_count(asked, local_world_size=plan.world_size, cores=cores)
     return _Built(
         settings=settings,

@@ -27,8 +27,8 @@ TASK = """
     from ddp_runner import Datasets
 
     class Mine:
-        def __init__(self, fails=False, token=""):
-            self.fails, self.token = fails, token
+        def __init__(self, fails=False, token="", asks=False):
+            self.fails, self.token, self.asks = fails, token, asks
 
         def build_datasets(self):
             data = torch.utils.data.TensorDataset(torch.ones(64, 100), torch.ones(64, 1))
@@ -42,6 +42,8 @@ TASK = """
         def loss(self, model, batch):
             if self.fails:
                 raise RuntimeError(f"no such thing with {self.token}")
+            if self.asks:
+                torch.distributed.all_reduce(torch.ones(1))
             return nn.functional.mse_loss(model(batch[0]), batch[1])
 """
 
@@ -99,6 +101,11 @@ def test_a_task_that_raises_ends_it_with_1(tmp_path):
     assert done.returncode == 1
     assert "RuntimeError: no such thing with ***" in done.stderr
     assert done.stderr.endswith("ddp_runner: error: the dry run failed, as a run would\n")
+    done = dry_run(tmp_path, "-n", "2", "task.asks=true")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.endswith(
+        "needs the other ranks, which are not here: a dry run is one rank alone\n"
+    )
     done = dry_run(tmp_path, "-n", "1", "-b", "65")
     assert (done.returncode, done.stdout.count("\n")) == (2, 0), done.stdout
     assert done.stderr.startswith("ddp_runner: error: --batch-size=65: times 1 ranks needs 65")
