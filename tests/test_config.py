@@ -408,6 +408,34 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             "optim.epsilon=0.001: leave it out with sgd",
         ),
         (
+            [("plateau_patience", "2"), ("evaluate_interval", "0")],
+            (
+                "optim.plateau_patience=2: needs evaluations: "
+                "give evaluate_every_steps or evaluate_interval"
+            ),
+        ),
+        (
+            [("early_stopping_patience", "2"), ("evaluate_interval", "0")],
+            (
+                "run.early_stopping_patience=2: needs evaluations: "
+                "give evaluate_every_steps or evaluate_interval"
+            ),
+        ),
+        (
+            [("plateau_cooldown", "2")],
+            (
+                "optim.plateau_cooldown=2: is for optim.plateau_patience: "
+                "give that too, or leave it out"
+            ),
+        ),
+        (
+            [("early_stopping_min_delta", "0.1")],
+            (
+                "run.early_stopping_min_delta=0.1: is for run.early_stopping_patience: "
+                "give that too, or leave it out"
+            ),
+        ),
+        (
             [("ema_every", "4")],
             (
                 "optim.ema_every=4: is of an average that is not kept: "
@@ -499,6 +527,12 @@ def test_a_path_that_leads_to_no_file_and_no_folder_is_refused(tmp_path, monkeyp
         [("gpus", "0"), ("nproc", "2"), ("backend", "gloo")],
         [("micro_batch_size", "32")],
         [("optimizer", "sgd"), ("momentum", "0.5")],
+        [("plateau_patience", "2"), ("plateau_factor", "0.1"), ("plateau_cooldown", "3")],
+        [
+            ("early_stopping_patience", "2"),
+            ("evaluate_interval", "0"),
+            ("evaluate_every_steps", "9"),
+        ],
         [("ema_decay", "0.9"), ("ema_start_step", "40"), ("ema_every", "3"), ("max_steps", "40")],
         [("optimizer", "muon"), ("momentum", "0.5"), ("epsilon", "1e-3")],
         [("log_dir", "a/b/c"), ("checkpoint_dir", "a/d")],

@@ -66,7 +66,8 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.deterministic run.matmul_precision run.channels_last data.micro_batch_size optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
-            optim.min_learning_rate
+            optim.min_learning_rate optim.plateau_patience optim.plateau_min_delta
+            optim.plateau_factor optim.plateau_cooldown
             optim.max_grad_norm optim.precision optim.amp_growth_interval optim.ema_decay
             optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb ddp.static_graph ddp.gradient_dtype
@@ -75,7 +76,8 @@ ON_RESUME: Mapping[str, OnResume] = {
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
-            run.name run.target_loss run.resume run.init_from run.log_dir run.checkpoint_dir
+            run.name run.target_loss run.early_stopping_patience
+            run.early_stopping_min_delta run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores
             data.evaluation_batch_size data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
@@ -122,6 +124,10 @@ _AS_WRITTEN = (
     "optim.epsilon",
     "optim.max_grad_norm",
     "optim.max_grad_value",
+    "optim.plateau_patience",
+    "optim.plateau_min_delta",
+    "optim.plateau_factor",
+    "optim.plateau_cooldown",
     "optim.ema_decay",
     "optim.ema_every",
     "optim.ema_start_step",
@@ -160,6 +166,12 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     for key in _AS_WRITTEN:
         section, _, name = key.partition(".")
         written[key] = sections[section][name]  # type: ignore[index]
+    if settings.optim.plateau_patience:  # rates then follow from what is evaluated, and when
+        log = settings.log
+        written["checkpoint.monitor"] = settings.checkpoint.monitor
+        written["log.evaluate_interval"] = log.evaluate_interval
+        written["log.evaluate_every_steps"] = log.evaluate_every_steps
+        written["log.evaluate_batches"] = log.evaluate_batches
     if found.own_task_reads_model:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
     if found.task_file:

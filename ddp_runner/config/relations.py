@@ -29,6 +29,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
         [
             *_model_problems(settings),
             *_optimizer_problems(settings),
+            *_improvement_problems(settings),
             *_memory_problems(settings),
             *_core_problems(settings),
             *device_problems(settings),
@@ -82,6 +83,37 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
         expected = "must be above 0 with schedule=wsd; constant has no decay"
         problems.append(BadInputError("optim.decay_steps", optim.decay_steps, expected))
     return [*problems, *_optimizer_lacks(settings), *_average_problems(settings)]
+
+
+def _improvement_problems(settings: Settings) -> list[BadInputError]:
+    """What is set of plateau or early stop that cannot come."""
+    optim, run, log = settings.optim, settings.run, settings.log
+    evaluates = bool(log.evaluate_interval or log.evaluate_every_steps)
+    problems = []
+    parts: tuple[tuple[str, int, tuple[tuple[str, float, float], ...]], ...] = (
+        (
+            "optim.plateau_patience",
+            optim.plateau_patience,
+            (
+                ("optim.plateau_min_delta", optim.plateau_min_delta, 0.0),
+                ("optim.plateau_factor", optim.plateau_factor, 0.5),
+                ("optim.plateau_cooldown", optim.plateau_cooldown, 0),
+            ),
+        ),
+        (
+            "run.early_stopping_patience",
+            run.early_stopping_patience,
+            (("run.early_stopping_min_delta", run.early_stopping_min_delta, 0.0),),
+        ),
+    )
+    for key, patience, beside in parts:
+        if patience and not evaluates:
+            expected = "needs evaluations: give evaluate_every_steps or evaluate_interval"
+            problems.append(BadInputError(key, patience, expected))
+        if not patience:
+            expected = f"is for {key}: give that too, or leave it out"
+            problems += [BadInputError(k, v, expected) for k, v, usual in beside if v != usual]
+    return problems
 
 
 def _average_problems(settings: Settings) -> list[BadInputError]:

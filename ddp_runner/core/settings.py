@@ -40,6 +40,11 @@ class RunSettings:
     """Optimizer steps of the whole run, resumes included. 0: as many as the epochs have."""
     target_loss: float | None = None
     """The run ends, complete, once the mean training loss of the last 20 steps is this or less."""
+    early_stopping_patience: NonNegative = 0
+    """The run ends, complete, after so many evaluations in a row that improve the loss of
+    checkpoint.monitor by no more than early_stopping_min_delta. 0: it does not."""
+    early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """How much lower than the best a loss must be to count as an improvement."""
     resume: str = "auto"
     """What to go on from. auto: the newest checkpoint, if there is one. last, best or the path
     of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
@@ -178,6 +183,15 @@ class OptimSettings:
     leaves."""
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """The learning rate at the end of the schedule; learning_rate or less."""
+    plateau_patience: NonNegative = 0
+    """After so many evaluations in a row without an improvement of checkpoint.monitor the learning rate is
+    multiplied by plateau_factor. 0: it is not."""
+    plateau_min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """How much lower than the best a loss must be to count as an improvement."""
+    plateau_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What the learning rate is multiplied by on a plateau, for the rest of the run."""
+    plateau_cooldown: NonNegative = 0
+    """Evaluations after that which do not count."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """The norm that gradients are clipped to. none: it is not clipped."""
     max_grad_value: Annotated[float, Field(gt=0)] | None = None

@@ -238,6 +238,7 @@ class RunAccounting:
             epochs=_integer(report, "epochs", reading.committed_step // max(1, steps_per_epoch)),
             samples=_integer(report, "samples", reading.samples),
             tokens=_finite(report.get("tokens")),
+            stop_reason=str(report.get("stop_reason") or status.value),
             world_size=world_size,
             final_loss=_finite(report.get("loss", reading.loss if reading.samples else None)),
             weights_sha256=str(report["weights_sha256"]) if "weights_sha256" in report else None,

@@ -137,6 +137,7 @@ class RunSummary:
     # rank -> mean seconds of a step outside collectives, the wait for data included
     own_step_s: Mapping[str, float] = field(default_factory=dict)
     stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
+    stop_reason: str = ""  # end, target_loss, early_stopping; else what status says
     name: str = ""  # of the run, as its folders have it; empty in files from before there was one
 
     @property

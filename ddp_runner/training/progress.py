@@ -16,3 +16,10 @@ class Progress:
     checkpoint: str = ""
     checkpoint_step: int = -1
     changed_task: str = ""  # its file, where the checkpoint that was loaded is of another one
+
+    def monitored(self, monitor: str, *, smoothed: float | None) -> float | None:
+        """The loss that ``checkpoint.monitor`` names, or None; ``smoothed`` is that of training."""
+        validation = self.validation_loss
+        if monitor == "validation_loss" or (monitor == "auto" and validation is not None):
+            return validation
+        return smoothed if smoothed is not None and math.isfinite(smoothed) else None

@@ -155,7 +155,7 @@ def restore_newest(
 def is_complete(workload: Workload, state: TrainState) -> bool:
     """Whether ``state`` is one after which this run trains no step."""
     return state.committed_step >= workload.length.total_steps or (
-        state.committed_step > 0 and state.monitor.target_reached
+        state.committed_step > 0 and (state.monitor.target_reached or state.improvement.is_over)
     )
 
 

@@ -7,7 +7,6 @@ the next, and nobody waits for it. Only the group's rank 0 is asked to save.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -445,12 +444,8 @@ class Saving:
         )
 
     def _monitored(self) -> float | None:
-        wanted = self._settings.checkpoint.monitor
-        validation = self._progress.validation_loss
-        if wanted == "validation_loss" or (wanted == "auto" and validation is not None):
-            return validation
-        smoothed = self._state.monitor.smoothed
-        return smoothed if smoothed is not None and math.isfinite(smoothed) else None
+        monitor, smoothed = self._settings.checkpoint.monitor, self._state.monitor.smoothed
+        return self._progress.monitored(monitor, smoothed=smoothed)
 
     def _release_state(self) -> None:
         """Called before anything changes what a copy may still be reading."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from ddp_runner.collective.group import Group, collectives_begun
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.step_schedule import DueActions, due_after
@@ -108,6 +109,7 @@ class Session:
         self._maker = maker
         self._step: StepInHand | None = None
         self.reason = StopReason.COMPLETED  # why training ended, once it has
+        self._evaluated_step = EMPTY_STEP  # for whose evaluation the run ends, if it does
         parts.runtime.slot.begin_between(parts.state.committed_step)
         if group.rank != 0:
             self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything
@@ -253,10 +255,11 @@ class Session:
         is_lost = (
             max(wanted for _, _, wanted, _ in answers) > answers[0][3]
         )  # with the rank 0 before
+        evaluate_now = is_undone and due.evaluate
+        if self._state.improvement.is_over and not evaluate_now:  # a run that has ended, or was to
+            return StopReason.COMPLETED
         save_now = self._may_save(wanted=(is_undone and due.save) or answers[0][1] or is_lost)
-        return self._run_due(
-            evaluate_now=is_undone and due.evaluate, save_now=save_now, compare_now=False
-        )
+        return self._run_due(evaluate_now=evaluate_now, save_now=save_now, compare_now=False)
 
     def _run_due(
         self, *, evaluate_now: bool, save_now: bool, compare_now: bool
@@ -265,6 +268,7 @@ class Session:
         if evaluate_now:
             stop = self._maker.evaluate()
             if stop is not None:
+                self._evaluated_step = self._state.committed_step
                 return stop
         self._state.boundary_done_step = self._state.committed_step
         if save_now and self.group.rank == 0:
@@ -283,7 +287,8 @@ class Session:
             return False
         self._count_done()
         if reason is StopReason.COMPLETED:
-            self._maker.evaluate()
+            if self._evaluated_step != self._state.committed_step:
+                self._maker.evaluate()
             self._state.boundary_done_step = self._state.committed_step
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())

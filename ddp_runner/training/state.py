@@ -16,6 +16,7 @@ from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.training.components.buffers import Buffers
 from ddp_runner.training.components.ema import Ema
+from ddp_runner.training.components.improvement_watch import ImprovementWatch
 from ddp_runner.training.components.layout import lay_out_moments
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
@@ -48,6 +49,7 @@ class TrainState:
         validation_quarantine: Quarantine | None = None,
         stream: StreamPosition | None = None,
         side: SideState | None = None,
+        improvement: ImprovementWatch | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -55,6 +57,7 @@ class TrainState:
         self.ema = ema
         self.monitor = monitor
         self.loss_spikes = loss_spikes
+        self.improvement = improvement or ImprovementWatch()
         self.tuning = tuning
         self.quarantine = quarantine
         self.validation_quarantine = validation_quarantine  # None: there is no validation
@@ -113,10 +116,12 @@ class TrainState:
         }
         if self.changes:
             state["changes"] = list(self.changes)
-        if followed := self.buffers.followed_names():
-            state["followed"] = followed
-        if relaid := self.buffers.relaid_names():
-            state["relaid"] = relaid
+        learnt = {
+            "followed": self.buffers.followed_names(),
+            "relaid": self.buffers.relaid_names(),
+            "improvement": self.improvement.state_dict(),
+        }
+        state.update({key: value for key, value in learnt.items() if value})
         if self.is_rehearsed:
             state["rehearsed"] = True
         if side := self.side.to_record():
@@ -178,6 +183,7 @@ class TrainState:
         self.monitor.load_state_dict(state["monitor"])
         if "explosions" in state:
             self.loss_spikes.load_state_dict(state["explosions"])
+        self.improvement.load_state_dict(state.get("improvement", {}))
         if self.ema is not None and "ema" in state:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)

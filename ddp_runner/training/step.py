@@ -258,11 +258,8 @@ class Stepper:
             settings=self._rules.optim,
         )
         state = self._state
-        return (
-            scheduled
-            * state.tuning.rate_factor
-            * state.loss_spikes.rate_factor(state.committed_step)
-        )
+        spikes = state.loss_spikes.rate_factor(state.committed_step)
+        return scheduled * state.tuning.rate_factor * spikes * state.improvement.rate_factor
 
     def _update(self, rate: float, *, applied: bool) -> None:
         """Optimizer, loss scale and average; of a step that is not ``applied`` the scale alone."""

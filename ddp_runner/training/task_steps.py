@@ -216,7 +216,28 @@ class TaskSteps:
 
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""
-        return self._validation.evaluate(self._replica)
+        stop = self._validation.evaluate(self._replica)
+        return self._watch_improvement() if stop is None else stop
+
+    def _watch_improvement(self) -> StopReason | None:
+        """After an evaluation: COMPLETED where the loss has not improved for too long, on all ranks alike."""
+        state, monitor = self._state, self._settings.checkpoint.monitor
+        loss = self._progress.monitored(monitor, smoothed=state.monitor.smoothed)
+        if loss is None:
+            return None
+        news = state.improvement.observe(step=state.committed_step, loss=loss)
+        if news and self._group.rank == 0:
+            self._runtime.logger.info(news, step=state.committed_step)
+            self._runtime.report(
+                TuningChanged(
+                    rank=self._rank,
+                    step=state.committed_step,
+                    action=news,
+                    inexact_reason="",
+                    fault_free=True,
+                )
+            )
+        return StopReason.COMPLETED if state.improvement.is_over else None
 
     def _wrap(self) -> None:
         """A new DDP replica around the same model, as the tuning has it. On all ranks alike."""

@@ -49,6 +49,7 @@ class TrainReport:
     peaks: Mapping[str, int]
     leaks: tuple[Mapping[str, object], ...]
     sample: str
+    stop_reason: str = ""
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
@@ -178,7 +179,18 @@ def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
         peaks=parts.memory.peaks(),
         leaks=parts.memory.suspected_leaks,
         sample="",
+        stop_reason=_stop_reason(parts, reason),
     )
+
+
+def _stop_reason(parts: RankParts, reason: StopReason) -> str:
+    """Why training ended, in a word of summary.json."""
+    state = parts.state
+    if reason is not StopReason.COMPLETED:
+        return str(reason.value)
+    if state.committed_step >= parts.workload.length.total_steps:
+        return "end"
+    return "target_loss" if state.monitor.target_reached else "early_stopping"
 
 
 def finished_message(report: TrainReport, rank: int) -> Finished:
@@ -198,5 +210,6 @@ def finished_message(report: TrainReport, rank: int) -> Finished:
             "peaks": dict(report.peaks),
             "leaks": [dict(leak) for leak in report.leaks],
             "sample": report.sample,
+            "stop_reason": report.stop_reason,
         },
     )

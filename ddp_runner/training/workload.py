@@ -22,6 +22,7 @@ from ddp_runner.collective.device import await_free
 from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core import batch_sizes
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
+from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
@@ -32,6 +33,7 @@ from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
 from ddp_runner.training.components.ema import build_ema
+from ddp_runner.training.components.improvement_watch import ImprovementWatch
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
@@ -137,6 +139,7 @@ def build_workload(
     seed_all(settings.run.seed)
     task = load_task(settings)
     datasets = task.build_datasets()
+    _refuse_no_monitor(settings, datasets)
     global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.world_size)
     if global_batch < rank_info.world_size:
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
@@ -207,6 +210,15 @@ def _recipe(
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
     return dict(config.recipe(settings, found))
+
+
+def _refuse_no_monitor(settings: Settings, datasets: Datasets) -> None:
+    """Raise BadInputError where what is waited for is a loss that no evaluation gives."""
+    wanted = settings.checkpoint.monitor
+    waits = ImprovementRules.of(settings).are_on
+    if waits and wanted == "validation_loss" and datasets.validation is None:
+        expected = "the task gives no validation data: give some, or take train_loss or auto"
+        raise BadInputError("checkpoint.monitor", wanted, expected)
 
 
 def _placed(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
@@ -350,6 +362,7 @@ def _empty_state(
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
         loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.total_steps),
+        improvement=ImprovementWatch(ImprovementRules.of(settings)),
         quarantine=empty_quarantine(settings, order.dataset_size),
         validation_quarantine=(
             empty_quarantine(settings, validation_samples) if validation_samples else None

@@ -60,11 +60,11 @@ def with_faults_and_a_stop(folder, *settings, first=(), **how):
     return run
 
 
-def loss_scales(run):
-    """By step, as metrics.jsonl has them; of a step that was done again the last."""
+def figure_of(run, name):
+    """By step, as metrics.jsonl has it; of a step that was done again the last."""
     text = (run.logs / "metrics.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
-    return {line["step"]: line["loss_scale"] for line in lines if "loss_scale" in line}
+    return {line["step"]: line[name] for line in lines if name in line}
 
 
 def same_ends(run, calm):
@@ -94,8 +94,8 @@ def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
     assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
     assert run.digest == calm.digest
     assert same_ends(run, calm) == ("final.pt", "final_ema.pt")[: 1 + (kind == "muon")]
-    scales = loss_scales(run)
-    assert loss_scales(calm) == scales
+    scales = figure_of(run, "loss_scale")
+    assert figure_of(calm, "loss_scale") == scales
     if kind == "muon":
         steps = sorted(scales)
         assert any(scales[one] > scales[other] for one, other in pairwise(steps)), "it fell"
@@ -103,3 +103,55 @@ def test_no_fault_and_no_stop_shows_in_the_weights(tmp_path, kind):
     with Run(tmp_path / "faults", *QUICK, "optimizer=adam", "task.pace_s=0.03") as other:
         assert other.wait() == 2, other.console
     assert f"optim.optimizer: {kind} -> adam" in other.console
+
+
+# Evaluations at 4, 8, ...; after the first, which is the best, none counts as an improvement.
+WAITS = (
+    *("evaluate_every_steps=4", "plateau_patience=2", "plateau_min_delta=100", "log_interval=1"),
+    *("early_stopping_patience=7", "early_stopping_min_delta=100", "warmup_steps=2"),
+    *("schedule=constant", "learning_rate=0.008"),
+)
+ENDS_AT = 32
+HALVED_AT = (12, 20, 28)
+
+
+def halvings(run):
+    """The steps at which a plateau has lowered the rate, as the journal has them, once each."""
+    return sorted(
+        {
+            event["step"]
+            for event in run.events("tuning_changed")
+            if "learning rate x" in event["action"]
+        }
+    )
+
+
+def test_no_fault_moves_a_plateau_or_an_early_stop(tmp_path):
+    """After kills, one of them in an evaluation, a stop and a resume: same rates, end and weights."""
+    with Run(tmp_path / "fault_free", *QUICK, *WAITS, "task.pace_s=0") as calm:
+        assert calm.wait() == 0, calm.console
+    assert calm.summary()["stop_reason"] == "early_stopping"
+    assert calm.summary()["steps"] == ENDS_AT
+    assert halvings(calm) == list(HALVED_AT)
+    rates = figure_of(calm, "learning_rate")
+    assert [rates[step] for step in (12, 13, 20, 21, 28, 29, 32)] == [
+        *(0.008, 0.004, 0.004, 0.002, 0.002, 0.001, 0.001)
+    ]
+    trouble = ("--inject", "kill:step=16,phase=evaluate,rank=1")
+    with Run(tmp_path / "faults", *QUICK, *WAITS, *FAULTS, *trouble, "task.pace_s=0.03") as run:
+        run.wait_for_step(22)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+        assert run.summary()["stop_reason"] == "preempted"
+        assert len(run.summary()["faults"]) == 4, run.summary()["faults"]
+    with Run(tmp_path / "faults", *QUICK, *WAITS, "task.pace_s=0.03") as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, ENDS_AT), summary["inexact_reasons"]
+    assert (summary["stop_reason"], summary["status"]) == ("early_stopping", "completed")
+    assert halvings(run) == list(HALVED_AT)
+    assert figure_of(run, "learning_rate") == rates
+    assert run.digest == calm.digest
+    with Run(tmp_path / "faults", *QUICK, *WAITS, "task.pace_s=0.03") as again:
+        assert again.wait() == 0, again.console
+    assert (again.digest, again.summary()["steps"]) == (calm.digest, ENDS_AT)

@@ -131,6 +131,16 @@ def test_of_a_schedule_only_what_moves_the_rate_is_named(tmp_path):
     assert resumed(tmp_path / "2", before=before, step=20, **after).changes == lines
 
 
+def test_what_plateaus_are_judged_by_is_named_where_they_count(tmp_path):
+    """Which loss, and when it is evaluated; the control: without them nothing follows from it."""
+    judged = {"monitor": "train_loss", "evaluate_batches": 2}
+    line = "checkpoint.monitor auto -> train_loss at step 40"
+    waits = {"plateau_patience": 3}
+    found = resumed(tmp_path / "1", before=waits, **waits, **judged).changes
+    assert found == (line, "log.evaluate_batches 0 -> 2 at step 40")
+    assert resumed(tmp_path / "2", **judged).changes == ()
+
+
 def test_a_decay_that_wsd_does_not_come_to_is_no_change(tmp_path):
     """Nor what cosine does not read; control: one that reaches the last step is named."""
     wsd = {"schedule": "wsd", "decay_steps": 8, "schedule_steps": 200}
