@@ -45,7 +45,7 @@ def other_value(key):
         return f"{spec.default}x"
     if spec.kind is Kind.INTEGER:
         return "7" if spec.default in spec.choices else str(int(spec.default) + 1)
-    if spec.kind is Kind.STEPS:
+    if spec.kind in (Kind.STEPS, Kind.DURATION):
         return "0.25"
     return str(spec.default / 2 if spec.at_most is not None or spec.below else spec.default * 2 + 1)
 

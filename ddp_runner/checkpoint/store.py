@@ -74,14 +74,18 @@ class Loaded:
 class CheckpointStore:
     """The checkpoints of one run in one directory. One process writes; any may load.
 
-    Keeps the newest ``keep_last`` and the best one (lowest monitored value). Not thread-safe.
+    Keeps the newest ``keep_last``, the best one (lowest monitored value), and each of a step that
+    ``keep_every`` divides, where that is not 0. Not thread-safe.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int, disk: Disk | None = None) -> None:
+    def __init__(
+        self, directory: Path, *, keep_last: int, keep_every: int = 0, disk: Disk | None = None
+    ) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: at least 1")
         self.directory = Path(directory)
         self.keep_last = keep_last
+        self.keep_every = keep_every
         self._disk: Disk = RealDisk() if disk is None else disk
         self.catalog = Catalog(self.directory, disk=self._disk)
         self._has_cleaned = False
@@ -271,7 +275,7 @@ class CheckpointStore:
         self._retain(published, best=best)
 
     def _retain(self, published: Manifest, *, best: Entry | None) -> None:
-        """Delete what is older than the newest ``keep_last`` sound checkpoints, save the best."""
+        """Delete what is older than the newest ``keep_last`` sound checkpoints, but for what is kept for good."""
         entries = self.catalog.entries()
         if sum(entry.problem is None for entry in entries) <= self.keep_last:
             return
@@ -287,6 +291,8 @@ class CheckpointStore:
         oldest_kept = kept[-1]
         assert oldest_kept <= published.step
         for entry in entries:
+            if self.keep_every and entry.step % self.keep_every == 0 and entry.step:
+                continue
             if entry.step < oldest_kept and (best is None or entry.step != best.step):
                 for path in (self.directory / manifest_name(entry.step), entry.path):
                     if path.exists():

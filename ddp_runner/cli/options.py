@@ -72,6 +72,13 @@ GROUPS = (
                 says="optimizer steps of the run; wins over --epochs; 0: by epochs",
             ),
             Option(
+                long="--max-time",
+                key="run.max_time",
+                metavar="23h30m",
+                default="none",
+                says="of this launch: then it saves and ends with exit code 75",
+            ),
+            Option(
                 long="--batch-size",
                 short="-b",
                 key="data.batch_size",

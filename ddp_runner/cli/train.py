@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
@@ -21,6 +22,7 @@ from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
+from ddp_runner.core.stopping import time_limit
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -130,6 +132,12 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         threads_per_rank=threads_per_rank(resolved.settings, devices=devices, cores=cores),
         resume_key=resume_key(resolved.settings, world_size=world_size),
         settings_digest=digest(resolved.settings),
+        time_limit=time_limit(
+            max_time_s=resolved.settings.run.max_time,
+            job_end=environment.get("SLURM_JOB_END_TIME", ""),
+            now_utc_s=time.time(),
+            stop_timeout_s=resolved.settings.recovery.stop_timeout_s,
+        ),
         command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
         notes=(
             *place_notes(devices, found=found, cores=cores),

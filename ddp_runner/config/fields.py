@@ -19,6 +19,7 @@ from ddp_runner.config.foreign import ALIASES, ANSWERS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.stopping import seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ class Kind(Enum):
     CHOICE = "one of"
     INTEGERS = "whole numbers separated by commas"
     TEXTS = "a list of texts"
+    DURATION = "a time such as 23h30m, 90m or 3600 (seconds)"
     STEPS = "a whole number, 0 or more, or a share between 0 and 1"
 
 
@@ -62,6 +64,8 @@ class FieldSpec:
         parts = [self.kind.value]
         if self.kind is Kind.STEPS:
             return str(self.kind.value)
+        if self.kind is Kind.DURATION:
+            return f"{self.kind.value}, or none"
         if self.kind is Kind.CHOICE:
             parts.append(" " + ", ".join(self.choices))
         else:
@@ -112,6 +116,7 @@ class FieldSpec:
             Kind.INTEGERS: self._integers,
             Kind.TEXTS: _texts,
             Kind.STEPS: _steps,
+            Kind.DURATION: _duration,
         }[self.kind]
         return parse(value)
 
@@ -163,6 +168,12 @@ def _steps(value: object) -> float:
     if steps < 0:
         raise ValueError(value)
     return steps
+
+
+def _duration(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(value)  # noqa: TRY004 - see _whole
+    return seconds_of(str(value))
 
 
 def parse_switch(value: object) -> bool:
@@ -232,6 +243,7 @@ def _spec(key: str, hint: object, default: object) -> FieldSpec:
         str: Kind.TEXT,
         (int,): Kind.INTEGERS,
         (str,): Kind.TEXTS,
+        "duration": Kind.DURATION,
     }
     kind = kinds[plain[0]] if plain else Kind.CHOICE
     return FieldSpec(
@@ -262,6 +274,7 @@ def _bare_and_limits(hint: object) -> tuple[object, dict[str, float]]:
     if get_origin(hint) is not Annotated:
         return hint, {}
     bare, *notes = get_args(hint)
+    bare = "duration" if "duration" in notes else bare
     limits = {}
     for note in notes:
         for rule in note.metadata if isinstance(note, FieldInfo) else ():

@@ -76,7 +76,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
-            run.name run.target_loss run.early_stopping_patience
+            run.name run.max_time run.target_loss run.early_stopping_patience
             run.early_stopping_min_delta run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores
@@ -87,7 +87,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             memory.regrow_micro_batch memory.activation_checkpointing memory.warn_share memory.react_share memory.limit_share
             memory.leak_window_steps memory.leak_mb_per_1000_steps
             checkpoint.save_interval checkpoint.save_every_steps checkpoint.keep_last
-            checkpoint.monitor checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps
+            checkpoint.keep_every checkpoint.monitor checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps
             log.evaluate_batches log.display
             recovery.max_restarts recovery.restart_window_s recovery.no_progress_generations
             recovery.min_ranks recovery.slot_failures_max recovery.regrow_after

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.script import LoopPlan, ScriptPlan
     from ddp_runner.core.settings import Settings
+    from ddp_runner.core.stopping import TimeLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,8 @@ class LaunchPlan:
     """A checked run, ready to start. ``devices[r]`` is the place of rank ``r``.
 
     ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
-    checkpoint must agree with. ``notes`` are lines to show people once, before training. ``script`` and
+    checkpoint must agree with. ``notes`` are lines to show people once, before training. ``time_limit``: when the launch
+    is to stop. ``script`` and
     ``loop``: the program that is run in place of a task, of which one at most is not None.
     """
 
@@ -55,6 +57,7 @@ class LaunchPlan:
     settings_digest: str
     command: tuple[str, ...]
     notes: tuple[str, ...]
+    time_limit: TimeLimit | None = None
     script: ScriptPlan | None = None
     loop: LoopPlan | None = None
 

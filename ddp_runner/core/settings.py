@@ -20,6 +20,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Duration = Annotated[float, Field(gt=0), "duration"]
 StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
 
@@ -38,6 +39,9 @@ class RunSettings:
     """Passes over the training data. max_steps wins over it where that is not 0."""
     max_steps: NonNegative = 0
     """Optimizer steps of the whole run, resumes included. 0: as many as the epochs have."""
+    max_time: Duration | None = None
+    """Time of this launch, such as 23h30m, 90m or 3600 (seconds); then it saves and ends with exit code
+    75. So it does before the end that SLURM has announced for its job. none: no limit."""
     target_loss: float | None = None
     """The run ends, complete, once the mean training loss of the last 20 steps is this or less."""
     early_stopping_patience: NonNegative = 0
@@ -289,6 +293,8 @@ class CheckpointSettings:
     needed. 0: none by steps."""
     keep_last: Positive = 3
     """How many of the newest checkpoints are kept; the best one is kept beside them."""
+    keep_every: NonNegative = 0
+    """Steps between checkpoints that are kept for good, and saved for that. 0: none is."""
     rescue_dir: str = ""
     """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log
     folder."""

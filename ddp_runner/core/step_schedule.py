@@ -76,6 +76,7 @@ def due_after(
     save = (epoch_ended and _divides(checkpoint.save_interval, epoch)) or (
         by_steps != "auto" and _divides(by_steps, committed_step)
     )
+    save |= _divides(checkpoint.keep_every, committed_step)
     return DueActions(
         compare=_divides(replica_check_steps, committed_step) or (save and replica_check_steps > 0),
         log=at_end or committed_step == 1 or _divides(log.log_interval, committed_step),
@@ -100,7 +101,8 @@ def last_save_due(committed_step: int, length: RunLength, checkpoint: Checkpoint
     """
     epochs_apart = checkpoint.save_interval * length.steps_per_epoch
     by_steps = checkpoint.save_every_steps
-    apart = [steps for steps in (epochs_apart, by_steps) if steps and steps != "auto"]
+    every = (epochs_apart, by_steps, checkpoint.keep_every)
+    apart = [steps for steps in every if steps and steps != "auto"]
     return max((committed_step // steps * steps for steps in apart), default=0)
 
 

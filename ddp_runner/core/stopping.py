@@ -1,4 +1,4 @@
-"""Which signals of many mean "end at once" and not "finish the step and save". No clock, no process.
+"""When a run is asked to stop, and which signals of many mean "end at once" and not "finish the step and save". No clock, no process.
 
 Kernel, shell and scheduler send stop signals several times over: a closed terminal sends SIGHUP
 twice, a container runtime signals every process, a parent passes a Ctrl-C on that the terminal has
@@ -8,6 +8,9 @@ such a hurry that the save may be lost.
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import dataclass
 from enum import Enum
 
 # Interrupts that follow each other faster are of one press of the keys: passed on by a parent, or
@@ -15,6 +18,52 @@ from enum import Enum
 PRESS_GAP_S = 0.12
 PASSED_ON_MAX = 3  # of one press, by the terminal and by parents; more is a key that is held down
 TERMINATE_AGAIN_S = 3.0
+
+
+_SPAN = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d+):(\d+)")
+MARGIN_SHARE_MAX = 0.1  # of what is left of a job, for its last save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLimit:
+    """After ``seconds`` of a launch it is asked to stop; ``why``, for people."""
+
+    seconds: float
+    why: str
+
+
+def seconds_of(text: str) -> float:
+    """``23h30m``, ``90m``, ``1d2h``, ``23:30:00``, ``3600``. Raises ValueError for anything else, and for 0."""
+    word = text.strip().lower()
+    found = _SPAN.fullmatch(word) or _CLOCK.fullmatch(word)
+    if found is not None and any(found.groups()):
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        total: float = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    else:
+        total = float(word)
+    if not 0 < total < math.inf:
+        raise ValueError(text)
+    return total
+
+
+def time_limit(
+    *, max_time_s: float | None, job_end: str, now_utc_s: float, stop_timeout_s: float
+) -> TimeLimit | None:
+    """When a launch that begins now is to stop; None for never.
+
+    ``job_end``: SLURM_JOB_END_TIME, seconds since 1970, empty or not understood where nobody has
+    announced an end. Before that there must be time for a save.
+    """
+    limits = []
+    if max_time_s is not None:
+        limits.append(TimeLimit(seconds=max_time_s, why="run.max_time has passed"))
+    if job_end.isdecimal() and int(job_end) > now_utc_s:
+        left_s = int(job_end) - now_utc_s
+        margin_s = min(stop_timeout_s, MARGIN_SHARE_MAX * left_s)
+        why = f"SLURM ends the job in {margin_s:.3g} s"
+        limits.append(TimeLimit(seconds=left_s - margin_s, why=why))
+    return min(limits, key=lambda one: one.seconds, default=None)
 
 
 class StopSignal(Enum):

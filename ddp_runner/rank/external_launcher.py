@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -46,6 +47,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.plain_rank import PlainRank
 from ddp_runner.core.settings import Settings
+from ddp_runner.core.stopping import time_limit
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
@@ -100,6 +102,13 @@ class OutsideRuntime(LocalRuntime):
         self._clock = _boot()
         self._notes = check_relations(settings)  # nobody else shows them here
         self._stop: StopReason | None = None
+        limit = time_limit(
+            max_time_s=settings.run.max_time,
+            job_end=os.environ.get("SLURM_JOB_END_TIME", ""),
+            now_utc_s=time.time(),
+            stop_timeout_s=settings.recovery.stop_timeout_s,
+        )
+        self._stop_at_s = math.inf if limit is None else time.monotonic() + limit.seconds
         self._save_is_asked = False
         self.directories: RunDirectories | None = None  # where this rank has taken hold of them
         self._store: TCPStore | None = None
@@ -193,7 +202,9 @@ class OutsideRuntime(LocalRuntime):
         return "auto" if self._restart_log.has_saved else asked
 
     def stop_asked(self) -> StopReason | None:
-        """What a signal asked for."""
+        """What a signal asked for, or the end of the time that this launch has."""
+        if self._stop is None and time.monotonic() >= self._stop_at_s:
+            self._stop = StopReason.PREEMPTED
         return self._stop
 
     def save_asked(self) -> bool:

@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -147,6 +148,7 @@ class _Loop:
         clock: Clock,
     ) -> None:
         self._clock = clock
+        self._began_s = clock.monotonic()
         self._supervisor = supervisor
         self._plan = supervisor.plan
         self._node = supervisor.node
@@ -197,8 +199,18 @@ class _Loop:
                 self._supervisor.on_message(*received)
         for ended in self._node.reap():
             self._supervisor.on_ended(ended)
+        self._look_at_clock()
         self._supervisor.advance()
         self._show()
+
+    def _look_at_clock(self) -> None:
+        """Ask for the end once, where the time of this launch is over."""
+        limit = self._plan.time_limit
+        if limit is None or self._clock.monotonic() < self._began_s + limit.seconds:
+            return
+        self._plan = replace(self._plan, time_limit=None)
+        self._outputs.say(limit.why)
+        self._supervisor.ask_stop(StopReason.PREEMPTED)
 
     def _take_signals(self) -> None:
         for number in self._signals.take():

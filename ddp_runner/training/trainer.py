@@ -102,6 +102,7 @@ class DDPTrainer:
         store = CheckpointStore(
             Path(settings.run.checkpoint_dir),
             keep_last=settings.checkpoint.keep_last,
+            keep_every=settings.checkpoint.keep_every,
             disk=self._runtime.disk,
         )
         start = take_up(

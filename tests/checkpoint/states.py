@@ -40,12 +40,13 @@ def save(
     step: int,
     *,
     keep_last: int = 2,
+    keep_every: int = 0,
     monitored: float | None = None,
     mark: str = "",
     disk: Disk | None = None,
     state: dict[str, object] | None = None,
 ) -> Saved:
-    store = CheckpointStore(directory, keep_last=keep_last, disk=disk)
+    store = CheckpointStore(directory, keep_last=keep_last, keep_every=keep_every, disk=disk)
     return store.save(
         state_of(step, mark=mark) if state is None else state,
         **facts_of(step, monitored=monitored),

@@ -67,6 +67,13 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert _load(tmp_path, "best").manifest.step == 20
 
 
+def test_every_so_many_steps_one_is_kept_for_good(tmp_path):
+    """Beside the newest and the best; step 0, what the run began with, is none of them."""
+    for step in range(0, 80, 10):
+        save(tmp_path, step, monitored=3.0 - step / 100, keep_last=2, keep_every=30)
+    assert steps_in(tmp_path) == [30, 60, 70]
+
+
 def test_the_best_value_survives_a_relaunch_and_ignores_what_is_not_finite(tmp_path):
     """A new store knows the best of its predecessors; NaN never becomes best, ties keep the older."""
     for step, monitored in ((10, math.nan), (20, 1.0), (30, 1.0), (40, math.nan), (50, None)):

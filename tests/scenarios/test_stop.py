@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 
 import pytest
 
@@ -61,6 +62,21 @@ def finish(folder, *, world, settings=SETTINGS, steps=STEPS):
         assert run.wait() == 0, run.console
     assert run.summary()["steps"] == steps
     return run
+
+
+def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
+    """By its own limit, then before the end that SLURM has announced."""
+    settings = (*SETTINGS, "task.pace_s=0.3")
+    with Run(tmp_path, *settings, "--max-time", "6s") as run:
+        assert run.wait() == 75, run.console
+    assert "run.max_time has passed" in run.console
+    first = run.summary()["steps"]
+    announced = {"SLURM_JOB_END_TIME": str(int(time.time()) + 6)}
+    with Run(tmp_path, *settings, environment=announced) as run:
+        assert run.wait() == 75, run.console
+    assert "SLURM ends the job in" in run.console
+    assert 0 < first <= run.summary()["steps"] < STEPS
+    assert finish(tmp_path, world=2, settings=settings).digest == fault_free(2).digest
 
 
 @pytest.mark.parametrize(

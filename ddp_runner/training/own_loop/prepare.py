@@ -90,6 +90,7 @@ def prepare(
     store = CheckpointStore(
         Path(settings.run.checkpoint_dir),
         keep_last=settings.checkpoint.keep_last,
+        keep_every=settings.checkpoint.keep_every,
         disk=runtime.disk,
     )
     start = take_up(settings, workload, state, store, runtime=runtime, entering=stages.enter)
