@@ -291,13 +291,17 @@ class CheckpointStore:
         oldest_kept = kept[-1]
         assert oldest_kept <= published.step
         for entry in entries:
-            if self.keep_every and entry.step % self.keep_every == 0 and entry.step:
+            if self.is_for_good(entry.step):
                 continue
             if entry.step < oldest_kept and (best is None or entry.step != best.step):
                 for path in (self.directory / manifest_name(entry.step), entry.path):
                     if path.exists():
                         self._disk.remove(path)
         self._disk.sync_directory(self.directory)
+
+    def is_for_good(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` stays, however many newer ones there are."""
+        return bool(self.keep_every and step and step % self.keep_every == 0)
 
     def _is_sound(self, entry: Entry, published: Manifest) -> bool:
         """Whether it can take the place of older ones; its content is read once, not at each save."""

@@ -57,7 +57,7 @@ def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
     if facts.is_task:
         rows.append(("precision", [_precision(settings, facts)]))
     rows += [("model", [_parameters(facts)]), *_data(facts), *_batch(facts)]
-    rows.append(("length", list(_length(facts))))
+    rows.append(("length", list(_length(settings, facts))))
     if facts.is_task:
         rows += _training(settings, facts)
     rows += _checkpoints(settings, facts)
@@ -115,7 +115,7 @@ def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
     yield "global batch", [f"{fmt.count(whole)} = {cut}{ranks}"]
 
 
-def _length(facts: StartFacts) -> Iterator[str]:
+def _length(settings: Settings, facts: StartFacts) -> Iterator[str]:
     steps, epoch = facts.total_steps, facts.steps_per_epoch
     words = f"{fmt.count(steps)} steps"
     if epoch and steps < epoch:
@@ -126,6 +126,8 @@ def _length(facts: StartFacts) -> Iterator[str]:
     yield words
     if facts.committed_step > 0:
         yield f"resumed at step {fmt.count(facts.committed_step)}"
+    if settings.run.max_time is not None:
+        yield f"this launch saves and ends after {fmt.duration(settings.run.max_time)}"
 
 
 def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
@@ -169,7 +171,12 @@ def _checkpoints(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, l
         fit = facts.room_bytes // max(facts.checkpoint_bytes, 1)
         room = f"room for {fmt.count(fit)}" if fit < 1000 else "room for over 1,000"
         words += f", {room}"
-    yield "checkpoints", [words]
+    lines = [words]
+    if every := settings.checkpoint.keep_every:
+        count = facts.total_steps // every - max(0, facts.committed_step) // every
+        steps = "1 step" if every == 1 else f"{fmt.count(every)} steps"
+        lines.append(f"and one every {steps} for good, {fmt.count(count)} more of these")
+    yield "checkpoints", lines
 
 
 def _block(rows: Iterable[tuple[str, list[str]]]) -> Iterator[str]:

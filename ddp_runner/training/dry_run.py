@@ -138,7 +138,9 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
         workload=workload,
         state=state,
         store=CheckpointStore(
-            Path(settings.run.checkpoint_dir), keep_last=settings.checkpoint.keep_last
+            Path(settings.run.checkpoint_dir),
+            keep_last=settings.checkpoint.keep_last,
+            keep_every=settings.checkpoint.keep_every,
         ),
         runtime=Aside(info, logger),
         loader=_Workers(workers=0 if state.stream is not None else workers),

@@ -121,7 +121,7 @@ def warn_of_room(state: TrainState, store: CheckpointStore, runtime: Runtime) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRoom:
-    """What one checkpoint takes, what is free on its disk, and what those that are kept have taken."""
+    """What one checkpoint takes, what is free on its disk, and what those that will go have taken."""
 
     needed_bytes: int
     free_bytes: int
@@ -150,7 +150,9 @@ def checkpoint_room(state: TrainState, store: CheckpointStore, disk: Disk) -> Ch
             needed_bytes=checkpoint_bytes(state),
             free_bytes=disk.free_bytes(existing_folder(store.directory)),
             kept_bytes=sum(
-                entry.path.stat().st_size for entry in store.catalog.entries() if not entry.problem
+                entry.path.stat().st_size
+                for entry in store.catalog.entries()
+                if not entry.problem and not store.is_for_good(entry.step)
             ),
         )
     except OSError:

@@ -113,6 +113,12 @@ def test_a_row_follows_what_is_there(changes, row, words):
         ),
         ({"activation_checkpointing": "all"}, "recomputed", "activations of all blocks, in"),
         ({"activation_checkpointing": ["a", "b.*"]}, "recomputed", "activations of a, b.*, in"),
+        ({"max_time": "90m"}, "length", " / this launch saves and ends after 1h 30m"),
+        (
+            {"keep_every": 700},
+            "checkpoints",
+            " / and one every 700 steps for good, 4 more of these",
+        ),
         ({"keep_last": 1}, "checkpoints", "at most 3 at a time"),
     ],
 )

@@ -17,7 +17,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.training import last_save
 from ddp_runner.training.disk_faults import DiskFaults
-from ddp_runner.training.last_save import BEFORE_END, LastSave, room_warning
+from ddp_runner.training.last_save import BEFORE_END, LastSave, checkpoint_room, room_warning
 from tests.checkpoint.states import facts_of, state_of
 from tests.disks import small_disk
 
@@ -152,3 +152,14 @@ def test_too_little_room_is_reported_before_training(tmp_path):
         (folder / "filler").write_bytes(b"x" * (64 - 20) * 2**20)
         warning = room_warning(state, store, RealDisk())
         assert warning.startswith("5 checkpoints of about "), warning
+
+
+def test_checkpoints_that_are_kept_for_good_make_no_room(tmp_path):
+    """Those that newer ones replace do."""
+    state = build_state()
+    for step in (10, 20):
+        CheckpointStore(tmp_path, keep_last=3).save(state_of(step), **facts_of(step))
+    both = checkpoint_room(state, CheckpointStore(tmp_path, keep_last=3), RealDisk())
+    one = checkpoint_room(state, CheckpointStore(tmp_path, keep_last=3, keep_every=20), RealDisk())
+    assert one.kept_bytes == next(tmp_path.glob("*10.pt")).stat().st_size
+    assert both.kept_bytes > one.kept_bytes
