@@ -149,6 +149,24 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
         yield "recomputed", [f"activations of {what}, in backward"]
     if optim.ema_decay is not None:
         yield "average", [_average(optim)]
+    if watched := list(_watched(settings)):
+        yield "loss watch", watched
+
+
+def _watched(settings: Settings) -> Iterator[str]:
+    """What follows from the loss, beside what always does."""
+    optim, run, recovery = settings.optim, settings.run, settings.recovery
+    if recovery.explosion_loss_max is not None:
+        yield f"above {recovery.explosion_loss_max:g} a step is skipped"
+    if recovery.explosion_rate_factor < 1:
+        steps = fmt.count(recovery.explosion_recover_steps)
+        factor = recovery.explosion_rate_factor
+        yield f"an explosion: learning rate x {factor:g}, back over {steps} steps"
+    if optim.plateau_patience:
+        count = fmt.count(optim.plateau_patience)
+        yield f"{count} evaluations no better: learning rate x {optim.plateau_factor:g}"
+    if run.early_stopping_patience:
+        yield f"{fmt.count(run.early_stopping_patience)} evaluations no better: the run ends"
 
 
 def _average(optim: OptimSettings) -> str:

@@ -120,12 +120,24 @@ def test_a_row_follows_what_is_there(changes, row, words):
             " / and one every 700 steps for good, 4 more of these",
         ),
         ({"keep_last": 1}, "checkpoints", "at most 3 at a time"),
+        ({"explosion_loss_max": 50}, "loss watch", "above 50 a step is skipped"),
+        (
+            {"explosion_rate_factor": 0.5},
+            "loss watch",
+            "an explosion: learning rate x 0.5, back over 1,000 steps",
+        ),
+        (
+            {"plateau_patience": 3, "early_stopping_patience": 9},
+            "loss watch",
+            "3 evaluations no better: learning rate x 0.5 / 9 evaluations no better: the run ends",
+        ),
     ],
 )
 def test_a_row_follows_the_settings(settings, row, words):
     """What is off is said where it is a choice, and left out where nobody expects it."""
     precision = "bf16" if settings.get("precision") is None else settings["precision"]
     assert words in rows(settings, precision=precision)[row]
+    assert "loss watch" not in rows()
     assert ("average" in rows(settings)) is ("ema_decay" in settings)
 
 
