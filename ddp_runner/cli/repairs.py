@@ -20,6 +20,7 @@ _NOTICED_BY = {
     FaultKind.LOADER_WORKER_DIED.value: "its rank",
     FaultKind.LOADER_TIMEOUT.value: "its rank",
     FaultKind.OUT_OF_MEMORY.value: "its exception",
+    FaultKind.COMPILATION_FAILED.value: "its exception",
     FaultKind.REDUCTION_UNFINISHED.value: "gradient check",
     FaultKind.NON_FINITE.value: "all ranks",
     FaultKind.LOSS_EXPLODED.value: "all ranks",

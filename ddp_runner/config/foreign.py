@@ -19,6 +19,8 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("nproc", "num_processes", "num_gpus"), "run.nproc_per_node"),
     **dict.fromkeys(("gpu_ids", "device_ids"), "run.gpus"),
     **dict.fromkeys(("run_name", "experiment_name"), "run.name"),
+    **dict.fromkeys(("torch_compile", "use_torch_compile"), "run.compile"),
+    "torch_compile_mode": "run.compile_mode",
     "ckpt_path": "run.resume",
     "pretrained_path": "run.init_from",
     "logging_dir": "run.log_dir",
@@ -101,7 +103,6 @@ _FOLDERS = (
     "here that is --checkpoint-dir for checkpoints and --log-dir for logs, or --name for both"
 )
 _ALWAYS_DDP = "every run is DistributedDataParallel: leave it out"
-_IN_TASK = "that is the task's own: do it in build_model()"
 # Name -> what to write instead, where there is nothing that means exactly the same.
 ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -138,7 +139,7 @@ ANSWERS: Mapping[str, str] = {
     "val_check_interval": "here that is evaluate_every_steps=N",
     "fast_dev_run": "here that is --test",
     "ema": "here that is ema_decay=0.999",
-    **dict.fromkeys(("torch_compile", "use_torch_compile", "compile", "dynamo_backend"), _IN_TASK),
+    "dynamo_backend": "here that is compile=true, by torch's own backend",
     **dict.fromkeys(
         (
             "do_train",

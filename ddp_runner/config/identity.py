@@ -71,7 +71,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             optim.max_grad_norm optim.precision optim.amp_growth_interval optim.ema_decay
             optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb ddp.static_graph ddp.gradient_dtype
-            ddp.sync_batchnorm
+            ddp.sync_batchnorm run.compile run.compile_mode run.compile_dynamic
         """,
         # Samples and their random numbers depend on seed, epoch and index, never on who loads them
         # or how soon. What decides about faults is reported when there is one.
@@ -79,7 +79,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.name run.max_time run.target_loss run.early_stopping_patience
             run.early_stopping_min_delta run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
-            optim.amp_init_scale data.reserved_cores
+            optim.amp_init_scale data.reserved_cores run.compile_fullgraph
             data.evaluation_batch_size data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
@@ -137,6 +137,9 @@ _AS_WRITTEN = (
     "ddp.static_graph",
     "ddp.gradient_dtype",
     "ddp.sync_batchnorm",
+    "run.compile",
+    "run.compile_mode",
+    "run.compile_dynamic",
 )
 
 

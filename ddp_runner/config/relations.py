@@ -32,6 +32,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_improvement_problems(settings),
             *_memory_problems(settings),
             *_core_problems(settings),
+            *_compile_problems(settings),
             *device_problems(settings),
             *_output_problems(settings),
             *_input_problems(settings),
@@ -155,6 +156,23 @@ def _memory_problems(settings: Settings) -> list[BadInputError]:
             ", ".join(f"{share:g}" for share in shares),
             "must grow from each to the next",
         )
+    ]
+
+
+def _compile_problems(settings: Settings) -> list[BadInputError]:
+    run = settings.run
+    others = {
+        "ddp.sync_batchnorm": settings.ddp.sync_batchnorm,
+        "memory.activation_checkpointing": settings.memory.activation_checkpointing != "off",
+    }
+    return [
+        BadInputError(
+            "run.compile_fullgraph",
+            "true",
+            f"cannot be with {name}, whose layers are no part of a graph: leave one of them out",
+        )
+        for name, is_on in others.items()
+        if is_on and run.compile and run.compile_fullgraph
     ]
 
 

@@ -148,6 +148,21 @@ _UNFINISHED_TEXTS = (
     "expected to mark a variable ready only once",
     "your training graph has changed in this iteration",
 )
+# What torch.compile raises, of its own steps and of those that it hands on to.
+_COMPILER_TYPES = frozenset(
+    {
+        "BackendCompilerFailed",
+        "FailOnRecompileLimitHit",
+        "InductorError",
+        "InternalTorchDynamoError",
+        "InvalidCxxCompiler",
+        "LoweringException",
+        "TorchRuntimeError",
+        "UncapturedHigherOrderOpError",
+        "Unsupported",
+        "UserError",
+    }
+)
 _DEVICE_TEXTS = ("cuda error", "cuda driver error", "device-side assert", "uncorrectable ecc")
 _COLLECTIVE_TYPES = frozenset(
     {"DistBackendError", "DistNetworkError", "DistStoreError", "QueueEmptyError"}
@@ -181,6 +196,8 @@ def classify_error(  # noqa: PLR0911 - a table in the order of precedence
         return FaultKind.OUT_OF_MEMORY
     if any(part in lowered for part in _OUT_OF_MEMORY_TEXTS):
         return FaultKind.OUT_OF_MEMORY
+    if type_name in _COMPILER_TYPES:
+        return FaultKind.COMPILATION_FAILED
     if any(part in lowered for part in _UNFINISHED_TEXTS):
         return FaultKind.REDUCTION_UNFINISHED
     if type_name in _COLLECTIVE_TYPES:

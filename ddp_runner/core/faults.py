@@ -34,6 +34,7 @@ class FaultKind(Enum):
     COLLECTIVE_FAILED = "collective_failed"  # lost a peer: a victim, never a culprit
     COLLECTIVE_STUCK = "collective_stuck"
     REDUCTION_UNFINISHED = "reduction_unfinished"
+    COMPILATION_FAILED = "compilation_failed"
     OUT_OF_MEMORY = "out_of_memory"
     LOADER_WORKER_DIED = "loader_worker_died"
     LOADER_TIMEOUT = "loader_timeout"
@@ -71,6 +72,7 @@ SCOPE_OF_KIND = {
     FaultKind.COLLECTIVE_FAILED: Scope.STEP,
     FaultKind.COLLECTIVE_STUCK: Scope.STEP,
     FaultKind.REDUCTION_UNFINISHED: Scope.STEP,
+    FaultKind.COMPILATION_FAILED: Scope.STEP,
     FaultKind.OUT_OF_MEMORY: Scope.MICRO_BATCH,
     FaultKind.LOADER_WORKER_DIED: Scope.RANK,
     FaultKind.LOADER_TIMEOUT: Scope.RANK,
@@ -93,7 +95,12 @@ SCOPE_OF_KIND = {
 
 # The rank where it happens repairs it itself and stays; the step is redone in a new generation.
 REPAIRED_BY_RANK = frozenset(
-    {FaultKind.OUT_OF_MEMORY, FaultKind.REDUCTION_UNFINISHED, FaultKind.REPLICA_DIVERGED}
+    {
+        FaultKind.COMPILATION_FAILED,
+        FaultKind.OUT_OF_MEMORY,
+        FaultKind.REDUCTION_UNFINISHED,
+        FaultKind.REPLICA_DIVERGED,
+    }
 )
 
 # The process where it happens may no longer be as it should, but it holds a committed state: it waits
@@ -106,6 +113,7 @@ SAVED_BEFORE_END = frozenset(
     {
         FaultKind.BAD_INPUT,
         FaultKind.BAD_SAMPLE,
+        FaultKind.COMPILATION_FAILED,
         FaultKind.LOSS_EXPLODED,
         FaultKind.NON_FINITE,
         FaultKind.OUT_OF_MEMORY,

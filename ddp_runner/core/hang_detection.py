@@ -87,6 +87,8 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     """How long the rank may stay in its phase."""
     if look.phase is Phase.EVALUATE:
         return settings.evaluation_timeout_s
+    if look.phase is Phase.COMPILE:
+        return settings.first_step_timeout_s
     if look.phase is Phase.COMPARE and pace.comparison_s is not None:
         known_s = max(
             _deadline_of_own_work_s(look, pace, settings), COMPARISON_FACTOR * pace.comparison_s

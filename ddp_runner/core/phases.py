@@ -20,6 +20,7 @@ class Phase(IntEnum):
     EVALUATE = 9
     FINISHED = 10
     COMPARE = 11  # what the ranks have, their replicas or what must be made up for
+    COMPILE = 12  # a model's code, within forward or backward
 
     @property
     def label(self) -> str:

@@ -237,7 +237,8 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
     and ``may_retry`` is False after the last. One that only tries ``plain_retry`` changes nothing.
     """
     fault = incident.culprit
-    is_bounded = is_short_for_steps(fault) or fault.kind is FaultKind.REDUCTION_UNFINISHED
+    is_set_once = fault.kind in (FaultKind.REDUCTION_UNFINISHED, FaultKind.COMPILATION_FAILED)
+    is_bounded = is_short_for_steps(fault) or is_set_once
     return is_bounded and not incident.plain_retry
 
 

@@ -87,6 +87,15 @@ class RunSettings:
     highest: as torch, or the task, has it."""
     channels_last: bool = False
     """Have the weights of convolutions in memory by channels last, which some GPUs compute faster."""
+    compile: bool = False
+    """Compile the model with torch.compile, in place: names in files stay. Where that fails on a rank, all
+    go on without, with a warning."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """What torch.compile aims at. max-autotune times kernels and takes the fastest, and is not exact."""
+    compile_fullgraph: bool = False
+    """The model must compile into one graph; else that counts as a failure."""
+    compile_dynamic: bool = False
+    """Compile once for all sizes, which is not exact. Without it each shape has its own code."""
     inject: tuple[str, ...] = ()
     """Faults to cause on purpose, each written as KIND:KEY=VALUE,... (--help lists them)."""
 

@@ -143,6 +143,8 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
         words += f", gradient values at most {optim.max_grad_value:g}"
     yield "optimizer", [words]
     yield "schedule", [facts.schedule]
+    if settings.run.compile:
+        yield "compiled", [f"mode {settings.run.compile_mode}; evaluations run uncompiled"]
     kept = settings.memory.activation_checkpointing
     if kept != "off":
         what = "all blocks" if kept == "all" else ", ".join(kept)

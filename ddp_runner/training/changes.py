@@ -83,6 +83,8 @@ def tuning_of_changed(
     changed = {key for key in old if key in recipe and old[key] != recipe[key]}
     if "data.micro_batch_size" in changed:
         tuning = replace(tuning, micro_batch_size=micro_batch(settings.data))
+    if any(key.startswith("run.compile") for key in changed):
+        tuning = replace(tuning, may_compile=True)
     if {"ddp.find_unused_parameters", "ddp.static_graph"} & changed:
         wanted = searches_at_first(settings.ddp)
         tuning = replace(tuning, find_unused_parameters=wanted and not tuning.must_not_search)

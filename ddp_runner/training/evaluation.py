@@ -179,6 +179,7 @@ class Validation:
         slot.stamp(Phase.EVALUATE, began_ns)
         state.side.look()
         with (
+            parts.compiler.aside(),
             contextlib.nullcontext() if state.ema is None else state.ema.swapped_in(state.model),
             make_validation_loader(parts, self._group) as loader,
             parts.memory.beside(lambda: loader.worker_pids),

@@ -12,6 +12,7 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.progress import Progress
@@ -55,3 +56,4 @@ class TaskParts(RankParts):
     drills: Drills
     on_wait: Callable[[], None]
     same_data: SameData
+    compiler: Compiler

@@ -26,7 +26,7 @@ from ddp_runner.training.components.loss_monitor import Verdict
 from ddp_runner.training.components.tuning import AdaptRules, adapt
 from ddp_runner.training.equal_shares import refuse_unequal
 from ddp_runner.training.evaluation import Validation
-from ddp_runner.training.exactness.first_step import FirstStep
+from ddp_runner.training.exactness.first_step import FirstStep, report_inexact
 from ddp_runner.training.exactness.stream_check import StreamWatch
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import TaskParts
@@ -62,6 +62,7 @@ class TaskSteps:
                 micro_batch_size=state.tuning.micro_batch_size,
             )
             workload.norms.peers = Peers(group=group, slot=parts.runtime.slot)
+        self._turn_compiler(parts)
         self._first = FirstStep(parts, group)
         if not self.at_end:
             self._first.rehearse(self._rules(), take=self._take_copy)
@@ -79,6 +80,7 @@ class TaskSteps:
     def close(self) -> None:
         """Unwrap the model and close the audit file."""
         self._workload.norms.peers = None
+        self._parts.compiler.turn(on=False)
         self._replica.close()
         if self._audit is not None:
             self._audit.close()
@@ -238,6 +240,16 @@ class TaskSteps:
                 )
             )
         return StopReason.COMPLETED if state.improvement.is_over else None
+
+    def _turn_compiler(self, parts: TaskParts) -> None:
+        compiler, is_on = parts.compiler, parts.state.tuning.may_compile
+        compiler.turn(on=is_on)
+        if self._group.rank != 0 or self._group.membership.generation != 1:
+            return
+        if compiler.is_wanted and not is_on:
+            self._runtime.logger.warning("not compiled: that has failed in this run before")
+        elif compiler.inexact_reason:
+            report_inexact(parts, compiler.inexact_reason)
 
     def _wrap(self) -> None:
         """A new DDP replica around the same model, as the tuning has it. On all ranks alike."""

@@ -21,6 +21,7 @@ from ddp_runner.core.secrets import secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.changes import report_changes
+from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.engine import Engine
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
@@ -145,6 +146,7 @@ class DDPTrainer:
             ),
             on_wait=on_wait,
             same_data=same_data,
+            compiler=Compiler(settings.run, state.model, slot=slot),
             device=device_progress(slot, workload.device, warn=self._runtime.logger.warning)
             if self._runtime.is_watched
             else NoDeviceProgress(),

@@ -89,6 +89,7 @@ def test_exit_zero_before_the_end_is_a_fault():
         ("_ArrayMemoryError", "Unable to allocate 8.00 EiB for an array", False, FaultKind.OUT_OF_MEMORY),
         ("OSError", "[Errno 12] Cannot allocate memory", False, FaultKind.OUT_OF_MEMORY),
         ("RuntimeError", "Expected to have finished reduction in the prior iteration", False, FaultKind.REDUCTION_UNFINISHED),
+        ("BackendCompilerFailed", "backend='inductor' raised: CppCompileError", False, FaultKind.COMPILATION_FAILED),
         ("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer", False, FaultKind.COLLECTIVE_FAILED),
         ("RuntimeError", "Application timeout caused pair closure", False, FaultKind.COLLECTIVE_FAILED),
         ("DistNetworkError", "The client socket has timed out", False, FaultKind.COLLECTIVE_FAILED),

@@ -67,6 +67,7 @@ def test_the_deadline_follows_the_pace_of_the_run():
     ("phase", "steps_here", "limit_s"),
     [
         (Phase.EVALUATE, 20, 50.0),
+        (Phase.COMPILE, 20, SETTINGS.first_step_timeout_s),
         (Phase.CHECKPOINT, 20, 40.0),
         (Phase.COMPARE, 20, 40.0),
         (Phase.FORWARD, 0, 100.0),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+
 import torch
 from torch import nn
 
-from tests.scenarios.workload import PacedTask
+from tests.scenarios.workload import Calls, PacedTask
 
 WIDTH = 24
 
@@ -45,3 +48,40 @@ class LayeredTask(PacedTask):
 
     def build_model(self):
         return Layered()
+
+
+class CompiledTask(LayeredTask):
+    """Says when this process compiles a graph, and at which call of the loss."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.__dict__["_calls"] = Calls()
+
+    def build_model(self):
+        handler = importlib.import_module("torch._dynamo.callback").callback_handler
+        handler.register_start_callback(
+            lambda *_: print(f"compiled by {os.getpid()} at {self._calls.count}", flush=True)
+        )
+        return super().build_model()
+
+    def loss(self, model, batch):
+        self._calls.more(1)
+        return super().loss(model, batch)
+
+
+class LacksCompiler(LayeredTask):
+    """On rank 1 there is no C++ compiler, and on rank 0 nothing that needs one."""
+
+    def build_model(self):
+        if os.environ["RANK"] == "0":
+            return Uncompiled()
+        importlib.import_module("torch._inductor.config").cpp.cxx = (None, "/nowhere/c++")
+        return super().build_model()
+
+
+class Uncompiled(Layered):
+    """What torch.compile leaves as it is."""
+
+    @torch.compiler.disable
+    def forward(self, inputs):
+        return super().forward(inputs)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import signal
 from pathlib import Path
+
+import pytest
 
 from tests.scenarios.harness import Run
 from tests.scenarios.test_training import QUICK, STEPS, with_faults_and_a_stop
@@ -56,3 +61,51 @@ def test_unequal_shares_of_layers_over_ranks_are_refused(tmp_path):
     with Run(tmp_path, "reserved_cores=4096", task=LAYERED) as run:
         assert run.wait() == 2, run.console
     assert "data.reserved_cores=4096: must be below" in run.console
+
+
+def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path):
+    """One rank lacks a compiler: one warning; a replacement and a resume do not try again."""
+    with Run(tmp_path / "plain", *QUICK, "task.pace_s=0", task=LAYERED) as plain:
+        assert plain.wait() == 0, plain.console
+    lacking = f"{Path(__file__).with_name('layered.py')}:LacksCompiler"
+    words = ("torch_compile=true", "task.pace_s=0.03")
+    kill = ("--inject", "kill:step=7,phase=backward,rank=1")
+    with Run(tmp_path / "run", *QUICK, *words, *kill, task=lacking) as run:
+        run.wait_for_step(20)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    summary = run.summary()
+    assert [fault["kind"] for fault in summary["faults"]] == ["compilation_failed", "rank_killed"]
+    assert summary["faults"][0]["rank"] == 1
+    assert run.console.count("compile is off on all ranks") == 1, run.console
+    with Run(tmp_path / "run", *QUICK, *words, task=lacking) as resumed:
+        assert resumed.wait() == 0, resumed.console
+    summary = resumed.summary()
+    assert "not compiled: that has failed in this run before" in resumed.console
+    assert (summary["exact"], summary["faults"]) == (True, []), summary["inexact_reasons"]
+    assert resumed.digest == plain.digest
+
+
+@pytest.mark.slow
+def test_compiled_steps_survive_every_fault_to_the_bit(tmp_path):
+    """With accumulation, an average and a drill; a replacement starts from the run's cache, survivors from theirs."""
+    compiled = f"{Path(__file__).with_name('layered.py')}:CompiledTask"
+    settings = ("compile=true", "data.micro_batch_size=4", "ema_decay=0.9", "recovery.drill_at=2")
+    with Run(tmp_path / "calm", *QUICK, *settings, "task.pace_s=0", task=compiled) as calm:
+        assert calm.wait(300.0) == 0, calm.console
+    (tmp_path / "faults").mkdir()
+    kept = calm.logs / "compiled"
+    libraries = {file.name for file in kept.rglob("*.so")}
+    assert libraries, "the cache is the run's own"
+    shutil.copytree(kept, tmp_path / "faults" / "logs" / "compiled")
+    run = with_faults_and_a_stop(tmp_path / "faults", *settings, task=compiled)
+    summary = run.summary()
+    assert (summary["exact"], summary["steps"]) == (True, STEPS), summary["inexact_reasons"]
+    assert run.digest == calm.digest
+    again = {file.name for file in (run.logs / "compiled").rglob("*.so")}
+    assert again == libraries, "nothing was built again"
+    first = (tmp_path / "faults" / "console.txt").read_text(encoding="utf-8")
+    at = re.findall(r"compiled by (\d+) at (\d+)", first)
+    assert max(int(call) for _, call in at) <= 4, (
+        "only in the first forward and backward of a process"
+    )

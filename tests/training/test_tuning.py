@@ -152,6 +152,19 @@ def test_reentrant_checkpoints_turn_the_search_off_for_good():
     assert repair_tuning(unused, change.tuning, samples=8) is None
 
 
+def test_a_failed_compilation_is_turned_off_once_and_for_all():
+    """From the first step on nothing was compiled, so no bit is another one than without the fault."""
+    failed = Fault(
+        kind=FaultKind.COMPILATION_FAILED, rank=1, step=0, phase="compile", cause="no compiler"
+    )
+    change = repair_tuning(failed, TUNING, samples=8)
+    assert not change.tuning.may_compile
+    assert change.inexact_reason == ""
+    assert repair_tuning(replace(failed, step=7), TUNING, samples=8).inexact_reason
+    assert repair_tuning(failed, change.tuning, samples=8) is None
+    assert not TUNING.agreed_with([TUNING, change.tuning]).may_compile
+
+
 def test_ranks_agree_on_the_most_cautious():
     """Whoever ran out of memory, all wait as long."""
     mine, other = out_of_memory(TUNING, 30), replace(TUNING, resized_at_step=12)

@@ -13,7 +13,7 @@ import difflib
 import inspect
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, Literal
@@ -134,17 +134,41 @@ def _nearest(pattern: str, model: nn.Module) -> list[str]:
     return difflib.get_close_matches(pattern, sorted(every), n=_NAMES_SHOWN, cutoff=0.0)
 
 
+class CompiledParts:
+    """How the parts that recompute are compiled: each by itself, for a graph around one cannot have it in it."""
+
+    def __init__(self) -> None:
+        self.options: Mapping[str, Any] | None = (
+            None  # of torch.compile; None: as they were written
+        )
+        self._calls: dict[tuple[Any, str], Callable[..., Any]] = {}
+
+    def call_of(self, kind: Any) -> Callable[..., Any]:
+        """The forward of parts of ``kind``."""
+        forward: Callable[..., Any] = kind.forward
+        if self.options is None:
+            return forward
+        key = kind, repr(sorted(self.options.items()))
+        if key not in self._calls:
+            self._calls[key] = torch.compile(forward, **self.options)
+        return self._calls[key]
+
+
+compiled_parts = CompiledParts()  # of this process
+
+
 @cache
 def _recomputing(kind: Any) -> Any:
     """``kind`` with a forward that recomputes."""
 
+    # A graph that is broken at a checkpoint would go on with one that moves buffers twice.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = compiled_parts.call_of(kind)
         if not torch.is_grad_enabled():
-            return kind.forward(self, *args, **kwargs)
-        if torch.compiler.is_compiling():  # which sees itself to what is random, and to buffers
-            return checkpoint(partial(kind.forward, self, **kwargs), *args, use_reentrant=False)
+            return call(self, *args, **kwargs)
         return checkpoint(
-            partial(kind.forward, self, **kwargs),
+            partial(call, self, **kwargs),
             *args,
             use_reentrant=False,
             preserve_rng_state=True,

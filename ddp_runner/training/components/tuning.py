@@ -26,7 +26,8 @@ class Tuning:
 
     ``rate_factor`` scales the learning rate (below 1 after a roll-back for explosions);
     ``found_unused`` says that relaxing ``find_unused_parameters`` was a mistake once, and
-    ``must_not_search`` that DDP cannot have it, because of reentrant activation checkpoints. The micro-batch
+    ``must_not_search`` that DDP cannot have it, because of reentrant activation checkpoints;
+    ``may_compile`` that no compilation has failed. The micro-batch
     was halved ``reductions`` times, and last changed at ``resized_at_step``. At ``retried_at_step`` a
     single sample did not fit, and was tried ``retries_there`` times more. ``loss_names`` and
     ``loss_is_weighted``: what the task's loss has had beside its number.
@@ -37,6 +38,7 @@ class Tuning:
     find_unused_parameters: bool
     found_unused: bool = False
     must_not_search: bool = False
+    may_compile: bool = True
     rate_factor: float = 1.0
     reductions: int = 0
     resized_at_step: int = 0
@@ -77,6 +79,7 @@ class Tuning:
             and (found_unused or any(other.find_unused_parameters for other in others)),
             found_unused=found_unused,
             must_not_search=must_not_search,
+            may_compile=all(other.may_compile for other in others),
             rate_factor=min(other.rate_factor for other in others),
             reductions=max(other.reductions for other in others),
             resized_at_step=max(other.resized_at_step for other in others),
@@ -107,7 +110,9 @@ class TuningChange:
     plain_retry: bool = False
 
 
-def repair_tuning(fault: Fault, tuning: Tuning, *, samples: int) -> TuningChange | None:
+def repair_tuning(  # noqa: PLR0911 - a row a kind
+    fault: Fault, tuning: Tuning, *, samples: int
+) -> TuningChange | None:
     """What this rank changes so that the same step works; None where nothing is left to change.
 
     ``samples``: this rank's share of the global batch, which bounds a micro-batch that helps.
@@ -136,10 +141,22 @@ def repair_tuning(fault: Fault, tuning: Tuning, *, samples: int) -> TuningChange
                 action=f"micro-batches of {size} samples, same global batch",
                 inexact_reason=f"micro-batches of {size} samples from step {fault.step}",
             )
+        case FaultKind.COMPILATION_FAILED:
+            return _not_compiled(fault, tuning)
         case FaultKind.REDUCTION_UNFINISHED:
             return _search_changed(fault, tuning)
         case _:
             return None
+
+
+def _not_compiled(fault: Fault, tuning: Tuning) -> TuningChange | None:
+    if not tuning.may_compile:
+        return None
+    return TuningChange(
+        tuning=replace(tuning, may_compile=False),
+        action="compile is off on all ranks from here on",
+        inexact_reason=f"not compiled from step {fault.step} on" if fault.step else "",
+    )
 
 
 def _plain_retry(fault: Fault, tuning: Tuning) -> TuningChange | None:

@@ -20,6 +20,7 @@ from ddp_runner.core.messages import Message
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.system.run_files import read_small
+from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader
@@ -74,6 +75,8 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
         rank=rank, world_size=world_size, backend=backend_of(settings, workload.device)
     )
     runtime = Aside(rank_info, logger)
+    compiler = Compiler(settings.run, state.model, slot=runtime.slot)
+    compiler.turn(on=state.tuning.may_compile)
     loader = make_loader(
         settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
     )

@@ -31,6 +31,7 @@ OWNERS_MAX = 5_000
 DEPTH_MAX = 6  # of objects in objects
 _EXTRA = "extra state"
 _OF_MODULES = frozenset(vars(nn.Module())) | {
+    "_compiled_call_impl",
     "_flat_weights",
     "_flat_weights_names",
     "_all_weights",
