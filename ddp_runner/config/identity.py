@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NOTHING: Mapping[str, object] = {}
 # What runs had before there was a setting, of those that a resume key has.
-_BEFORE_CHOICE: Mapping[str, object] = {"optim.optimizer": "adamw"}
+_BEFORE_CHOICE: Mapping[str, object] = {"optim.train_layers": "full", "optim.optimizer": "adamw"}
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
 # The settings of the model that each built-in task reads; a user's own task reads none of them.
@@ -57,7 +57,7 @@ ON_RESUME: Mapping[str, OnResume] = {
     key: kind
     for kind, keys in {
         OnResume.REFUSED: """
-            run.task run.seed optim.optimizer model.vocab_size model.dataset_size model.seq_len model.hidden_size
+            run.task run.seed optim.optimizer optim.train_layers model.vocab_size model.dataset_size model.seq_len model.hidden_size
             model.num_layers model.num_heads model.dropout data.path data.batch_size
             data.accumulation data.global_batch_size data.validation_fraction
         """,
@@ -68,7 +68,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
             optim.min_learning_rate optim.plateau_patience optim.plateau_min_delta
             optim.plateau_factor optim.plateau_cooldown
-            optim.max_grad_norm optim.precision optim.amp_growth_interval optim.ema_decay
+            optim.max_grad_norm optim.unfreeze optim.precision optim.amp_growth_interval optim.ema_decay
             optim.ema_every optim.ema_start_step optim.ema_device ddp.backend
             ddp.find_unused_parameters ddp.bucket_cap_mb ddp.static_graph ddp.gradient_dtype
             ddp.sync_batchnorm run.compile run.compile_mode run.compile_dynamic
@@ -123,6 +123,7 @@ _AS_WRITTEN = (
     "optim.momentum",
     "optim.epsilon",
     "optim.max_grad_norm",
+    "optim.unfreeze",
     "optim.max_grad_value",
     "optim.plateau_patience",
     "optim.plateau_min_delta",
@@ -203,6 +204,7 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         "run.task": task,
         "run.seed": settings.run.seed,
         "optim.optimizer": settings.optim.optimizer,
+        "optim.train_layers": settings.optim.train_layers,
     }
     for name in MODEL_OF_TASK.get(task, ()):
         found[f"model.{name}"] = getattr(settings.model, name)

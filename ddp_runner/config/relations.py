@@ -72,6 +72,9 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
     if isinstance(ranks, int) and 0 < data.global_batch_size < ranks:
         expected = f"must be run.nproc_per_node={ranks} or more: a sample for each rank"
         problems.append(BadInputError("data.global_batch_size", data.global_batch_size, expected))
+    if optim.unfreeze and settings.ddp.static_graph:
+        expected = "must be false with optim.unfreeze: other parameters are trained later on"
+        problems.append(BadInputError("ddp.static_graph", "true", expected))
     if optim.min_learning_rate > optim.learning_rate:
         problems.append(
             BadInputError(

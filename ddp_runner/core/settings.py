@@ -182,6 +182,11 @@ class OptimSettings:
     """Momentum of SGD and Muon. auto: 0.9 for sgd, torch's own for muon."""
     epsilon: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """What keeps the optimizer from dividing by zero; sgd has none. auto: torch's own."""
+    train_layers: str = "full"
+    """Which layers are trained: full (as the task has made them), or groups of the task's layer_groups()
+    and patterns of module names, with commas. The others are frozen, outside of DDP and optimizer."""
+    unfreeze: str = ""
+    """Layers that are trained from a step on, or from a share of the run: encoder@1000,backbone.*@0.5."""
     schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
     """The course of the learning rate after the warm-up. cosine, linear: down to min_learning_rate at the
     last step. wsd: constant, and linear in the last decay_steps. inverse_sqrt: with the square root

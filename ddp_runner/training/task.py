@@ -94,6 +94,15 @@ class NamesLoss(Protocol):
 
 
 @runtime_checkable
+class HasLayerGroups(Protocol):
+    """A task may also name parts of its model, for ``optim.train_layers`` and ``optim.unfreeze``."""
+
+    def layer_groups(self) -> Mapping[str, Sequence[str]]:
+        """Name -> patterns of module names, such as ``{"encoder": ["embed", "blocks.*"]}``."""
+        ...
+
+
+@runtime_checkable
 class TakesSettings(Protocol):
     """Marker of the built-in tasks: constructed with the whole ``Settings``."""
 

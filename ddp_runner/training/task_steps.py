@@ -63,6 +63,9 @@ class TaskSteps:
             )
             workload.norms.peers = Peers(group=group, slot=parts.runtime.slot)
         self._turn_compiler(parts)
+        # As far as the state has come: a rank may have left the one before amid a change.
+        workload.layers.unfreeze(state.model, step=state.committed_step)
+        state.train_unfrozen()
         self._first = FirstStep(parts, group)
         if not self.at_end:
             self._first.rehearse(self._rules(), take=self._take_copy)
@@ -140,8 +143,14 @@ class TaskSteps:
         self.settle()
 
     def adapt(self) -> None:
-        """Try what may be faster, on all ranks at the same step; a fault takes it back."""
+        """Unfreeze layers that are due, and try what may be faster, on all ranks at the same step."""
         state = self._state
+        unfrozen = self._workload.layers.unfreeze(state.model, step=state.committed_step)
+        if unfrozen:
+            if self._group.rank == 0:
+                self._runtime.logger.info(unfrozen, step=state.committed_step)
+            self._wrap_as_it_is()
+            self.settle()
         change = adapt(
             state.tuning,
             self._adapt_rules,

@@ -34,6 +34,7 @@ from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
+from ddp_runner.training.components.layer_plan import LayerPlan, layer_plan
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import build_optimizer
@@ -46,7 +47,7 @@ from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fitting import check_values, check_weights
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.task import Datasets, Task
+from ddp_runner.training.task import Datasets, HasLayerGroups, Task
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
 
 
@@ -84,6 +85,7 @@ class TaskWorkload(Workload):
     task: Task
     datasets: Datasets
     norms: SyncedNorms
+    layers: LayerPlan
 
     @property
     def validation_samples(self) -> int:
@@ -107,6 +109,7 @@ class TaskWorkload(Workload):
                     " gives the model that was trained instead of a new one"
                 )
             )
+        self.layers.begin(model)
         first = _empty_state(settings, model, self.device, workload=self, task=task)
         first.order_version = state.order_version
         first.side.follow(state.side.followed_names())
@@ -160,6 +163,9 @@ def build_workload(
     if norms.names:
         refuse_unequal_shares(settings, global_batch, world_size=rank_info.world_size)
     checkpoint_activations(model, settings.memory.activation_checkpointing)
+    groups = task.layer_groups() if isinstance(task, HasLayerGroups) else {}
+    layers = layer_plan(model, settings.optim, groups=groups, total_steps=length.total_steps)
+    layers.begin(model)
     key = dict(config.resume_key(settings, world_size=rank_info.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
@@ -169,6 +175,7 @@ def build_workload(
         task=task,
         datasets=datasets,
         norms=norms,
+        layers=layers,
         order=order,
         length=length,
         global_batch=global_batch,
@@ -179,7 +186,7 @@ def build_workload(
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
-        notes=_notes_of(datasets),
+        notes=(*_notes_of(datasets), *layers.notes(model)),
     )
     state = _empty_state(settings, model, device, workload=workload)
     try:

@@ -77,6 +77,11 @@ class Drawn(Padded):
         return Datasets(train=data, collate=pad, weights=weights, lengths=lengths)
 
 
+class Grouped(Padded):
+    def layer_groups(self):
+        return {"encoder": ["embed", "recur"], "head": ["out"]}
+
+
 class Slow(Padded):
     def loss(self, model, batch):
         time.sleep(0.03)  # as long as a larger model would take

@@ -142,3 +142,29 @@ def _trained_on_drawn(folder, *words):
     with start(folder, "optim.schedule=constant", "warmup_steps=0", *words, task="Drawn") as run:
         assert run.wait() == 0, run.console
     return run
+
+
+UNFREEZES = ("train_layers=head", "optim.unfreeze=recur@8,encoder@0.5", "ema_decay=0.9")
+
+
+def _unfrozen(folder, *words, steps=30):
+    words = (*UNFREEZES, "optim.schedule=constant", "max_steps=30", *words)
+    with start(folder, *words, f"max_steps={steps}", task="Grouped") as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+@pytest.mark.parametrize("searches", ["true", "false"])
+def test_layers_unfrozen_in_steps_are_exact(tmp_path, searches):
+    """Killed before, at and after a change, rank 0 too; and where a loss raises in it."""
+    find = f"find_unused_parameters={searches}"
+    calm = _unfrozen(tmp_path / "calm", find)
+    assert "recur trained from step 8 on: " in calm.console
+    assert "encoder trained from step 15 on: 1,765 of 1,765 parameters" in calm.console
+    kills = ("kill:rank=1,step=6,phase=optimizer", "kill:rank=0,step=8,phase=forward")
+    kills = (*kills, "raise:rank=1,step=15", "kill:rank=0,step=16,phase=reduce")
+    words = [word for kill in kills for word in ("--inject", kill)]
+    harmed = _unfrozen(tmp_path / "harmed", find, *words)
+    assert harmed.summary()["exact"], harmed.summary()["inexact_reasons"]
+    assert len(harmed.summary()["injected"]) == 4
+    assert harmed.digest == calm.digest

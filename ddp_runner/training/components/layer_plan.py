@@ -1,0 +1,151 @@
+"""Which layers of a model are trained, and from which step on: a function of the step, alike on all ranks.
+
+Sets ``requires_grad`` of parameters; wrapping DDP again, and the optimizer, are others'.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ddp_runner.checkpoint.entry_names import bare_name
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import OptimSettings
+
+TRAIN, UNFREEZE = "optim.train_layers", "optim.unfreeze"
+FULL = "full"
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unfreezing:
+    """``names``: of parameters, trained from ``step`` on; ``words``: as the user wrote it."""
+
+    step: int
+    words: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """``first``: names of the parameters that are trained from the first step on; None: as the task made them."""
+
+    first: frozenset[str] | None = None
+    first_words: str = FULL
+    later: tuple[_Unfreezing, ...] = ()
+
+    def begin(self, model: nn.Module) -> None:
+        """Freeze what is not trained at first. Before optimizer and DDP see the model."""
+        if self.first is None:
+            return
+        for name, parameter in _named(model).items():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(name in self.first)
+
+    def unfreeze(self, model: nn.Module, *, step: int) -> str:
+        """Train what is due at ``step``, or was before it; what that is, in words, empty where nothing changes."""
+        parameters, words = _named(model), []
+        for one in self.later:
+            frozen = [name for name in one.names if not parameters[name].requires_grad]
+            if one.step <= step and frozen:
+                words.append(one.words)
+                for name in frozen:
+                    parameters[name].requires_grad_(True)
+        if not words:
+            return ""
+        return f"{', '.join(words)} trained from step {step:,} on: {trained_words(model)}"
+
+    def notes(self, model: nn.Module) -> tuple[str, ...]:
+        """What the start of a run says of it; nothing where all is as the task made it."""
+        if self.first is None and not self.later:
+            return ()
+        later = "".join(f", {one.words} from step {one.step:,}" for one in self.later)
+        return (f"layers: {self.first_words}{later}; at first {trained_words(model)}",)
+
+
+def layer_plan(
+    model: nn.Module,
+    settings: OptimSettings,
+    *,
+    groups: Mapping[str, Sequence[str]],
+    total_steps: int,
+) -> LayerPlan:
+    """What ``settings`` say of ``model``. ``groups``: the task's own names -> patterns of module names.
+
+    Raises BadInputError for a group or pattern that the model does not have.
+    """
+    names = list(_named(model))
+    first = None
+    if settings.train_layers != FULL:
+        words = _split(settings.train_layers)
+        chosen = [_matching(TRAIN, one, names, groups) for one in words]
+        first = frozenset().union(*chosen)
+        if not first:
+            raise BadInputError(TRAIN, settings.train_layers, "names nothing: full trains all")
+    later = tuple(_unfreezings(settings.unfreeze, names, groups, total_steps=total_steps))
+    return LayerPlan(first=first, first_words=settings.train_layers, later=later)
+
+
+def _unfreezings(
+    text: str, names: Sequence[str], groups: Mapping[str, Sequence[str]], *, total_steps: int
+) -> Iterable[_Unfreezing]:
+    for word in _split(text):
+        what, at, when = word.rpartition("@")
+        try:
+            number = float(when)
+        except ValueError:
+            number = -1.0
+        is_step = number >= 1 and number.is_integer()
+        if not (what and at and (0 < number < 1 or is_step)):
+            expected = "must be LAYERS@STEP or LAYERS@SHARE of the run, as in encoder@1000,head@0.5"
+            raise BadInputError(UNFREEZE, word, expected)
+        step = int(number) if is_step else max(1, int(number * total_steps))
+        yield _Unfreezing(step=step, words=what, names=_matching(UNFREEZE, what, names, groups))
+
+
+def trained_words(model: nn.Module) -> str:
+    """How many parameters require a gradient, in words."""
+    every = [(one.numel(), one.requires_grad) for one in model.parameters()]
+    trained, total = sum(n for n, is_trained in every if is_trained), sum(n for n, _ in every)
+    return f"{trained:,} of {total:,} parameters"
+
+
+def _split(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _matching(
+    option: str, word: str, names: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> frozenset[str]:
+    """The parameters of a group, or of a pattern of module or parameter names."""
+    chosen = groups.get(word, [word])
+    patterns = [chosen] if isinstance(chosen, str) else list(chosen)
+    found = frozenset(
+        name
+        for name in names
+        for pattern in patterns
+        if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    )
+    if not found:
+        known = [*groups, *_module_names(names)]
+        near = difflib.get_close_matches(word, known, n=_NAMES_SHOWN, cutoff=0.0)
+        kind = "matches no parameter of the model" if word not in groups else "is an empty group"
+        raise BadInputError(option, word, f"{kind}; the nearest names are {', '.join(near)}")
+    return found
+
+
+def _module_names(names: Iterable[str]) -> list[str]:
+    """Of the modules that have parameters; of numbered ones, one for all."""
+    paths = {name.rpartition(".")[0] for name in names}
+    parents = {path.partition(".")[0] for path in paths}
+    every = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths | parents if path}
+    return sorted(every)
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {bare_name(model, name): one for name, one in model.named_parameters()}
