@@ -87,10 +87,17 @@ def test_a_compilation_that_fails_is_off_on_all_ranks_for_good(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_steps_survive_every_fault_to_the_bit(tmp_path):
-    """With accumulation, an average and a drill; a replacement starts from the run's cache, survivors from theirs."""
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("ema_decay=0.9", "recovery.drill_at=2"),
+        ("activation_checkpointing=all", "ddp.sync_batchnorm=true"),
+    ],
+)
+def test_compiled_steps_survive_every_fault_to_the_bit(tmp_path, others):
+    """With accumulation and what stands in a graph's way; a replacement starts from the run's cache, survivors from theirs."""
     compiled = f"{Path(__file__).with_name('layered.py')}:CompiledTask"
-    settings = ("compile=true", "data.micro_batch_size=4", "ema_decay=0.9", "recovery.drill_at=2")
+    settings = ("compile=true", "data.micro_batch_size=4", *others)
     with Run(tmp_path / "calm", *QUICK, *settings, "task.pace_s=0", task=compiled) as calm:
         assert calm.wait(300.0) == 0, calm.console
     (tmp_path / "faults").mkdir()
