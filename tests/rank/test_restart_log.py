@@ -90,7 +90,7 @@ def runtime(tmp_path, monkeypatch):
 def summary_of(runtime, tmp_path):
     made, settings = runtime
     report = TrainReport(
-        reason=StopReason.COMPLETED, steps=9, epochs=1, samples=72, loss=0.5, figures={},
+        reason=StopReason.COMPLETED, steps=9, epochs=1, samples=72, tokens=None, loss=0.5, figures={},
         weights_sha256="0", checkpoint="", peaks={}, leaks=(), sample="",
     )  # fmt: skip
     outside._write_summary(settings, made, report, status=RunStatus.COMPLETED)
