@@ -69,6 +69,21 @@ def test_descriptors_come_with_their_message(ends):
         os.close(descriptor)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_was_sent_is_received_though_its_sender_left_packets_unread(ends, waits):
+    """A rank that reports its fault and ends has not read that the generation is aborted."""
+    mine, other = ends
+    mine.set_blocking(blocking=waits)
+    other.send(Forked(token=1, pid=2))
+    other.send(Forked(token=3, pid=4))
+    mine.send(Abort(generation=9))
+    other.close()
+    assert mine.receive()[0] == Forked(token=1, pid=2)
+    assert mine.receive()[0] == Forked(token=3, pid=4)
+    with pytest.raises(ChannelClosedError):
+        mine.receive()
+
+
 def test_a_closed_peer_is_noticed_by_receive_and_send(ends):
     """What it had sent before is still received."""
     mine, other = ends
