@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -418,14 +419,20 @@ def program_files() -> dict[str, str]:
     main = sys.modules.get("__main__")
     script = getattr(main, "__file__", None)
     folder = Path(script).resolve().parent if script else Path.cwd()
+    resolved: dict[str, Path] = {}  # of each folder: a program has imported thousands of modules
     found = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if not isinstance(path, str) or not path.endswith(".py") or module is main:
             continue
-        resolved = Path(path).resolve()
-        if resolved.is_relative_to(folder) and not _IS_INSTALLED & set(resolved.parts):
+        if not _IS_INSTALLED.isdisjoint(path.split("/")):
+            continue
+        place, name = os.path.split(path)
+        if place not in resolved:
+            resolved[place] = Path(place).resolve()
+        file = resolved[place] / name
+        if file.is_relative_to(folder) and _IS_INSTALLED.isdisjoint(file.parts):
             with contextlib.suppress(OSError):
-                text = resolved.read_bytes()
-                found[str(resolved.relative_to(folder))] = hashlib.sha256(text).hexdigest()[:16]
+                text = file.read_bytes()
+                found[str(file.relative_to(folder))] = hashlib.sha256(text).hexdigest()[:16]
     return found
