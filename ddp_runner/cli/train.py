@@ -16,7 +16,14 @@ from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
-from ddp_runner.config import check_relations, digest, home_files, resolve, resume_key
+from ddp_runner.config import (
+    check_relations,
+    digest,
+    home_files,
+    refuse_without_supervisor,
+    resolve,
+    resume_key,
+)
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
@@ -47,6 +54,7 @@ def run(words: Sequence[str]) -> int:
         return _dry_run(plan, is_rank=rank is not None)
     if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
+        refuse_without_supervisor(plan.settings, world_size=rank.world_size)
         outside = _rank_module()
         return int(outside.main(plan.settings, rank, plan.devices[0], cores=core_count()))
     ignored = what_is_ignored(os.environ)

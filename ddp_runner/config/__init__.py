@@ -18,7 +18,12 @@ from ddp_runner.config.identity import (
     to_yaml,
 )
 from ddp_runner.config.presets import PRESETS
-from ddp_runner.config.relations import check_relations, init_from_path
+from ddp_runner.config.relations import (
+    check_relations,
+    init_from_path,
+    refuse_for_loops,
+    refuse_without_supervisor,
+)
 from ddp_runner.config.unread import unread_warning
 from ddp_runner.config.user_files import home_files, preset_file
 from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
@@ -40,6 +45,8 @@ __all__ = [
     "preset_file",
     "read_yaml",
     "recipe",
+    "refuse_for_loops",
+    "refuse_without_supervisor",
     "resolve",
     "resume_key",
     "task_resume_key",

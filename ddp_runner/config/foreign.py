@@ -35,6 +35,7 @@ ALIASES: Mapping[str, str] = {
     ),
     **dict.fromkeys(("data", "data_path", "data_dir", "train_file"), "data.path"),
     **dict.fromkeys(("workers", "data_workers", "dataloader_num_workers"), "data.num_workers"),
+    "preload_data_to_ram": "data.preload",
     "dataloader_pin_memory": "data.pin_memory",
     "dataloader_prefetch_factor": "data.prefetch_factor",
     "lr": "optim.learning_rate",

@@ -80,7 +80,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.early_stopping_min_delta run.resume run.init_from run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores run.compile_fullgraph
-            data.evaluation_batch_size data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
+            data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
             ddp.gradient_as_bucket_view ddp.collective_timeout_s ddp.port
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb

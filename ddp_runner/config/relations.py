@@ -41,6 +41,23 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
     return _notes(settings)
 
 
+def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
+    """Raise BadInputError for what several ranks need one for: memory that is none of theirs."""
+    if settings.data.preload and world_size > 1:
+        expected = (
+            "needs a supervisor, whose memory the ranks share: start with ddp_runner train -n"
+            f" {world_size}, without another launcher, or leave it out"
+        )
+        raise BadInputError("data.preload", "true", expected)
+
+
+def refuse_for_loops(settings: Settings) -> None:
+    """Raise BadInputError for what a loop of one's own has no part of: its data is its own."""
+    if settings.data.preload:
+        expected = "is for a task: the loop of a program has its own data, so leave it out"
+        raise BadInputError("data.preload", "true", expected)
+
+
 def _model_problems(settings: Settings) -> list[BadInputError]:
     model = settings.model
     if settings.run.task not in BUILT_IN_TASKS or model.hidden_size % model.num_heads == 0:

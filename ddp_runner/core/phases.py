@@ -35,6 +35,7 @@ class Stage(IntEnum):
     DATA = 1  # the task itself, and its data
     MODEL = 2
     CHECKPOINT = 3
+    PRELOAD = 4  # before CHECKPOINT; only with data.preload
 
     @property
     def label(self) -> str:
@@ -47,6 +48,7 @@ _STAGE_LABELS = {
     Stage.DATA: "building data",
     Stage.MODEL: "building model",
     Stage.CHECKPOINT: "reading checkpoint",
+    Stage.PRELOAD: "preloading data",
 }
 
 

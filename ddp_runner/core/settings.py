@@ -143,6 +143,9 @@ class DataSettings:
     num_workers: Literal["auto"] | NonNegative = "auto"
     """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
     less. 0: the rank loads its own data."""
+    preload: bool = False
+    """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
+    deterministic = True. Validation data too."""
     reserved_cores: NonNegative = 0
     """Cores, the first of those that the run may use, that loader workers never run on."""
     prefetch_factor: Positive = 2
@@ -357,7 +360,8 @@ class RecoverySettings:
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
     """Longest wait before a repair, in seconds."""
     startup_timeout_s: Seconds = 600.0
-    """Longest time for a process to start, in seconds: imports, model, data, what is resumed."""
+    """Longest time for a process to start, in seconds: imports, model, data, what is resumed. While samples
+    are preloaded it counts from the newest."""
     form_timeout_s: Seconds = 60.0
     """Longest time for the ranks to form a process group and agree on the state, in seconds."""
     warm_spare: bool | Literal["libraries", "device"] = True

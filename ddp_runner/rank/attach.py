@@ -104,4 +104,6 @@ def _settings(config: Mapping[str, Any]) -> Settings:
     named = dict(config)
     if not {"name", "run.name"} & named.keys():
         named["name"] = name_of_task(Path(sys.argv[0] or "program").name)
-    return configuration.from_flat(named)
+    settings = configuration.from_flat(named)
+    configuration.refuse_for_loops(settings)
+    return settings

@@ -50,6 +50,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         local_world_size=int(spec["local_world_size"]),
         device=str(spec["device"]),
         loads=True,
+        preload=tuple(spec["preload"]),
     )
     prepare_interpreter(
         replace(request, rank=rank_info.rank, local_rank=rank_info.local_rank), spec

@@ -48,6 +48,7 @@ class RankInfo:
     ``short_of_memory_in``: the phase in which its predecessor ended for lack of memory, if it did;
     ``learnt``: what that one changed, and reported, before it ended. ``device_free_bytes``: what was free
     on its GPU when the first process of this rank came, where the GPU is its own; 0: nobody knows.
+    ``preload``: where the memory of the run's training and validation samples is; empty without a supervisor.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class RankInfo:
     short_of_memory_in: str = ""
     learnt: TuningChanged | None = None
     device_free_bytes: int = 0
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

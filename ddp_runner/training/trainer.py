@@ -28,6 +28,7 @@ from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.given import with_task_named
 from ddp_runner.training.loaders import make_loader, waiting, watch_memory
+from ddp_runner.training.preloading import preloaded
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import is_complete, take_up
@@ -97,6 +98,9 @@ class DDPTrainer:
         settings = self.settings
         stages = StageClock(self._runtime)
         workload, state = build_workload(settings, self._rank_info, entering=stages.enter)
+        if settings.data.preload:
+            stages.enter(Stage.PRELOAD)
+            workload = preloaded(settings, workload, state, self._runtime, ending=ending)
         on_wait = waiting(self._runtime, is_leaving=self._is_leaving)
         same_data = SameData(settings, workload, self._runtime, on_wait=on_wait)
         ending.callback(same_data.close)

@@ -44,6 +44,7 @@ from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
+from ddp_runner.training.fit_for_preload import refuse_unfit
 from ddp_runner.training.fitting import check_values, check_weights
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
@@ -80,12 +81,13 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskWorkload(Workload):
-    """The same for a Task."""
+    """The same for a Task. ``replaced_data``: what it gave where ``datasets`` are others, if that is still there."""
 
     task: Task
     datasets: Datasets
     norms: SyncedNorms
     layers: LayerPlan
+    replaced_data: tuple[Callable[[], Any], ...] = ()
 
     @property
     def validation_samples(self) -> int:
@@ -148,6 +150,7 @@ def build_workload(
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
     order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
+    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
@@ -378,7 +381,10 @@ def _empty_state(
         side=SideState(
             model,
             task or workload.task,
-            apart=(workload.datasets.train, workload.datasets.validation),
+            apart=(
+                *(workload.datasets.train, workload.datasets.validation),
+                *(given() for given in workload.replaced_data),
+            ),
         ),
         tuning=Tuning(
             micro_batch_size=batch_sizes.micro_batch(settings.data),

@@ -186,6 +186,8 @@ class Simulation:
         self._broken = 0  # the newest generation that a peer has left
         self.step_s = STEP_S
         self.data_s = 0.0  # of every step, for the data of rank 0
+        self.preload_s = 0.0  # of each start of a rank, which stamps the board so often as it says
+        self.preload_stamps = 0
         self.last_save_s = 0.0  # for which all wait for rank 0
         self.alone_save_s = 0.3  # of a rank that saves before the run ends
         self.alone_refusal = None  # why it cannot, and whether that is its own fault
@@ -414,7 +416,13 @@ class Simulation:
         self.stamp(process, Phase.STARTUP)
         loads = bool(request.spec["loads"])
         self.resumed += [request.spec["resume"]] if loads else []
-        self.later(STARTUP_S * self.random.uniform(1, 3), lambda: self._built(process, loads))
+        for number in range(self.preload_stamps):
+            self.later(
+                self.preload_s * number / self.preload_stamps,
+                lambda: self.stamp(process, Phase.STARTUP),
+            )
+        takes_s = self.preload_s + STARTUP_S * self.random.uniform(1, 3)
+        self.later(takes_s, lambda: self._built(process, loads))
 
     def _warm(self, process, device):
         if device in self.spare_fails_on:

@@ -30,6 +30,18 @@ def test_a_rank_that_hangs_over_a_sample_is_reported_with_it(simulate, phase, ce
     assert (fault.cause, fault.phase) == (said, phase.label)
 
 
+@pytest.mark.parametrize(("stamps", "hangs"), [(60, False), (0, True)])
+def test_a_start_may_take_as_long_as_samples_are_read(simulate, stamps, hangs):
+    """It has its full time again with each sample; control: without one it hangs."""
+    run = simulate(startup_timeout_s=5.0, steps=20)
+    run.preload_s, run.preload_stamps = 60.0, stamps
+    run.run_until(lambda: plans(run) or run.world.ranks[0].slot.get(Cell.COMMITTED_STEP) > 5)
+    assert bool(plans(run)) is hangs
+    if hangs:
+        run.preload_s = 0.0
+    assert_done(run)
+
+
 def test_a_rank_hangs_while_another_one_dies(simulate):
     """The dead one does not hide the stopped one: both are replaced."""
     run = simulate()

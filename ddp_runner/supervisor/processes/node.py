@@ -31,7 +31,12 @@ from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare,
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
-from ddp_runner.supervisor.processes.resources import BoardMemory, ProgramMemory, bind_store_port
+from ddp_runner.supervisor.processes.resources import (
+    BoardMemory,
+    ProgramMemory,
+    SharedSamples,
+    bind_store_port,
+)
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.proc_state import StoppedWatch
@@ -60,6 +65,7 @@ class Node:
         self._settings_record = config.to_record(plan.settings)
         self._program = None if plan.loop is None else ProgramMemory(plan.loop)
         self._listening = bind_store_port(plan.settings.ddp.port)
+        self._samples = SharedSamples(is_wanted=plan.settings.data.preload)
         self._memory = BoardMemory(plan.world_size)
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
         log_dir = Path(plan.settings.run.log_dir)
@@ -394,6 +400,7 @@ class Node:
         for slot in self._slots:
             slot.release()
         self._memory.close()
+        self._samples.close()
         if self._program is not None:
             self._program.close()
 
@@ -409,6 +416,7 @@ class Node:
             "store_host": "127.0.0.1",
             "store_port": self.store_port,
             "detect_anomaly": plan.settings.run.detect_anomaly,
+            "preload": self._samples.record,
             **({} if self._program is None else {"program": self._program.record}),
         }
 

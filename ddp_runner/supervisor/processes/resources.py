@@ -66,6 +66,23 @@ class BoardMemory:
         os.close(self.descriptor)
 
 
+class SharedSamples:
+    """Where ranks put the samples that they share. ``record``: its files, for training and validation.
+
+    They have no name, and are this process's: no rank's end takes them along.
+    """
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        names = ("training_samples", "validation_samples") if is_wanted else ()
+        self._descriptors = [os.memfd_create(name) for name in names]
+        self.record = [f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors]
+
+    def close(self) -> None:
+        """No rank comes any more."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
 class ProgramMemory:
     """What the user's program held at launch, for ranks that come later. ``record``: what they are sent."""
 

@@ -7,7 +7,7 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.hang_detection import HangVerdict
 from ddp_runner.core.lifecycle import Membership, RankState
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.recovery.progress_watch import ProgressWatch
@@ -48,7 +48,7 @@ class HangFinder:
         for handle in self._world.present:
             if handle.membership is Membership.REPLACING:
                 continue
-            started_by_s = handle.spawned_at_s + self._settings.startup_timeout_s
+            started_by_s = _starts_since_s(handle) + self._settings.startup_timeout_s
             formed_by_s = self._facts.formed_at_s + self._settings.form_timeout_s
             if handle.state is RankState.STARTING and now_s > started_by_s:
                 return [self.hung(handle, "still starting")]
@@ -153,7 +153,8 @@ class HangFinder:
     def hung(self, handle: RankHandle, what: str) -> Fault:
         """That a rank hangs, as it stands on the board."""
         reading, sample = handle.slot.read(), handle.slot.get(Cell.SAMPLE)
-        if sample and reading.phase in (Phase.DATA, Phase.EVALUATE):
+        preloads = handle.slot.get(Cell.STAGE) == Stage.PRELOAD
+        if sample and (preloads or reading.phase in (Phase.DATA, Phase.EVALUATE)):
             what += f", loading {'validation ' if sample < 0 else ''}sample {abs(sample) - 1}"
         return Fault(
             kind=FaultKind.RANK_HUNG,
@@ -164,3 +165,10 @@ class HangFinder:
             at_ns=self._clock.monotonic_ns(),
             origin=Origin.OUTSIDE if self._world.is_stopped(handle) else Origin.OWN,
         )
+
+
+def _starts_since_s(handle: RankHandle) -> float:
+    """Since when a rank starts, or has got on with reading samples, however many there are."""
+    reading = handle.slot.read()
+    stamped_s = reading.phase_since_ns / 1e9 if reading.phase is Phase.STARTUP else 0.0
+    return max(handle.spawned_at_s, stamped_s)

@@ -24,6 +24,7 @@ from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.loaders import make_loader
+from ddp_runner.training.preloading import preloaded
 from ddp_runner.training.resume import load_start
 from ddp_runner.training.runtime import LocalRuntime, RankInfo
 from ddp_runner.training.step import StepRules, own_share
@@ -77,10 +78,12 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
     runtime = Aside(rank_info, logger)
     compiler = Compiler(settings.run, state.model, slot=runtime.slot)
     compiler.turn(on=state.tuning.may_compile)
-    loader = make_loader(
-        settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
-    )
-    with contextlib.closing(loader):
+    with contextlib.ExitStack() as ending:
+        workload = preloaded(settings, workload, state, runtime, ending=ending)
+        loader = make_loader(
+            settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
+        )
+        ending.callback(loader.close)
         loader.assign(
             rank=rank, world_size=world_size, micro_batch_size=state.tuning.micro_batch_size
         )

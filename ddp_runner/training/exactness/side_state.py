@@ -111,7 +111,7 @@ class SideState:
         self._model = model
         self._task = task
         self._root_name = root_name
-        self._apart = frozenset(id(one) for one in apart if one is not None)
+        self._apart = {id(one) for one in apart if one is not None}  # all of them alive
         self._own: frozenset[int] = frozenset()  # ids of what is the model's own state
         self._followed: dict[str, Kept] = {}
         self._blind: set[str] = set()  # written without torch's counting it
@@ -127,6 +127,10 @@ class SideState:
         self._step = 0
         self._owners = self._walk()
         self._take_picture()
+
+    def no_longer_apart(self, identity: int) -> None:
+        """The object of this id, one of those apart, is no more; another one may get its id."""
+        self._apart.discard(identity)
 
     def hold(self) -> dict[str, Kept]:
         """A copy of everything, in host memory where it lies on a device."""
