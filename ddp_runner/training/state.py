@@ -20,7 +20,7 @@ from ddp_runner.training.components.improvement_watch import ImprovementWatch
 from ddp_runner.training.components.layout import lay_out_moments
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
-from ddp_runner.training.components.optimizer import take_in
+from ddp_runner.training.components.optimizer import take_in, update_only
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
@@ -218,7 +218,23 @@ class TrainState:
         flags = state.get("requires_grad", {})
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(bool(flags.get(name, self._made_with[name])))
-        self.train_unfrozen()
+        names = state.get("optimizer_names")
+        self.update_captured(names if isinstance(names, list) else [])
+
+    # INVARIANT updated-as-captured: after a state was taken over, the optimizer has those parameters that it
+    # had when that was captured: also where the state is of before others were unfrozen.
+    # Broken if: only those are taken in that require a gradient, and none is ever taken out.
+    # Guarded by: test_a_state_of_before_an_unfreezing_can_be_gone_back_to.
+    def update_captured(self, names: list[str]) -> None:
+        """Have the optimizer update what it was made for, what requires a gradient, and ``names``."""
+        own = dict(self.named_parameters())
+        named = read_as(dict.fromkeys(map(str, names)), own)
+        wanted = [
+            one
+            for name, one in own.items()
+            if one.requires_grad or self._made_with[name] or name in named
+        ]
+        update_only(self.optimizer, self.model, wanted)
 
     def train_unfrozen(self) -> None:
         """Have the optimizer update what requires a gradient by now and did not when it was made."""

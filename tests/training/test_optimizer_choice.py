@@ -21,7 +21,14 @@ from ddp_runner.training.step import Votes
 from tests.collective.joining import join
 from tests.processes import hosted_store, run_ranks
 
-from .building import bits_of, build_replica, build_state, build_stepper, micro_batches
+from .building import (
+    bits_of,
+    build_model,
+    build_replica,
+    build_state,
+    build_stepper,
+    micro_batches,
+)
 
 CPU = torch.device("cpu")
 COMMON = {"learning_rate": 0.02, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.95}
@@ -158,6 +165,56 @@ def test_a_state_of_each_optimizer_goes_on_from_its_file(kind, tmp_path):
     assert len(moments) >= len(list(source.model.parameters())), "all of them are compared"
     steady = {id(tensor) for tensor in source.steady_tensors()}
     assert all(id(source.replicated()[name]) in steady for name in moments)
+
+
+def partly_frozen(kind):
+    """Matrices of two layers are trained, and no vector is: groups of parameters come later."""
+    torch.manual_seed(3)
+    built = build_model()
+    for name, one in built.named_parameters():
+        one.requires_grad_(name in ("3.weight", "5.weight"))
+    return build_state(optim=made(optimizer=kind), model=built)
+
+
+def unfreeze(state, *names):
+    for name, one in state.named_parameters():
+        one.requires_grad_(one.requires_grad or not names or name in names)
+    state.train_unfrozen()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_before_an_unfreezing_can_be_gone_back_to(kind):
+    """The optimizer has what it had then, and the steps from there on have the same bits again."""
+    state = partly_frozen(kind)
+    more(state, 0)
+    before = copy.deepcopy(state.capture())
+    at_first = bits_of(state)
+    ends = []
+    for _ in range(2):
+        for number, names in enumerate((("0.weight", "0.bias"), ())):
+            unfreeze(state, *names)
+            more(state, number + 1)
+        bits = bits_of(state)
+        ends.append({**bits, "optimizer": bits["optimizer"]["state"]})
+        assert misfit(before, state) == ""
+        state.restore(copy.deepcopy(before))
+        assert bits_of(state) == at_first
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_trained_and_is_frozen_again_keeps_its_moments(kind):
+    """Also in a process that has never trained it."""
+    source, other = partly_frozen(kind), partly_frozen(kind)
+    unfreeze(source)
+    more(source, 0)
+    source.model[0].requires_grad_(False)
+    other.restore(copy.deepcopy(source.capture()))
+    assert bits_of(other) == bits_of(source)
+    for state in (source, other):
+        unfreeze(state)
+        more(state, 1)
+    assert bits_of(other) == bits_of(source)
 
 
 def test_a_moment_of_another_shape_is_a_misfit():

@@ -162,23 +162,43 @@ def _kept_numbers(
 def take_in(optimizer: torch.optim.Optimizer | SeveralOptimizers, model: nn.Module) -> None:
     """Have ``optimizer``, of :func:`build_optimizer`, update what requires a gradient since then too.
 
-    The parameters stand in the model's order again, whichever came when. None is taken out: one
-    that is frozen has no gradient, and is not updated.
+    None is taken out: one that is frozen has no gradient, and is not updated.
+    """
+    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    update_only(
+        optimizer, model, [p for p in model.parameters() if p.requires_grad or id(p) in known]
+    )
+
+
+def update_only(
+    optimizer: torch.optim.Optimizer | SeveralOptimizers,
+    model: nn.Module,
+    wanted: list[nn.Parameter],
+) -> None:
+    """Have ``optimizer``, of :func:`build_optimizer`, update ``wanted`` and nothing else.
+
+    These must be in the model's order, and are so in the optimizer then, whichever came when. What it has
+    learnt of others is forgotten, and so are their gradients.
     """
     known = {id(one): one for group in optimizer.param_groups for one in group["params"]}
-    wanted = [one for one in model.parameters() if one.requires_grad or id(one) in known]
-    if len(wanted) == len(known):
+    kept = {id(one) for one in wanted}
+    if kept == known.keys():
         return
+    parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+    for gone in known.keys() - kept:
+        known[gone].grad = None
+        for one in parts:
+            one.state.pop(known[gone], None)
     if isinstance(optimizer, SeveralOptimizers):
         matrices = _muon_parameters(model)
         by_muon, by_the_other = optimizer.parts
-        _take_in(by_muon, [one for one in wanted if id(one) in matrices])
-        _take_in(by_the_other, [one for one in wanted if id(one) not in matrices])
+        _update_only(by_muon, [one for one in wanted if id(one) in matrices])
+        _update_only(by_the_other, [one for one in wanted if id(one) not in matrices])
     else:
-        _take_in(optimizer, wanted)
+        _update_only(optimizer, wanted)
 
 
-def _take_in(optimizer: torch.optim.Optimizer, wanted: list[nn.Parameter]) -> None:
+def _update_only(optimizer: torch.optim.Optimizer, wanted: list[nn.Parameter]) -> None:
     for is_matrix in (True, False):
         members = [one for one in wanted if (one.ndim >= 2) is is_matrix]
         groups = [
@@ -192,6 +212,8 @@ def _take_in(optimizer: torch.optim.Optimizer, wanted: list[nn.Parameter]) -> No
             options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
             decay = 0.0 if not is_matrix else optimizer.defaults["weight_decay"]
             optimizer.add_param_group({**options, "params": members, "weight_decay": decay})
+        if groups and not members and len(optimizer.param_groups) > 1:  # one that came later
+            optimizer.param_groups[:] = [g for g in optimizer.param_groups if g is not groups[0]]
 
 
 def _can_fuse(parameters: list[nn.Parameter], *, device: torch.device) -> bool:

@@ -202,6 +202,9 @@ class KeptState(TrainState):
     def train_unfrozen(self) -> None:
         """Which parameters are updated is the loop's own matter."""
 
+    def update_captured(self, names: list[str]) -> None:
+        """As of :meth:`train_unfrozen`."""
+
     def drop_unfinished_step(self) -> None:
         """As of any state, and the groups' options are put back; so is what functions have changed.
 
