@@ -88,7 +88,93 @@ TYPED = [
     ("save_total_limit", "2", "checkpoint.keep_last", 2),
     ("eval_interval", "20", "log.evaluate_every_steps", 20),
     ("eval_batches", "5", "log.evaluate_batches", 5),
+    ("save_steps", "50", "checkpoint.save_every_steps", 50),
+    ("valid_interval_steps", "20", "log.evaluate_every_steps", 20),
+    *(
+        (name, "true", "optim.precision", "auto")
+        for name in ("use_mixed_precision", "enable_mixed_precision")
+    ),
+    *(
+        (name, text, "run.compile", text == "true")
+        for name in ("compile", "torch_compile", "use_torch_compile")
+        for text in ("true", "false")
+    ),
+    *(
+        (name, text, "memory.activation_checkpointing", "all" if text == "true" else "off")
+        for name in (
+            *("use_gradient_checkpointing", "gradient_checkpointing"),
+            "enable_gradient_checkpointing",
+        )
+        for text in ("true", "false")
+    ),
+    ("gradient_accumulation_steps", "4", "data.accumulation", 4),
+    ("accumulate_grad_batches", "4", "data.accumulation", 4),
+    ("max_iters", "700", "run.max_steps", 700),
+    ("grad_clip", "0.5", "optim.max_grad_norm", 0.5),
+    ("lr_scheduler", "linear", "optim.schedule", "linear"),
+    ("per_device_train_batch_size", "4", "data.batch_size", 4),
+    *(
+        (name, "16", "data.evaluation_batch_size", 16)
+        for name in ("test_batch_size", "eval_batch_size", "per_device_eval_batch_size")
+    ),
+    ("sync_bn", "true", "ddp.sync_batchnorm", True),
+    ("early_stopping_patience", "3", "run.early_stopping_patience", 3),
+    ("num_processes", "2", "run.nproc_per_node", 2),
+    ("preload_data_to_ram", "true", "data.preload", True),
 ]
+PEOPLE_TYPE = [
+    "mixed_precision",
+    "use_mixed_precision",
+    "enable_mixed_precision",
+    "dtype",
+    "fp16",
+    "bf16",
+    "gradient_accumulation_steps",
+    "accumulate_grad_batches",
+    "use_torch_compile",
+    "torch_compile",
+    "compile",
+    "use_gradient_checkpointing",
+    "gradient_checkpointing",
+    "enable_gradient_checkpointing",
+    "max_iters",
+    "grad_clip",
+    "max_norm",
+    "warmup_iters",
+    "lr_scheduler",
+    "lr_scheduler_type",
+    "lr_decay_iters",
+    "decay_lr",
+    "data_workers",
+    "train_batch_size",
+    "per_device_train_batch_size",
+    "test_batch_size",
+    "eval_batch_size",
+    "per_device_eval_batch_size",
+    "save_steps",
+    "save_interval_steps",
+    "eval_interval",
+    "valid_interval_steps",
+    "eval_batches",
+    "save_total_limit",
+    "out_dir",
+    "pretrained_path",
+    "device_ids",
+    "sync_bn",
+    "early_stopping_patience",
+    "experiment_name",
+    "timeout",
+    "num_processes",
+    "preload_data_to_ram",
+]
+
+
+def test_each_name_people_type_is_tried_everywhere():
+    """Below; the others are always done, or mean nothing here and are answered."""
+    assert set(PEOPLE_TYPE) <= {name for name, *_ in TYPED}
+    done = {"persistent_workers", "drop_last", "broadcast_buffers", "headless"}
+    assert {*done, "enable_gpu_monitoring"} <= ALWAYS.keys()
+    assert {"eval_steps", "training_mode"} <= ANSWERS.keys()
 
 
 @pytest.mark.parametrize(("name", "text", "key", "value"), TYPED)

@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
         refuse_without_supervisor(plan.settings, world_size=rank.world_size)
         outside = _rank_module()
-        return int(outside.main(plan.settings, rank, plan.devices[0], cores=core_count()))
+        return int(outside.main(plan, rank, cores=core_count()))
     ignored = what_is_ignored(os.environ)
     if ignored:
         plan = replace(plan, notes=(ignored, *plan.notes))

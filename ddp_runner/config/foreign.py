@@ -95,6 +95,7 @@ ALWAYS: Mapping[str, str] = {
     "drop_last": "each step has the whole global batch, so that its meaning never changes",
     "broadcast_buffers": "buffers are made the same on all ranks, so that any rank can be replaced",
     "headless": "every run is headless, and needs no terminal",
+    "enable_gpu_monitoring": "memory of each device is watched, so that a run does not end for lack of it",
 }
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
 _ONE_MACHINE = "a run is on one machine: leave it out"
@@ -148,7 +149,6 @@ ANSWERS: Mapping[str, str] = {
             "report_to",
             "enable_progress_bar",
             "logger",
-            "enable_gpu_monitoring",
         ),
         "there is no such switch: leave it out",
     ),

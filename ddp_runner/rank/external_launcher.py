@@ -13,9 +13,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -25,6 +27,7 @@ from ddp_runner.collective.device import visible_gpu
 from ddp_runner.collective.group import holds_communicators
 from ddp_runner.collective.tcp_store import StoreLink
 from ddp_runner.config.relations import check_relations
+from ddp_runner.config.unread import unread_warning
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import (
     EXIT_CODE_OF_STATUS,
@@ -34,7 +37,7 @@ from ddp_runner.core.exits import (
     StopReason,
 )
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
-from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
     Faulted,
     Formed,
@@ -78,13 +81,17 @@ _SAVE_SIGNAL = signal.SIGUSR2
 
 _PROGRESS_EVERY_S = 5.0  # a rank that is killed loses at most so much of the account of its time
 _PREDECESSOR_ENDS_S = 5.0  # the ranks that this one replaces, with their loader workers
+NO_ORIGINS: Mapping[str, str] = MappingProxyType({})  # nobody has chosen a setting
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of this very job
 
 
 class OutsideRuntime(LocalRuntime):
     """One generation per restart of the launcher; signals ask for a stop or a save after the step."""
 
-    def __init__(self, *, rank_info: RankInfo, settings: Settings) -> None:
+    def __init__(
+        self, *, rank_info: RankInfo, settings: Settings, origins: Mapping[str, str] = NO_ORIGINS
+    ) -> None:
+        """``origins``: where each setting came from, by dotted key."""
         log_dir = Path(settings.run.log_dir)
         super().__init__(rank_info=rank_info, log_dir=log_dir, debug=settings.run.debug)
         # The others wait there while rank 0 makes its last save, at last elsewhere.
@@ -101,6 +108,7 @@ class OutsideRuntime(LocalRuntime):
         self._began_ns, self._formed_ns, self._progress_at_ns = time.monotonic_ns(), 0, 0
         self._clock = _boot()
         self._notes = check_relations(settings)  # nobody else shows them here
+        self._settings, self._origins = settings, origins
         self._stop: StopReason | None = None
         limit = time_limit(
             max_time_s=settings.run.max_time,
@@ -124,7 +132,9 @@ class OutsideRuntime(LocalRuntime):
         """The one generation of this restart; rank 0 prints what there is to say before."""
         ready = replace(ready, notes=(*self._notes, *ready.notes))
         if self.rank_info.rank == 0:
-            print(*ready.block, *ready.notes, sep="\n", flush=True)
+            found = unread_warning(self._settings, self._origins, is_given_all=ready.is_given_all)
+            warnings = (f"warning: {line}" for line in found)
+            print(*ready.block, *ready.notes, *warnings, sep="\n", flush=True)
         return super().next_generation(ready)
 
     def store_link(self) -> StoreLink:
@@ -222,7 +232,12 @@ class OutsideRuntime(LocalRuntime):
 
 
 def begin(
-    settings: Settings, rank: PlainRank, *, is_on_gpu: bool, cores: int
+    settings: Settings,
+    rank: PlainRank,
+    *,
+    is_on_gpu: bool,
+    cores: int,
+    origins: Mapping[str, str] = NO_ORIGINS,
 ) -> tuple[Settings, OutsideRuntime]:
     """Become the rank that this process was started as; with what it resumes. ``cores``: of the machine.
 
@@ -235,7 +250,7 @@ def begin(
     if rank_info.rank == 0:  # who saves; held to the end of the process
         directories.claim(patience_s=_PREDECESSOR_ENDS_S)
     _share_cores(settings, rank_info, cores=cores)
-    runtime = OutsideRuntime(rank_info=rank_info, settings=settings)
+    runtime = OutsideRuntime(rank_info=rank_info, settings=settings, origins=origins)
     if rank_info.rank == 0:
         runtime.directories = directories
     install_root_handler(runtime.logger)
@@ -243,10 +258,12 @@ def begin(
     return replace(settings, run=replace(settings.run, resume=resume)), runtime
 
 
-def main(settings: Settings, rank: PlainRank, device: DevicePlan, *, cores: int) -> int:
+def main(plan: LaunchPlan, rank: PlainRank, *, cores: int) -> int:
     """Run the rank that this process was started as; returns its exit code. ``cores``: of the machine."""
-    is_on_gpu = device.visible_index is not None
-    settings, runtime = begin(settings, rank, is_on_gpu=is_on_gpu, cores=cores)
+    is_on_gpu = plan.devices[0].visible_index is not None
+    settings, runtime = begin(
+        plan.settings, rank, is_on_gpu=is_on_gpu, cores=cores, origins=plan.origins
+    )
     try:
         report = DDPTrainer(config=settings, runtime=runtime).train()
     except BadInputError:

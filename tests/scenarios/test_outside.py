@@ -70,13 +70,15 @@ def check_one_run(run, *, wall_s):
 def test_torchrun_restarts_a_killed_rank_and_no_bit_differs(fault_free, tmp_path):
     """The peers end with an exit code that makes torchrun restart all; they resume from the files."""
     began_s = time.monotonic()
-    with Run(tmp_path, *SETTINGS, *SLOWLY, command=TORCHRUN) as run:
+    unread = "model.vocab_size=300"
+    with Run(tmp_path, *SETTINGS, *SLOWLY, unread, command=TORCHRUN) as run:
         run.wait_for_step(22)
         run.wait_for_checkpoint(20)
         pids = {rank_process(run, rank).pid for rank in (0, 1)}
         run.signal(signal.SIGKILL, rank_process(run, 1).pid)
         assert run.wait(TWO_STARTS_S) == 0, run.console
     assert run.digest == fault_free(2).digest
+    assert "PacedTask does not read model.vocab_size: it has no effect" in run.console
     summary = run.summary()
     assert (summary["exact"], summary["steps"], summary["exit_code"]) == (True, STEPS, 0)
     check_one_run(run, wall_s=time.monotonic() - began_s)
