@@ -52,7 +52,8 @@ class Manifest:
     is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
     that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
-    have seen of their data.
+    have seen of their data. ``start_sha256`` is that of the weights which the file leaves out, because
+    its run has begun with them; empty where it has all.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Manifest:
     recipe: Mapping[str, JsonValue] = field(default_factory=dict)
     changes: Sequence[str] = ()
     data: Mapping[str, JsonValue] = field(default_factory=dict)
+    start_sha256: str = ""
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -123,9 +125,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "recipe": (dict,),
     "changes": (list,),
     "data": (dict,),
+    "start_sha256": (str,),
 }
 # Fields that older files of this format lack.
-_SINCE: dict[str, object] = {"pace": {}, "order": 1, "recipe": {}, "changes": [], "data": {}}
+_SINCE: dict[str, object] = {
+    "pace": {},
+    "order": 1,
+    "recipe": {},
+    "changes": [],
+    "data": {},
+    "start_sha256": "",
+}
 _NUMBER_MAX = 2**63  # JSON has no limit; what shows or compares numbers has
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
 

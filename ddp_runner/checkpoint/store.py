@@ -23,6 +23,7 @@ import torch
 from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry, sha256_of
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.left_out import start_sha256
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
@@ -144,6 +145,7 @@ class CheckpointStore:
             recipe=dict(recipe),
             changes=tuple(changes),
             data=dict(data),
+            start_sha256=start_sha256(state),
         )
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")

@@ -7,6 +7,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ddp_runner.checkpoint.catalog import (
     checkpoints_at,
     reason_of,
 )
+from ddp_runner.checkpoint.left_out import left_out, start_record
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.run_files import open_given, open_to_read
@@ -38,6 +40,14 @@ _CODE = frozenset({"GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4"})
 
 class UnreadableError(Exception):
     """torch.load refused a file; the text says why in a line of our own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """The state dict of a file. ``start``: of what it leaves out (``left_out.start_record``); empty where it is whole."""
+
+    weights: Mapping[str, Any]
+    start: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Content(Enum):
@@ -108,7 +118,20 @@ def _holds_objects(begin: bytes) -> bool:
 def load_weights(
     path: Path, *, average: bool = False, map_location: str | torch.device = "cpu"
 ) -> dict[str, Any]:
-    """The model's state dict in a file, under the names that stand there, for ``--init-from``.
+    """The model's state dict in a file, whole: as :func:`read_weights`, which says what files it takes.
+
+    Raises BadInputError (``--init-from``) for what leaves out weights too.
+    """
+    found = read_weights(path, average=average, map_location=map_location)
+    if found.start:
+        raise BadInputError(_OPTION, path, "leaves out what its run has begun with; take final.pt")
+    return dict(found.weights)
+
+
+def read_weights(
+    path: Path, *, average: bool = False, map_location: str | torch.device = "cpu"
+) -> StoredWeights:
+    """The model's weights in a file, under the names that stand there, for ``--init-from``.
 
     ``average``: with the moving average that a checkpoint of ours has, in the place of the weights. Takes a checkpoint of ours, a pointer to one (``last``, ``best``), a folder of them (the newest
     that is whole), a plain state dict, or a dict that holds one as ``model``, ``state_dict`` or
@@ -118,7 +141,7 @@ def load_weights(
         entries = checkpoints_at(path)
         if not entries:
             opened = open_given(path.expanduser())
-            return _state_dict_in(opened, average=average, map_location=map_location)
+            return _weights_in(opened, average=average, map_location=map_location)
     except (NoCheckpointError, UnreadableError, OSError) as error:
         raise BadInputError(_OPTION, path, f"{reason_of(error)}; {_EXPECTED}") from error
     wrong = []
@@ -127,7 +150,7 @@ def load_weights(
             damage = Catalog(entry.path.parent).verify(entry)
             if damage is None:
                 opened = open_to_read(entry.path)
-                return _state_dict_in(opened, average=average, map_location=map_location)
+                return _weights_in(opened, average=average, map_location=map_location)
         except (UnreadableError, OSError) as error:
             damage = reason_of(error)
         wrong.append(f"{entry.path.name} {damage}" if entry.path != path else damage)
@@ -135,19 +158,21 @@ def load_weights(
     raise BadInputError(_OPTION, path, f"{shown}; {_EXPECTED}")
 
 
-def _state_dict_in(
+def _weights_in(
     descriptor: int, *, average: bool, map_location: str | torch.device
-) -> dict[str, Any]:
+) -> StoredWeights:
     content = _load(descriptor, map_location=map_location, content=Content.READ)
+    is_partial = isinstance(content, Mapping) and bool(left_out(content))
+    start = start_record(content) if is_partial else {}
     if average:
-        return _averaged(content)
+        return StoredWeights(weights=_averaged(content), start=start)
     for key in _WEIGHT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
             break
     if not _is_state_dict(content):
         raise UnreadableError("holds no state dict")
-    return dict(content)
+    return StoredWeights(weights=dict(content), start=start)
 
 
 def _averaged(content: object) -> dict[str, Any]:

@@ -54,8 +54,8 @@ class RunSettings:
     of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
     fresh; all old checkpoints are moved to a backup folder."""
     init_from: str = ""
-    """A file with the weights to start from, on the very first start of the run only. PATH:ema: the
-    average that a checkpoint has."""
+    """A file with the weights to start from, on the very first start of the run only, and at each resume
+    for what checkpoint.only_trained leaves out. PATH:ema: the average that a checkpoint has."""
     log_dir: str = "logs/bytes"
     """The folder for logs, metrics, status.json and summary.json."""
     checkpoint_dir: str = "checkpoints/bytes"
@@ -312,6 +312,9 @@ class CheckpointSettings:
     """How many of the newest checkpoints are kept; the best one is kept beside them."""
     keep_every: NonNegative = 0
     """Steps between checkpoints that are kept for good, and saved for that. 0: none is."""
+    only_trained: bool = False
+    """Leave weights out of checkpoints that stay as the run has begun with them, as frozen ones beside
+    adapters do. A resume then needs that begin again: the same init_from."""
     rescue_dir: str = ""
     """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log
     folder."""

@@ -28,7 +28,8 @@ class StartFacts:
     ``threads`` of a rank on the CPU. ``trained`` of its ``parameters`` are updated. ``samples``,
     ``global_batch`` (of a step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
     of data that the run loads itself. ``checkpoint_bytes``: about one file, for all of which there are
-    ``room_bytes``. ``is_task``: precision, optimizer and ``schedule`` (in words) are the settings'; else a program's own.
+    ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
+    ``schedule`` (in words) are the settings'; else a program's own.
     """
 
     ranks: int
@@ -49,6 +50,7 @@ class StartFacts:
     room_bytes: int | None
     is_task: bool
     schedule: str
+    left_out: int = 0
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
@@ -143,16 +145,46 @@ def _training(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, list
         words += f", gradient values at most {optim.max_grad_value:g}"
     yield "optimizer", [words]
     yield "schedule", [facts.schedule]
+    if layers := list(_layers(optim)):
+        yield "layers", layers
     if settings.run.compile:
         yield "compiled", [f"mode {settings.run.compile_mode}; evaluations run uncompiled"]
     kept = settings.memory.activation_checkpointing
     if kept != "off":
         what = "all blocks" if kept == "all" else ", ".join(kept)
         yield "recomputed", [f"activations of {what}, in backward"]
+    if summed := list(_summed(settings)):
+        yield "over ranks", summed
     if optim.ema_decay is not None:
         yield "average", [_average(optim)]
     if watched := list(_watched(settings)):
         yield "loss watch", watched
+
+
+def _layers(optim: OptimSettings) -> Iterator[str]:
+    """Which are trained, where that is not as the task has made them."""
+    if optim.train_layers != "full":
+        yield f"trained from the begin: {', '.join(_words(optim.train_layers))}"
+    for word in _words(optim.unfreeze):
+        what, _, when = word.rpartition("@")
+        number = float(when)
+        at = f"{number:g} of the run" if number < 1 else f"step {fmt.count(int(number))}"
+        yield f"{what} from {at} on"
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _summed(settings: Settings) -> Iterator[str]:
+    """What of DDP is not as it usually is."""
+    ddp = settings.ddp
+    if ddp.sync_batchnorm:
+        yield "batch norm takes the batches of all ranks (sync_batchnorm)"
+    if ddp.gradient_dtype != "auto":
+        yield f"gradients are summed in {ddp.gradient_dtype}"
+    if ddp.static_graph:
+        yield "every step uses the same parameters (static_graph)"
 
 
 def _watched(settings: Settings) -> Iterator[str]:
@@ -196,6 +228,9 @@ def _checkpoints(settings: Settings, facts: StartFacts) -> Iterator[tuple[str, l
         count = facts.total_steps // every - max(0, facts.committed_step) // every
         steps = "1 step" if every == 1 else f"{fmt.count(every)} steps"
         lines.append(f"and one every {steps} for good, {fmt.count(count)} more of these")
+    if facts.left_out:
+        frozen = fmt.count(facts.left_out)
+        lines.append(f"without {frozen} frozen parameters: a resume needs the same begin again")
     yield "checkpoints", lines
 
 

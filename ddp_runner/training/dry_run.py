@@ -41,6 +41,7 @@ from ddp_runner.training.loaders import make_loader
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.train_report import block_of, start_notes
+from ddp_runner.training.whole_state import note_begin
 from ddp_runner.training.workload import TaskWorkload, build_workload, start_fresh
 
 
@@ -130,6 +131,7 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
     workload, state = build_workload(settings, info)
     stand_apart(rank=0, world_size=plan.world_size, backend=workload.backend)
     start_fresh(settings, state)
+    note_begin(settings, workload, state)
     asked = settings.data.num_workers
     cores = cores_here(reserved=settings.data.reserved_cores)
     workers = worker_count(asked, local_world_size=plan.world_size, cores=cores)

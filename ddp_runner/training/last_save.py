@@ -20,6 +20,7 @@ from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.format import byte_size
 from ddp_runner.training.components.optimizer import bytes_to_come
+from ddp_runner.training.components.start_weights import without
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -130,11 +131,12 @@ class CheckpointRoom:
 
 def checkpoint_bytes(state: TrainState) -> int:
     """About how large a file with ``state`` is, once a step has been made."""
-    needed_bytes = stored_bytes(state.capture())
+    left_out = state.start.get("hashes", {}) if state.only_trained else {}
+    needed_bytes = stored_bytes(without(state.capture(), left_out))
     if not state.optimizer.state:
         needed_bytes += bytes_to_come(state.optimizer)
     if state.ema is not None and not state.ema.started:
-        needed_bytes += state.ema.bytes_to_come()
+        needed_bytes += state.ema.bytes_to_come(but=left_out)
     return needed_bytes
 
 

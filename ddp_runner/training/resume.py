@@ -23,6 +23,11 @@ from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.whole_state import (
+    completed_from_begin,
+    completed_in_run,
+    note_begin,
+)
 from ddp_runner.training.workload import Workload, nothing_left, start_fresh
 
 
@@ -41,7 +46,8 @@ def load_start(
     )
     if loaded is not None:
         _refuse_other_resume_key(settings, workload, loaded)
-        _restore(settings, state, loaded.state, where=str(loaded.path))
+        saved = completed_from_begin(settings, workload, state, loaded)
+        _restore(settings, state, saved, where=str(loaded.path))
         _refuse_earlier_end(settings, workload, state, where=str(loaded.path))
         state.begun_step = state.committed_step
         state.is_rehearsed = False  # by another launch
@@ -55,6 +61,7 @@ def load_start(
             f"there is no checkpoint in {store.directory}; --resume auto starts at step 0 then",
         )
     start_fresh(settings, state)
+    note_begin(settings, workload, state)
     return None
 
 
@@ -136,7 +143,7 @@ def restore_newest(
         if loaded is None and named is not None:
             loaded = store.load(str(named))
         if loaded is not None:
-            state.restore(loaded.state)
+            state.restore(completed_in_run(settings, workload, state, store, loaded))
             state.begun_step = state.committed_step
             note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
         elif state.begun_step == 0:

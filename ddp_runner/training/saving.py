@@ -291,7 +291,7 @@ class Saving:
 
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
-        state, steady = self.captured(), self._state.steady_tensors()
+        state, steady = self._content(), self._state.steady_tensors()
         write = self.writer(reason, self._store)
         if self._has_room_for(state):
             try:
@@ -319,7 +319,7 @@ class Saving:
 
     def _reserve(self) -> None:
         """After the first step, when the optimizer has its state: have the first save wait for no memory."""
-        sizes_bytes = storage_sizes(self.captured())
+        sizes_bytes = storage_sizes(self._content())
         if self._fits(sum(sizes_bytes)):
             self._saver.memory.reserve(sizes_bytes)
 
@@ -331,8 +331,12 @@ class Saving:
         self._said_waiting = True
 
     def captured(self) -> dict[str, Any]:
-        """The state as a checkpoint has it; references, not copies."""
+        """The whole state as a file has it; references, not copies."""
         return {**self._state.capture(), "versions": versions()}
+
+    def _content(self) -> dict[str, Any]:
+        """The same, without what the settings leave out of checkpoints."""
+        return {**self._state.capture_for_file(), "versions": versions()}
 
     def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
@@ -357,7 +361,7 @@ class Saving:
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         began_ns = self._enter()
         try:
-            return self.writer(reason, store)(self.captured())
+            return self.writer(reason, store)(self._content())
         finally:
             self._leave(began_ns)
 

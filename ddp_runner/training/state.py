@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_runner.checkpoint.entry_names import bare_name, bare_state, load_bare_state, read_as
+from ddp_runner.checkpoint.left_out import START, start_record
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
@@ -22,6 +23,12 @@ from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import take_in, update_only
 from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.start_weights import (
+    frozen_entries,
+    record_of,
+    unchanged,
+    without,
+)
 from ddp_runner.training.components.tuning import Tuning
 from ddp_runner.training.exactness.side_state import SideState
 
@@ -50,7 +57,9 @@ class TrainState:
         stream: StreamPosition | None = None,
         side: SideState | None = None,
         improvement: ImprovementWatch | None = None,
+        only_trained: bool = False,
     ) -> None:
+        """``only_trained``: files have no weights that stay as the run has begun with them."""
         self.model = model
         self.optimizer = optimizer
         self.precision = precision
@@ -81,6 +90,9 @@ class TrainState:
         self.side = side or SideState(model)
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
         self.lost: list[str] = []  # of the model's own, what could not be put back
+        self.only_trained = only_trained
+        self.start: dict[str, Any] = {}  # of the frozen weights that the run began with, by hash
+        self._start_in_file: dict[str, Any] = {}  # of the newest, where some were written since
         self._made_with = self._flags()
         self._parameters = list(model.parameters())
 
@@ -122,6 +134,8 @@ class TrainState:
             "improvement": self.improvement.state_dict(),
         }
         state.update({key: value for key, value in learnt.items() if value})
+        if self.start:
+            state[START] = self.start
         if self.is_rehearsed:
             state["rehearsed"] = True
         if side := self.side.to_record():
@@ -136,6 +150,25 @@ class TrainState:
         if self.ema is not None:
             state["ema"] = self.ema.state_dict()
         return state
+
+    def note_start(self, *, init_from: str, later: Container[str]) -> None:
+        """The weights are now those that the run begins with; ``later``: what is frozen only at first."""
+        weights = self.weights()
+        frozen = frozen_entries(self.model, weights, but=later)
+        self.start = record_of(frozen, init_from=init_from)
+
+    def capture_for_file(self) -> dict[str, Any]:
+        """As :meth:`capture`, without what is left out of files. Reads all of that, to see that it is unchanged."""
+        captured = self.capture()
+        if not self.only_trained or not self.start:
+            return captured
+        names = unchanged(captured)
+        if len(names) < len(self.start["hashes"]):
+            if self._start_in_file.get("hashes", {}).keys() != set(names):
+                weights = {name: captured["model"][name] for name in names}
+                self._start_in_file = record_of(weights, init_from=self.start["init_from"])
+            captured[START] = self._start_in_file
+        return without(captured, names)
 
     def steady_tensors(self) -> list[Tensor]:
         """What of a captured state only a commit or a restore changes, never forward or backward.
@@ -202,6 +235,7 @@ class TrainState:
         self.buffers.follow(state.get("followed", ()))
         self.buffers.keep()
         self.side.restore(state.get("side", {}))
+        self.start = self.start or dict(start_record(state))
         self.is_rehearsed = bool(state.get("rehearsed", False))
         self.committed_step = int(state["counters"]["committed_step"])
         self.side.keep(self.committed_step)

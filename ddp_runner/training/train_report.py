@@ -130,8 +130,15 @@ def block_of(parts: Built) -> tuple[str, ...]:
         room_bytes=room_bytes,
         is_task=is_task,
         schedule=schedule_words(settings.optim, total_steps=workload.length.total_steps),
+        left_out=_left_out(state),
     )
     return start_block(settings, facts)
+
+
+def _left_out(state: TrainState) -> int:
+    """How many numbers of parameters checkpoints leave out, as far as anybody can say before."""
+    hashes = state.start.get("hashes", {}) if state.only_trained else {}
+    return sum(one.numel() for name, one in state.named_parameters() if name in hashes)
 
 
 def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:

@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
-from ddp_runner.checkpoint.store import CheckpointStore, load_weights
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.checkpoint.weights import read_weights
 from ddp_runner.collective.device import await_free
 from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core import batch_sizes
@@ -41,6 +42,7 @@ from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.rng import seed_all
+from ddp_runner.training.components.start_weights import filled, frozen_entries
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
@@ -71,6 +73,11 @@ class Workload:
     device_free_bytes: int = 0  # before this process took any of it
     notes: tuple[str, ...] = ()
 
+    @property
+    def later_names(self) -> frozenset[str]:
+        """The parameters that are frozen only at first, as far as the settings say."""
+        return frozenset()
+
     def first_state(
         self, settings: Settings, state: TrainState, store: CheckpointStore
     ) -> dict[str, Any]:
@@ -88,6 +95,11 @@ class TaskWorkload(Workload):
     norms: SyncedNorms
     layers: LayerPlan
     replaced_data: tuple[Callable[[], Any], ...] = ()
+
+    @property
+    def later_names(self) -> frozenset[str]:
+        """Those of ``optim.unfreeze``."""
+        return self.layers.later_names()
 
     @property
     def validation_samples(self) -> int:
@@ -189,7 +201,7 @@ def build_workload(
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
-        notes=(*_notes_of(datasets), *layers.notes(model)),
+        notes=(*_notes_of(datasets), *_notes_on_files(settings, model, layers)),
     )
     state = _empty_state(settings, model, device, workload=workload)
     try:
@@ -201,6 +213,15 @@ def build_workload(
 
 def _notes_of(datasets: Datasets) -> tuple[str, ...]:
     return (datasets.notes,) if isinstance(datasets.notes, str) else tuple(datasets.notes)
+
+
+def _notes_on_files(settings: Settings, model: nn.Module, layers: LayerPlan) -> tuple[str, ...]:
+    later = layers.later_names()
+    if not settings.checkpoint.only_trained or frozen_entries(model, model.state_dict(), but=later):
+        return ()
+    return (
+        "checkpoint.only_trained: nothing is frozen for the whole run, and files have all weights",
+    )
 
 
 def _recipe(
@@ -378,6 +399,7 @@ def _empty_state(
             empty_quarantine(settings, validation_samples) if validation_samples else None
         ),
         stream=StreamPosition() if isinstance(order, StreamOrder) else None,
+        only_trained=settings.checkpoint.only_trained,
         side=SideState(
             model,
             task or workload.task,
@@ -403,14 +425,35 @@ def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
 
 def start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that was just built, the one of step 0."""
-    if settings.run.init_from:
-        path, average = config.init_from_path(settings.run.init_from)
-        weights = read_as(load_weights(path, average=average), state.weights())
-        check_weights(weights, state, option="--init-from", value=settings.run.init_from)
-        check_values(weights, state, option="--init-from", value=settings.run.init_from)
-        load_bare_state(state.model, weights)
-        state.buffers.keep()
+    begin_with(settings, state)
     state.committed_step = state.begun_step = 0
+
+
+def begin_with(settings: Settings, state: TrainState) -> None:
+    """Give a model that was just built the weights of ``--init-from``, where that is asked for.
+
+    What a file of a run with ``checkpoint.only_trained`` leaves out is the model's already, or BadInputError
+    is raised.
+    """
+    option, value = "--init-from", settings.run.init_from
+    if not value:
+        return
+    path, average = config.init_from_path(value)
+    found, own = read_weights(path, average=average), state.weights()
+    weights: dict[str, Any] | None = dict(found.weights)
+    if found.start:
+        weights = filled(found.weights, found.start, own)
+    if weights is None:
+        expected = (
+            "leaves out what its run has begun with and never changed (checkpoint.only_trained), which the"
+            " task's build_model() does not give: take that run's final.pt, which is whole"
+        )
+        raise BadInputError(option, value, expected)
+    weights = read_as(weights, own)
+    check_weights(weights, state, option=option, value=value)
+    check_values(weights, state, option=option, value=value)
+    load_bare_state(state.model, weights)
+    state.buffers.keep()
 
 
 def nothing_left(cause: str) -> Fault:

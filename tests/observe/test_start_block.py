@@ -87,6 +87,14 @@ def test_the_block_says_what_runs_row_by_row():
             "length",
             "3,000 steps, 3 epochs of 1,000 / resumed at step 1,200",
         ),
+        (
+            {"left_out": 999_000},
+            "checkpoints",
+            (
+                "about 12.0 MB each, at most 5 at a time, room for 10 / without 999,000 frozen"
+                " parameters: a resume needs the same begin / again"
+            ),
+        ),
         ({"room_bytes": None}, "checkpoints", "about 12.0 MB each, at most 5 at a time"),
         (
             {"room_bytes": 10**18},
@@ -126,6 +134,20 @@ def test_a_row_follows_what_is_there(changes, row, words):
             "loss watch",
             "an explosion: learning rate x 0.5, back over 1,000 steps",
         ),
+        ({"compile": True}, "compiled", "mode default; evaluations run uncompiled"),
+        (
+            {"train_layers": "head, norm.*", "unfreeze": "enc.*@1e3,all@0.25"},
+            "layers",
+            "trained from the begin: head, norm.* / enc.* from step 1,000 on / all from 0.25 of the run",
+        ),
+        (
+            {"sync_batchnorm": True, "gradient_dtype": "bf16", "static_graph": True},
+            "over ranks",
+            (
+                "batch norm takes the batches of all ranks (sync_batchnorm) / gradients are summed in"
+                " bf16 / every step uses the same parameters (static_graph)"
+            ),
+        ),
         (
             {"plateau_patience": 3, "early_stopping_patience": 9},
             "loss watch",
@@ -137,7 +159,7 @@ def test_a_row_follows_the_settings(settings, row, words):
     """What is off is said where it is a choice, and left out where nobody expects it."""
     precision = "bf16" if settings.get("precision") is None else settings["precision"]
     assert words in rows(settings, precision=precision)[row]
-    assert "loss watch" not in rows()
+    assert not {"loss watch", "layers", "over ranks", "compiled", "recomputed"} & rows().keys()
     assert ("average" in rows(settings)) is ("ema_decay" in settings)
 
 

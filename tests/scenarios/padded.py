@@ -97,3 +97,60 @@ class Negative(Padded):
 class Listed(Padded):
     def loss(self, model, batch):
         return [super().loss(model, batch)[0].total]
+
+
+class Block(nn.Module):
+    """Of the statistics of its batch, with dropout; what is padded counts in them as the rest does."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, inputs):
+        found = self.norm(self.linear(inputs).flatten(0, 1)).unflatten(0, inputs.shape[:2])
+        return inputs + self.drop(torch.relu(found))
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.mix = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, words):
+        inputs = self.mix(self.embed(words))
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.out(inputs)
+
+
+class United(Drawn):
+    """Much of what a task can have at once; a step takes ``pace_s`` for each micro-batch."""
+
+    def __init__(self, heavy=3.0, pace_s=0.0):
+        super().__init__(heavy)
+        self.pace_s = pace_s
+
+    def build_model(self):
+        return Stacked()
+
+    def build_datasets(self):
+        train = super().build_datasets()
+        return Datasets(
+            train=train.train,
+            validation=Sentences(30, 2),
+            collate=pad,
+            weights=train.weights,
+            lengths=train.lengths,
+        )
+
+    def layer_groups(self):
+        return {"words": ["embed"], "middle": ["mix"], "top": ["blocks", "out"]}
+
+    def loss(self, model, batch):
+        time.sleep(self.pace_s if model.training else 0.0)
+        return super().loss(model, batch)

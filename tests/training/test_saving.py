@@ -764,7 +764,7 @@ def _cannot_save_alone(_me, _port, folder, is_of_disk):
             )
         raise RuntimeError("an error of its device")
 
-    saving.captured = refuse
+    state.capture = refuse
     saving.save_alone()
     return [(one.step, one.is_its_own) for one in runtime.not_saved]
 

@@ -12,7 +12,7 @@ from ddp_runner.training.components.buffers import persistent_buffers
 from ddp_runner.training.components.layout import laid_out_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -71,9 +71,9 @@ class Ema:
         begun = step - self._start_step
         return begun >= 0 and begun % self._every == 0
 
-    def bytes_to_come(self) -> int:
-        """What the average will take once it has started."""
-        live = self._live_parameters.values()
+    def bytes_to_come(self, *, but: Container[str] = ()) -> int:
+        """What the average, ``but`` for these parameters, will take once it has started."""
+        live = [one for name, one in self._live_parameters.items() if name not in but]
         kept = sum(one.numel() * _average_dtype(one).itemsize for one in live)
         return kept + sum(one.numel() * one.element_size() for one in self._live_buffers().values())
 

@@ -36,8 +36,11 @@ class LayerPlan:
     """``first``: names of the parameters that are trained from the first step on; None: as the task made them."""
 
     first: frozenset[str] | None = None
-    first_words: str = FULL
     later: tuple[_Unfreezing, ...] = ()
+
+    def later_names(self) -> frozenset[str]:
+        """Of the parameters that are trained from a step of the run on."""
+        return frozenset().union(*(one.names for one in self.later))
 
     def begin(self, model: nn.Module) -> None:
         """Freeze what is not trained at first. Before optimizer and DDP see the model."""
@@ -60,13 +63,6 @@ class LayerPlan:
             return ""
         return f"{', '.join(words)} trained from step {step:,} on: {trained_words(model)}"
 
-    def notes(self, model: nn.Module) -> tuple[str, ...]:
-        """What the start of a run says of it; nothing where all is as the task made it."""
-        if self.first is None and not self.later:
-            return ()
-        later = "".join(f", {one.words} from step {one.step:,}" for one in self.later)
-        return (f"layers: {self.first_words}{later}; at first {trained_words(model)}",)
-
 
 def layer_plan(
     model: nn.Module,
@@ -88,7 +84,7 @@ def layer_plan(
         if not first:
             raise BadInputError(TRAIN, settings.train_layers, "names nothing: full trains all")
     later = tuple(_unfreezings(settings.unfreeze, names, groups, total_steps=total_steps))
-    return LayerPlan(first=first, first_words=settings.train_layers, later=later)
+    return LayerPlan(first=first, later=later)
 
 
 def _unfreezings(

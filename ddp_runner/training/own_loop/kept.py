@@ -142,6 +142,7 @@ class KeptState(TrainState):
             loss_spikes=LossSpikes.watched_as(settings, total_steps=0),
             quarantine=empty_quarantine(settings, dataset_size),
             side=side,
+            only_trained=settings.checkpoint.only_trained,
             tuning=Tuning(
                 micro_batch_size=settings.data.batch_size,
                 evaluation_batch_size=settings.data.batch_size,
