@@ -13,6 +13,7 @@ import time
 import uuid
 from pathlib import Path
 
+from ddp_runner.core import events
 from tests import processes, ready
 from tests.scenarios.leftovers import (
     listening_inodes,
@@ -34,6 +35,8 @@ PYTHON_M = (sys.executable, "-m", "ddp_runner")
 TRAIN = (*PYTHON_M, "train")
 # Every process of a job inherits this variable, whoever its parent is by now.
 MARK = "SCENARIO_RUN"
+
+EVENTS = {each.name for each in vars(events).values() if hasattr(each, "written")}
 
 poll = functools.partial(processes.poll, every_s=0.01)  # most of these looks read a file
 
@@ -60,7 +63,8 @@ class Outputs:
         return json.loads((self.logs / "summary.json").read_text(encoding="utf-8"))
 
     def events(self, name=None):
-        """The journal's records, of all launches; with ``name`` only those of this event."""
+        """The journal's records, of all launches; with ``name`` only those of this event, which exists."""
+        assert name is None or name in EVENTS, name
         path = self.logs / "events.jsonl"
         written = path.read_bytes() if path.exists() else b""
         # While the run lives, its last line may be half there: a write shows page by page.
@@ -235,6 +239,7 @@ class Run(Outputs):
 
     def wait_for_event(self, name, **fields):
         """Wait until the journal holds such an event of this launch."""
+        assert name in EVENTS, name
 
         def found():
             has_ended = self.process.poll() is not None  # then there is nothing to come

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from ddp_runner.collective.loss import Weighted
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.phases import Phase
@@ -57,6 +58,16 @@ class MeanSquare:
         return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
+class Counting(MeanSquare):
+    """As of padded samples: each counts as often as its first number says, some not at all."""
+
+    def loss(self, model, batch):
+        inputs, targets = batch
+        counts = (inputs[:, 0].abs() * 2).floor()
+        errors = (model(inputs) - targets).square().squeeze(1)
+        return Weighted((errors * counts).sum(), counts.sum()), {"spread": errors.mean()}
+
+
 def plain_mean(dataset):
     """The loss of every sample, one by one, averaged."""
     model = build_state().model.eval()
@@ -68,7 +79,9 @@ def plain_mean(dataset):
     return float(torch.stack(losses).double().mean())
 
 
-def run_evaluation(group, state, dataset, task, *, batches_max=0, stop_asked=lambda: None):
+def run_evaluation(
+    group, state, dataset, task, *, batches_max=0, stop_asked=lambda: None, names=()
+):
     """One evaluation at step 3."""
     order = WholeOrder(
         seed=5, dataset_size=len(dataset), global_batch_size=BATCH * group.world_size
@@ -94,6 +107,7 @@ def run_evaluation(group, state, dataset, task, *, batches_max=0, stop_asked=lam
             seed=5,
             step=3,
             stop_asked=stop_asked,
+            names=names,
         )
 
 
@@ -115,6 +129,30 @@ def test_the_mean_is_that_of_a_plain_loop(world_size, size):
         assert evaluation.samples == size
         assert evaluation.stop is None
     assert len({evaluation.loss for evaluation, _ in answers}) == 1
+
+
+def _count(me, port, dataset):
+    state = build_state()
+    with join(me, port) as group:
+        found = run_evaluation(group, state, dataset, Counting(), names=("spread",))
+    return found.loss, found.parts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_and_named_numbers_are_those_of_one_plain_loop(world_size):
+    """The sum of all totals over that of all weights, and means over all samples, however they are sharded."""
+    dataset = Numbers(37)
+    model, task = build_state().model.eval(), Counting()
+    with torch.no_grad():
+        batches = [tuple(one.unsqueeze(0) for one in dataset[i]) for i in range(len(dataset))]
+        found = [task.loss(model, batch) for batch in batches]
+    total = sum(float(one.total) for one, _ in found) / sum(float(one.weight) for one, _ in found)
+    spread = sum(float(parts["spread"]) for _, parts in found) / len(dataset)
+    with hosted_store() as port:
+        answers = run_ranks(_count, world_size, port, dataset)
+    for loss, parts in answers:
+        assert loss == pytest.approx(total, rel=1e-5)
+        assert parts == {"spread": pytest.approx(spread, rel=1e-5)}
 
 
 def test_a_dataset_that_fetches_many_at_once_gives_the_same():
