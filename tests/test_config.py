@@ -151,7 +151,7 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         (
             "schedule",
             "cosin",
-            "schedule=cosin: must be one of constant, cosine, linear, wsd, inverse_sqrt",
+            "schedule=cosin: must be one of constant, cosine, linear, wsd, inverse_sqrt, range_test",
         ),
         (
             "warmup_steps",

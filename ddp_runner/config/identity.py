@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 _NOTHING: Mapping[str, object] = {}
 # What runs had before there was a setting, of those that a resume key has.
-_BEFORE_CHOICE: Mapping[str, object] = {"optim.train_layers": "full", "optim.optimizer": "adamw"}
+_BEFORE_CHOICE: Mapping[str, object] = {
+    "optim.train_layers": "full",
+    "optim.optimizer": "adamw",
+    "data.largest_samples": False,
+}
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
 # The settings of the model that each built-in task reads; a user's own task reads none of them.
@@ -59,7 +63,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         OnResume.REFUSED: """
             run.task run.seed optim.optimizer optim.train_layers model.vocab_size model.dataset_size model.seq_len model.hidden_size
             model.num_layers model.num_heads model.dropout data.path data.batch_size
-            data.accumulation data.global_batch_size data.validation_fraction
+            data.accumulation data.global_batch_size data.largest_samples data.validation_fraction
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
@@ -206,6 +210,7 @@ def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
         "run.seed": settings.run.seed,
         "optim.optimizer": settings.optim.optimizer,
         "optim.train_layers": settings.optim.train_layers,
+        "data.largest_samples": settings.data.largest_samples,
     }
     for name in MODEL_OF_TASK.get(task, ()):
         found[f"model.{name}"] = getattr(settings.model, name)

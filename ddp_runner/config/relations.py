@@ -100,9 +100,12 @@ def _optimizer_problems(settings: Settings) -> list[BadInputError]:
                 f"must be optim.learning_rate={optim.learning_rate:g} or less",
             )
         )
-    if optim.schedule == "wsd" and not optim.decay_steps:
-        expected = "must be above 0 with schedule=wsd; constant has no decay"
+    if optim.schedule in ("wsd", "range_test") and not optim.decay_steps:
+        expected = f"must be above 0 with schedule={optim.schedule}; constant has no decay"
         problems.append(BadInputError("optim.decay_steps", optim.decay_steps, expected))
+    if optim.schedule == "range_test" and not optim.min_learning_rate:
+        expected = "must be above 0 with schedule=range_test, which begins there"
+        problems.append(BadInputError("optim.min_learning_rate", optim.min_learning_rate, expected))
     return [*problems, *_optimizer_lacks(settings), *_average_problems(settings)]
 
 

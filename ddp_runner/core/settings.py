@@ -162,6 +162,9 @@ class DataSettings:
     compare_samples: Literal["stop", "tell", "off"] = "stop"
     """What to do where ranks, or a resumed run and its checkpoint, have different training data.
     stop: end the run, saved. tell: go on, not exact. off: do not compare."""
+    largest_samples: bool = False
+    """Train on the largest samples alone, again and again, as --find-batch-size does: by the lengths that
+    the task gives, or by the size of 256 samples."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the text that the task bytes keeps for validation."""
 
@@ -190,10 +193,13 @@ class OptimSettings:
     and patterns of module names, with commas. The others are frozen, outside of DDP and optimizer."""
     unfreeze: str = ""
     """Layers that are trained from a step on, or from a share of the run: encoder@1000,backbone.*@0.5."""
-    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "wsd", "inverse_sqrt", "range_test"] = (
+        "cosine"
+    )
     """The course of the learning rate after the warm-up. cosine, linear: down to min_learning_rate at the
     last step. wsd: constant, and linear in the last decay_steps. inverse_sqrt: with the square root
-    of the steps, no lower than min_learning_rate."""
+    of the steps, no lower than min_learning_rate. range_test: up from min_learning_rate by equal
+    factors in the last decay_steps, as --find-lr does."""
     schedule_steps: NonNegative = 0
     """Steps at which the schedule ends, before the end of the run or beyond. 0: with the run."""
     warmup_steps: StepsOrShare = 100

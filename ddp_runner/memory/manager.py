@@ -69,7 +69,9 @@ class MemoryManager:
             for name in ("this rank", "its loader workers", "its device allocations")
         }
         self._suspected: dict[str, Mapping[str, object]] = {}
-        self._peaks = {"peak_rss_bytes": 0, "peak_loader_bytes": 0, "peak_device_bytes": 0}
+        self._peaks = dict.fromkeys(
+            ("peak_rss_bytes", "peak_loader_bytes", "peak_device_bytes", "peak_device_permille"), 0
+        )
         self._oom_kills: int | None = None
         self._collected_at_s = time.monotonic()
         self._collect_cost_s = 0.0
@@ -111,7 +113,7 @@ class MemoryManager:
     def peaks(self) -> dict[str, int]:
         """The highest ``peak_rss_bytes``, ``peak_loader_bytes`` and ``peak_device_bytes`` so far.
 
-        Rank and device peaks are the system's own high-water marks; the loaders' is the highest
+        ``peak_device_permille``: of the device's memory, so much was taken at most, by all. Rank and device peaks are the system's own high-water marks; the loaders' is the highest
         of the looks.
         """
         self._measure()
@@ -143,10 +145,15 @@ class MemoryManager:
     def _measure(self) -> Reading:
         """One reading, kept in the peaks."""
         reading = self._read((*self._loader_pids(), *self._pids_beside()))
+        total_bytes = reading.device_total_bytes or 1
         for name, size in (
             ("peak_rss_bytes", max(reading.rss_bytes, reading.rss_peak_bytes)),
             ("peak_loader_bytes", reading.loader_bytes),
             ("peak_device_bytes", reading.device_peak_bytes or 0),
+            (
+                "peak_device_permille",
+                -(-1000 * (reading.device_taken_peak_bytes or 0) // total_bytes),
+            ),
         ):
             self._peaks[name] = max(self._peaks[name], size)
         return reading

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from ddp_runner.memory.limits import Limit, container_limit, container_usage, oom_kill_count
+from ddp_runner.memory.free import free_bytes
+from ddp_runner.memory.limits import Limit, container_limit, oom_kill_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,8 @@ class Reading:
     two may be added: a worker forked from a rank of 400 MB has an RSS of 340 MB and holds 1 MB.
     ``available_bytes`` is what may still be allocated below ``ceiling_bytes``, which is physical
     memory or the container's limit. ``device_free_bytes`` is free on the device for any process;
-    reserved minus allocated is free for this one besides.
+    reserved minus allocated is free for this one besides. ``device_taken_peak_bytes`` is the most that this
+    process has had reserved, with what is taken by all else: contexts, libraries, other processes.
     """
 
     rss_bytes: int
@@ -50,6 +52,7 @@ class Reading:
     device_free_bytes: int | None = None
     device_total_bytes: int | None = None
     device_peak_bytes: int | None = None
+    device_taken_peak_bytes: int | None = None
 
 
 class Reader(Protocol):
@@ -106,11 +109,7 @@ class SystemReader:
 
     def _available(self) -> int:
         """What may still be allocated on this machine and in this container, in bytes."""
-        machine = int(psutil.virtual_memory().available)
-        if self._limit is None:
-            return machine
-        used = container_usage(self._limit)
-        return machine if used is None else min(machine, max(0, self._limit.bytes - used))
+        return free_bytes(self._limit)
 
     def _read_loaders(self, pids: tuple[int, ...]) -> int:
         """Unique bytes of all workers that still run."""
@@ -150,12 +149,17 @@ class SystemReader:
             return {}  # asking would create a context of some hundred MB on the device
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
+        reserved = stats.get("reserved_bytes.all.current", 0)
         return {
             "device_allocated_bytes": stats.get("allocated_bytes.all.current", 0),
-            "device_reserved_bytes": stats.get("reserved_bytes.all.current", 0),
+            "device_reserved_bytes": reserved,
             "device_free_bytes": free,
             "device_total_bytes": total,
             "device_peak_bytes": stats.get("allocated_bytes.all.peak", 0),
+            "device_taken_peak_bytes": total
+            - free
+            - reserved
+            + stats.get("reserved_bytes.all.peak", 0),
         }
 
 

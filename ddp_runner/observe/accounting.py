@@ -263,6 +263,7 @@ class RunAccounting:
             checkpoint_step=finished[0].step if report.get("checkpoint") else self.checkpoint_step,
             peak_rss_bytes=_peak(finished, "peak_rss_bytes"),
             peak_device_bytes=_peak(finished, "peak_device_bytes"),
+            peak_device_permille=_peak(finished, "peak_device_permille"),
             figures=_figures(report),
             suspected_leaks=tuple(
                 leak for report in finished for leak in _leaks(report.report.get("leaks"))

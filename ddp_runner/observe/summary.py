@@ -132,6 +132,7 @@ class RunSummary:
     checkpoint_step: int | None = None
     peak_rss_bytes: int | None = None
     peak_device_bytes: int | None = None
+    peak_device_permille: int | None = None  # of its memory, taken by this run or others
     figures: Mapping[str, float] = field(default_factory=dict)
     suspected_leaks: tuple[Mapping[str, object], ...] = ()
     # rank -> mean seconds of a step outside collectives, the wait for data included

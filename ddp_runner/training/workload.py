@@ -48,6 +48,7 @@ from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
 from ddp_runner.training.fitting import check_values, check_weights
+from ddp_runner.training.largest_samples import largest_only
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets, HasLayerGroups, Task
@@ -161,8 +162,7 @@ def build_workload(
     if global_batch < rank_info.world_size:
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
-    order = _sample_order(settings, datasets, global_batch, rank_info.world_size)
-    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
+    datasets, order = _ordered(settings, datasets, global_batch, rank_info.world_size)
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
@@ -280,6 +280,18 @@ def _refuse_sparse_gradients(model: nn.Module, settings: Settings) -> None:
                 f"{name or 'its model'} has sparse gradients, which are neither clipped nor"
                 " compared here: make it with sparse=False",
             )
+
+
+def _ordered(
+    settings: Settings, datasets: Datasets, global_batch: int, world_size: int
+) -> tuple[Datasets, SampleOrder]:
+    """The data as it is trained on, and its order."""
+    order = _sample_order(settings, datasets, global_batch, world_size)
+    refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
+    if not settings.data.largest_samples or isinstance(order, StreamOrder):
+        return datasets, order
+    datasets = largest_only(settings, datasets, count=global_batch)
+    return datasets, _sample_order(settings, datasets, global_batch, world_size)
 
 
 def _sample_order(

@@ -205,12 +205,20 @@ def test_the_workers_of_an_evaluation_count_while_it_lasts():
 def test_peaks_are_the_highest_ever_seen():
     """Peaks keep the high-water marks of the system and the highest look at the loaders."""
     bench = Bench()
-    bench.look(rss_bytes=2 * GB, rss_peak_bytes=3 * GB, loader_bytes=GB, device_peak_bytes=7)
+    bench.look(
+        rss_bytes=2 * GB,
+        rss_peak_bytes=3 * GB,
+        loader_bytes=GB,
+        device_peak_bytes=7,
+        device_total_bytes=80 * GB,
+        device_taken_peak_bytes=60 * GB + 1,
+    )
     bench.look()
     assert bench.manager.peaks() == {
         "peak_rss_bytes": 3 * GB,
         "peak_loader_bytes": GB,
         "peak_device_bytes": 7,
+        "peak_device_permille": 751,
     }
 
 

@@ -1,5 +1,7 @@
 """The learning rate is a pure function of the step."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -189,9 +191,22 @@ def test_inverse_sqrt_stays_above_the_lowest_rate_and_needs_no_warm_up():
             {"schedule": "inverse_sqrt", "warmup_steps": 0},
             "inverse_sqrt, no lower than 1e-05, up to step 2,000",
         ),
+        (
+            {"schedule": "range_test", "warmup_steps": 0, "decay_steps": 100},
+            "range_test, going up from 1e-05 at step 1,900 to step 2,000",
+        ),
     ],
 )
 def test_a_schedule_is_said_with_its_last_step(settings, words):
     """As it comes out for this run: shares in steps, a warm-up as it was cut."""
     made = OptimSettings(min_learning_rate=1e-5, **settings)
     assert schedule_words(made, total_steps=2000) == words
+
+
+def test_a_range_test_goes_up_by_equal_factors():
+    """From the lowest rate at its first step to the highest at its last; before it the lowest holds."""
+    found = rates(30, warmup_steps=0, schedule="range_test", min_learning_rate=1e-6, decay_steps=21)
+    assert found[:10] == [1e-6] * 10
+    assert found[29] == 1.0
+    factors = [after / before for before, after in pairwise(found[9:])]
+    assert factors == pytest.approx([10 ** (6 / 20)] * 20)

@@ -36,10 +36,13 @@ def learning_rate(step: int, *, total_steps: int, settings: OptimSettings) -> fl
             timescale = warmup_steps or _TIMESCALE
             passed = max(0, min(step, end) - warmup_steps)
             return max(floor, peak * math.sqrt(timescale / (timescale + passed)))
-        case "wsd":
+        case "wsd" | "range_test":
+            is_test = settings.schedule == "range_test"  # whose last step has the highest rate
             begin = decay_begin(settings, total_steps=total_steps)
-            progress = min(1.0, max(0, step - begin) / max(1, end - begin))
-            return peak + (floor - peak) * progress
+            progress = min(1.0, max(0, step - begin) / max(1, end - is_test - begin))
+            return (
+                floor * (peak / floor) ** progress if is_test else peak + (floor - peak) * progress
+            )
         case "linear" | "cosine":
             progress = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
             if settings.schedule == "linear":
@@ -59,7 +62,7 @@ def warmup_end(settings: OptimSettings, *, total_steps: int) -> int:
 
 
 def decay_begin(settings: OptimSettings, *, total_steps: int) -> int:
-    """The first step of the decay of wsd, which leaves the warm-up what it takes."""
+    """The first step of the decay of wsd, or of a range test, which leaves the warm-up what it takes."""
     end = schedule_end(settings, total_steps=total_steps)
     decay_steps = steps_of(settings.decay_steps, of=end)
     return max(end - decay_steps, warmup_end(settings, total_steps=total_steps))
@@ -79,6 +82,9 @@ def schedule_words(settings: OptimSettings, *, total_steps: int) -> str:
         case "wsd":
             begin = f"step {decay_begin(settings, total_steps=total_steps):,}"
             return f"wsd, going down from {begin} to {floor} at {end}{after}"
+        case "range_test":
+            begin = f"step {decay_begin(settings, total_steps=total_steps):,}"
+            return f"range_test, going up from {floor} at {begin} to {end}{after}"
         case "linear" | "cosine":
             return f"{settings.schedule} to {floor} at {end}{after}"
 

@@ -1,0 +1,125 @@
+"""Which batch size to try next, what a try says, and how to ask for what was found. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import FaultKind
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from ddp_runner.core.settings import DataSettings
+
+SIZE_MAX = 2**20
+FINENESS = 8  # the largest size is found to this part of itself
+
+
+class Outcome(Enum):
+    """What a try of a size has come to."""
+
+    FITS = "fits"
+    TOO_LARGE = "does not fit"
+    REFUSED = "is refused"  # by the run, as wrong input
+    BROKEN = "failed"  # for a reason that has nothing to do with memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A size that was tried."""
+
+    size: int
+    fits: bool
+
+
+def outcome(
+    *, exit_code: int, faults: Collection[str], was_ended: bool, used_share: float, share: float
+) -> Outcome:
+    """What a run of a few steps says of its batch size.
+
+    ``faults``: their kinds. ``was_ended``: a rank grew beyond the limit and was ended for it. ``used_share``:
+    of the memory that ``share`` is a share of, by the rank that used most.
+    """
+    if was_ended or FaultKind.OUT_OF_MEMORY.value in faults:
+        return Outcome.TOO_LARGE
+    if exit_code == ExitCode.BAD_USAGE:
+        return Outcome.REFUSED
+    if exit_code == ExitCode.DONE:
+        return Outcome.FITS if used_share <= share else Outcome.TOO_LARGE
+    # The kernel ends who takes too much, and not everywhere can be seen that it was for memory.
+    is_killed = FaultKind.RANK_KILLED.value in faults
+    return Outcome.TOO_LARGE if is_killed else Outcome.BROKEN
+
+
+def usable(size: int, *, share: int) -> int:
+    """The largest size up to ``size`` that cuts ``share`` samples into like parts; 0: any share."""
+    if not share:
+        return min(size, SIZE_MAX)
+    parts = -(-share // min(size, share))
+    return -(-share // parts)
+
+
+def next_size(tried: Sequence[Tried], *, first: int, share: int = 0) -> int | None:
+    """What to try next; None once the largest that fits is known, or that none does.
+
+    Doubled from ``first`` until one does not fit (or halved until one does), then halfway between, in
+    steps of a power of two. ``share``: samples of a rank's step, where that is given.
+    """
+    fitting = max((one.size for one in tried if one.fits), default=0)
+    failing = min((one.size for one in tried if not one.fits), default=0)
+    if not tried:
+        return usable(first, share=share)
+    if not failing:
+        doubled = usable(2 * fitting, share=share)
+        return doubled if doubled > fitting else None
+    if not fitting:
+        return usable(failing // 2, share=share) if failing > 1 else None
+    grain = 1 << (max(1, fitting // FINENESS).bit_length() - 1)
+    middle = (fitting + failing) // 2 // grain * grain
+    if middle <= fitting:
+        middle = fitting + grain
+    middle = usable(middle, share=share)
+    return middle if fitting < middle < failing else None
+
+
+def largest(tried: Sequence[Tried]) -> int:
+    """The largest size that fits; 0 where none does."""
+    return max((one.size for one in tried if one.fits), default=0)
+
+
+def share_of_rank(data: DataSettings, *, world_size: int) -> int:
+    """Samples of the largest rank's step where the step's size is given, else 0: any."""
+    return -(-data.global_batch_size // world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """Words for the command line that use a size, and what a step then is."""
+
+    words: str
+    step_samples: int
+
+
+def uses(found: int, asked: DataSettings, *, world_size: int) -> tuple[Use, ...]:
+    """How to use batches of ``found``: first the plain way, then one that leaves the step as ``asked``."""
+    if asked.global_batch_size:
+        words = f"--batch-size {found} global_batch_size={asked.global_batch_size}"
+        return (Use(words=words, step_samples=asked.global_batch_size),)
+    times = asked.accumulation
+    accumulated = f" accumulation={times}" if times > 1 else ""
+    plain = Use(words=f"--batch-size {found}{accumulated}", step_samples=found * times * world_size)
+    step = asked.batch_size * times * world_size
+    if found < asked.batch_size:
+        part = usable(found, share=asked.batch_size)
+        words = f"--batch-size {asked.batch_size} micro_batch_size={part}{accumulated}"
+        return (plain, Use(words=words, step_samples=step))
+    whole = asked.batch_size * times
+    size = next((n for n in range(min(found, whole), asked.batch_size, -1) if whole % n == 0), 0)
+    if not size or plain.step_samples == step:
+        return (plain,)
+    parts = whole // size
+    words = f"--batch-size {size}" + (f" accumulation={parts}" if parts > 1 else " accumulation=1")
+    return (plain, Use(words=words, step_samples=step))
