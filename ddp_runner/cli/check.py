@@ -100,6 +100,8 @@ def run(words: Sequence[str]) -> int:
         return ExitCode.DONE
     if parsed.is_dry:
         raise BadInputError("--dry-run", "", "trains nothing that could be checked: leave it out")
+    if parsed.finding.option:
+        raise BadInputError(parsed.finding.option, "", "is a command of its own: leave it out")
     given = {name.removeprefix("--").replace("-", "_"): text for name, text in parsed.assignments}
     for name in given:
         refused = {key for long in (*_OURS, *_OUR_KEYS) for key in _spellings(long)}

@@ -204,6 +204,9 @@ def _settings(words: Sequence[str]) -> Settings:
     from ddp_runner.cli.train import asked_settings, plan_launch  # noqa: PLC0415
 
     parsed = parse_train(words)
+    if parsed.finding.option:
+        expected = "is for the command line: launch() trains"
+        raise BadInputError(parsed.finding.option, "", expected)
     settings = asked_settings(parsed, dict(os.environ))
     with contextlib.suppress(BadInputError):  # of the machine: the run says so itself
         return plan_launch(parsed, words=words).settings

@@ -188,6 +188,18 @@ GROUPS = (
                 long="--dry-run",
                 says="build, compute one micro-batch, show modules and memory; write nothing",
             ),
+            Option(
+                long="--find-batch-size",
+                metavar="[SHARE]",
+                says="try sizes by steps of the largest samples, and show the largest batch that takes "
+                "no more than SHARE of the memory [0.8]",
+            ),
+            Option(
+                long="--find-lr",
+                metavar="[LOW:HIGH[:STEPS]]",
+                says="train a copy at rates that grow, show the curve and a suggestion "
+                "[1e-7:10:100]",
+            ),
             Option(long="--debug", key="run.debug", says="verbose logs and checks; slow"),
             Option(
                 long="--audit",

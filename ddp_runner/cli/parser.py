@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner.cli.finding import NOTHING, Finding, split_off_finding
 from ddp_runner.cli.options import LONG_OF_ALIAS, LONG_OF_SHORT, OPTIONS, Option
 from ddp_runner.config.fields import ForeignNameError, Kind, find_key, known_fields
 from ddp_runner.config.foreign_values import is_foreign_switch
@@ -29,13 +30,14 @@ class TrainArguments:
     """What was asked. ``page`` is the help option that was given, "" for training.
 
     ``assignments`` are pairs of a name as the user wrote it (long form) and its text, in order.
-    ``is_dry``: nothing is trained, nor written.
+    ``is_dry``: nothing is trained, nor written. ``finding``: what is looked for instead of training.
     """
 
     files: tuple[Path, ...] = ()
     assignments: tuple[tuple[str, str], ...] = ()
     page: str = ""
     is_dry: bool = False
+    finding: Finding = NOTHING
 
 
 def parse_train(words: Sequence[str]) -> TrainArguments:
@@ -44,7 +46,8 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
     presets: list[Path] = []
     assignments: list[tuple[str, str]] = []
     page = ""
-    rest = list(words)
+    finding = split_off_finding(words)
+    rest = list(finding.words)
     only_settings = is_dry = False
     while rest:
         word = rest.pop(0)
@@ -69,8 +72,15 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
         else:
             name, text = _setting(word)
             assignments.append((name, _given(name, name, text)))
+    if is_dry and finding.option:
+        expected = f"trains nothing, and {finding.option} trains: give one of them"
+        raise BadInputError(_DRY_RUN, "", expected)
     return TrainArguments(
-        files=(*presets, *files), assignments=tuple(assignments), page=page, is_dry=is_dry
+        files=(*presets, *files),
+        assignments=tuple(assignments),
+        page=page,
+        is_dry=is_dry,
+        finding=finding,
     )
 
 

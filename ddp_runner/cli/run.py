@@ -22,6 +22,7 @@ from ddp_runner.cli.run_options import (
     LONG_OF_SHORT_HERE,
     OF_ATTACHED,
     OF_SCRIPTS,
+    OF_TASKS,
     OWN,
     PYTHON_ONLY,
     REFUSED,
@@ -169,9 +170,8 @@ def _is_last(word: str, rest: list[str], found: _Words) -> bool:
         return False
     option = OWN.get(long) or (OPTIONS[long] if long in SHARED else None)
     if option is None:
-        raise BadInputError(
-            word, "", "unknown option; run --help lists them. The script's own words follow it"
-        )
+        unknown = "unknown option; run --help lists them. The script's own words follow it"
+        raise BadInputError(word, "", OF_TASKS.get(long, unknown))
     value = _value(option, attached, rest)
     if option.long == "--resume-with":
         found.resume_with.append(value)

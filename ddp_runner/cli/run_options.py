@@ -98,6 +98,12 @@ OF_SCRIPTS = {
     "--tee": "has a log file for each rank below --log-dir",
     "--local-ranks-filter": "has a log file for each rank below --log-dir",
 }
+# Of ``train``, for what it builds itself.
+OF_TASKS = {
+    "--find-batch-size": "is for a task: the batches of a program with a loop of its own are its own",
+    "--find-lr": "is for a task: the learning rate of a program with a loop of its own is its own",
+    "--dry-run": "is for a task: what a program with a loop of its own builds is its own",
+}
 # What means nothing of a program that is no Python of ours to run.
 PYTHON_ONLY = ("--module", "--hang-timeout", "--preload", "--from-scratch", "--plain-saves")
 # Of torchrun, with no meaning here, or none that could be kept.

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
+from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.usage import settings_help, train_help
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ddp_runner.core.settings import Settings
 
 THREADS_PER_GPU_RANK_MAX = 8
+_FINDERS = {BATCH_SIZE: "find_batch_size", LEARNING_RATE: "find_learning_rate"}
 OPEN_FILES_BASE, OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
@@ -50,6 +52,8 @@ def run(words: Sequence[str]) -> int:
         return 0
     rank = plain_rank(os.environ)
     plan = plan_launch(arguments, words=words)
+    if arguments.finding.option:
+        return _find(plan, arguments.finding, is_rank=rank is not None)
     if arguments.is_dry:
         return _dry_run(plan, is_rank=rank is not None)
     if rank is not None:
@@ -65,6 +69,15 @@ def run(words: Sequence[str]) -> int:
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
     return supervise(plan)
+
+
+def _find(plan: LaunchPlan, finding: Finding, *, is_rank: bool) -> int:
+    """Look for a setting by runs of a few steps."""
+    if is_rank:
+        expected = "starts its ranks itself: start it without a launcher"
+        raise BadInputError(finding.option, "", expected)
+    module = import_module(f"ddp_runner.cli.{_FINDERS[finding.option]}")
+    return int(module.find(plan, finding))
 
 
 def _dry_run(plan: LaunchPlan, *, is_rank: bool) -> int:

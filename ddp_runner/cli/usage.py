@@ -36,6 +36,8 @@ EXAMPLES = (
     ("--gpus 0,2 -b 64", "two GPUs, 64 samples on each"),
     ("--task my.py lr=3e-4", "your own task"),
     ("--config run.yaml", "settings from a file"),
+    ("--task my.py --find-batch-size", "what fits into memory?"),
+    ("--task my.py --find-lr", "which learning rate?"),
 )
 _EXIT_CODES = (
     "0 done · 1 failed · 2 bad usage or configuration · 3 gave up",
