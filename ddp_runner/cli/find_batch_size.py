@@ -101,13 +101,16 @@ class _Search:
             size = batch_search.next_size(self._tried, first=self._asked.batch_size, share=share)
             if size is None:
                 break
-            if not self._try(size, folder / str(size)):
+            outcome = self._try(size, folder / str(size))
+            if self.exit_code is not ExitCode.DONE:
                 return ExitCode.DONE
+            if outcome is Outcome.REFUSED:  # more than the data has, which memory does not change
+                break
         self._show_end()
         return ExitCode.DONE
 
-    def _try(self, size: int, folder: Path) -> bool:
-        """Try a size and show it; False where that ends the search."""
+    def _try(self, size: int, folder: Path) -> Outcome:
+        """Try a size and show it, or why the search ends there."""
         limit = self._limit
         is_on_host = limit.bytes > 0
         most_bytes = int(limit.share * limit.bytes)
@@ -152,7 +155,7 @@ class _Search:
             is_refused = outcome is Outcome.REFUSED
             self.exit_code = ExitCode.BAD_USAGE if is_refused else ExitCode.FAILED
             print(fmt.printable(f"ddp_runner: error: {trial.error}"), file=sys.stderr)
-            return False
+            return outcome
         self._show_row(
             size,
             peak=fmt.byte_size(peak_bytes) if peak_bytes else "-",
@@ -160,7 +163,7 @@ class _Search:
             rate=fmt.rate(rate) if outcome is Outcome.FITS and rate else "-",
             says=_says(outcome, trial),
         )
-        return True
+        return outcome
 
     def _samples_per_s(self, trial: Trial) -> float:
         """Of the steps after the first ones, by the slowest rank of each."""

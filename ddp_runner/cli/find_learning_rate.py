@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.checkpoint.catalog import Catalog, Entry
 from ddp_runner.cli.finding import LEARNING_RATE
 from ddp_runner.cli.scratch import in_temporary_folder, say_now
 from ddp_runner.cli.trials import Trial, steps_of, train
+from ddp_runner.config import aligned, difference, resume_key, task_resume_key
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lr_range import Curve, Point, Suggestion, curve_of, suggestion
@@ -86,11 +87,27 @@ def begin_of(plan: LaunchPlan) -> Begin:
     # Guarded by: test_a_range_test_begins_with_a_checkpoint_and_leaves_the_run.
     entries = Catalog(Path(run.checkpoint_dir)).resolve(run.resume)
     if entries:
+        _refuse_other_run(plan, entries[0])
         return Begin(path=str(entries[0].path.absolute()), step=entries[0].step)
     if run.resume in ("auto", "none"):
         return Begin()
     expected = f"there is no checkpoint in {run.checkpoint_dir}; leave it out to test a fresh start"
     raise BadInputError("--resume", run.resume, expected)
+
+
+def _refuse_other_run(plan: LaunchPlan, entry: Entry) -> None:
+    """What its own run would say as well, but with a cure that names folders of the test."""
+    settings = plan.settings
+    old = {} if entry.manifest is None else entry.manifest.meaning
+    key_now = resume_key(settings, world_size=plan.world_size)
+    given = {**key_now, **task_resume_key(settings, like=old)}
+    new = aligned(old, {key: v for key, v in given.items() if key in old})
+    if changes := difference({key: old[key] for key in new}, new):
+        expected = (
+            f"{entry.path} is of a run with other settings ({'; '.join(changes)}): give the same, or leave"
+            " it out to test a fresh start"
+        )
+        raise BadInputError("--resume", settings.run.resume, expected)
 
 
 class _Test:

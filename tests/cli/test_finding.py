@@ -19,6 +19,7 @@ from ddp_runner.__main__ import main
 from ddp_runner.cli.find_batch_size import share_of
 from ddp_runner.cli.find_learning_rate import Range, range_of
 from ddp_runner.cli.finding import split_off_finding
+from ddp_runner.cli.launch import launch
 from ddp_runner.core.faults import BadInputError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +153,9 @@ def test_the_largest_batch_below_the_limit_is_found(start, tmp_path):
 
 
 @pytest.mark.timeout(400)
-def test_a_range_test_begins_with_a_checkpoint_and_leaves_the_run(start, tmp_path):
+def test_a_range_test_begins_with_a_checkpoint_and_leaves_the_run(
+    start, tmp_path, monkeypatch, capsys
+):
     """A killed rank changes no bit of its curve; the run's own files stay as they are."""
     own = (
         *("-b", "16"),
@@ -183,6 +186,10 @@ def test_a_range_test_begins_with_a_checkpoint_and_leaves_the_run(start, tmp_pat
     code, text, errors = ended(start(LINE, *own, *search, *kill))
     assert code == 0, text + errors
     assert json.loads(file.read_text()) == found, "as without faults, bit for bit"
+    monkeypatch.chdir(work)
+    other = ("--task", "mine.py", "--cpu", "-n", "1", *own, "--find-lr", "--resume", "best")
+    assert main(other) == 2
+    assert "other settings (data.batch_size x ranks: 32 -> 16): give" in capsys.readouterr().err
     assert list(tmp_path.glob("folders/ddp_runner*")) == []
 
 
@@ -248,6 +255,14 @@ def test_under_another_launcher_a_search_is_refused(option, tmp_path, monkeypatc
         monkeypatch.setenv(name, value)
     assert main(["--cpu", option]) == 2
     assert f"{option}: starts its ranks itself" in capsys.readouterr().err
+
+
+def test_launch_from_python_refuses_a_search(tmp_path, monkeypatch):
+    """It gives a run's result."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInputError, match="--find-lr: is for the command line"):
+        launch("synthetic", nproc=1, arguments=["--cpu", "--find-lr"])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_value_may_be_attached_or_a_word_of_its_own():
