@@ -19,6 +19,7 @@ from ddp_runner.config import (
     from_flat,
     from_record,
     init_from_path,
+    refuse_for_loops,
     resolve,
     resume_key,
     to_record,
@@ -169,6 +170,14 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
             "drill_at=0: must be whole numbers separated by commas, 1 or more, or none",
         ),
         ("gpus", "0;1", "gpus=0;1: must be whole numbers separated by commas, 0 or more"),
+        *(
+            (
+                "shares",
+                wrong,
+                f"shares={wrong}: must be whole numbers separated by commas, 1 or more",
+            )
+            for wrong in ("3,0", "3,-1", "3,x", "1.5,1")
+        ),
         ("nproc_per_node", "0", "nproc_per_node=0: must be a whole number, 1 or more, or auto"),
         ("seed", str(2**63), f"seed={2**63}: must be a whole number, 0 or more and below 2**63"),
         ("port", "70000", "port=70000: must be a whole number, 0 or more and at most 65535"),
@@ -655,3 +664,20 @@ def test_a_users_own_task_does_not_depend_on_the_built_in_model():
     on_gpu = resolve(preset="gpu", command_line=[("task", "m:T"), ("batch_size", "8")]).settings
     on_cpu = resolve(preset="cpu", command_line=[("task", "m:T"), ("batch_size", "8")]).settings
     assert difference(resume_key(on_gpu, world_size=2), resume_key(on_cpu, world_size=2)) == []
+
+
+def test_a_share_beyond_the_batch_size_is_noted_with_the_cure():
+    """It would take more forward passes than others, which is not why anybody gives it more."""
+    (note,) = check_relations(resolved(("shares", "3,3,2"), ("batch_size", "32")))
+    assert note == (
+        "data.shares: 36 samples of a rank are computed in parts of at most 32;"
+        " batch_size=36 global_batch_size=96 computes them at once"
+    )
+    at_once = (("batch_size", "36"), ("global_batch_size", "96"))
+    assert check_relations(resolved(("shares", "3,3,2"), *at_once)) == ()
+
+
+def test_a_loop_of_ones_own_has_no_shares():
+    """Its batches are its own."""
+    with pytest.raises(BadInputError, match=r"data\.shares=3,2: is for a task"):
+        refuse_for_loops(resolved(("shares", "3,2")))

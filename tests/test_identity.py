@@ -26,7 +26,7 @@ OTHER_VALUES = {
     "run.compile_mode": "max-autotune", "ddp.gradient_dtype": "bf16", "memory.activation_checkpointing": "all",
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",
     "run.gpus": "1", "recovery.drill_at": "3", "run.nproc_per_node": "3", "run.inject": "kill", "data.on_bad_sample": "substitute",
-    "data.compare_samples": "tell",
+    "data.compare_samples": "tell", "data.shares": "3,2",
     "run.target_loss": "1", "optim.schedule": "linear", "ddp.backend": "nccl", "log.display": "none",
     "checkpoint.monitor": "train_loss", "checkpoint.save_every_steps": "7", "memory.max_memory_gb": "3",
     "optim.max_grad_norm": "off", "optim.ema_decay": "0.5", "optim.optimizer": "sgd", "optim.momentum": "0.5",
@@ -176,3 +176,10 @@ def test_a_file_has_many_names(old, new, is_same, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     old, new = ({"run.task": word.format(here=tmp_path)} for word in (old, new))
     assert (difference(old, aligned(old, new)) == []) == is_same
+
+
+def test_shares_that_cut_alike_are_the_same_recipe():
+    """Equal ones are none, and a common factor changes nothing."""
+    made = {text: recipe_of(from_flat({"data.shares": text})) for text in ("", "2,2", "3,2", "6,4")}
+    assert made[""] == made["2,2"]
+    assert made["3,2"] == made["6,4"] != made[""]

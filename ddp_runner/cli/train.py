@@ -25,6 +25,7 @@ from ddp_runner.config import (
     resolve,
     resume_key,
 )
+from ddp_runner.core.batch_sizes import refuse_wrong_shares
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
@@ -143,6 +144,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
     notes = check_relations(resolved.settings)
     _refuse_lacking(resolved.settings)
     world_size = len(devices)
+    refuse_wrong_shares(resolved.settings.data, world_size=world_size)
     for spec in resolved.settings.run.inject:
         parse_injection(spec, world_size=world_size)
     return LaunchPlan(

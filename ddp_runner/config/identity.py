@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -67,7 +68,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
-            run.deterministic run.matmul_precision run.channels_last data.micro_batch_size optim.learning_rate optim.weight_decay
+            run.deterministic run.matmul_precision run.channels_last data.micro_batch_size data.shares optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
             optim.min_learning_rate optim.plateau_patience optim.plateau_min_delta
@@ -188,6 +189,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
     return {
         **written,
         "data.micro_batch_size": micro_batch(settings.data),
+        "data.shares": _shares(settings.data.shares),
         TOTAL_STEPS: found.total_steps,
         "ranks": found.ranks,
         "device": found.device,
@@ -196,6 +198,13 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         "threads per rank": found.threads,
         "torch": found.torch,
     }
+
+
+def _shares(shares: Sequence[int]) -> list[object]:
+    """In smallest numbers; none where they are equal, as without the setting."""
+    if len(set(shares)) <= 1:
+        return []
+    return [share // math.gcd(*shares) for share in shares]
 
 
 def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.fields import BUILT_IN_TASKS
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS
+from ddp_runner.core.batch_sizes import SHARES, cut, global_batch
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import names_a_gpu_twice
 
 if TYPE_CHECKING:
-    from ddp_runner.core.settings import Settings
+    from ddp_runner.core.settings import DataSettings, Settings
 
 _RESUME_WORDS = ("auto", "last", "best", "none")
 
@@ -53,9 +54,13 @@ def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
 
 def refuse_for_loops(settings: Settings) -> None:
     """Raise BadInputError for what a loop of one's own has no part of: its data is its own."""
-    if settings.data.preload:
-        expected = "is for a task: the loop of a program has its own data, so leave it out"
-        raise BadInputError("data.preload", "true", expected)
+    data, wrong = settings.data, []
+    if data.preload:
+        wrong.append(("data.preload", "true"))
+    if data.shares:
+        wrong.append((SHARES, ",".join(map(str, data.shares))))
+    expected = "is for a task: the loop of a program has its own data, so leave it out"
+    raise_problems([BadInputError(key, value, expected) for key, value in wrong])
 
 
 def _model_problems(settings: Settings) -> list[BadInputError]:
@@ -336,6 +341,7 @@ def _notes(settings: Settings) -> tuple[str, ...]:
         )
     if 0.5 < warmup < 1:
         notes.append(f"optim.warmup_steps={warmup}: the warm-up is cut to half of the schedule")
+    notes += _share_notes(settings.data)
     folder = Path(settings.run.checkpoint_dir)
     # Before runs had names they saved to the folder above.
     is_first = folder.parent == Path(CHECKPOINTS) and not folder.exists()
@@ -345,3 +351,17 @@ def _notes(settings: Settings) -> tuple[str, ...]:
             f"-c {CHECKPOINTS} -l {LOGS} goes on with it"
         )
     return tuple(notes)
+
+
+def _share_notes(data: DataSettings) -> list[str]:
+    """Where a larger share is computed in more parts than others, which nobody may have meant."""
+    if not data.shares or data.global_batch_size or data.micro_batch_size or data.accumulation > 1:
+        return []
+    total = global_batch(data, world_size=len(data.shares))
+    most = max(cut(total, data.shares))
+    if most <= data.batch_size:
+        return []
+    parts = (
+        f"data.shares: {most} samples of a rank are computed in parts of at most {data.batch_size}"
+    )
+    return [f"{parts}; batch_size={most} global_batch_size={total} computes them at once"]

@@ -138,6 +138,9 @@ class DataSettings:
     micro_batch_size: NonNegative = 0
     """Samples in one forward pass, of a batch that is too large for one; gradients are accumulated.
     0: the whole batch_size at once."""
+    shares: tuple[Positive, ...] = ()
+    """A number for each rank, such as 3,3,2 for devices of unequal speed: a step's samples are shared out in
+    that proportion, and each counts the same. Empty: equal shares."""
     evaluation_batch_size: NonNegative = 0
     """Samples that a rank evaluates at once. 0: batch_size."""
     num_workers: Literal["auto"] | NonNegative = "auto"

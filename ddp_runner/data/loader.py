@@ -24,7 +24,7 @@ from ddp_runner.data.loader_faults import (
     fault_of_worker,
 )
 from ddp_runner.data.loader_repair import DataRepair, Trouble
-from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share_size
+from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.workers import system_limits
 from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count, worker_notes
@@ -238,6 +238,22 @@ class SafeDataLoader:
         self._forget_given()
         self._order = replace(self._order, version=version)
 
+    def use_shares(self, shares: tuple[int, ...]) -> None:
+        """Share a step's samples out in this proportion from the next ``take`` on; none: equally.
+
+        A number for each rank; :meth:`assign` says how many there are, before the next ``take``.
+        """
+        if shares == self._order.shares:
+            return
+        self._end_pool(grace_s=_GRACE_S)
+        self._forget_given()
+        self._order = replace(self._order, shares=shares)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Of the ranks of the generation; none: equal ones."""
+        return self._order.shares
+
     def shrink_prefetch(self) -> None:
         """Load half as far ahead from the next ``take`` on, to save memory; at 1 batch, no less."""
         if self.workers == 0 or self.prefetch_factor == 1:
@@ -248,8 +264,8 @@ class SafeDataLoader:
     @property
     def share_samples(self) -> int:
         """How many samples of a global batch this rank loads."""
-        total = self._order.global_batch_size
-        return share_size(total, rank=self._rank, world_size=self._world_size)
+        _, count = self._order.span_of(0, rank=self._rank, world_size=self._world_size)
+        return count
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -404,8 +420,7 @@ class SafeDataLoader:
         return [self._checked(key, batch) for key, batch in received]
 
     def _batches_due(self) -> int:
-        total = self._order.batch_size(self._step)
-        size = share_size(total, rank=self._rank, world_size=self._world_size)
+        _, size = self._order.span_of(self._step, rank=self._rank, world_size=self._world_size)
         return micro_batch_count(size, self._micro_batch_size)
 
     def _load_here(self, key: BatchKey) -> Any:

@@ -6,12 +6,18 @@ so neither changes which samples a step takes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ddp_runner.core.batch_sizes import cut
 from ddp_runner.data.draws import Draws
 from ddp_runner.data.permutation import Indices, KeyedPermutation, Permutation, SortedPermutation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Which order a run has, for as long as it lives: its checkpoints name it.
 ORDER_VERSION = 2  # of a run that begins now
@@ -54,6 +60,7 @@ class SampleOrder:
     global_batch_size: int
     shuffle: bool = True
     version: int = ORDER_VERSION
+    shares: tuple[int, ...] = ()  # of the ranks, in proportion; none: equal ones
     draws: Draws | None = None  # by weight or length; None: each sample once, in any order
     _epochs: dict[int, Permutation] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -89,12 +96,31 @@ class SampleOrder:
 
     def indices(self, step: int) -> Indices:
         """The sample indices of ``step`` over all ranks, in order."""
-        return self.share_of(step, rank=0, world_size=1)
+        return self._part_of(step, first=0, count=self.batch_size(step))
 
     def share_of(self, step: int, *, rank: int, world_size: int) -> Indices:
         """The sample indices that ``rank`` loads for ``step``; empty if the ranks outnumber them."""
+        first, count = self.span_of(step, rank=rank, world_size=world_size)
+        return self._part_of(step, first=first, count=count)
+
+    def span_of(self, step: int, *, rank: int, world_size: int) -> tuple[int, int]:
+        """Where the samples of ``step`` begin that ``rank`` loads, and how many they are."""
+        total = self.batch_size(step)
+        if not self.shares:
+            return share_span(total, rank=rank, world_size=world_size)
+        if world_size != len(self.shares):
+            raise ValueError(f"world_size={world_size}: there are shares of {len(self.shares)}")
+        counts = cut(total, self.shares)
+        return sum(counts[:rank]), counts[rank]
+
+    def of_ranks(self, ranks: Sequence[int]) -> Self:
+        """The same order for these ranks of the launch, in place of all."""
+        return (
+            replace(self, shares=tuple(self.shares[one] for one in ranks)) if self.shares else self
+        )
+
+    def _part_of(self, step: int, *, first: int, count: int) -> Indices:
         epoch, step_in_epoch = self.position(step)
-        first, count = share_span(self.batch_size(step), rank=rank, world_size=world_size)
         if not self.shuffle or count == 0:
             begin = step_in_epoch * self.global_batch_size + first
             return np.arange(begin, begin + count, dtype=np.int64)

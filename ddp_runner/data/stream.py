@@ -20,7 +20,7 @@ from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.data.attributes import Attributes, unknown_in
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import fault_of_failure
-from ddp_runner.data.order import SampleOrder, micro_batches, share_size, share_span
+from ddp_runner.data.order import SampleOrder, micro_batches
 from ddp_runner.data.permutation import Indices
 from ddp_runner.data.stream_state import from_plain, to_plain
 from ddp_runner.data.unshared import Unshared
@@ -41,9 +41,7 @@ class StreamOrder(SampleOrder):
         """As :class:`SampleOrder`."""
         return self.global_batch_size
 
-    def share_of(self, step: int, *, rank: int, world_size: int) -> Indices:
-        """As :class:`SampleOrder`."""
-        first, count = share_span(self.global_batch_size, rank=rank, world_size=world_size)
+    def _part_of(self, step: int, *, first: int, count: int) -> Indices:
         begin = step * self.global_batch_size + first
         return np.arange(begin, begin + count, dtype=np.int64)
 
@@ -207,11 +205,22 @@ class StreamLoader:
     def shrink_prefetch(self) -> None:
         """Nothing is loaded ahead."""
 
+    def use_shares(self, shares: tuple[int, ...]) -> None:
+        """As :meth:`SafeDataLoader.use_shares`."""
+        if shares != self._order.shares:
+            self._forget_given()
+            self._order = replace(self._order, shares=shares)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Of the ranks of the generation; none: equal ones."""
+        return self._order.shares
+
     @property
     def share_samples(self) -> int:
         """How many samples of a global batch this rank keeps."""
-        total = self._order.global_batch_size
-        return share_size(total, rank=self._rank, world_size=self._world_size)
+        _, count = self._order.span_of(0, rank=self._rank, world_size=self._world_size)
+        return count
 
     def close(self) -> None:
         """Let go of the iterator."""
@@ -356,8 +365,7 @@ class StreamLoader:
     def _draw_batch(self) -> list[Any]:
         """The rank's items of the next global batch; the stream stands behind it afterwards."""
         total = self._order.global_batch_size
-        size = self.share_samples
-        first = self._rank * (total // self._world_size) + min(self._rank, total % self._world_size)
+        first, size = self._order.span_of(0, rank=self._rank, world_size=self._world_size)
         while True:
             kept: list[Any] = []
             drawn, newest = 0, None

@@ -27,7 +27,8 @@ class StartFacts:
 
     ``threads`` of a rank on the CPU. ``trained`` of its ``parameters`` are updated. ``samples``,
     ``global_batch`` (of a step, computed ``micro_batch_size`` at a time) and ``loader_workers`` are
-    of data that the run loads itself. ``checkpoint_bytes``: about one file, for all of which there are
+    of data that the run loads itself. ``shares``: each rank's samples of a step, where they are unequal.
+    ``checkpoint_bytes``: about one file, for all of which there are
     ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
     ``schedule`` (in words) are the settings'; else a program's own.
     """
@@ -42,6 +43,7 @@ class StartFacts:
     total_steps: int
     steps_per_epoch: int
     committed_step: int
+    shares: tuple[int, ...]
     samples: int | None
     global_batch: int | None
     micro_batch_size: int | None
@@ -101,6 +103,12 @@ def _data(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
 def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
     whole, part = facts.global_batch, facts.micro_batch_size
     if whole is None:
+        return
+    if facts.shares:
+        words = f"{fmt.count(whole)} = {' + '.join(map(fmt.count, facts.shares))}"
+        most = max(facts.shares)
+        parts = f", at most {fmt.count(part)} at once" if part is not None and part < most else ""
+        yield "global batch", [words + parts]
         return
     own, rest = divmod(whole, facts.ranks)
     ranks = f" x {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"

@@ -80,6 +80,7 @@ def complete_audits(
         return
     quarantine.refresh()
     epoch, _ = order.position(step - 1)
+    order = order.of_ranks(members.slots)
     for rank, slot in enumerate(members.slots):
         path = audit_path(settings, slot)
         if _last_step(path) >= step:

@@ -60,6 +60,7 @@ class TaskSteps:
                 workload.global_batch,
                 world_size=group.world_size,
                 micro_batch_size=state.tuning.micro_batch_size,
+                shares=parts.loader.shares,
             )
             workload.norms.peers = Peers(group=group, slot=parts.runtime.slot)
         self._turn_compiler(parts)

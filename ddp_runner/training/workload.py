@@ -286,6 +286,7 @@ def _ordered(
     settings: Settings, datasets: Datasets, global_batch: int, world_size: int
 ) -> tuple[Datasets, SampleOrder]:
     """The data as it is trained on, and its order."""
+    batch_sizes.refuse_wrong_shares(settings.data, world_size=world_size)
     order = _sample_order(settings, datasets, global_batch, world_size)
     refuse_unfit(settings, datasets, is_stream=isinstance(order, StreamOrder))
     if not settings.data.largest_samples or isinstance(order, StreamOrder):
@@ -328,7 +329,11 @@ def _sample_order(
     except ValueError as error:
         raise BadInputError("--task", settings.run.task, str(error)) from error
     return SampleOrder(
-        seed=settings.run.seed, dataset_size=size, global_batch_size=global_batch, draws=draws
+        seed=settings.run.seed,
+        dataset_size=size,
+        global_batch_size=global_batch,
+        shares=settings.data.shares,
+        draws=draws,
     )
 
 
@@ -376,7 +381,11 @@ def _stream_order(
     if size < global_batch:
         raise _too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     return StreamOrder(
-        seed=run.seed, dataset_size=size, global_batch_size=global_batch, shuffle=False
+        seed=run.seed,
+        dataset_size=size,
+        global_batch_size=global_batch,
+        shares=data.shares,
+        shuffle=False,
     )
 
 

@@ -19,6 +19,7 @@ from ddp_runner.cli import doctor
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import plan_launch
 from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.summary import FaultRecord, RunSummary, TimeShares, write_summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +192,17 @@ def test_a_plan_holds_every_decision(tmp_path, monkeypatch):
     assert plan.resume_key["data.batch_size x ranks"] == plan.settings.data.batch_size * 3
     assert plan.command[-len(words) :] == tuple(words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_has_a_share_for_each_rank(tmp_path, monkeypatch):
+    """Their number is known before any process is."""
+    monkeypatch.chdir(tmp_path)
+    for words, ranks in ((["--cpu", "-n", "3"], 3), (["--cpu", "-n", "1"], 1)):
+        shares = ",".join("3" * (ranks + 1))
+        with pytest.raises(BadInputError, match=rf"data\.shares={shares}: must be a number for"):
+            plan_launch(parse_train([*words, f"shares={shares}"]), words=words)
+    plan = plan_launch(parse_train(["--cpu", "-n", "3", "shares=3,3,2"]), words=[])
+    assert plan.settings.data.shares == (3, 3, 2)
 
 
 def saved(directory: Path, step: int, *, monitored: float) -> Path:

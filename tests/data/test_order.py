@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_runner.core.batch_sizes import cut
 from ddp_runner.data.order import SampleOrder, micro_batch_count, micro_batches, share
 from ddp_runner.data.permutation import KeyedPermutation, mix64
+from ddp_runner.data.stream import StreamOrder
 
 sizes = st.integers(1, 400)
 MASK = 2**64 - 1
@@ -285,3 +287,32 @@ GOLDEN_LARGE = {
     10**12: [422807662593, 174783429829, 711325076195, 946154616346],
     2**62: [3892768467093667445, 1253305566714987390, 2446307147489080494, 1923229420385316333],
 }
+
+
+@given(
+    shares=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    batch=st.integers(1, 60),
+    step=st.integers(0, 5),
+)
+def test_ranks_with_shares_load_a_step_together(shares, batch, step):
+    """Every sample of it once, in its order, for a stream too; who is left keeps its own share."""
+    how = {"seed": 4, "dataset_size": 7 * batch, "global_batch_size": batch}
+    for kind in (SampleOrder, StreamOrder):
+        order, ranks = kind(**how, shares=tuple(shares)), len(shares)
+        parts = [order.share_of(step, rank=rank, world_size=ranks) for rank in range(ranks)]
+        assert np.concatenate(parts).tolist() == kind(**how).indices(step).tolist()
+        assert [len(part) for part in parts] == list(cut(batch, shares))
+        left = order.of_ranks(range(ranks)[1:] or (0,))
+        counts = [
+            left.span_of(step, rank=rank, world_size=len(left.shares))[1]
+            for rank in range(len(left.shares))
+        ]
+        assert counts == list(cut(batch, shares[1:] or shares))
+
+
+def test_shares_of_other_ranks_than_there_are_raise():
+    """Nobody may cut a step by numbers that are another world's."""
+    order = SampleOrder(seed=1, dataset_size=40, global_batch_size=8, shares=(3, 1))
+    with pytest.raises(ValueError, match="shares of 2"):
+        order.share_of(0, rank=0, world_size=3)
+    assert SampleOrder(seed=1, dataset_size=40, global_batch_size=8).of_ranks((1,)).shares == ()

@@ -20,6 +20,7 @@ def facts(**changes):
         "total_steps": 3000,
         "steps_per_epoch": 1000,
         "committed_step": 0,
+        "shares": (),
         "samples": 512_000,
         "global_batch": 512,
         "micro_batch_size": 32,
@@ -185,3 +186,16 @@ def test_no_line_is_wider_than_a_terminal():
         "device": "a card with a name that is far too long for anybody to read it all on a line",
     }
     assert max(map(len, start_block(from_flat(wild), facts(**changes)))) <= COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (192, "512 = 192 + 192 + 128"),
+        (64, "512 = 192 + 192 + 128, at most 64 at once"),
+    ],
+)
+def test_unequal_shares_are_shown_as_samples_of_each_rank(part, words):
+    """Who reads it sees what each device has to do."""
+    found = rows(ranks=3, shares=(192, 192, 128), micro_batch_size=part)
+    assert found["global batch"] == words

@@ -85,6 +85,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
             settings, workload, workload.datasets, state, runtime, on_wait=lambda: None
         )
         ending.callback(loader.close)
+        loader.use_shares(tuple(noted["shares"]))
         loader.assign(
             rank=rank, world_size=world_size, micro_batch_size=state.tuning.micro_batch_size
         )

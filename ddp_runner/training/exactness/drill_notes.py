@@ -86,6 +86,7 @@ class Drills:
         )
         is_wanted &= not workload.norms.names  # a share of which needs the other ranks
         self._drill_at = settings.recovery.drill_at if is_wanted else None
+        self.shares = settings.data.shares  # of the ranks of the generation; none: equal ones
         self._folder = Path(settings.run.checkpoint_dir)
         self._total_steps = workload.length.total_steps
         self._device = workload.device
@@ -129,6 +130,7 @@ class Drills:
             record = {
                 "rank": group.rank,
                 "world_size": group.world_size,
+                "shares": list(self.shares),
                 "share": notes.share().to_record(),
                 "quarantine": self._state.quarantine.to_record(),
             }

@@ -1,0 +1,68 @@
+"""How a step's samples are cut in proportion to shares, and which shares are refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_runner.core.batch_sizes import cut, refuse_wrong_shares
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import DataSettings
+from ddp_runner.data.order import share_span
+
+shares = st.lists(st.integers(1, 1000), min_size=1, max_size=9)
+
+
+@given(total=st.integers(0, 5000), numbers=shares)
+def test_a_cut_has_every_sample_and_is_within_one_of_the_proportion(total, numbers):
+    """Whatever the shares; nobody has one more or less than its part."""
+    counts = cut(total, numbers)
+    assert sum(counts) == total
+    for count, number in zip(counts, numbers, strict=True):
+        assert abs(count - Fraction(total * number, sum(numbers))) < 1
+
+
+@given(total=st.integers(0, 500), ranks=st.integers(1, 9), number=st.integers(1, 7))
+def test_equal_shares_cut_as_no_shares_do(total, ranks, number):
+    """So that 1,1 is what a run without the setting computes."""
+    equal = [share_span(total, rank=rank, world_size=ranks)[1] for rank in range(ranks)]
+    assert list(cut(total, [number] * ranks)) == equal
+
+
+def test_what_cannot_be_parted_goes_to_the_largest_remainder():
+    """Of equal ones to the first."""
+    assert cut(96, (3, 3, 2)) == (36, 36, 24)
+    assert cut(24, (3, 2)) == (14, 10)
+    assert cut(10, (3, 3, 2)) == (4, 4, 2)
+    assert cut(2, (1, 1, 1)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "ranks", "words"),
+    [
+        ((3, 3), 3, "data.shares=3,3: must be a number for each of the 3 ranks, and is 2"),
+        ((3, 3), 1, "data.shares=3,3: must be a number for the only rank, and is 2"),
+        (
+            (99, 1),
+            2,
+            (
+                "data.shares=99,1: leaves rank 1 without one of the 16 samples of a step: take a larger"
+                " batch, or a larger share for it"
+            ),
+        ),
+    ],
+)
+def test_shares_that_do_not_fit_the_ranks_are_refused(numbers, ranks, words):
+    """One line, with the cure."""
+    with pytest.raises(BadInputError) as caught:
+        refuse_wrong_shares(DataSettings(batch_size=8, shares=numbers), world_size=ranks)
+    assert str(caught.value) == words
+
+
+def test_shares_that_fit_are_accepted():
+    """None of them fits any number of ranks."""
+    refuse_wrong_shares(DataSettings(batch_size=8, shares=(3, 1)), world_size=2)
+    refuse_wrong_shares(DataSettings(batch_size=8), world_size=5)
