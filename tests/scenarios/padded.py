@@ -82,12 +82,6 @@ class Grouped(Padded):
         return {"encoder": ["embed", "recur"], "head": ["out"]}
 
 
-class Slow(Padded):
-    def loss(self, model, batch):
-        time.sleep(0.03)  # as long as a larger model would take
-        return super().loss(model, batch)
-
-
 class Negative(Padded):
     def loss(self, model, batch):
         weighted, parts = super().loss(model, batch)

@@ -9,12 +9,15 @@ import torch
 
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run
+from tests.scenarios.padded import Stacked
 from tests.scenarios.test_refusals import contents
 from tests.scenarios.test_training import same_bits_at_ends
 
 TASK = f"{Path(__file__).with_name('padded.py')}:United"
-SHORT = ("-b", 6, "num_workers=0", "ema_decay=0.9", "log_interval=5", "--audit", *PATIENT)
-SETTINGS = (*SHORT, "--max-steps", 30, "train_layers=top", "save_every_steps=7", "save_interval=0")
+SETTINGS = (
+    *("-b", 6, "num_workers=0", "ema_decay=0.9", "--max-steps", 30, "--audit", *PATIENT),
+    *("train_layers=top", "save_every_steps=7", "save_interval=0"),
+)
 KILLS = ("kill:rank=0,step=6", "kill:rank=1,step=10")
 
 
@@ -24,12 +27,16 @@ def start(folder, *words):
 
 def test_a_run_of_frozen_weights_needs_its_begin_again(tmp_path):
     """An average, at that; killed whole, stopped and resumed, it ends with the bits of one with whole files."""
-    with Run(tmp_path / "base", *SHORT, "--max-steps", 6, task=TASK) as base:
-        assert base.wait() == 0, base.console
-    begin = ("--init-from", f"{base.checkpoints / 'step_00000006.pt'}:ema")
+    model = Stacked()
+    begun = {"model": model.state_dict(), "ema": {"parameters": dict(model.named_parameters())}}
+    for mean in begun["ema"]["parameters"].values():
+        torch.nn.init.normal_(mean.data)
+    begun["model"] = {name: torch.zeros_like(one) for name, one in begun["model"].items()}
+    torch.save(begun, tmp_path / "base.pt")
+    begin = ("--init-from", f"{tmp_path / 'base.pt'}:ema")
     with start(tmp_path / "calm", *begin) as calm:
         assert calm.wait() == 0, calm.console
-    only = ("only_trained=true", "task.pace_s=0.03")
+    only = ("only_trained=true", "task.pace_s=0.03", "recovery.drill_at=2")
     kills = [word for kill in KILLS for word in ("--inject", kill)]
     with start(tmp_path / "run", *begin, *only, *kills) as run:
         run.wait_for_step(16)
@@ -40,7 +47,7 @@ def test_a_run_of_frozen_weights_needs_its_begin_again(tmp_path):
     assert "frozen parameters: a resume needs the same" in run.console
     assert any(fault["all_ranks_dead"] for fault in run.summary()["faults"])
     before = contents(run.logs) | contents(run.checkpoints)
-    for other in ((), ("--init-from", base.checkpoints / "final.pt")):
+    for other in ((), ("--init-from", tmp_path / "base.pt")):
         with start(tmp_path / "run", *other, *only) as refused:
             assert refused.wait() == 2, refused.console
         (line,) = [one for one in refused.console.splitlines() if "error" in one]

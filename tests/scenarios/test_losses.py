@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -61,17 +60,6 @@ def test_parts_are_logged_by_name(tmp_path, calm):
     figures = run.summary()["figures"]
     assert {"validation_loss", "validation_tagging", "validation_penalty"} <= figures.keys()
     assert "tagging 1." in run.console or "tagging 0." in run.console
-
-
-def test_a_stopped_run_goes_on_counting(tmp_path, calm):
-    with start(tmp_path, task="Slow") as run:
-        run.wait_for_checkpoint(14)
-        run.signal(signal.SIGTERM)
-        assert run.wait() == 75, run.console
-    with start(tmp_path, task="Slow") as run:
-        assert run.wait() == 0, run.console
-    assert run.summary()["weights_sha256"] == calm["weights_sha256"]
-    assert run.summary()["tokens"] == calm["tokens"]
 
 
 @pytest.mark.parametrize(

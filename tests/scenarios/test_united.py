@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from tests.scenarios.conftest import PATIENT
 from tests.scenarios.harness import Run
-from tests.scenarios.test_training import figure_of, halvings, needs_muon, same_bits_at_ends
+from tests.scenarios.test_training import figure_of, halvings, same_bits_at_ends
 
 TASK = f"{Path(__file__).with_name('padded.py')}:United"
+OPTIMIZER = "muon" if hasattr(torch.optim, "Muon") else "adamw"  # torch has it from 2.9 on
 # Evaluations at 4, 8, ...; after the first none counts as an improvement. `middle` joins at step 12.
 SETTINGS = (
     *("-b", 6, "data.accumulation=2", "micro_batch_size=0", "--max-steps", 40, "num_workers=0"),
-    *("optimizer=muon", "schedule=wsd", "decay_steps=0.4", "warmup_steps=3", "--audit"),
+    *(f"optimizer={OPTIMIZER}", "max_grad_value=0.05", "schedule=wsd", "decay_steps=0.4"),
+    *("warmup_steps=3", "--audit"),
     *("precision=fp16", "amp_init_scale=8388608", "amp_growth_interval=4", "log_interval=1"),
     *("ema_decay=0.9", "ema_every=2", "ema_start_step=3", "ema_device=cpu"),
     *("train_layers=top", "optim.unfreeze=middle@12", "activation_checkpointing=blocks.*"),
@@ -42,7 +45,6 @@ def start(folder, *words):
     return Run(folder, *SETTINGS, *words, task=TASK)
 
 
-@needs_muon
 def test_all_at_once_is_exact_through_every_fault(tmp_path):
     """Kills of rank 0, the last and all, an exception, a roll-back, a stop and a resume; then too little memory."""
     with start(tmp_path / "calm") as calm:
@@ -52,7 +54,10 @@ def test_all_at_once_is_exact_through_every_fault(tmp_path):
     assert "middle trained from step 12 on: " in calm.console
     assert halvings(calm) == HALVED_AT
     scales = figure_of(calm, "loss_scale")
-    assert len(set(scales.values())) > 2, "steps were skipped, and the scale has grown"
+    changes = {
+        later / earlier for earlier, later in pairwise(scales[step] for step in sorted(scales))
+    }
+    assert {0.5, 2.0} <= changes, "steps were skipped, and the scale has grown"
     faults = [word for fault in FAULTS for word in ("--inject", fault)]
     with start(tmp_path / "faults", *faults, "task.pace_s=0.03") as run:
         run.wait_for_event("repaired_in_place")
