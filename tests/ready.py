@@ -191,8 +191,10 @@ def _launch(asked, output) -> None:
     finally:
         sys.stdout.flush()
         if subprocess.Popen is not _POPEN:  # it was refused before it needed one
-            os.kill(zygote_pid, signal.SIGKILL)
-            os.waitpid(zygote_pid, 0)
+            # Or ended with all that the command had.
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(zygote_pid, signal.SIGKILL)
+                os.waitpid(zygote_pid, 0)
         os._exit(code)
 
 

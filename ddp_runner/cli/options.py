@@ -108,6 +108,47 @@ GROUPS = (
         ),
     ),
     Group(
+        title="Several machines: the same command on each",
+        options=(
+            Option(
+                long="--nnodes",
+                metavar="N|MIN:MAX",
+                default="1",
+                says="machines; with a range it goes on with fewer",
+            ),
+            Option(
+                long="--rdzv-endpoint",
+                metavar="HOST[:PORT]",
+                says="of one of them, where they meet; port 29400",
+            ),
+            Option(long="--rdzv-id", metavar="ID", default="none", says="of the run"),
+            Option(
+                long="--node-rank",
+                metavar="R",
+                default="by the order of joining",
+                says="the number of this machine; that of the endpoint is 0",
+            ),
+            Option(
+                long="--rdzv-backend", metavar="c10d", says="c10d or static, which mean the same"
+            ),
+            Option(
+                long="--rdzv-conf",
+                metavar="K=V,...",
+                says="join_timeout=600, last_call_timeout=30, is_host=1",
+            ),
+            Option(
+                long="--local-addr",
+                metavar="ADDR",
+                says="the address of this machine; otherwise the one that leads to the endpoint",
+            ),
+            Option(
+                long="--token-file",
+                metavar="FILE",
+                says="with the secret that all machines know; otherwise DDP_RUNNER_TOKEN",
+            ),
+        ),
+    ),
+    Group(
         title="Files",
         options=(
             Option(

@@ -14,6 +14,7 @@ from ddp_runner.config.foreign_values import is_foreign_switch
 from ddp_runner.config.suggest import nearest
 from ddp_runner.config.user_files import preset_file
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.node_options import VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,7 @@ _ASSIGNMENT = re.compile(r"^([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
 _SEE_HELP = "; --help lists the options"
 _DRY_RUN = "--dry-run"
+OF_NODES = (*VARIABLES, "--token-file")
 _PAGES = ("--help", "--help-settings", "--version")
 
 
@@ -31,6 +33,7 @@ class TrainArguments:
 
     ``assignments`` are pairs of a name as the user wrote it (long form) and its text, in order.
     ``is_dry``: nothing is trained, nor written. ``finding``: what is looked for instead of training.
+    ``nodes``: the options of a run on several machines.
     """
 
     files: tuple[Path, ...] = ()
@@ -38,6 +41,7 @@ class TrainArguments:
     page: str = ""
     is_dry: bool = False
     finding: Finding = NOTHING
+    nodes: tuple[tuple[str, str], ...] = ()
 
 
 def parse_train(words: Sequence[str]) -> TrainArguments:
@@ -45,6 +49,7 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
     files: list[Path] = []
     presets: list[Path] = []
     assignments: list[tuple[str, str]] = []
+    nodes: list[tuple[str, str]] = []
     page = ""
     finding = split_off_finding(words)
     rest = list(finding.words)
@@ -61,6 +66,8 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
                 if attached is not None:
                     raise BadInputError(option.long, attached, "takes no value")
                 is_dry = True
+            elif option.long in OF_NODES:
+                nodes.append((option.long, _given(option.long, "", _value(option, attached, rest))))
             elif option.long == "--config":
                 files.append(Path(_given(option.long, "", _value(option, attached, rest))))
             elif option.long == "--preset":
@@ -72,16 +79,21 @@ def parse_train(words: Sequence[str]) -> TrainArguments:
         else:
             name, text = _setting(word)
             assignments.append((name, _given(name, name, text)))
-    if is_dry and finding.option:
-        expected = f"trains nothing, and {finding.option} trains: give one of them"
-        raise BadInputError(_DRY_RUN, "", expected)
+    _refuse_both(finding, is_dry=is_dry)
     return TrainArguments(
         files=(*presets, *files),
         assignments=tuple(assignments),
         page=page,
         is_dry=is_dry,
         finding=finding,
+        nodes=tuple(nodes),
     )
+
+
+def _refuse_both(finding: Finding, *, is_dry: bool) -> None:
+    if is_dry and finding.option:
+        expected = f"trains nothing, and {finding.option} trains: give one of them"
+        raise BadInputError(_DRY_RUN, "", expected)
 
 
 def _given(written: str, name: str, text: str) -> str:
@@ -95,7 +107,9 @@ def _given(written: str, name: str, text: str) -> str:
         spec = known_fields().get(find_key(written, name.removeprefix("--"), list(known_fields())))
     except BadInputError:  # reported with all others that are wrong
         spec = None
-    if written in ("--config", "--preset") or (spec is not None and spec.kind is Kind.TEXT):
+    if written in ("--config", "--preset", *OF_NODES) or (
+        spec is not None and spec.kind is Kind.TEXT
+    ):
         raise BadInputError(written, "''", "is empty; give a value, or leave it out")
     return text
 

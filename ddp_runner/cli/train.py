@@ -29,6 +29,7 @@ from ddp_runner.core.batch_sizes import refuse_wrong_shares
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
+from ddp_runner.core.node_options import node_options
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
@@ -53,6 +54,9 @@ def run(words: Sequence[str]) -> int:
         return 0
     rank = plain_rank(os.environ)
     plan = plan_launch(arguments, words=words)
+    not_trained = arguments.finding.option or ("--dry-run" if arguments.is_dry else "")
+    if plan.nodes is not None and not_trained:
+        raise BadInputError(not_trained, "", "is for one machine: leave out --nnodes, and NNODES")
     if arguments.finding.option:
         return _find(plan, arguments.finding, is_rank=rank is not None)
     if arguments.is_dry:
@@ -66,6 +70,10 @@ def run(words: Sequence[str]) -> int:
     if ignored:
         plan = replace(plan, notes=(ignored, *plan.notes))
     allow_open_files(plan.world_size)
+    if plan.nodes is not None:
+        from ddp_runner.cli.nodes import train_on_several  # noqa: PLC0415 - as below
+
+        return train_on_several(plan, token_file=dict(arguments.nodes).get("--token-file", ""))
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
@@ -127,6 +135,11 @@ def _page(option: str) -> str:
 def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPlan:
     """Decide devices, preset and settings. Touches nothing. Raises BadInputError."""
     environment = dict(os.environ)
+    several = None
+    if plain_rank(environment) is None:  # who is one rank has its machines from its launcher
+        several = node_options(dict(arguments.nodes), environment)
+    if several is not None:
+        arguments = replace(arguments, assignments=with_nproc(arguments.assignments, environment))
     at_home = home_files(environment)
     # Devices choose the preset, and no preset chooses devices: so those come first.
     asked = asked_settings(arguments, environment)
@@ -143,6 +156,9 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
     )
     notes = check_relations(resolved.settings)
     _refuse_lacking(resolved.settings)
+    own_devices = devices
+    # All machines have as many ranks, on devices of the same names.
+    devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
     refuse_wrong_shares(resolved.settings.data, world_size=world_size)
     for spec in resolved.settings.run.inject:
@@ -152,7 +168,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
         origins=resolved.origin,
         devices=devices,
         world_size=world_size,
-        threads_per_rank=threads_per_rank(resolved.settings, devices=devices, cores=cores),
+        threads_per_rank=threads_per_rank(resolved.settings, devices=own_devices, cores=cores),
         resume_key=resume_key(resolved.settings, world_size=world_size),
         settings_digest=digest(resolved.settings),
         time_limit=time_limit(
@@ -162,8 +178,9 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
             stop_timeout_s=resolved.settings.recovery.stop_timeout_s,
         ),
         command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
+        nodes=several,
         notes=(
-            *place_notes(devices, found=found, cores=cores),
+            *place_notes(own_devices, found=found, cores=cores),
             *_kept_variables(resolved.settings, devices, environment),
             *spare_notes(resolved.settings, devices),
             *(f"{path} lies under these settings" for path in at_home),
@@ -171,6 +188,17 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
             *notes,
         ),
     )
+
+
+def with_nproc(
+    assignments: tuple[tuple[str, str], ...], environment: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """``assignments``, and ranks of a machine by PET_NPROC_PER_NODE where they say nothing of that."""
+    found = environment.get("PET_NPROC_PER_NODE", "")
+    names = {name.lstrip("-").replace("-", "_").rpartition(".")[2] for name, _ in assignments}
+    if not found or names & {"nproc_per_node", "nproc", "num_processes", "num_gpus"}:
+        return assignments
+    return (("run.nproc_per_node", "auto" if found == "gpu" else found), *assignments)
 
 
 def _refuse_lacking(settings: Settings) -> None:

@@ -98,7 +98,9 @@ ALWAYS: Mapping[str, str] = {
     "enable_gpu_monitoring": "memory of each device is watched, so that a run does not end for lack of it",
 }
 SAID = ("headless",)  # of these, those that are answered also where they are asked for
-_ONE_MACHINE = "a run is on one machine: leave it out"
+_NODES = "here that is the option --nnodes N, with --node-rank R"
+_ENDPOINT = "here that is the option --rdzv-endpoint HOST:PORT"
+_OPTION_ONLY = "is an option of the command, and no setting: --rdzv-id, --rdzv-conf"
 _BY_THEMSELVES = "the ranks find each other by themselves: leave it out"
 _DEVICES = "here that is --nproc-per-node N for how many, --gpus 0,1 for which"
 _FOLDERS = (
@@ -108,14 +110,11 @@ _ALWAYS_DDP = "every run is DistributedDataParallel: leave it out"
 # Name -> what to write instead, where there is nothing that means exactly the same.
 ANSWERS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("nnodes", "num_nodes", "num_machines", "node_rank", "machine_rank", "hostfile"),
-        _ONE_MACHINE,
+        ("nnodes", "num_nodes", "num_machines", "node_rank", "machine_rank", "hostfile"), _NODES
     ),
-    **dict.fromkeys(("master_addr", "main_process_ip", "same_network"), _ONE_MACHINE),
-    **dict.fromkeys(
-        ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "use_env"),
-        _BY_THEMSELVES,
-    ),
+    **dict.fromkeys(("master_addr", "main_process_ip", "rdzv_endpoint"), _ENDPOINT),
+    **dict.fromkeys(("rdzv_backend", "rdzv_id", "rdzv_conf"), _OPTION_ONLY),
+    **dict.fromkeys(("standalone", "use_env", "same_network"), _BY_THEMSELVES),
     "module": "here that is --task module:NAME",
     "local_rank": "this command starts the ranks: leave it out",
     "world_size": "here that is --nproc-per-node N",

@@ -98,7 +98,8 @@ ON_RESUME: Mapping[str, OnResume] = {
             recovery.max_restarts recovery.restart_window_s recovery.no_progress_generations
             recovery.min_ranks recovery.slot_failures_max recovery.regrow_after
             recovery.backoff_first_s recovery.backoff_max_s recovery.startup_timeout_s
-            recovery.form_timeout_s recovery.warm_spare recovery.hang_min_s recovery.hang_factor
+            recovery.form_timeout_s recovery.node_silent_s recovery.node_patience_s recovery.coordinator_wait_s
+             recovery.warm_spare recovery.hang_min_s recovery.hang_factor
             recovery.first_step_timeout_s recovery.evaluation_timeout_s
             recovery.checkpoint_timeout_s recovery.stop_timeout_s recovery.max_errors_per_epoch
             recovery.rollbacks_max recovery.explosion_window recovery.explosion_loss_factor

@@ -27,6 +27,7 @@ RESERVED_VARIABLES = frozenset(
         "DDP_RUNNER_FOLDERS",
         "DDP_RUNNER_PLAIN_RANK",
         "DDP_RUNNER_MARK",
+        "DDP_RUNNER_TOKEN",
     }
 )
 

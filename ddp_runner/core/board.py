@@ -51,6 +51,7 @@ class Cell(IntEnum):
     SCRIPT_SAVES = 28  # of a script: how often it has saved with torch
     SCRIPT_LOADS = 29  # and how often it has read with torch
     SCRIPT_HEARTBEATS = 30  # and how often it has said that it is at work
+    LEASE_NS = 31  # written by its supervisor: until when it may publish; 0: as long as it lives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class SlotReading:
 
 
 class Slot:
-    """One rank's cells. Written by that rank's main thread, but for ``FENCED`` and ``DEVICE_SUMS``."""
+    """One rank's cells. Written by that rank's main thread, but for ``FENCED``, ``LEASE_NS`` and ``DEVICE_SUMS``."""
 
     __slots__ = ("_base", "_floats", "_ints")
 
@@ -144,9 +145,13 @@ class Slot:
         for cell in range(CELLS_PER_SLOT):
             self._ints[self._base + cell] = 0
 
+    def cells(self) -> list[int]:
+        """All cells as whole numbers, the loss by its bits."""
+        return self._ints[self._base : self._base + CELLS_PER_SLOT].tolist()
+
     def read(self) -> SlotReading:
         """Read the slot."""
-        cells = self._ints[self._base : self._base + CELLS_PER_SLOT].tolist()
+        cells = self.cells()
         return SlotReading(
             generation=cells[Cell.GENERATION],
             step=cells[Cell.STEP],

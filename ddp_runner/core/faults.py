@@ -20,6 +20,7 @@ class Scope(Enum):
     MICRO_BATCH = "micro_batch"
     STEP = "step"
     RANK = "rank"
+    NODE = "node"
     WORLD = "world"
     RUN = "run"
 
@@ -51,6 +52,7 @@ class FaultKind(Enum):
         "store_tampered"  # by another program: the generation forms again under new keys
     )
     ZYGOTE_DIED = "zygote_died"
+    NODE_LOST = "node_lost"  # all its ranks are gone with it
     DEVICE_LOST = "device_lost"
     BAD_INPUT = "bad_input"  # the user's settings, data or files: never retried
     UNKNOWN = "unknown"
@@ -87,6 +89,7 @@ SCOPE_OF_KIND = {
     FaultKind.STORE_DIED: Scope.WORLD,
     FaultKind.STORE_TAMPERED: Scope.WORLD,
     FaultKind.ZYGOTE_DIED: Scope.RUN,
+    FaultKind.NODE_LOST: Scope.NODE,
     FaultKind.DEVICE_LOST: Scope.RANK,
     FaultKind.BAD_INPUT: Scope.RUN,
     FaultKind.UNKNOWN: Scope.WORLD,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ddp_runner.core.node_options import NodeOptions
     from ddp_runner.core.script import LoopPlan, ScriptPlan
     from ddp_runner.core.settings import Settings
     from ddp_runner.core.stopping import TimeLimit
@@ -45,7 +46,8 @@ class LaunchPlan:
     ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
     checkpoint must agree with. ``notes`` are lines to show people once, before training. ``time_limit``: when the launch
     is to stop. ``script`` and
-    ``loop``: the program that is run in place of a task, of which one at most is not None.
+    ``loop``: the program that is run in place of a task, of which one at most is not None. ``nodes``: the
+    machines, each with ``ranks_per_node`` of the ranks in order; None: this one alone.
     """
 
     settings: Settings
@@ -60,6 +62,12 @@ class LaunchPlan:
     time_limit: TimeLimit | None = None
     script: ScriptPlan | None = None
     loop: LoopPlan | None = None
+    nodes: NodeOptions | None = None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks each machine has."""
+        return self.world_size // (1 if self.nodes is None else self.nodes.most)
 
     @property
     def title(self) -> str:
@@ -68,6 +76,7 @@ class LaunchPlan:
         return self.settings.run.task if program is None else program.name
 
     def has_own_device(self, rank: int) -> bool:
-        """Whether no other rank computes where this one does."""
-        own = self.devices[rank].device
-        return sum(place.device == own for place in self.devices) == 1
+        """Whether no other rank of its machine computes where this one does."""
+        own, first = self.devices[rank].device, rank - rank % self.ranks_per_node
+        there = self.devices[first : first + self.ranks_per_node]
+        return sum(place.device == own for place in there) == 1

@@ -10,6 +10,7 @@ from ddp_runner.core.faults import BadInputError
 PLAIN_RANK = "DDP_RUNNER_PLAIN_RANK"
 # Of a launcher that starts a process a rank; one that starts a process a machine sets neither.
 _MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+_OF_NODES = ("PET_NNODES", "NNODES")  # how many machines there are (core/node_options.py)
 _PORT_MAX = 65_535
 
 
@@ -27,8 +28,8 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
     """The rank that this process is; None where it spawns its ranks itself.
 
     Kubernetes' PyTorchJob and TrainJob set RANK and WORLD_SIZE for each *pod*, beside PET_NNODES, so
-    those two alone say nothing. Raises BadInputError for what cannot be, and for several machines
-    without a process for each rank.
+    those two alone say nothing. Raises BadInputError for what cannot be, and where nothing says
+    whether it is a rank or a machine.
     """
     has_both = "RANK" in environment and "WORLD_SIZE" in environment
     asked = environment.get(PLAIN_RANK, "")
@@ -101,13 +102,12 @@ def _whole(
 
 def _refuse_several_machines(environment: Mapping[str, str]) -> None:
     """A pod of several would train alone, and write where the others write."""
-    names = ("PET_NNODES", "WORLD_SIZE") if "RANK" in environment else ("PET_NNODES",)
-    for name in names:
-        text = environment.get(name, "")
-        if text.rpartition(":")[2] not in ("", "1"):  # PET_NNODES may be a range, such as 1:4
-            raise BadInputError(
-                name,
-                text,
-                "one process a machine or pod cannot train on several of them yet: start a process for "
-                f"each rank, by torchrun, or set LOCAL_RANK or {PLAIN_RANK}=1 where this is one",
-            )
+    text = environment.get("WORLD_SIZE", "") if "RANK" in environment else ""
+    if text in ("", "1") or any(environment.get(name) for name in _OF_NODES):
+        return
+    raise BadInputError(
+        "WORLD_SIZE",
+        text,
+        "says nothing of machines: set NNODES (or --nnodes) where a process a machine is started, "
+        f"and LOCAL_RANK or {PLAIN_RANK}=1 where this process is one rank",
+    )

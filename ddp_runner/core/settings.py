@@ -376,6 +376,13 @@ class RecoverySettings:
     are preloaded it counts from the newest."""
     form_timeout_s: Seconds = 60.0
     """Longest time for the ranks to form a process group and agree on the state, in seconds."""
+    node_silent_s: Seconds = 3.0
+    """With several machines: one of which nothing is heard for so long is lost, in seconds."""
+    node_patience_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
+    coordinator_wait_s: Annotated[float, Field(ge=0)] = 120.0
+    """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in
+    seconds."""
     warm_spare: bool | Literal["libraries", "device"] = True
     """Keep a process ready that becomes the next lost rank. Once the zygote, the process that forks
     the others, was lost, also keep one ready to take its place. On GPUs, true means libraries: CUDA's

@@ -7,11 +7,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.core.board import Cell, Slot
 
 
 def never() -> bool:
     """Where nobody declares a rank dead."""
     return False
+
+
+def may_not_publish(slot: Slot, now_ns: int) -> bool:
+    """Whether this rank was declared dead, or its machine has heard too little of the coordinator."""
+    # INVARIANT lease: what a machine that is cut off publishes, it publishes before anybody can have
+    # taken its place. Broken if: a file is renamed or removed after the lease has ended.
+    # Guarded by: test_nothing_is_published_behind_a_fence_or_a_lease.
+    lease_ns = slot.get(Cell.LEASE_NS)
+    return bool(slot.get(Cell.FENCED)) or 0 < lease_ns < now_ns
 
 
 class FencedDisk(RealDisk):

@@ -8,6 +8,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -48,7 +49,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.faulty_disk import FaultyDisk
-from ddp_runner.rank.fenced_disk import FencedDisk
+from ddp_runner.rank.fenced_disk import FencedDisk, may_not_publish
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -128,7 +129,7 @@ class SupervisedRuntime:
         self.rank_info = rank_info
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
-        self.disk: Disk = FencedDisk(lambda: bool(slot.get(Cell.FENCED)))
+        self.disk: Disk = FencedDisk(lambda: may_not_publish(slot, time.monotonic_ns()))
         self.slot = slot if injections is None else self._injecting(slot, injections)
         self.logger = logger
         self._channel = channel

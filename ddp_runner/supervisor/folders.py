@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ddp_runner.core import events
+from ddp_runner.core.lifecycle import IN_WORLD
 from ddp_runner.core.messages import ReopenLog
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.reporting.recorder import Recorder
@@ -42,6 +43,7 @@ class FolderKeeper:
                 self._recorder.outputs.write_config()
             if change.is_new and change.option == "--checkpoint-dir":
                 self._ask_save()  # whatever was there cannot be gone back to
-        for handle in self._world.present:
-            if handle.has_log and self._node.processes[handle.rank].log_is_gone():
+        for rank, process in self._node.processes.items():
+            handle = self._world.ranks[rank]
+            if handle.membership in IN_WORLD and handle.has_log and process.log_is_gone():
                 self._world.send(handle, ReopenLog())

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import selectors
 import signal
-import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import RunStatus, StopReason
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.stopping import StopSignal
@@ -25,86 +22,37 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.folders import FolderKeeper
 from ddp_runner.supervisor.loop_supervisor import LoopSupervisor
+from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
+from ddp_runner.supervisor.nodes.other_nodes import OtherNodes, Place
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
-from ddp_runner.supervisor.processes.resources import remove_temporary_files
+from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
+from ddp_runner.supervisor.signal_box import SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.system.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
 TICK_S = 0.1
+PAUSE_S = (
+    1.0  # between two turns: this process did not run, and other machines are not blamed for it
+)
 STATUS_INTERVAL_S = 0.5
-_STOP_SIGNALS = {
-    signal.SIGINT: StopReason.INTERRUPTED,
-    signal.SIGTERM: StopReason.PREEMPTED,
-    signal.SIGUSR1: StopReason.PREEMPTED,
-    signal.SIGHUP: StopReason.PREEMPTED,
-}
 _INSISTENT = {signal.SIGINT: StopSignal.INTERRUPT, signal.SIGTERM: StopSignal.TERMINATE}
-_SAVE_SIGNAL = signal.SIGUSR2
 _QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
 
 
-class SignalBox:
-    """Signals as a readable socket, so that the loop wakes for them and nothing is interrupted."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._before: dict[int, object] = {}
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._reader.fileno()
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Catch our signals for the length of the block. An ignored SIGHUP (nohup) stays ignored.
-
-        Afterwards those that stop a run do nothing: it has ended, and one that is repeated would end
-        this process before it has given its exit code.
-        """
-        wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        number: int
-        for number in (*_STOP_SIGNALS, _SAVE_SIGNAL, signal.SIGQUIT, signal.SIGCHLD):
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._before[number] = signal.signal(number, _only_wake)
-        try:
-            yield
-        finally:
-            for number, handler in self._before.items():
-                has_ended = number in _STOP_SIGNALS
-                signal.signal(number, signal.SIG_IGN if has_ended else handler)  # type: ignore[arg-type] # what signal() returned
-            signal.set_wakeup_fd(wakeup_before)
-            self._reader.close()
-            self._writer.close()
-
-    def take(self) -> list[int]:
-        """The signals since the last call, oldest first."""
-        numbers: list[int] = []
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                numbers += self._reader.recv(4096)
-        return numbers
-
-
-def _only_wake(number: int, frame: FrameType | None) -> None:
-    """The wakeup descriptor has woken the loop."""
-    del number, frame
-
-
-def supervise(plan: LaunchPlan) -> int:
+def supervise(plan: LaunchPlan, place: Place | None = None) -> int:
     """Run ``plan`` to its end and return the exit code.
 
-    Must be called from the main thread. Raises BadInputError before any process was started; after
+    ``place``: this machine's in a run on several, of which it is the coordinator. Must be called from the main thread. Raises BadInputError before any process was started; after
     that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
@@ -113,6 +61,10 @@ def supervise(plan: LaunchPlan) -> int:
     parent_death.set_process_name("ddp:supervisor")
     signals = SignalBox()
     with signals.installed(), selectors.DefaultSelector() as selector:
+        if place is not None:
+            return _coordinate(
+                plan, place, signals=signals, selector=selector, directories=directories
+            )
         node = Node(plan, selector, system=Linux(), clock=SYSTEM_CLOCK)
         make: Callable[..., Supervisor] = Supervisor
         if plan.script is not None:
@@ -136,6 +88,68 @@ def supervise(plan: LaunchPlan) -> int:
             directories.release()
 
 
+def _coordinate(
+    plan: LaunchPlan,
+    place: Place,
+    *,
+    signals: SignalBox,
+    selector: selectors.BaseSelector,
+    directories: RunDirectories,
+) -> int:
+    """As :func:`supervise`, with ranks on other machines too."""
+    assert plan.nodes is not None
+    per_node = plan.ranks_per_node
+    first = place.number * per_node
+    node = Node(
+        plan,
+        selector,
+        system=Linux(),
+        clock=SYSTEM_CLOCK,
+        ranks=range(first, first + per_node),
+        store=StorePlace.on_this_machine(plan.settings.ddp.port, address=place.address),
+    )
+    others = [
+        RemoteNode(
+            number,
+            ranks=range(number * per_node, (number + 1) * per_node),
+            slots={rank: node.slot(rank) for rank in range(plan.world_size)},
+            clock=SYSTEM_CLOCK,
+        )
+        for number in range(plan.nodes.most)
+        if number != place.number
+    ]
+    supervisor = CoordinatorSupervisor(
+        plan,
+        node,
+        outputs=Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal),
+        directories=directories,
+        published=Published(Path(plan.settings.run.checkpoint_dir)),
+        clock=SYSTEM_CLOCK,
+        others=others,
+    )
+    links = OtherNodes(
+        plan,
+        place.meeting,
+        store=(place.store_host, node.store_port),
+        nodes=others,
+        listening=place.listening,
+        selector=selector,
+        beat=supervisor.beat,
+        clock=SYSTEM_CLOCK,
+    )
+    loop = _Loop(supervisor, signals=signals, selector=selector, clock=SYSTEM_CLOCK, others=links)
+    exit_code, line = int(ExitCode.FAILED), "the coordinator has failed"
+    try:
+        exit_code = loop.run()
+        line = "" if supervisor.ending is None else supervisor.ending.reason
+    finally:
+        links.end(exit_code=exit_code, line=line)
+        end_descendants(timeout_s=10.0)
+        node.close()
+        directories.release()
+    return exit_code
+
+
 class _Loop:
     """Feeds events to a :class:`Supervisor` until it has an ending."""
 
@@ -146,8 +160,11 @@ class _Loop:
         signals: SignalBox,
         selector: selectors.BaseSelector,
         clock: Clock,
+        others: OtherNodes | None = None,
     ) -> None:
         self._clock = clock
+        self._others = others
+        self._turned_at_s = clock.monotonic()
         self._began_s = clock.monotonic()
         self._supervisor = supervisor
         self._plan = supervisor.plan
@@ -195,13 +212,34 @@ class _Loop:
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._take_signals()
+            elif key.data[0] is self._others:
+                self._hear_node(key.data[1])
             elif (received := self._node.receive(*key.data)) is not None:
                 self._supervisor.on_message(*received)
         for ended in self._node.reap():
             self._supervisor.on_ended(ended)
+        self._look_at_nodes()
         self._look_at_clock()
         self._supervisor.advance()
         self._show()
+
+    def _hear_node(self, link: NodeLink | None) -> None:
+        """The door for other machines, or the link to one of them, is ready."""
+        assert self._others is not None
+        assert isinstance(self._supervisor, CoordinatorSupervisor)
+        for event in self._others.read(link):
+            self._supervisor.on_node_event(event)
+
+    def _look_at_nodes(self) -> None:
+        if self._others is None:
+            return
+        assert isinstance(self._supervisor, CoordinatorSupervisor)
+        now_s = self._clock.monotonic()
+        if now_s > self._turned_at_s + PAUSE_S:
+            self._others.forgive(now_s)
+        self._turned_at_s = now_s
+        for event in self._others.look(now_s):
+            self._supervisor.on_node_event(event)
 
     def _look_at_clock(self) -> None:
         """Ask for the end once, where the time of this launch is over."""
@@ -214,14 +252,14 @@ class _Loop:
 
     def _take_signals(self) -> None:
         for number in self._signals.take():
-            reason = _STOP_SIGNALS.get(signal.Signals(number))
+            reason = STOP_SIGNALS.get(signal.Signals(number))
             if reason is not None:
                 by = _INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
                 self._supervisor.ask_stop(reason, by=by)
             elif number == signal.SIGQUIT and self._supervisor.ending is None:
                 line = f"{_QUIT}: ended at once"
                 self._supervisor.run_end.at_once(Ending.of(RunStatus.FAILED, line))
-            elif number == _SAVE_SIGNAL:
+            elif number == SAVE_SIGNAL:
                 self._supervisor.ask_save()
 
     def _show(self) -> None:

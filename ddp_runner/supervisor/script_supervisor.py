@@ -121,7 +121,7 @@ class ScriptSupervisor(Supervisor):
 
     def _fault_of(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> Fault:
         by_memory = ended.signal_number == signal.SIGKILL and self.world.was_killed_for_memory(
-            self._clock.monotonic()
+            handle, self._clock.monotonic()
         )
         end = exit_of(
             ended,

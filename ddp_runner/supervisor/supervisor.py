@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
@@ -59,6 +60,7 @@ from ddp_runner.supervisor.processes.endings import exit_of
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.rank_host import RankHost
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.repair import Repair
@@ -89,10 +91,11 @@ class Supervisor:
         directories: RunDirectories,
         published: Published,
         clock: Clock,
+        others: Sequence[RankHost] = (),
     ) -> None:
         self.plan = plan
         self.node = node
-        self.world = world = World(plan, node)
+        self.world = world = World(plan, node, others)
         self.outputs = outputs
         self.facts = facts = RunFacts(name=plan.settings.run.name)
         self.machine: Machine[RunState, RunEvent] = Machine(RUN_TABLE, RunState.STARTING)
@@ -205,7 +208,7 @@ class Supervisor:
             case RepairedInPlace():
                 for _ in range(message.kernel_kills):
                     # A loader worker's, not a rank's.
-                    self.world.was_killed_for_memory(self._clock.monotonic())
+                    self.world.was_killed_for_memory(handle, self._clock.monotonic())
                 self.recorder.reported(message)
                 if message.steps_lost:
                     self._save_request.accept_from(message.fault.step - message.steps_lost)
@@ -270,7 +273,7 @@ class Supervisor:
                 reading=handle.slot.read(),
                 killed_for_memory=ended.signal_number == signal.SIGKILL
                 and self.world.was_killed_for_memory(
-                    now_s, before_it=self._repair.larger_ones_killed(handle)
+                    handle, now_s, before_it=self._repair.larger_ones_killed(handle)
                 ),
                 was_asked=self._repair.was_asked(handle),
                 keeps_all=not self.recorder.may_write,

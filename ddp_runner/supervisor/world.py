@@ -1,13 +1,13 @@
-"""The ranks of a run, wherever their processes are: asks their node to act. Decides nothing.
+"""The ranks of a run, wherever their processes are: asks their nodes to act. Decides nothing.
 
-Knows ranks, their states and messages; pids, channels, files and clocks are the node's.
+Knows ranks, their states and messages; pids, channels, files and clocks are a node's.
 """
 
 from __future__ import annotations
 
 import secrets
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -16,17 +16,23 @@ from ddp_runner.core.messages import Abort, CountCollectives, Cut, Form, Message
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.rank_host import RankHost, WhatIsKnown
 
 SECRET_BYTES = 32
 
 
 class World:
-    """Owned by the supervisor's loop. All ranks are on one node."""
+    """Owned by the supervisor's loop. ``home`` is the node of this process, which has the store.
 
-    def __init__(self, plan: LaunchPlan, node: Node) -> None:
-        self._node = node
+    ``others``: the nodes of the ranks that are not there.
+    """
+
+    def __init__(self, plan: LaunchPlan, home: Node, others: Sequence[RankHost] = ()) -> None:
+        self._home = home
+        nodes: tuple[RankHost, ...] = (home, *others)
+        self._node_of = {rank: node for node in nodes for rank in node.processes}
         self.ranks = [
-            RankHandle(rank, device=device, slot=node.slot(rank))
+            RankHandle(rank, device=device, slot=home.slot(rank))
             for rank, device in enumerate(plan.devices)
         ]
         self.aborted = (0, 0.0)  # the newest generation that ranks were told to leave, and when
@@ -38,44 +44,50 @@ class World:
 
     @property
     def can_fork(self) -> bool:
-        """Whether a rank that is lost can be forked at once."""
-        return self._node.can_fork
+        """Whether what serves all ranks, and a rank of the home node, can be forked at once."""
+        return self._home.can_fork
+
+    def can_fork_rank(self, handle: RankHandle) -> bool:
+        """Whether a process for this rank can be forked at once, where it belongs."""
+        return self._node_of[handle.rank].can_fork
+
+    def can_start(self, handle: RankHandle) -> bool:
+        """Whether a process for this rank is to be had at once: a fork, or a spare that waits."""
+        node = self._node_of[handle.rank]
+        return node.can_fork or node.has_spare_for(handle.device.device)
 
     @property
     def has_store(self) -> bool:
         """Whether there is a store, or one that starts."""
-        return self._node.store is not None
+        return self._home.store is not None
 
     @property
     def has_ready_store(self) -> bool:
         """Whether ranks can find each other."""
-        return self._node.has_ready_store
+        return self._home.has_ready_store
 
     def start_store(self) -> None:
         """Have a store started; ``StoreReady`` follows."""
-        self._node.start_store()
+        self._home.start_store()
 
     def kill_store(self) -> None:
         """End the store, which is cheap to replace: another one takes its socket over."""
-        self._node.kill(self._node.store)
-
-    def has_spare_for(self, handle: RankHandle) -> bool:
-        """Whether a process waits that may become this rank."""
-        return self._node.has_spare_for(handle.device.device)
+        self._home.kill(self._home.store)
 
     def spawn_rank(self, handle: RankHandle, start: RankStart, *, now_s: float) -> bool:
         """A process for a rank that has none. False where there is neither a spare nor a zygote that is ready."""
         handle.begin(now_s=now_s, loads=start.loads)
-        started = self._node.start_rank(handle.rank, start)
+        node = self._node_of[handle.rank]
+        started = node.start_rank(handle.rank, start)
         if started is StartedBy.SPARE:
-            handle.pid, handle.was_spare = self._node.processes[handle.rank].pid, True
+            handle.pid, handle.was_spare = node.processes[handle.rank].pid, True
         elif started is StartedBy.NOBODY:
             self._forget(handle)
         return started is not StartedBy.NOBODY
 
     def forget_start(self, handle: RankHandle) -> None:
         """No process comes of what was asked for this rank."""
-        self._node.release(handle.rank)
+        self._node_of[handle.rank].release(handle.rank)
         self._forget(handle)
 
     @staticmethod
@@ -125,17 +137,17 @@ class World:
 
     def send(self, handle: RankHandle, message: Message) -> None:
         """Send to a rank; one that has just ended will be reaped, so that is no error here."""
-        self._node.send(handle.rank, message)
+        self._node_of[handle.rank].send(handle.rank, message)
 
     def kill_rank(self, handle: RankHandle, now_s: float) -> None:
         """SIGKILL a rank; its end follows. One whose pid is not known yet is cut off, and ends of it."""
         handle.machine.advance(RankEvent.KILL_SENT)
-        if self._node.kill_rank(handle.rank) and handle.killed_at_s is None:
+        if self._node_of[handle.rank].kill_rank(handle.rank) and handle.killed_at_s is None:
             handle.killed_at_s = now_s
 
     def signal_rank(self, handle: RankHandle, number: int) -> None:
         """Send a signal that somebody asked for."""
-        self._node.signal_rank(handle.rank, number)
+        self._node_of[handle.rank].signal_rank(handle.rank, number)
 
     def wake(self, handles: Iterable[RankHandle]) -> None:
         """Let stopped ranks go on: those that hang to write their stacks, a spared one to leave.
@@ -143,13 +155,13 @@ class World:
         The generation has been aborted by now, so a rank that wakes up finds itself fenced out.
         """
         for handle in handles:
-            self._node.signal_rank(handle.rank, signal.SIGCONT)
+            self.signal_rank(handle, signal.SIGCONT)
 
     def ask_stacks(self) -> None:
         """Have every rank that can still answer write its stacks to its log, before it is aborted."""
         for handle in self.ranks:
             if handle.state in (RankState.FORMING, RankState.TRAINING):
-                self._node.processes[handle.rank].mark_asked()
+                self._process_of(handle).mark_asked()
                 self.send(handle, Stacks())
 
     def count_collectives(self) -> None:
@@ -160,11 +172,11 @@ class World:
 
     def log_bytes(self, handle: RankHandle) -> int:
         """How much its process has written."""
-        return self._node.processes[handle.rank].written_bytes
+        return self._process_of(handle).written_bytes
 
     def stack_of(self, handle: RankHandle) -> str:
         """Where its main thread was when it was asked; empty where it has not said so."""
-        return self._node.processes[handle.rank].stack_when_asked()
+        return self._process_of(handle).stack_when_asked()
 
     def force_stacks(self, hung: Collection[int]) -> None:
         """Have ranks that answer nothing write theirs by signal, once they are awake, and no file."""
@@ -175,38 +187,49 @@ class World:
         # Guarded by: test_survivors_write_their_stacks_and_live.
         for rank in hung:
             self.ranks[rank].slot.set(Cell.FENCED, 1)
-            self._node.processes[rank].mark_asked()
-            self._node.force_stacks(rank)
+            self._process_of(self.ranks[rank]).mark_asked()
+            self._node_of[rank].force_stacks(rank)
 
     def has_written_stacks(self, handle: RankHandle, now_s: float) -> bool:
         """Whether a rank that was asked where it hangs has written all of it; asked at each tick."""
-        return self._node.processes[handle.rank].has_answered(now_s)
+        return self._process_of(handle).has_answered(now_s)
 
     def forget_stacks(self) -> None:
         """What ranks are asked next is of another incident."""
-        for process in self._node.processes:
-            process.forget_asked()
+        for handle in self.ranks:
+            self._process_of(handle).forget_asked()
 
     def is_stopped(self, handle: RankHandle) -> bool:
         """Whether the system holds its process stopped."""
-        return self._node.is_stopped(handle.rank)
+        return self._node_of[handle.rank].is_stopped(handle.rank)
 
     def stopped_s(self, handle: RankHandle, now_s: float) -> float:
         """How long its process has been seen stopped without a break; 0.0 where it is not now."""
-        return self._node.stopped_s(handle.rank, now_s)
+        return self._node_of[handle.rank].stopped_s(handle.rank, now_s)
 
     def is_killed(self, handle: RankHandle) -> bool:
         """Whether somebody has sent SIGKILL to its process, which has not been reaped."""
-        return self._node.is_killed(handle.rank)
+        return self._node_of[handle.rank].is_killed(handle.rank)
 
-    def was_killed_for_memory(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each.
+    def was_killed_for_memory(
+        self, handle: RankHandle, now_s: float, *, before_it: int = 0
+    ) -> bool:
+        """Whether what has just ended of SIGKILL there was most likely killed by the kernel; asked once each.
 
-        ``before_it``: so many others have, which are likelier to have been and have not been asked of.
+        ``before_it``: so many others of that node have, which are likelier to have been and have not
+        been asked of.
         """
-        return self._node.kernel_kills.claim(now_s, before_it=before_it)
+        return self._node_of[handle.rank].claim_kernel_kill(now_s, before_it=before_it)
+
+    def are_neighbours(self, one: RankHandle, other: RankHandle) -> bool:
+        """Whether both ranks are on one node, and share its memory."""
+        return self._node_of[one.rank] is self._node_of[other.rank]
+
+    def _process_of(self, handle: RankHandle) -> WhatIsKnown:
+        return self._node_of[handle.rank].processes[handle.rank]
 
     def measure_memory(self) -> None:
         """Refresh each rank's resident memory; a few microseconds each. One that ends has what it had."""
         for handle in self.ranks:
-            handle.rss_bytes = self._node.resident_bytes(handle.rank) or handle.rss_bytes
+            resident = self._node_of[handle.rank].resident_bytes(handle.rank)
+            handle.rss_bytes = resident or handle.rss_bytes

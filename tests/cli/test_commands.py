@@ -480,7 +480,7 @@ def test_the_doctor_warns_of_little_room(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        ({}, "WORLD_SIZE=2: one process a machine or pod cannot train on several of them yet: "),
+        ({}, "WORLD_SIZE=2: says nothing of machines: set NNODES (or --nnodes) where a process a "),
         ({"LOCAL_RANK": "0"}, "MASTER_ADDR: must be set with WORLD_SIZE above 1: "),
         ({"LOCAL_RANK": "0", "RANK": "2"}, "RANK=2: must be below WORLD_SIZE=2"),
     ],

@@ -86,9 +86,15 @@ def test_every_way_to_write_an_option_assigns_its_setting(words, section, field,
         (["--epoch", "3"], "--epoch: unknown option; did you mean --epochs?"),
         (["--num-worker", "3"], "--num-worker: unknown option; did you mean data.num_workers?"),
         (["--standalone"], "--standalone: unknown option; the ranks find each other by themselves"),
-        (["--rdzv-backend=c10d"], "--rdzv-backend: unknown option; the ranks find each other"),
-        (["--nnodes", "2"], "--nnodes: unknown option; a run is on one machine: leave it out"),
-        (["--num_machines=2"], "--num_machines: unknown option; a run is on one machine"),
+        (
+            ["--num_machines=2"],
+            "--num_machines: unknown option; here that is the option --nnodes N",
+        ),
+        (
+            ["--master-addr=a"],
+            "--master-addr: unknown option; here that is the option --rdzv-endpoint",
+        ),
+        (["--rdzv-id="], "--rdzv-id='': is empty; give a value, or leave it out"),
         (
             ["--include", "localhost:0"],
             "--include: unknown option; here that is --nproc-per-node N",

@@ -43,6 +43,9 @@ def test_who_is_one_rank(environment, expected):
         {"LOCAL_RANK": "1"},
         {**OF_FOUR, "LOCAL_RANK": "1", "DDP_RUNNER_PLAIN_RANK": "0"},
         {**POD, "DDP_RUNNER_PLAIN_RANK": "0"},
+        POD,
+        {"PET_NNODES": "1:4"},
+        {"RANK": "1", "WORLD_SIZE": "2", "NNODES": "2"},
     ],
 )
 def test_who_starts_ranks_itself(environment):
@@ -55,10 +58,8 @@ def test_who_starts_ranks_itself(environment):
     [
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "WORLD_SIZE=2: one process a machine or pod cannot train",
+            "WORLD_SIZE=2: says nothing of machines: set NNODES (or --nnodes) where a process a",
         ),
-        (POD, "PET_NNODES=4: one process a machine or pod cannot train on several of them yet: "),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4: one process"),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x: must be a whole number, 0"),
         ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=-1: must be a whole number"),
         ({"RANK": "", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='': must be a whole number"),

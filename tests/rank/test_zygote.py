@@ -168,7 +168,7 @@ def _run_two_ranks(me, folder):
     command = me.hear()
     assert command == "run"
     parents = [parent_of(pid) for pid in pids]
-    said_before = [one.what_it_wrote().before_log for one in played.node.processes]
+    said_before = [one.what_it_wrote().before_log for one in played.node.processes.values()]
     for folder_name in ("logs", "checkpoints"):
         (folder / folder_name).mkdir()
     for handle in played.world.ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.start import PACKAGE_PARENT
 
 # Ranks that must survive a failed collective: the watchdog would kill them.
@@ -51,7 +52,7 @@ def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, st
         "PYTHONUNBUFFERED": "1",
         **_SETS_IN_ORDER,
         **_BUS_ORDER,
-        **_of_gpus(is_deterministic=settings.deterministic),
+        **_of_gpus(is_deterministic=settings.deterministic, is_alone=plan.nodes is None),
         **(_DETERMINISTIC if settings.deterministic else {}),
         **(_DEBUG if settings.debug else _QUIET),
     }
@@ -79,9 +80,10 @@ def probe_environment(own: Mapping[str, str]) -> dict[str, str]:
     return {**threads, **_BUS_ORDER, **_of_gpus(is_deterministic=False), **_QUIET, **own}
 
 
-def _of_gpus(*, is_deterministic: bool) -> dict[str, str]:
-    """What NCCL and CUDA are to find where nobody has set it."""
-    return {**_NCCL, **_ONE_MACHINE, **_FORKS, **(_NCCL_IN_ORDER if is_deterministic else {})}
+def _of_gpus(*, is_deterministic: bool, is_alone: bool = True) -> dict[str, str]:
+    """What NCCL and CUDA are to find where nobody has set it. ``is_alone``: all ranks are on one machine."""
+    network = _ONE_MACHINE if is_alone else {}
+    return {**_NCCL, **network, **_FORKS, **(_NCCL_IN_ORDER if is_deterministic else {})}
 
 
 def kept_against_advice(own: Mapping[str, str], *, is_deterministic: bool) -> tuple[str, ...]:
@@ -100,3 +102,12 @@ def _with_package(path: str) -> str:
     if PACKAGE_PARENT not in parts:
         parts.append(PACKAGE_PARENT)
     return ":".join(parts)
+
+
+def what_to_import(plan: LaunchPlan) -> str:
+    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
+    if plan.script is not None:
+        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
+    if plan.loop is not None:
+        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
+    return plan.settings.run.task

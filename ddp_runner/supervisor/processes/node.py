@@ -9,14 +9,13 @@ import contextlib
 import os
 import selectors
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddp_runner import config
 from ddp_runner.core.board import Slot
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
-from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.core.spare import SparePlan
 from ddp_runner.observe.logger import new_seal
 from ddp_runner.supervisor.processes.children import Ended, read_output
@@ -26,7 +25,7 @@ from ddp_runner.supervisor.processes.departures import (
     RankEnded,
     ZygoteEnded,
 )
-from ddp_runner.supervisor.processes.environment import zygote_environment
+from ddp_runner.supervisor.processes.environment import what_to_import, zygote_environment
 from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
@@ -35,7 +34,7 @@ from ddp_runner.supervisor.processes.resources import (
     BoardMemory,
     ProgramMemory,
     SharedSamples,
-    bind_store_port,
+    StorePlace,
 )
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -47,7 +46,8 @@ STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 class Node:
     """Owned by the supervisor's loop. Channels of live processes are kept registered for reading.
 
-    Raises BadInputError where no port can be had for the store.
+    ``ranks``: the ranks of the run that this machine has; None: all. ``store``: where ranks meet, which
+    is this node's to close; None: on loopback. Raises BadInputError where no port can be had for that.
     """
 
     def __init__(
@@ -57,20 +57,24 @@ class Node:
         *,
         system: OperatingSystem,
         clock: Clock,
+        ranks: Sequence[int] | None = None,
+        store: StorePlace | None = None,
     ) -> None:
+        self.ranks = tuple(range(plan.world_size) if ranks is None else ranks)
         self._plan = plan
         self._selector = selector
         self._system = system
         self._clock = clock
         self._settings_record = config.to_record(plan.settings)
         self._program = None if plan.loop is None else ProgramMemory(plan.loop)
-        self._listening = bind_store_port(plan.settings.ddp.port)
+        self._store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
         self._samples = SharedSamples(is_wanted=plan.settings.data.preload)
         self._memory = BoardMemory(plan.world_size)
+        # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
         log_dir = Path(plan.settings.run.log_dir)
-        # One for each rank; what they are at present, and not where the ranks stand.
-        self.processes = [RankProcess(rank, log_dir=log_dir) for rank in range(plan.world_size)]
+        # One for each rank of this machine; what they are at present, and not where the ranks stand.
+        self.processes = {rank: RankProcess(rank, log_dir=log_dir) for rank in self.ranks}
         self.store: StoreHost | None = None
         self.spare: Spare | None = None
         self.standby: Standby | None = None
@@ -87,8 +91,8 @@ class Node:
 
     @property
     def store_port(self) -> int:
-        """The loopback port of the store, for the whole run."""
-        return int(self._listening.getsockname()[1])
+        """The port of the store, for the whole run."""
+        return self._store_at.port
 
     @property
     def can_fork(self) -> bool:
@@ -113,7 +117,9 @@ class Node:
     @property
     def fork_owed_since_s(self) -> float | None:
         """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
-        asked_s = [one.asked_at_s for one in self.processes if one.asked_at_s and one.is_owed]
+        asked_s = [
+            one.asked_at_s for one in self.processes.values() if one.asked_at_s and one.is_owed
+        ]
         asked_s += [helper.since_s for helper in self._helpers if helper.pid is None]
         return min(asked_s, default=None)
 
@@ -129,7 +135,7 @@ class Node:
         """Start a zygote; ``ZygoteReady`` follows."""
         environment = zygote_environment(self._plan, os.environ)
         self._zygote = self._system.start_zygote(
-            task=_what_to_import(self._plan), environment=self._guardian.marked(environment)
+            task=what_to_import(self._plan), environment=self._guardian.marked(environment)
         )
         self.zygote_since_s = self._clock.monotonic()
         self._watch(self._zygote.channel, None)
@@ -164,7 +170,7 @@ class Node:
     def start_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
         self.store = StoreHost(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.store, {}, self._listening.fileno())
+        self._start(self.store, {}, self._store_at.fileno())
 
     def start_drill(self, rank: int, *, step: int, folder: str) -> None:
         """Fork a process that computes the share of ``rank`` of ``step``; ``Drilled`` follows."""
@@ -198,7 +204,7 @@ class Node:
             "log_seal": self.log_seal,
             **(start.script or {}),
         }
-        request = Fork(token=token, rank=rank, local_rank=rank, spec=spec)
+        request = Fork(token=token, rank=rank, local_rank=self.ranks.index(rank), spec=spec)
         descriptors = [theirs, self._memory.descriptor, output]
         started = StartedBy.NOBODY
         if start.may_take_spare and self._spare_becomes(process, request, descriptors):
@@ -226,7 +232,7 @@ class Node:
                     self._close(helper)
                 elif helper is self.drill:  # it runs what users have written
                     self._guardian.watch(forked.pid)
-        for process in self.processes:
+        for process in self.processes.values():
             if process.token == forked.token and process.is_owed:
                 process.pid, its_rank = forked.pid, process.rank
                 self._guardian.watch(forked.pid)
@@ -259,7 +265,7 @@ class Node:
 
     def last_messages(self, pid: int) -> Iterator[tuple[Message, int | None]]:
         """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
-        process = next((one for one in self.processes if one.pid == pid), None)
+        process = next((one for one in self.processes.values() if one.pid == pid), None)
         rank = None if process is None else process.rank
         channel = None if process is None else process.channel
         if self.drill is not None and self.drill.pid == pid:
@@ -295,7 +301,7 @@ class Node:
                     self._guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)
                 return kind(ended=ended, output=output)
-        for process in self.processes:
+        for process in self.processes.values():
             if process.pid == ended.pid:
                 self._guardian.rank_ended(ended.pid, known=self._pids)
                 wrote = process.what_it_wrote()
@@ -344,6 +350,10 @@ class Node:
         if pid is not None:
             self._system.signal_main_thread(pid, STACKS_SIGNAL)
 
+    def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
+        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
+        return self.kernel_kills.claim(now_s, before_it=before_it)
+
     def is_stopped(self, rank: int) -> bool:
         """Whether the system holds the process of this rank stopped."""
         return self._system.is_stopped(self.processes[rank].pid)
@@ -386,7 +396,7 @@ class Node:
 
     def close(self) -> None:
         """Let go of everything; the processes have been ended."""
-        for process in self.processes:
+        for process in self.processes.values():
             self.release(process.rank)
         if self._zygote is not None:
             self._zygote.mark_reaped(-9)
@@ -396,7 +406,7 @@ class Node:
         for helper in self._helpers:
             self._close(helper)
         self._guardian.close()
-        self._listening.close()
+        self._store_at.close()
         for slot in self._slots:
             slot.release()
         self._memory.close()
@@ -411,10 +421,11 @@ class Node:
             "settings": self._settings_record,
             "device": plan.devices[rank].device,
             "world_size": plan.world_size,
-            "local_world_size": plan.world_size,
+            "local_world_size": len(self.ranks),
             "threads": plan.threads_per_rank,
-            "store_host": "127.0.0.1",
-            "store_port": self.store_port,
+            "store_host": self._store_at.host,
+            "store_port": self._store_at.port,
+            "node": self.ranks[0] // plan.ranks_per_node,
             "detect_anomaly": plan.settings.run.detect_anomaly,
             "preload": self._samples.record,
             **({} if self._program is None else {"program": self._program.record}),
@@ -437,7 +448,7 @@ class Node:
     @property
     def _pids(self) -> set[int]:
         """The run's own processes, as far as they are known."""
-        pids = {process.pid for process in self.processes}
+        pids: set[int | None] = {process.pid for process in self.processes.values()}
         pids |= {helper.pid for helper in self._helpers} | {self.zygote_pid}
         return {pid for pid in pids if pid is not None}
 
@@ -481,12 +492,3 @@ class Node:
         """Stop reading a channel whose other end is closed; its process is reaped by itself."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(channel)
-
-
-def _what_to_import(plan: LaunchPlan) -> str:
-    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
-    if plan.script is not None:
-        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
-    if plan.loop is not None:
-        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
-    return plan.settings.run.task

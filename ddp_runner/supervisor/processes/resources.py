@@ -13,6 +13,8 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.script import LoopPlan
 from ddp_runner.system.run_files import left_over
 
+LOOPBACK = "127.0.0.1"
+
 
 def remove_temporary_files(directory: Path) -> list[Path]:
     """Remove what writers of this machine that have ended left half written; what was removed."""
@@ -25,26 +27,55 @@ def remove_temporary_files(directory: Path) -> list[Path]:
     return removed
 
 
-def bind_store_port(port: int) -> socket.socket:
-    """A listening loopback socket for the store, held by the supervisor for the whole run.
+def bind_store_port(port: int, *, address: str = LOOPBACK) -> socket.socket:
+    """A listening socket for the store on ``address``, held by the supervisor for the whole run.
 
     Raises BadInputError where the port is taken or none is left.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Without it, the connections of a run that has just ended would block the same --port.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", port))
+        listening.bind((address, port))
         listening.listen(1024)
     except OSError as error:
         listening.close()
         expected = (
             f"is not free ({error.strerror}); 0 takes any free one"
             if port
-            else f"no port is free on loopback ({error.strerror}); end other programs"
+            else f"no port is free on {address} ({error.strerror}); end other programs"
         )
         raise BadInputError("ddp.port", port, expected) from error
     return listening
+
+
+class StorePlace:
+    """Where the ranks of a run meet: a listening socket here, or an address on another machine."""
+
+    def __init__(self, host: str, port: int, *, listening: socket.socket | None = None) -> None:
+        self.host, self.port = host, port
+        self._listening = listening
+
+    @classmethod
+    def on_this_machine(cls, port: int, *, address: str = LOOPBACK) -> StorePlace:
+        """Listening on ``address``; port 0: any that is free. Raises as :func:`bind_store_port` does."""
+        listening = bind_store_port(port, address=address)
+        return cls(address, int(listening.getsockname()[1]), listening=listening)
+
+    def fileno(self) -> int:
+        """The listening socket, for the process that serves the store."""
+        assert self._listening is not None, "the store is on another machine"
+        return self._listening.fileno()
+
+    def move(self, host: str, port: int) -> None:
+        """The store on another machine is another one by now, at this address."""
+        self.host, self.port = host, port
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._listening is not None:
+            self._listening.close()
 
 
 class BoardMemory:

@@ -12,7 +12,9 @@ from ddp_runner.supervisor.processes.endings import place_in
 
 STACKS_TIME_S = 1.0  # for a rank that hangs to write its stacks, before it is killed
 # Whoever follows such a rank starts like any other: it asks for no less, and nobody judges its state.
-_REPLACED_ALIKE = frozenset({FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_HUNG})
+_REPLACED_ALIKE = frozenset(
+    {FaultKind.RANK_KILLED, FaultKind.RANK_EXITED, FaultKind.RANK_HUNG, FaultKind.NODE_LOST}
+)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ddp_runner.core.faults import Fault
@@ -18,6 +19,7 @@ from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 
+RETURN_WAIT_S = 30.0  # of a rank whose machine is back, after a return of it that failed
 _LEAVING = (RankState.ABORTING, RankState.LEAVING)
 
 
@@ -54,6 +56,7 @@ class ReturningRanks:
         self._cutting = cutting
         self._clock = clock
         self._slots: dict[int, _Slot] = {}
+        self._of_lost_nodes: set[int] = set()
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
         self._regroup_since_s = 0.0
 
@@ -73,9 +76,16 @@ class ReturningRanks:
             f"{present} of {len(self._world.ranks)} ranks from step {step}"
         )
 
+    def drop_of_lost_node(self, handles: Collection[RankHandle], now_s: float) -> None:
+        """Go on without the ranks of a machine that is not there; they return when it is."""
+        for handle in handles:
+            self._of_lost_nodes.add(handle.rank)
+            self.drop(handle, now_s)
+            self._slots[handle.rank].failed_returns = 0  # it was not the rank's failure
+
     def try_again(self, now_s: float) -> None:
         """Fork dropped ranks again after their time; called only while the run is fault-free."""
-        if not self._settings.regrow_after or not self._world.can_fork:
+        if not self._settings.regrow_after and not self._of_lost_nodes:
             return
         for handle in self._world.ranks:
             if handle.membership in IN_WORLD:
@@ -86,10 +96,16 @@ class ReturningRanks:
                 if (starts and is_late) or self._hangs.is_stopped(handle, now_s):
                     self._world.kill_rank(handle, now_s)
                 continue
+            may_return = self._settings.regrow_after or handle.rank in self._of_lost_nodes
+            if not may_return or not self._world.can_fork_rank(handle):
+                continue
             slot = self._slots[handle.rank]
-            is_early = now_s < handle.dropped_at_s + regrow_delay_s(
-                slot.failed_returns, self._settings
-            )
+            delay_s = 0.0
+            if self._settings.regrow_after:
+                delay_s = regrow_delay_s(slot.failed_returns, self._settings)
+            elif slot.failed_returns:
+                delay_s = RETURN_WAIT_S
+            is_early = now_s < handle.dropped_at_s + delay_s
             # It may take the whole world with it each time: a step is committed in between.
             if is_early or self._facts.committed_step <= slot.step:
                 continue

@@ -152,6 +152,7 @@ class Repair:
         """How many larger ranks were killed as well, by nobody here: the kernel begins with the largest."""
         return sum(
             rank.rss_bytes > handle.rss_bytes
+            and self._world.are_neighbours(rank, handle)
             and self._world.is_killed(rank)
             and not self.expects_end_of(rank)
             for rank in self._world.present
@@ -397,7 +398,7 @@ class Repair:
         if now_s < self._respawn_at_s or any(handle.is_alive for handle in missing):
             return
         for handle in missing:
-            if not (self._world.can_fork or self._world.has_spare_for(handle)):
+            if not self._world.can_start(handle):
                 return  # the next zygote forks it
             self._spawn(handle, now_s)
 

@@ -127,7 +127,10 @@ class Start:
         """Show what the zygote and rank 0 have printed, as long as there is no log file."""
         if self._recorder.may_write:
             return
-        first = self._world.present[0]
+        here = [one for one in self._world.present if one.rank in self._node.processes]
+        if not here:
+            return
+        first = here[0]
         zygote = ("zygote", self._node.zygote_pid or 0), self._node.zygote_output
         rank = ("rank", first.processes), self._node.processes[first.rank].output
         self._zygote = self._followed(self._zygote, *zygote)

@@ -1,0 +1,150 @@
+"""Which machine of a run on several this one is: names are resolved and addresses tried here, before any process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ddp_runner.cli.machine import torch_build
+from ddp_runner.config import to_record
+from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.supervisor.loop import supervise
+from ddp_runner.supervisor.nodes.follower_loop import follow
+from ddp_runner.supervisor.nodes.other_nodes import Meeting, Place
+from ddp_runner.version import VERSION
+
+if TYPE_CHECKING:
+    from ddp_runner.core.launch_plan import LaunchPlan
+    from ddp_runner.core.node_options import NodeOptions
+
+TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
+TOKEN_BYTES_MIN = 16
+_NOT_HERE = (errno.EADDRNOTAVAIL,)
+_ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - where the endpoint's name is none of this machine's
+
+
+def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
+    """As the coordinator, or as a machine that follows it; the exit code. Raises BadInputError."""
+    token = token_of(os.environ, token_file)
+    os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
+    found = meeting(plan, token=token, silent_s=plan.settings.recovery.node_silent_s)
+    place = coordinators_place(found)
+    return follow(plan, found) if place is None else supervise(plan, place)
+
+
+def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
+    """What this machine must have in common with the others."""
+    assert plan.nodes is not None
+    build = torch_build()
+    return Meeting(
+        options=plan.nodes,
+        ranks=plan.ranks_per_node,
+        meaning=_meaning(plan),
+        versions={
+            "Python": platform.python_version(),
+            "torch": "none" if build is None else build.version,
+            "ddp_runner": VERSION,
+        },
+        token=token,
+        silent_s=silent_s,
+    )
+
+
+def _meaning(plan: LaunchPlan) -> dict[str, object]:
+    """What the steps follow from; folders, displays and the like may differ."""
+    sections = cast("Mapping[str, Mapping[str, object]]", to_record(plan.settings))
+    found: dict[str, object] = dict(plan.resume_key)
+    for key, kind in ON_RESUME.items():
+        section, _, name = key.partition(".")
+        if kind is not OnResume.CANNOT_MATTER:
+            found.setdefault(key, sections[section][name])
+    return found
+
+
+def token_of(environment: Mapping[str, str], token_file: str) -> bytes:
+    """What all machines of the run know. Raises BadInputError where there is none, or it is short."""
+    if token_file:
+        try:
+            token = Path(token_file).read_bytes().strip()
+        except OSError as error:
+            raise BadInputError("--token-file", token_file, f"{error.strerror}") from error
+        name, value = "--token-file", token_file
+    else:
+        token = environment.get(TOKEN_VARIABLE, "").strip().encode()
+        name, value = TOKEN_VARIABLE, ""
+    if not token:
+        raise BadInputError(
+            name,
+            value,
+            "is needed with several machines: the same secret on all of them, such as the output of"
+            " `openssl rand -hex 16`, in this variable or in a file (--token-file)",
+        )
+    if len(token) < TOKEN_BYTES_MIN:
+        raise BadInputError(name, value, f"must have at least {TOKEN_BYTES_MIN} characters")
+    return token
+
+
+def coordinators_place(found: Meeting) -> Place | None:
+    """The place of the coordinator, if that is this machine; None if it is another one.
+
+    Raises BadInputError where the endpoint names no machine, or it is this one and cannot be listened at.
+    """
+    options = found.options
+    if options.is_host is False or (options.is_host is None and options.node_rank not in (None, 0)):
+        return None
+    is_certain = bool(options.is_host) or options.node_rank == 0
+    address = _resolved(options)
+    try:
+        listening = _listen(address, options.port)
+    except OSError as error:
+        if error.errno in _NOT_HERE and not is_certain:
+            return None
+        if error.errno == errno.EADDRINUSE and not is_certain:
+            return (
+                None  # the coordinator is another process of this machine, or says that it is none
+            )
+        if error.errno not in _NOT_HERE:
+            raise BadInputError(
+                "--rdzv-endpoint",
+                f"{options.host}:{options.port}",
+                f"cannot be listened at: {error.strerror}",
+            ) from error
+        # Such as the name of a service, whose address is no machine's.
+        address = _ALL_ADDRESSES
+        listening = _listen(address, options.port)
+    return Place(
+        meeting=found,
+        number=options.node_rank or 0,
+        listening=listening,
+        address=address,
+    )
+
+
+def _resolved(options: NodeOptions) -> str:
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise BadInputError(
+            "--rdzv-endpoint", options.host, f"is no name that this machine can resolve: {error}"
+        ) from error
+    return str(found[0][4][0])
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(128)
+    except OSError:
+        listening.close()
+        raise
+    os.set_inheritable(listening.fileno(), False)
+    return listening

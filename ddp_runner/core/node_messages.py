@@ -1,0 +1,265 @@
+"""Messages between the supervisors of two nodes, and their wire form. Never touches a socket.
+
+Wire form: one JSON object a frame, ``{"type": "Hello", ...fields}``. What a rank and its supervisor
+say to each other travels inside as it is (``core/messages.py``). An unknown type is an error, never
+a guess; both ends are of one version, which ``Hello`` makes sure of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from ddp_runner.core.messages import WireError
+
+LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Follower -> coordinator, first of all: who it is, and what it would run.
+
+    ``ranks``: how many it has. ``run_id``: of ``--rdzv-id``. ``meaning``: what the run means, by key;
+    it must be the coordinator's. ``versions``: of Python, torch and this package, which must be too.
+    """
+
+    host: str
+    node_rank: int | None
+    ranks: int
+    run_id: str
+    meaning: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``."""
+
+    node: int
+    first_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+    silent_s: float  # after which each of the two takes the other for lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Coordinator -> follower: why it cannot take part; bad input there, exit code 2."""
+
+    name: str
+    value: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLook:
+    """One rank at the time of a :class:`Look`. ``cells``: its slot on the board, as whole numbers.
+
+    Times among them are of the follower's clock. ``stack``: where it hangs, once it was asked and has
+    said so.
+    """
+
+    cells: list[int]
+    pid: int | None
+    stopped_s: float
+    is_killed: bool
+    resident_bytes: int
+    written_bytes: int
+    stack: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """Follower -> coordinator, each :data:`LOOK_EVERY_S` and at once when something has happened.
+
+    ``now_ns``: the follower's clock. ``can_fork`` and ``spare_for``: what waits there; the device
+    that a spare can serve, "*" for any, and empty where there is none.
+    """
+
+    number: int
+    now_ns: int
+    can_fork: bool
+    spare_for: str
+    ranks: dict[str, RankLook]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Coordinator -> follower, the answer to Look ``number``: how the run stands."""
+
+    number: int
+    generation: int
+    committed_step: int
+    is_fault_free: bool
+    short_of_memory: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRank:
+    """Coordinator -> follower: a process for a rank that has none. ``start``: a RankStart's fields."""
+
+    rank: int
+    start: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStarted:
+    """Follower -> coordinator: the process of a rank is known."""
+
+    rank: int
+    pid: int
+    was_spare: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGone:
+    """Follower -> coordinator: the process of a rank was reaped, ``age_s`` ago; or never comes.
+
+    Never comes: ``exit_code`` and ``signal_number`` are both None. The rest is what it had written,
+    and its slot on the board by then.
+    """
+
+    rank: int
+    exit_code: int | None
+    signal_number: int | None
+    age_s: float
+    killed_for_memory: bool
+    last: str
+    when_asked: str
+    before_log: str
+    now_ns: int
+    cells: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToRank:
+    """Coordinator -> follower: pass this on to a rank."""
+
+    rank: int
+    packet: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromRank:
+    """Follower -> coordinator: a rank of its has sent this."""
+
+    rank: int
+    packet: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRank:
+    """Coordinator -> follower: SIGKILL this rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRank:
+    """Coordinator -> follower: send a signal to this rank."""
+
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskRank:
+    """Coordinator -> follower: from here on this rank shows where it hangs.
+
+    ``by_force``: it answers nothing, so it is made to, and may write no file any more.
+    """
+
+    rank: int
+    by_force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetAsked:
+    """Coordinator -> follower: what this rank is asked next is another question."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Follower -> coordinator: a line for people."""
+
+    text: str
+    level: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWanted:
+    """Follower -> coordinator: its launcher has asked it to stop. ``reason``: a StopReason's value."""
+
+    reason: str
+    is_leaving: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnds:
+    """Coordinator -> follower: the run has ended, with this exit code, and why."""
+
+    exit_code: int
+    line: str
+
+
+NodeMessage = (
+    Hello
+    | Welcome
+    | Refused
+    | Look
+    | Beat
+    | StartRank
+    | RankStarted
+    | RankGone
+    | ToRank
+    | FromRank
+    | EndRank
+    | SignalRank
+    | AskRank
+    | ForgetAsked
+    | Said
+    | StopWanted
+    | RunEnds
+)
+FROM_FOLLOWER = (Hello, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
+FROM_COORDINATOR = (
+    Welcome,
+    Refused,
+    Beat,
+    StartRank,
+    ToRank,
+    EndRank,
+    SignalRank,
+    AskRank,
+    ForgetAsked,
+    RunEnds,
+)
+_TYPES: dict[str, type[NodeMessage]] = {kind.__name__: kind for kind in get_args(NodeMessage)}
+
+
+def encode_for_node(message: NodeMessage) -> bytes:
+    """The content of one frame."""
+    return json.dumps({"type": type(message).__name__, **asdict(message)}).encode()
+
+
+def decode_from_node(content: bytes, *, allowed: tuple[type[NodeMessage], ...]) -> NodeMessage:
+    """The message in a frame. Raises WireError if it is none that this side takes."""
+    try:
+        body = json.loads(content)
+        kind = _TYPES.get(body.pop("type"))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WireError(f"not a message of a node: {content[:80]!r}") from error
+    if kind is None or kind not in allowed:
+        raise WireError(f"not a message for this side: {content[:80]!r}")
+    try:
+        if kind is Look:
+            body["ranks"] = {rank: RankLook(**one) for rank, one in body["ranks"].items()}
+        make: Callable[..., NodeMessage] = kind
+        return make(**body)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WireError(f"not a message of a node: {content[:80]!r}") from error

@@ -1,0 +1,187 @@
+"""What is different for a supervisor whose ranks are on several machines: what happens to those."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent
+from ddp_runner.core.node_messages import (
+    Beat,
+    RankGone,
+    RankStarted,
+    RunEnds,
+    Said,
+    StopWanted,
+)
+from ddp_runner.core.nodes import NodesFacts, NodesPlan, what_about_missing
+from ddp_runner.supervisor.nodes.other_nodes import (
+    NodeEvent,
+    NodeGone,
+    NodeJoined,
+    NodeSaid,
+    RankSaid,
+)
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.reporting.run_facts import Ending
+from ddp_runner.supervisor.supervisor import Supervisor
+
+LEAVES = "this node leaves; the others go on"
+
+
+class CoordinatorSupervisor(Supervisor):
+    """Driven as :class:`Supervisor` is, and by what comes from other nodes."""
+
+    def __init__(self, *arguments: Any, others: Sequence[RemoteNode], **named: Any) -> None:
+        super().__init__(*arguments, others=others, **named)
+        assert self.plan.nodes is not None
+        self._others = tuple(others)
+        self._options = self.plan.nodes
+        self._leaving: set[int] = set()  # nodes that nobody waits for
+        self._enough_since_s: float | None = None
+        self._missing_since_s = self._clock.monotonic()
+
+    def beat(self, number: int) -> Beat:
+        """How the run stands, for a node."""
+        return Beat(
+            number=number,
+            generation=self.facts.generation,
+            committed_step=self.facts.committed_step,
+            is_fault_free=self._is_fault_free,
+            short_of_memory=sorted(self.facts.short_of_memory),
+        )
+
+    def advance(self) -> None:
+        """As :meth:`Supervisor.advance`, and whatever is to be done about missing nodes."""
+        if self.ending is None and not self.run_end.is_known:
+            self._look_at_missing(self._clock.monotonic())
+        super().advance()
+
+    def _look_at_missing(self, now_s: float) -> None:
+        there = 1 + sum(node.is_there for node in self._others)
+        if there < self._options.least:
+            self._enough_since_s = None
+        elif self._enough_since_s is None:
+            self._enough_since_s = now_s
+        plan = what_about_missing(
+            NodesFacts(
+                there=there,
+                least=self._options.least,
+                most=self._options.most,
+                has_trained=self.facts.ever_formed,
+                missing_s=now_s - self._missing_since_s,
+                enough_s=0.0 if self._enough_since_s is None else now_s - self._enough_since_s,
+            ),
+            patience_s=self.plan.settings.recovery.node_patience_s,
+            last_call_s=self._options.last_call_s,
+            join_timeout_s=self._options.join_timeout_s,
+        )
+        if plan is NodesPlan.GIVE_UP:
+            line = (
+                f"{there} of at least {self._options.least} nodes are there, and no other has come"
+            )
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
+            return
+        for node in self._others:
+            leaves = node.number in self._leaving and there >= self._options.least
+            if plan is NodesPlan.GO_ON or leaves:
+                self._go_on_without(node, now_s)
+
+    def _go_on_without(self, node: RemoteNode, now_s: float) -> None:
+        ranks = [self.world.ranks[rank] for rank in node.processes]
+        missing = [handle for handle in ranks if handle.membership in IN_WORLD]
+        if node.is_there or not missing:
+            return
+        self.recorder.say(
+            f"going on without node {node.number}, until it is there", level="WARNING"
+        )
+        self._repair.returning.drop_of_lost_node(missing, now_s)
+
+    def on_node_event(self, event: NodeEvent) -> None:
+        """Something has come from another node, or of it."""
+        if self.ending is not None:
+            return
+        match event:
+            case RankSaid(message=message, rank=rank):
+                self.on_message(message, rank)
+            case NodeJoined(node=node):
+                self._leaving.discard(node.number)
+                there = sum(one.is_there for one in self._others) + 1
+                self.recorder.say(
+                    f"node {node.number} ({node.host}) is there: {there} of {len(self._others) + 1}"
+                )
+            case NodeGone(node=node, why=why):
+                self._lose(node, why)
+            case NodeSaid(node=node, message=message):
+                self._on_node_message(node, message)
+
+    def _on_node_message(
+        self, node: RemoteNode, message: RankStarted | RankGone | Said | StopWanted
+    ) -> None:
+        match message:
+            case RankStarted(rank=rank, pid=pid, was_spare=was_spare):
+                self.world.ranks[rank].pid = pid
+                self.world.ranks[rank].was_spare = was_spare
+            case RankGone(rank=rank):
+                self._rank_gone(node, message)
+            case Said(text=text, level=level):
+                self.recorder.say(f"node {node.number}: {text}", level=level)
+            case StopWanted(reason=reason, is_leaving=is_leaving):
+                there = 1 + sum(one.is_there for one in self._others)
+                self.recorder.say(f"node {node.number} ({node.host}) was asked to stop")
+                if is_leaving and self.facts.ever_formed and there > self._options.least:
+                    node.order(RunEnds(exit_code=int(ExitCode.PREEMPTED), line=LEAVES))
+                    self._leaving.add(node.number)  # its link ends next
+                else:
+                    self.ask_stop(StopReason(reason))
+
+    def _rank_gone(self, node: RemoteNode, gone: RankGone) -> None:
+        handle = self.world.ranks[gone.rank]
+        if not handle.is_alive:
+            return
+        if gone.exit_code is None and gone.signal_number is None:
+            node.cannot_start()
+            self.world.forget_start(handle)
+            self._repair.schedule_respawn(handle)
+            return
+        ended = Ended(
+            pid=handle.pid or 0,
+            exit_code=gone.exit_code,
+            signal_number=gone.signal_number,
+            at_ns=self._clock.monotonic_ns() - int(gone.age_s * 1e9),
+        )
+        wrote = WhatItWrote(last=gone.last, when_asked=gone.when_asked, before_log=gone.before_log)
+        self._on_rank_ended(handle, ended, wrote)
+
+    def _lose(self, node: RemoteNode, why: str) -> None:
+        """All ranks of a node are gone with it, as far as anybody here can know."""
+        self.recorder.say(f"node {node.number} ({node.host}) is lost: {why}", level="WARNING")
+        self._missing_since_s = self._clock.monotonic()
+        for rank in node.processes:
+            handle = self.world.ranks[rank]
+            if not handle.is_alive:
+                continue
+            was_expected = self._repair.expects_end_of(handle) or handle.has_finished
+            handle.machine.advance(RankEvent.EXITED)
+            if self.run_end.is_known:
+                self.run_end.last_save.ended(handle)
+            elif handle.membership is Membership.REJOINING:
+                self._repair.returning.ended(handle)
+            elif not was_expected:
+                fault = Fault(
+                    kind=FaultKind.NODE_LOST,
+                    rank=rank,
+                    step=handle.slot.get(Cell.STEP),
+                    phase=handle.slot.read().phase.label,
+                    cause=f"node {node.number} ({node.host}) is lost: {why}",
+                    at_ns=self._clock.monotonic_ns(),
+                    origin=Origin.OUTSIDE,
+                )
+                self._report(fault)
+                self._repair.note_end(handle, fault)
+            handle.released()

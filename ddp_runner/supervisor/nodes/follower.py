@@ -1,0 +1,334 @@
+"""What the supervisor of another machine does: has its ranks' processes, and obeys the coordinator.
+
+It decides one thing alone: to end its ranks when it is cut off. Zygote, spare and their replacements
+are looked after here, as on any machine.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from ddp_runner.core import events
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import Fault
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.lifecycle import MembershipEvent, RankEvent, RankState
+from ddp_runner.core.messages import Finished, Form, Message, Ready, WireError, decode, encode
+from ddp_runner.core.node_messages import (
+    LOOK_EVERY_S,
+    AskRank,
+    Beat,
+    EndRank,
+    ForgetAsked,
+    FromRank,
+    Look,
+    NodeMessage,
+    RankGone,
+    RankLook,
+    RankStarted,
+    Said,
+    SignalRank,
+    StartRank,
+    ToRank,
+)
+from ddp_runner.supervisor.node_keeper import NodeKeeper
+from ddp_runner.supervisor.nodes.remote_node import ANY_DEVICE
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.departures import RankEnded
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.rank_process import WhatItWrote
+from ddp_runner.supervisor.processes.rank_start import RankStart
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.world import World
+from ddp_runner.system.clock import Clock
+
+Report = Callable[[NodeMessage], None]
+NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
+_KEPT_WORDS = 16_000  # characters of what a process said last
+
+
+class _Herald:
+    """In the place of a recorder: what is worth a line is said here and to the coordinator."""
+
+    may_write = False
+
+    def __init__(self, report: Report, show: Callable[[str, str], None]) -> None:
+        self._report = report
+        self._show = show
+
+    def record(self, event: events.Event, *, cause: int | None = None) -> int:
+        """What happens to the processes beside the ranks stays here."""
+        del event, cause
+        return -1
+
+    def say(self, text: str, *, level: str = "INFO") -> None:
+        """A line for people."""
+        self._show(text, level)
+        self._report(Said(text=text, level=level))
+
+    def imported(self, seconds: float) -> None:
+        """The zygote is ready; the coordinator sees that by what can be forked."""
+
+
+class _Reporter:
+    """In the place of a repair: that a rank needs another process is the coordinator's to decide."""
+
+    def __init__(self) -> None:
+        self.never_came: list[RankHandle] = []
+
+    def schedule_respawn(self, handle: RankHandle) -> None:
+        """No process came of what was asked for, or the one that did is about to be ended."""
+        if not handle.is_alive:
+            self.never_came.append(handle)
+
+
+class Follower:
+    """Driven by its loop: messages, ended processes, ticks. ``report`` sends to the coordinator.
+
+    ``lease_s``: how long a look that the coordinator has heard lets the ranks here publish.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        node: Node,
+        *,
+        lease_s: float,
+        report: Report,
+        show: Callable[[str, str], None],
+        clock: Clock,
+    ) -> None:
+        self.lease_s = lease_s
+        self._node = node
+        self._report = report
+        self._clock = clock
+        self._log_dir = Path(plan.settings.run.log_dir)
+        self._world = World(plan, node)
+        for handle in self._world.ranks:
+            if handle.rank not in node.processes:
+                handle.member.advance(MembershipEvent.DROPPED)
+        self._facts = RunFacts()
+        herald = _Herald(report, show)
+        self._reporter = _Reporter()
+        self._keeper = NodeKeeper(
+            plan,
+            self._facts,
+            node=node,
+            world=self._world,
+            recorder=herald,  # type: ignore[arg-type] # of a recorder the keepers call these two
+            repair=self._reporter,  # type: ignore[arg-type] # of a repair the keepers call this one
+            start=herald,  # type: ignore[arg-type] # as above
+            clock=clock,
+        )
+        self._is_fault_free = False
+        self._looks = 0
+        self._looked_ns: dict[
+            int, int
+        ] = {}  # looks that no beat has answered, and when they were sent
+        # From when the newest look was sent that the coordinator has heard.
+        self.lease_from_ns = clock.monotonic_ns()
+        self._looked_at_s = 0.0
+        self.failed = ""  # why this machine can have no ranks any more
+
+    @property
+    def handles(self) -> list[RankHandle]:
+        """The ranks of this machine."""
+        return self._world.present
+
+    def on_node_message(self, message: NodeMessage) -> None:
+        """The coordinator wants something done."""
+        now_s = self._clock.monotonic()
+        match message:
+            case Beat():
+                self._renew_lease(message.number)
+                self._facts.generation = message.generation
+                self._facts.committed_step = message.committed_step
+                self._facts.short_of_memory |= set(message.short_of_memory)
+                self._is_fault_free = message.is_fault_free
+            case StartRank(rank=rank, start=start):
+                self._start(self._world.ranks[rank], RankStart(**start), now_s)
+            case ToRank(rank=rank, packet=packet):
+                self._pass_on(self._world.ranks[rank], decode(packet.encode()))
+            case EndRank(rank=rank):
+                if self._world.ranks[rank].is_alive:
+                    self._world.kill_rank(self._world.ranks[rank], now_s)
+            case SignalRank(rank=rank, number=number):
+                self._node.signal_rank(rank, number)
+            case AskRank(rank=rank, by_force=by_force):
+                self._node.processes[rank].mark_asked()
+                if by_force:
+                    self._node.slot(rank).set(Cell.FENCED, 1)
+                    self._node.force_stacks(rank)
+            case ForgetAsked(rank=rank):
+                self._node.processes[rank].forget_asked()
+            case _:
+                raise WireError(f"unexpected {type(message).__name__}")
+
+    def _renew_lease(self, number: int) -> None:
+        """The coordinator has heard look ``number``, and takes this machine for there from then on."""
+        sent_ns = self._looked_ns.get(number)
+        if sent_ns is None:
+            return
+        self.lease_from_ns = sent_ns
+        self._looked_ns = {look: at for look, at in self._looked_ns.items() if look > number}
+        for handle in self.handles:
+            handle.slot.set(Cell.LEASE_NS, sent_ns + int(self.lease_s * 1e9))
+
+    def welcomed(self) -> None:
+        """A coordinator is there, to which no look has been sent."""
+        self._looked_ns.clear()
+        self.lease_from_ns = self._clock.monotonic_ns()
+
+    def _start(self, handle: RankHandle, start: RankStart, now_s: float) -> None:
+        if handle.is_alive or not self._world.spawn_rank(handle, start, now_s=now_s):
+            self._gone(handle.rank)
+            return
+        handle.member.advance(MembershipEvent.REPLACED)
+        if handle.was_spare:
+            self._started(handle)
+
+    def _started(self, handle: RankHandle) -> None:
+        assert handle.pid is not None
+        started = RankStarted(rank=handle.rank, pid=handle.pid, was_spare=handle.was_spare)
+        self._report(started)
+
+    def _pass_on(self, handle: RankHandle, message: Message) -> None:
+        if isinstance(message, Form):
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            handle.has_log = True
+        self._node.send(handle.rank, message)
+
+    def on_message(self, message: Message, rank: int | None) -> None:
+        """A process of this machine has something to say; ``rank`` None: one that is no rank."""
+        if rank is None:
+            known = {handle.rank for handle in self.handles if handle.pid is not None}
+            ended = self._keeper.on_message(message)
+            for handle in self.handles:
+                if handle.pid is not None and handle.rank not in known:
+                    self._started(handle)
+            if ended is not None:
+                self.on_ended(ended)
+            return
+        handle = self._world.ranks[rank]
+        if isinstance(message, Ready) and handle.state is RankState.STARTING:
+            handle.machine.advance(RankEvent.GOT_READY)
+        elif isinstance(message, Finished) and handle.state is RankState.READY:
+            handle.machine.advance(RankEvent.GOT_FINISHED)
+        self._report(FromRank(rank=rank, packet=encode(message).decode()))
+
+    def on_ended(self, ended: Ended) -> None:
+        """A child process was reaped. What it still had to say is heard first."""
+        for message, rank in self._node.last_messages(ended.pid):
+            self.on_message(message, rank)
+        departure = self._node.departed(ended)
+        if isinstance(departure, RankEnded):
+            handle = self._world.ranks[departure.rank]
+            by_memory = (
+                ended.signal_number == signal.SIGKILL
+                and handle.state is not RankState.KILLING
+                and self._node.claim_kernel_kill(self._clock.monotonic())
+            )
+            handle.machine.advance(RankEvent.EXITED)
+            handle.released()
+            self._gone(departure.rank, ended, departure.wrote, by_memory=by_memory)
+            if not handle.has_log:
+                self._keep_words(departure.rank, departure.wrote.before_log)
+        elif departure is not None:
+            match self._keeper.ended(departure):
+                case NoZygote(reason=reason):
+                    self.failed = reason
+                case Fault() as fault:
+                    self.failed = fault.cause
+                case None:
+                    pass
+
+    def advance(self) -> None:
+        """Whatever time asks for. Called after every event and every tick."""
+        now_s = self._clock.monotonic()
+        self._node.kernel_kills.look_sometimes(now_s)
+        self._keeper.zygotes.look(now_s)
+        self._keeper.spares.look(now_s, fault_free=self._is_fault_free)
+        for handle in self._reporter.never_came:
+            self._gone(handle.rank)
+        self._reporter.never_came.clear()
+        if not self._is_fault_free or now_s >= self._looked_at_s + LOOK_EVERY_S:
+            self.look(now_s)
+
+    def look(self, now_s: float) -> None:
+        """Say how everything stands here."""
+        self._looked_at_s = now_s
+        self._looks += 1
+        self._looked_ns[self._looks] = self._clock.monotonic_ns()
+        spare = self._node.spare
+        waits = spare is not None and self._node.has_spare_for(spare.plan.device)
+        device = (spare.plan.device or ANY_DEVICE) if spare is not None and waits else ""
+        self._report(
+            Look(
+                number=self._looks,
+                now_ns=self._clock.monotonic_ns(),
+                can_fork=self._node.can_fork,
+                spare_for=device,
+                ranks={str(handle.rank): self._look_at(handle, now_s) for handle in self.handles},
+            )
+        )
+
+    def _look_at(self, handle: RankHandle, now_s: float) -> RankLook:
+        rank, process = handle.rank, self._node.processes[handle.rank]
+        stack = process.stack_when_asked() if process.has_answered(now_s) else None
+        return RankLook(
+            cells=handle.slot.cells(),
+            pid=process.pid,
+            stopped_s=self._node.stopped_s(rank, now_s) if process.pid else 0.0,
+            is_killed=self._node.is_killed(rank),
+            resident_bytes=self._node.resident_bytes(rank),
+            written_bytes=process.written_bytes,
+            stack=stack,
+        )
+
+    def cut_off(self) -> None:
+        """The coordinator is not there: nothing of this machine may train or publish any more."""
+        # INVARIANT cut-off-ends: ranks of a node that is cut off commit and publish nothing. Broken
+        # if: one is still alive when another node may have taken its place.
+        # Guarded by: test_ranks_of_a_node_that_is_cut_off_are_ended.
+        now_s = self._clock.monotonic()
+        for handle in self.handles:
+            handle.slot.set(Cell.FENCED, 1)
+            if handle.is_alive:
+                self._world.kill_rank(handle, now_s)
+        self._is_fault_free = False
+        self._facts.generation = 0
+
+    def _gone(
+        self,
+        rank: int,
+        ended: Ended | None = None,
+        wrote: WhatItWrote = NOTHING_WROTE,
+        *,
+        by_memory: bool = False,
+    ) -> None:
+        now_ns = self._clock.monotonic_ns()
+        self._world.ranks[rank].member.advance(MembershipEvent.TO_REPLACE)
+        self._report(
+            RankGone(
+                rank=rank,
+                exit_code=None if ended is None else ended.exit_code,
+                signal_number=None if ended is None else ended.signal_number,
+                age_s=0.0 if ended is None else max(0.0, (now_ns - ended.at_ns) / 1e9),
+                killed_for_memory=by_memory,
+                last=wrote.last[-_KEPT_WORDS:],
+                when_asked=wrote.when_asked[-_KEPT_WORDS:],
+                before_log=wrote.before_log[-_KEPT_WORDS:],
+                now_ns=now_ns,
+                cells=self._node.slot(rank).cells(),
+            )
+        )
+
+    def _keep_words(self, rank: int, text: str) -> None:
+        """What a rank said before it had a log stands in that log as well."""
+        if text and self._log_dir.is_dir():
+            with (self._log_dir / f"rank_{rank}.log").open("a", encoding="utf-8") as log:
+                log.write(f"{text}\n")

@@ -1,0 +1,332 @@
+"""The loop of a machine that is not the coordinator's: finds it, obeys it, and ends with its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+
+from ddp_runner.core.exits import ExitCode, StopReason
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.messages import WireError
+from ddp_runner.core.node_messages import (
+    FROM_COORDINATOR,
+    Hello,
+    NodeMessage,
+    Refused,
+    RunEnds,
+    StopWanted,
+    Welcome,
+    decode_from_node,
+    encode_for_node,
+)
+from ddp_runner.observe.display import Display, make_display
+from ddp_runner.supervisor.nodes.follower import Follower
+from ddp_runner.supervisor.nodes.other_nodes import Meeting
+from ddp_runner.supervisor.processes.children import end_descendants
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.operating_system import Linux
+from ddp_runner.supervisor.processes.resources import StorePlace
+from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
+from ddp_runner.system import parent_death
+from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.system.node_link import LinkLostError, NodeLink
+
+TICK_S = 0.1
+DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
+WELCOME_TIME_S = 10.0
+REFUSALS_MAX = (
+    3  # by one of our own kind without a word: it may have ended just then, but not so often
+)
+# Of the time after which a silent machine is lost: its ranks are ended before anybody takes their place.
+LEASE_SHARE = 0.8
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stop:
+    reason: StopReason | None = None
+    times: int = 0
+
+
+def follow(plan: LaunchPlan, meeting: Meeting) -> int:
+    """Take part in a run until it ends, and return its exit code.
+
+    Raises BadInputError where the coordinator refuses this machine; no rank was started then.
+    """
+    parent_death.adopt_orphans()
+    parent_death.set_process_name("ddp:follower")
+    signals = SignalBox()
+    display = make_display(
+        "plain" if plan.settings.log.display != "none" else "none", stream=sys.stdout
+    )
+    display.start()
+    with signals.installed(), selectors.DefaultSelector() as selector:
+        loop = _FollowerLoop(
+            plan, meeting, signals=signals, selector=selector, display=display, clock=SYSTEM_CLOCK
+        )
+        try:
+            return loop.run()
+        finally:
+            end_descendants(timeout_s=10.0)
+            loop.close()
+
+
+class _FollowerLoop:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        meeting: Meeting,
+        *,
+        signals: SignalBox,
+        selector: selectors.BaseSelector,
+        display: Display,
+        clock: Clock,
+    ) -> None:
+        self._plan = plan
+        self._meeting = meeting
+        self._signals = signals
+        self._selector = selector
+        self._display = display
+        self._clock = clock
+        self._stop = _Stop()
+        self._link: NodeLink | None = None
+        self._welcome: Welcome | None = None
+        self._node: Node | None = None
+        self._store_at: StorePlace | None = None
+        self._follower: Follower | None = None
+        self._ends: RunEnds | None = None
+        selector.register(signals, selectors.EVENT_READ, None)
+
+    def run(self) -> int:
+        """Meet the coordinator, again where it is lost, until it says that the run has ended."""
+        options = self._meeting.options
+        where, wait_s = f"{options.host}:{options.port}", options.join_timeout_s
+        while True:
+            self._say(f"looking for the coordinator at {where}")
+            if not self._meet(wait_s):
+                break
+            why = self._obey()
+            if self._ends is not None:
+                return self._end_as_asked(self._ends)
+            if self._stop.times > 1:
+                break
+            self._say(f"the coordinator is lost: {why}; the ranks here are ended", level="WARNING")
+            wait_s = self._plan.settings.recovery.coordinator_wait_s
+        if self._stop.reason is StopReason.INTERRUPTED:
+            return int(ExitCode.INTERRUPTED)
+        if self._stop.reason is None:
+            self._say(f"no coordinator answered at {where} within {wait_s:g} s", level="ERROR")
+        return int(ExitCode.PREEMPTED)
+
+    def close(self) -> None:
+        """Every process has ended."""
+        if self._link is not None:
+            self._link.close()
+        if self._node is not None:
+            self._node.close()
+
+    def _say(self, text: str, level: str = "INFO") -> None:
+        self._display.line(text, level=level)
+
+    def _meet(self, wait_s: float) -> bool:
+        """Connect and be welcomed. False where nobody was there in time, or a stop was asked for."""
+        give_up_s = self._clock.monotonic() + wait_s
+        reason, refusals = "", 0
+        while self._clock.monotonic() < give_up_s and self._stop.reason is None:
+            link = self._dial()
+            if link is not None:
+                answer = self._greet(link)
+                if isinstance(answer, Welcome):
+                    self._link = link
+                    self._welcomed(answer)
+                    return True
+                link.close()
+                if isinstance(answer, Refused):
+                    raise BadInputError(answer.name, answer.value, answer.expected)
+                refusals += link.is_greeted
+                if refusals >= REFUSALS_MAX:
+                    raise BadInputError(
+                        "--rdzv-endpoint",
+                        f"{self._meeting.options.host}:{self._meeting.options.port}",
+                        f"does not take this machine in ({answer}): is the token the same on all nodes?",
+                    )
+                if answer != reason:
+                    reason = answer
+                    self._say(f"what answers there is not ready: {answer}", level="WARNING")
+            self._wait(DIAL_S)
+        return False
+
+    def _dial(self) -> NodeLink | None:
+        options = self._meeting.options
+        try:
+            connection = socket.create_connection((options.host, options.port), timeout=DIAL_S)
+        except OSError:
+            return None
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return NodeLink(connection, token=self._meeting.token, listens=False)
+
+    def _greet(self, link: NodeLink) -> Welcome | Refused | str:
+        """Say who this is and hear the answer; a text is why there is none."""
+        mine, options = self._meeting, self._meeting.options
+        node_rank = options.node_rank if self._welcome is None else self._welcome.node
+        hello = Hello(
+            host=socket.gethostname(),
+            node_rank=node_rank,
+            ranks=mine.ranks,
+            run_id=options.run_id,
+            meaning=dict(mine.meaning),
+            versions=dict(mine.versions),
+        )
+        give_up_s = self._clock.monotonic() + WELCOME_TIME_S
+        try:
+            link.send(encode_for_node(hello))
+            while self._clock.monotonic() < give_up_s and self._stop.times < 2:
+                with selectors.DefaultSelector() as both:
+                    both.register(link, selectors.EVENT_READ)
+                    both.register(self._signals, selectors.EVENT_READ)
+                    both.select(TICK_S)
+                self._take_signals()
+                for content in link.receive():
+                    answer = decode_from_node(content, allowed=FROM_COORDINATOR)
+                    if isinstance(answer, (Welcome, Refused)):
+                        return answer
+        except (LinkLostError, WireError) as error:
+            return str(error)
+        return f"no answer within {WELCOME_TIME_S:g} s"
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        first = self._welcome is None
+        self._welcome = welcome
+        assert self._link is not None
+        self._selector.register(self._link, selectors.EVENT_READ, (self._link, None))
+        self._say(f"this is node {welcome.node}, with ranks {self._ranks_in_words(welcome)}")
+        if first:
+            ranks = range(welcome.first_rank, welcome.first_rank + self._meeting.ranks)
+            self._store_at = StorePlace(self._store_host(welcome), welcome.store_port)
+            self._node = Node(
+                self._plan,
+                self._selector,
+                system=Linux(),
+                clock=self._clock,
+                ranks=ranks,
+                store=self._store_at,
+            )
+            self._node.start_zygote()
+            with contextlib.suppress(OSError):  # a run can do without
+                self._node.start_guardian()
+            self._follower = Follower(
+                self._plan,
+                self._node,
+                lease_s=welcome.silent_s * LEASE_SHARE,
+                report=self._report,
+                show=self._say,
+                clock=self._clock,
+            )
+        elif self._store_at is not None:
+            self._store_at.move(self._store_host(welcome), welcome.store_port)
+        if self._follower is not None:
+            self._follower.welcomed()
+
+    def _store_host(self, welcome: Welcome) -> str:
+        """Where the store is from here: the coordinator's own name for it means something else."""
+        return welcome.store_host or self._meeting.options.host
+
+    def _ranks_in_words(self, welcome: Welcome) -> str:
+        last = welcome.first_rank + self._meeting.ranks - 1
+        return f"{welcome.first_rank} to {last} of {welcome.world_size}"
+
+    def _obey(self) -> str:
+        """Until the coordinator is lost (why, in words), or the run has ended."""
+        assert self._follower is not None
+        try:
+            while self._ends is None and self._stop.times < 2:
+                self._turn(self._follower)
+        except (LinkLostError, WireError) as error:
+            with contextlib.suppress(LinkLostError, WireError):
+                self._hear(self._follower)  # it may have said that the run has ended
+            return self._cut_off(str(error))
+        return self._cut_off("") if self._ends is None else ""
+
+    def _turn(self, follower: Follower) -> None:
+        assert self._node is not None
+        assert self._link is not None
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                self._take_signals()
+            elif key.data[0] is self._link:
+                self._hear(follower)
+            elif (received := self._node.receive(*key.data)) is not None:
+                follower.on_message(*received)
+        for ended in self._node.reap():
+            follower.on_ended(ended)
+        follower.advance()
+        if follower.failed:
+            raise LinkLostError(f"this machine can start no ranks: {follower.failed}")
+        self._link.flush()
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_to_write else 0)
+        self._selector.modify(self._link, mask, (self._link, None))
+        since_s = self._clock.monotonic() - follower.lease_from_ns / 1e9
+        if since_s > follower.lease_s:
+            raise LinkLostError(f"it has not answered for {since_s:.1f} s")
+
+    def _hear(self, follower: Follower) -> None:
+        assert self._link is not None
+        for content in self._link.receive():
+            message = decode_from_node(content, allowed=FROM_COORDINATOR)
+            if isinstance(message, RunEnds):
+                self._ends = message
+            else:
+                follower.on_node_message(message)
+
+    def _cut_off(self, why: str) -> str:
+        """End the ranks here, and hang up."""
+        assert self._follower is not None
+        assert self._node is not None
+        link, self._link = self._link, None
+        if link is not None:
+            self._selector.unregister(link)
+            link.close()
+        self._follower.cut_off()
+        give_up_s = self._clock.monotonic() + WELCOME_TIME_S
+        while (
+            any(handle.is_alive for handle in self._follower.handles)
+            and self._clock.monotonic() < give_up_s
+        ):
+            self._selector.select(TICK_S)
+            for ended in self._node.reap():
+                self._follower.on_ended(ended)
+        return why
+
+    def _report(self, message: NodeMessage) -> None:
+        if self._link is not None:
+            self._link.send(encode_for_node(message))
+
+    def _take_signals(self) -> None:
+        for number in self._signals.take():
+            reason = STOP_SIGNALS.get(signal.Signals(number))
+            if reason is None:
+                continue
+            self._stop.times += number in (signal.SIGINT, signal.SIGTERM)
+            if self._stop.reason is None:
+                self._stop.reason = reason
+                with contextlib.suppress(LinkLostError):
+                    is_leaving = reason is not StopReason.INTERRUPTED
+                    self._report(StopWanted(reason=reason.value, is_leaving=is_leaving))
+
+    def _wait(self, seconds: float) -> None:
+        give_up_s = self._clock.monotonic() + seconds
+        while self._clock.monotonic() < give_up_s and self._stop.reason is None:
+            for key, _ in self._selector.select(TICK_S):
+                if key.data is None:
+                    self._take_signals()
+            if self._node is not None and self._follower is not None:
+                for ended in self._node.reap():
+                    self._follower.on_ended(ended)
+
+    def _end_as_asked(self, ends: RunEnds) -> int:
+        self._say(ends.line or "the run has ended")
+        return ends.exit_code

@@ -1,0 +1,340 @@
+"""The coordinator's side of all links: takes nodes in, hears them, and finds who is silent."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.messages import Message, WireError, decode
+from ddp_runner.core.node_messages import (
+    FROM_FOLLOWER,
+    Beat,
+    FromRank,
+    Hello,
+    Look,
+    NodeMessage,
+    RankGone,
+    RankStarted,
+    Refused,
+    RunEnds,
+    Said,
+    StopWanted,
+    Welcome,
+    decode_from_node,
+    encode_for_node,
+)
+from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.system.clock import Clock
+from ddp_runner.system.node_link import LinkLostError, NodeLink
+
+GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
+LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
+_STRANGERS_MAX = 64  # connections that have proved nothing yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSaid:
+    """A rank of another node has sent this."""
+
+    message: Message
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSaid:
+    """Another node has sent this."""
+
+    node: RemoteNode
+    message: RankStarted | RankGone | Said | StopWanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined:
+    """Another node is there."""
+
+    node: RemoteNode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGone:
+    """Another node is not there any more; ``why`` in words."""
+
+    node: RemoteNode
+    why: str
+
+
+NodeEvent = RankSaid | NodeSaid | NodeJoined | NodeGone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What a node must have in common with the coordinator, and what it hears then."""
+
+    options: NodeOptions
+    ranks: int
+    meaning: Mapping[str, object]
+    versions: Mapping[str, str]
+    token: bytes
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the coordinator is: node ``number``, which is this machine, and listens.
+
+    ``address``: that its store is bound to; ``store_host``: the name of it for others, empty: that of
+    the endpoint.
+    """
+
+    meeting: Meeting
+    number: int
+    listening: socket.socket
+    address: str
+    store_host: str = ""
+
+
+class OtherNodes:
+    """Owned by the supervisor's loop. ``beat`` answers a look: how the run stands.
+
+    ``listening`` and the links are registered for reading, with this object and the link as data.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        meeting: Meeting,
+        *,
+        store: tuple[str, int],
+        nodes: Sequence[RemoteNode],
+        listening: socket.socket,
+        selector: selectors.BaseSelector,
+        beat: Callable[[int], Beat],
+        clock: Clock,
+    ) -> None:
+        self._plan = plan
+        self._beat = beat
+        self._meeting = meeting
+        self._store = store
+        self.nodes = tuple(nodes)
+        self._listening = listening
+        self._selector = selector
+        self._clock = clock
+        self._strangers: dict[NodeLink, float] = {}  # and when they came
+        listening.setblocking(False)
+        selector.register(listening, selectors.EVENT_READ, (self, None))
+
+    def read(self, link: NodeLink | None) -> Iterator[NodeEvent]:
+        """The door, or a link, is ready."""
+        if link is None:
+            self._accept()
+            return
+        node = next((one for one in self.nodes if one.link is link), None)
+        if node is None and link not in self._strangers:
+            return  # closed in this very round
+        try:
+            link.flush()
+            for content in link.receive():
+                message = decode_from_node(content, allowed=FROM_FOLLOWER)
+                if node is None:
+                    node = self._meet(link, message)
+                    if node is None:
+                        return
+                    yield NodeJoined(node=node)
+                else:
+                    yield from self._heard(node, message)
+            self._want_to_write(link)
+        except (LinkLostError, WireError) as error:
+            if node is None:
+                self._drop(link)
+            else:
+                yield self.lose(node, str(error))
+
+    def look(self, now_s: float) -> Iterator[NodeEvent]:
+        """Who has been silent for too long; and whoever connected and proved nothing is let go."""
+        for node in self.nodes:
+            if node.link is None:
+                continue
+            self._want_to_write(node.link)
+            if now_s > node.heard_at_s + self._meeting.silent_s:
+                silent_s = now_s - node.heard_at_s
+                yield self.lose(node, f"nothing was heard of it for {silent_s:.1f} s")
+        for link, since_s in list(self._strangers.items()):
+            if now_s > since_s + GREETING_TIME_S:
+                self._drop(link)
+
+    def forgive(self, now_s: float) -> None:
+        """Hold nothing against anybody that happened while this process did not run itself."""
+        for node in self.nodes:
+            node.heard_at_s = max(node.heard_at_s, now_s)
+
+    def lose(self, node: RemoteNode, why: str) -> NodeGone:
+        """Let go of a node."""
+        if node.link is not None:
+            self._selector.unregister(node.link)
+        node.is_lost(why)
+        return NodeGone(node=node, why=why)
+
+    def end(self, *, exit_code: int, line: str) -> None:
+        """Say how the run has ended, as far as that goes at once, and hang up."""
+        links = [node.link for node in self.nodes if node.link is not None]
+        for node in self.nodes:
+            node.order(RunEnds(exit_code=exit_code, line=line))
+        self._await_hanging_up(links)
+        for node in self.nodes:
+            if node.link is not None:
+                self.lose(node, "the run has ended")
+        for link in list(self._strangers):
+            self._drop(link)
+        self._selector.unregister(self._listening)
+        self._listening.close()
+
+    @staticmethod
+    def _await_hanging_up(links: Sequence[NodeLink]) -> None:
+        """Read on until they have heard it and hang up, for a short while."""
+        give_up_s = time.monotonic() + LAST_WORDS_S
+        with selectors.DefaultSelector() as left:
+            for link in links:
+                link.say_no_more()
+                left.register(link, selectors.EVENT_READ)
+            while left.get_map() and time.monotonic() < give_up_s:
+                for key, _ in left.select(LAST_WORDS_S / 10):
+                    link = cast("NodeLink", key.fileobj)
+                    try:
+                        link.receive()
+                    except LinkLostError:
+                        left.unregister(link)
+
+    def _heard(self, node: RemoteNode, message: NodeMessage) -> Iterator[NodeEvent]:
+        node.heard_at_s = self._clock.monotonic()
+        match message:
+            case Look():
+                node.take(message)
+                node.order(self._beat(message.number))
+            case FromRank(rank=rank, packet=packet):
+                if rank in node.processes:
+                    yield RankSaid(message=decode(packet.encode()), rank=rank)
+            case RankGone(rank=rank):
+                if rank in node.processes:
+                    behind_ns = self._clock.monotonic_ns() - message.now_ns
+                    node.mirror(rank, message.cells, behind_ns=behind_ns)
+                    node.processes[rank].is_gone()
+                    if message.killed_for_memory:
+                        node.killed_for_memory(rank)
+                    yield NodeSaid(node=node, message=message)
+            case RankStarted(rank=rank, pid=pid):
+                if rank in node.processes:
+                    node.processes[rank].pid = pid
+                    yield NodeSaid(node=node, message=message)
+            case Said() | StopWanted():
+                yield NodeSaid(node=node, message=message)
+            case _:
+                raise WireError(f"unexpected {type(message).__name__}")
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:  # it has gone again
+            return
+        if len(self._strangers) >= _STRANGERS_MAX:
+            connection.close()
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = NodeLink(connection, token=self._meeting.token, listens=True)
+        self._strangers[link] = self._clock.monotonic()
+        self._selector.register(link, selectors.EVENT_READ, (self, link))
+        try:
+            link.flush()
+        except LinkLostError:
+            self._drop(link)
+
+    def _drop(self, link: NodeLink) -> None:
+        del self._strangers[link]
+        self._selector.unregister(link)
+        link.close()
+
+    def _meet(self, link: NodeLink, message: NodeMessage) -> RemoteNode | None:
+        """Take in who has said who it is, or refuse."""
+        if not isinstance(message, Hello):
+            raise WireError("it did not say who it is")
+        refused = self._why_not(message)
+        node = None if refused else self._place_for(message)
+        if node is None:
+            refused = refused or Refused(
+                name="--nnodes",
+                value=str(self._meeting.options.most),
+                expected=_full(message, self._meeting.options.most),
+            )
+            link.send(encode_for_node(refused))
+            self._drop(link)
+            return None
+        del self._strangers[link]
+        host, port = self._store
+        node.joined(link, host=message.host)
+        node.order(
+            Welcome(
+                node=node.number,
+                first_rank=node.ranks[0],
+                world_size=self._plan.world_size,
+                store_host=host,
+                store_port=port,
+                silent_s=self._meeting.silent_s,
+            )
+        )
+        return node
+
+    def _why_not(self, hello: Hello) -> Refused | None:
+        mine = self._meeting
+        if hello.run_id != mine.options.run_id:
+            return Refused(
+                name="--rdzv-id",
+                value=hello.run_id,
+                expected=f"the coordinator's run is {mine.options.run_id}",
+            )
+        for name in sorted({*mine.versions, *hello.versions}):
+            theirs, ours = hello.versions.get(name, "none"), mine.versions.get(name, "none")
+            if theirs != ours:
+                return Refused(
+                    name=name,
+                    value=theirs,
+                    expected=f"the coordinator has {ours}: install the same",
+                )
+        if hello.ranks != mine.ranks:
+            return Refused(
+                name="-n",
+                value=str(hello.ranks),
+                expected=f"the coordinator has {mine.ranks} ranks: all nodes need the same number",
+            )
+        for key in sorted({*mine.meaning, *hello.meaning}):
+            their_value, our_value = hello.meaning.get(key), mine.meaning.get(key)
+            if their_value != our_value:
+                return Refused(
+                    name=key,
+                    value=str(their_value),
+                    expected=f"the coordinator has {our_value}: give all nodes the same settings",
+                )
+        return None
+
+    def _place_for(self, hello: Hello) -> RemoteNode | None:
+        free = [node for node in self.nodes if not node.is_there]
+        if hello.node_rank is not None:
+            return next((node for node in free if node.number == hello.node_rank), None)
+        # One that was there before gets its number again; else the first that nobody ever had.
+        known = [node for node in free if node.host == hello.host]
+        new = [node for node in free if not node.host]
+        return next(iter((*known, *new, *free)), None)
+
+    def _want_to_write(self, link: NodeLink) -> None:
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write else 0)
+        self._selector.modify(link, mask, (self, link))
+
+
+def _full(hello: Hello, most: int) -> str:
+    if hello.node_rank is not None:
+        return f"node {hello.node_rank} is there already, or is no number of this run"
+    return f"all {most} nodes are there already"

@@ -1,0 +1,222 @@
+"""Another machine of the run, as its coordinator sees it: acts by messages, knows what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.messages import Message, encode
+from ddp_runner.core.node_messages import (
+    AskRank,
+    EndRank,
+    ForgetAsked,
+    Look,
+    NodeMessage,
+    RankLook,
+    SignalRank,
+    StartRank,
+    ToRank,
+    encode_for_node,
+)
+from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
+from ddp_runner.system.clock import Clock
+from ddp_runner.system.node_link import LinkLostError, NodeLink
+
+ANY_DEVICE = "*"
+# Cells with a time of the clock of their machine, and those that are not the rank's to write.
+_TIMES = (Cell.PHASE_SINCE_NS, Cell.FIRST_STEP_NS, Cell.LAST_COMMIT_NS)
+_OURS = (Cell.FENCED, Cell.LEASE_NS)
+
+
+class RemoteProcess:
+    """The process of a rank there, by the newest word of its node."""
+
+    def __init__(self, rank: int, node: RemoteNode) -> None:
+        self._rank = rank
+        self._node = node
+        self.pid: int | None = None
+        self.written_bytes = 0
+        self.stopped_s = 0.0
+        self.is_killed = False
+        self.resident_bytes = 0
+        self._is_asked = False
+        self._stack: str | None = None
+
+    def take(self, look: RankLook) -> None:
+        """What its node says of it now."""
+        self.pid, self.written_bytes = look.pid, look.written_bytes
+        self.stopped_s, self.is_killed = look.stopped_s, look.is_killed
+        self.resident_bytes = look.resident_bytes
+        if look.stack is not None and self._is_asked:
+            self._stack = look.stack
+
+    def is_gone(self) -> None:
+        """It was reaped, or never came."""
+        self.pid, self.stopped_s, self.is_killed, self.resident_bytes = None, 0.0, False, 0
+        self._is_asked, self._stack = False, None
+
+    def mark_asked(self) -> None:
+        """From here on it shows where it hangs."""
+        if not self._is_asked:
+            self._is_asked, self._stack = True, None
+            self._node.order(AskRank(rank=self._rank))
+
+    def forget_asked(self) -> None:
+        """What it is asked next is another question."""
+        if self._is_asked:
+            self._is_asked, self._stack = False, None
+            self._node.order(ForgetAsked(rank=self._rank))
+
+    def has_answered(self, now_s: float) -> bool:
+        """Whether its node has said where it hangs."""
+        del now_s  # its node has waited for the end of it
+        return self._stack is not None
+
+    def stack_when_asked(self) -> str:
+        """Where its main thread was when it was asked; empty where its node has not said so."""
+        return self._stack or ""
+
+
+class RemoteNode:
+    """A machine that may be there or not; a new link is another supervisor, with no rank at first.
+
+    ``slots``: those of its ranks on the board of this machine, which mirror theirs.
+    """
+
+    def __init__(
+        self, number: int, *, ranks: Sequence[int], slots: Mapping[int, Slot], clock: Clock
+    ) -> None:
+        self.number = number
+        self.ranks = tuple(ranks)
+        self.host = ""
+        self.link: NodeLink | None = None
+        self.lost_at_s = clock.monotonic()  # when it was last there; the start of the run at first
+        self.lost_why = ""
+        self.heard_at_s = 0.0
+        self._clock = clock
+        self._slots = slots
+        self._processes = {rank: RemoteProcess(rank, self) for rank in ranks}
+        self._can_fork = False
+        self._spare_for = ""
+        self._memory_kills: set[int] = set()
+
+    @property
+    def processes(self) -> Mapping[int, RemoteProcess]:
+        """Of each of its ranks."""
+        return self._processes
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its supervisor is connected."""
+        return self.link is not None
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether its zygote was ready when it was last heard of."""
+        return self.is_there and self._can_fork
+
+    def joined(self, link: NodeLink, *, host: str) -> None:
+        """Its supervisor is there, with none of its ranks."""
+        self.link, self.host = link, host
+        self.heard_at_s = self._clock.monotonic()
+        self._can_fork, self._spare_for = False, ""
+
+    def is_lost(self, why: str) -> None:
+        """Its supervisor is not there any more."""
+        if self.link is not None:
+            self.link.close()
+        self.link, self.lost_why = None, why
+        self.lost_at_s = self._clock.monotonic()
+        for process in self._processes.values():
+            process.is_gone()
+
+    def order(self, message: NodeMessage) -> None:
+        """Send, if it is there; a link that breaks at that is found when it is read."""
+        if self.link is None:
+            return
+        try:
+            self.link.send(encode_for_node(message))
+        except LinkLostError as lost:
+            self.lost_why = str(lost)
+
+    def take(self, look: Look) -> None:
+        """Mirror what it says."""
+        now_ns = self._clock.monotonic_ns()
+        self._can_fork, self._spare_for = look.can_fork, look.spare_for
+        for text, one in look.ranks.items():
+            rank = int(text)
+            if rank in self._processes:
+                self._processes[rank].take(one)
+                self.mirror(rank, one.cells, behind_ns=now_ns - look.now_ns)
+
+    def mirror(self, rank: int, cells: Sequence[int], *, behind_ns: int) -> None:
+        """Copy a slot's cells; ``behind_ns`` is what the clock of its machine is behind ours."""
+        slot = self._slots[rank]
+        for cell in Cell:
+            if cell in _OURS or cell >= len(cells):
+                continue
+            value = cells[cell]
+            slot.set(cell, value + behind_ns if cell in _TIMES and value else value)
+
+    def killed_for_memory(self, rank: int) -> None:
+        """Its node says that the kernel has killed this rank; asked for once."""
+        self._memory_kills.add(rank)
+
+    def cannot_start(self) -> None:
+        """It has just said that it can start nobody; its next look says when that is over."""
+        self._can_fork, self._spare_for = False, ""
+
+    def has_spare_for(self, device: str) -> bool:
+        """Whether a process waits there that may become a rank on this device."""
+        return self.is_there and self._spare_for in (ANY_DEVICE, device)
+
+    def start_rank(self, rank: int, start: RankStart) -> StartedBy:
+        """Ask for a process; who it is follows."""
+        if not self.is_there or not (self._can_fork or self._spare_for):
+            return StartedBy.NOBODY
+        self.order(StartRank(rank=rank, start=asdict(start)))
+        return StartedBy.ZYGOTE
+
+    def release(self, rank: int) -> None:
+        """Nothing of it is here."""
+        self._processes[rank].is_gone()
+
+    def send(self, rank: int, message: Message) -> None:
+        """Pass a message on to a rank."""
+        self.order(ToRank(rank=rank, packet=encode(message).decode()))
+
+    def kill_rank(self, rank: int) -> bool:
+        """Have it ended there; its end follows, or that of the node."""
+        self.order(EndRank(rank=rank))
+        return self.is_there
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Have it signalled there."""
+        self.order(SignalRank(rank=rank, number=number))
+
+    def force_stacks(self, rank: int) -> None:
+        """Have a rank that answers nothing write where it is."""
+        self.order(AskRank(rank=rank, by_force=True))
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the system there held it stopped at the newest look."""
+        return self._processes[rank].stopped_s > 0
+
+    def stopped_s(self, rank: int, now_s: float) -> float:
+        """How long it had been seen stopped by the newest look."""
+        del now_s
+        return self._processes[rank].stopped_s
+
+    def is_killed(self, rank: int) -> bool:
+        """Whether somebody had sent SIGKILL to it by the newest look."""
+        return self._processes[rank].is_killed
+
+    def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
+        """Whether the newest end there was the kernel's doing; its node has found out."""
+        del now_s, before_it
+        return bool(self._memory_kills) and self._memory_kills.pop() >= 0
+
+    def resident_bytes(self, rank: int) -> int:
+        """Memory of the process of this rank by the newest look."""
+        return self._processes[rank].resident_bytes

@@ -1,0 +1,84 @@
+"""What a world asks of a node, wherever that is: to start, signal and read the processes of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from ddp_runner.core.messages import Message
+from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
+
+
+class WhatIsKnown(Protocol):
+    """The process of a rank, as far as its node knows: :class:`~.processes.rank_process.RankProcess`."""
+
+    @property
+    def pid(self) -> int | None:
+        """None while it is not known, and where there is no process."""
+
+    @property
+    def written_bytes(self) -> int:
+        """How much the process has written."""
+
+    def mark_asked(self) -> None:
+        """From here on it shows where it hangs; asked twice for one fault, it counts once."""
+
+    def forget_asked(self) -> None:
+        """What it is asked next is another question."""
+
+    def has_answered(self, now_s: float) -> bool:
+        """Whether it has written where it hangs; asked at each tick."""
+
+    def stack_when_asked(self) -> str:
+        """Where its main thread was when it was asked; empty where it has not said so."""
+
+
+class RankHost(Protocol):
+    """One machine of a run. It performs and decides nothing; ranks are known to it by their numbers.
+
+    On the machine of the supervisor it is a :class:`~ddp_runner.supervisor.processes.node.Node`.
+    """
+
+    @property
+    def processes(self) -> Mapping[int, WhatIsKnown]:
+        """Of each rank that it has."""
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether a process can be forked at once."""
+
+    def has_spare_for(self, device: str) -> bool:
+        """Whether a process waits that may become a rank on this device."""
+
+    def start_rank(self, rank: int, start: RankStart) -> StartedBy:
+        """A process for a rank that has none."""
+
+    def release(self, rank: int) -> None:
+        """No process comes of what was asked for this rank, or its process was reaped."""
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send to a rank; that it has just ended is no error here."""
+
+    def kill_rank(self, rank: int) -> bool:
+        """SIGKILL a rank; its end follows. False where its pid is not known yet: it is cut off."""
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Signal the process of a rank, if it is known."""
+
+    def force_stacks(self, rank: int) -> None:
+        """Have the main thread of a rank that answers nothing write where it is, once it is awake."""
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether the system holds the process of this rank stopped."""
+
+    def stopped_s(self, rank: int, now_s: float) -> float:
+        """How long it has been seen stopped without a break; 0.0 where it is not now."""
+
+    def is_killed(self, rank: int) -> bool:
+        """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
+
+    def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
+        """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
+
+    def resident_bytes(self, rank: int) -> int:
+        """Memory of the process of this rank; 0 where it is not known."""

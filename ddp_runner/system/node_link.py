@@ -1,0 +1,169 @@
+"""A connection between two nodes: whole frames, each proved to come from who knows the token.
+
+A connection begins with 40 plain bytes each way: :data:`MAGIC` and a random nonce. Every frame after
+that is its length (4 bytes, big-endian), an HMAC-SHA256 (RFC 2104) and the content. The key is made
+of the token and both nonces, another one for each direction, and the HMAC is of a counter and the
+content. So nobody who lacks the token makes a frame, and one that was seen before fits nowhere again.
+Nothing is encrypted, and the token itself is never sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+from hashlib import sha256
+
+MAGIC = b"DDPRUN01"
+NONCE_BYTES = 32
+FRAME_BYTES_MAX = 256 * 1024
+QUEUE_BYTES_MAX = 4 * 1024 * 1024  # what is not yet sent: a peer that reads so little is lost
+_HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+_LENGTH_BYTES, _PROOF_BYTES = 4, 32
+_READ_BYTES = 256 * 1024
+
+
+class LinkLostError(ConnectionError):
+    """The connection is of no more use; the text says why."""
+
+
+class NodeLink:
+    """One end. Owns the socket, which never blocks; belongs to one thread.
+
+    ``listens``: whether this end accepted the connection, which gives each direction a key of its own.
+    """
+
+    def __init__(self, connection: socket.socket, *, token: bytes, listens: bool) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._token = token
+        self._listens = listens
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._out = bytearray(MAGIC + self._nonce)
+        self._held: list[bytes] = []  # what was to be sent before the other nonce was known
+        self._in = bytearray()
+        self._send_key = self._receive_key = b""
+        self._sent = self._received = 0
+
+    @property
+    def is_greeted(self) -> bool:
+        """Whether the other end has begun as one of ours does. Nothing is proved by that."""
+        return bool(self._send_key)
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether something waits for the socket to take it."""
+        return bool(self._out)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, content: bytes) -> None:
+        """Send a frame, or as much as goes now; :meth:`flush` sends the rest.
+
+        Raises ValueError for one that is too long, LinkLostError where the peer takes nothing more.
+        """
+        if len(content) > FRAME_BYTES_MAX:
+            raise ValueError(f"a frame of {len(content)} bytes is too long to send")
+        if not self.is_greeted:
+            self._held.append(content)
+            self.flush()
+            return
+        proof = _proof(self._send_key, self._sent, content)
+        self._sent += 1
+        self._out += len(content).to_bytes(_LENGTH_BYTES, "big") + proof + content
+        if len(self._out) > QUEUE_BYTES_MAX:
+            raise LinkLostError(f"it has not read {len(self._out) >> 20} MB that were sent to it")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes now. Raises LinkLostError."""
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LinkLostError(error.strerror or str(error)) from error
+
+    def receive(self) -> list[bytes]:
+        """The frames that have come, in order. Raises LinkLostError where no more can come.
+
+        What came whole before the end of the connection is given first, and the end at the next call.
+        """
+        closed = ""
+        try:
+            while True:
+                part = self._socket.recv(_READ_BYTES)
+                if not part:
+                    closed = "it has closed the connection"
+                    break
+                self._in += part
+                if len(self._in) > QUEUE_BYTES_MAX:
+                    break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            closed = error.strerror or str(error)
+        frames = self._frames()
+        if closed and not frames:
+            raise LinkLostError(closed)
+        return frames
+
+    def say_no_more(self) -> None:
+        """Let the other end read all that was sent, and then the end of it."""
+        with contextlib.suppress(OSError, LinkLostError):
+            self.flush()
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Hang up. What has come and was not read would be answered by a reset, which may overtake what was sent."""
+        self._socket.close()
+
+    def _frames(self) -> list[bytes]:
+        if not self.is_greeted and not self._take_greeting():
+            return []
+        frames = []
+        while len(self._in) >= _LENGTH_BYTES:
+            size = int.from_bytes(self._in[:_LENGTH_BYTES], "big")
+            if size > FRAME_BYTES_MAX:
+                raise LinkLostError("what it sent is no frame of this version")
+            begin = _LENGTH_BYTES + _PROOF_BYTES
+            if len(self._in) < begin + size:
+                break
+            content = bytes(self._in[begin : begin + size])
+            proof = bytes(self._in[_LENGTH_BYTES:begin])
+            # INVARIANT proved-frames: nothing of a frame is looked at before it is proved. Broken if:
+            # a frame of another token, of another connection, or one that was seen before, is given out.
+            # Guarded by: test_a_frame_that_is_not_proved_ends_the_connection.
+            if not hmac.compare_digest(proof, _proof(self._receive_key, self._received, content)):
+                raise LinkLostError("a frame is not proved: is the token the same on all nodes?")
+            self._received += 1
+            del self._in[: begin + size]
+            frames.append(content)
+        return frames
+
+    def _take_greeting(self) -> bool:
+        if not MAGIC.startswith(bytes(self._in[: len(MAGIC)])):
+            raise LinkLostError("what answers there is no node of this version")
+        if len(self._in) < _HELLO_BYTES:
+            return False
+        other = bytes(self._in[len(MAGIC) : _HELLO_BYTES])
+        del self._in[:_HELLO_BYTES]
+        nonces = (other, self._nonce) if self._listens else (self._nonce, other)
+        to_listener, from_listener = (
+            hmac.digest(self._token, direction + b"".join(nonces), "sha256")
+            for direction in (b"to the listener", b"from the listener")
+        )
+        mine_first = (from_listener, to_listener) if self._listens else (to_listener, from_listener)
+        self._send_key, self._receive_key = mine_first
+        held, self._held = self._held, []
+        for content in held:
+            self.send(content)
+        return True
+
+
+def _proof(key: bytes, number: int, content: bytes) -> bytes:
+    return hmac.new(key, number.to_bytes(8, "big") + content, sha256).digest()

@@ -1,0 +1,174 @@
+"""What a run on several machines was asked for, and what it does about those that are missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.messages import WireError
+from ddp_runner.core.node_messages import (
+    FROM_COORDINATOR,
+    FROM_FOLLOWER,
+    Beat,
+    Look,
+    RankLook,
+    decode_from_node,
+    encode_for_node,
+)
+from ddp_runner.core.node_options import NodeOptions, node_options
+from ddp_runner.core.nodes import NodesFacts, NodesPlan, what_about_missing
+
+TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}
+POD = {
+    "PET_NNODES": "2:4",
+    "PET_NODE_RANK": "1",
+    "PET_RDZV_ENDPOINT": "job-worker-0:23456",
+    "PET_RDZV_ID": "job",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_CONF": "is_host=1, join_timeout=5,last_call_timeout=0.5",
+    "PET_LOCAL_ADDR": "10.0.0.7",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "expected"),
+    [
+        (TWO, {}, {"least": 2, "most": 2, "host": "node0", "port": 29400}),
+        (
+            {**TWO, "--rdzv-endpoint": "[fe80::1]:7", "--node-rank": "0", "--rdzv-id": "a"},
+            {},
+            {"least": 2, "most": 2, "host": "fe80::1", "port": 7, "node_rank": 0, "run_id": "a"},
+        ),
+        (
+            {**TWO, "--rdzv-endpoint": "fe80::1"},
+            {},
+            {"least": 2, "most": 2, "host": "fe80::1", "port": 29400},
+        ),
+        (
+            {},
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"},
+            {"least": 2, "most": 2, "host": "node0", "port": 29500, "node_rank": 1},
+        ),
+        (
+            {},
+            {"PET_NNODES": "2", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "1", "MASTER_ADDR": "x"},
+            {"least": 2, "most": 2, "host": "m", "port": 1},
+        ),
+        (
+            {},
+            POD,
+            {
+                "least": 2,
+                "most": 4,
+                "host": "job-worker-0",
+                "port": 23456,
+                "node_rank": 1,
+                "run_id": "job",
+                "is_host": True,
+                "join_timeout_s": 5.0,
+                "last_call_s": 0.5,
+                "local_addr": "10.0.0.7",
+            },
+        ),
+        ({"--nnodes": "3"}, {**POD, "PET_NODE_RANK": "2"}, {"least": 3, "most": 3, "node_rank": 2}),
+    ],
+    ids=["options", "brackets", "no brackets", "variables", "operator", "elastic", "both"],
+)
+def test_what_is_asked_for(options, environment, expected):
+    """An option counts before a variable, and torchrun's variables before the plain ones."""
+    found = node_options(options, environment)
+    assert isinstance(found, NodeOptions)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        ({}, {}),
+        ({"--nnodes": "1"}, {}),
+        ({"--nnodes": "1:1"}, {"MASTER_ADDR": "node0"}),
+        ({}, {"PET_NNODES": "1", "PET_RDZV_BACKEND": "static"}),
+        ({}, {"MASTER_ADDR": "node0", "RANK": "0"}),
+    ],
+)
+def test_one_machine_is_asked_for(options, environment):
+    """Then there is nobody to meet, whatever else is set."""
+    assert node_options(options, environment) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"--nnodes": "x"}, "--nnodes=x: must be a number of machines, such as 2, or a range"),
+        ({"--nnodes": "0"}, "--nnodes=0: must be a number of machines"),
+        ({"--nnodes": "3:2"}, "--nnodes=3:2: must not begin above its end"),
+        ({"--nnodes": "2"}, "--rdzv-endpoint: is needed with several machines"),
+        ({**TWO, "--rdzv-endpoint": ":29400"}, "--rdzv-endpoint=:29400: must be HOST or HOST:PORT"),
+        ({**TWO, "--rdzv-endpoint": "node0:x"}, "--rdzv-endpoint=node0:x: must have a port"),
+        (
+            {**TWO, "--rdzv-endpoint": "node0:70000"},
+            "--rdzv-endpoint=node0:70000: must have a port",
+        ),
+        ({**TWO, "--node-rank": "2"}, "--node-rank=2: must be the number of this machine, 0 to 1"),
+        ({**TWO, "--rdzv-backend": "etcd"}, "--rdzv-backend=etcd: must be c10d or static"),
+        ({**TWO, "--rdzv-conf": "timeout=3"}, "--rdzv-conf=timeout=3: is not known here"),
+        (
+            {**TWO, "--rdzv-conf": "join_timeout=-1"},
+            "--rdzv-conf=join_timeout=-1: must be a number",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(options, line):
+    """With the option, or the variable, by its name."""
+    with pytest.raises(BadInputError) as raised:
+        node_options(options, {})
+    assert str(raised.value).startswith(line), raised.value
+
+
+@pytest.mark.parametrize(
+    ("there", "has_trained", "missing_s", "enough_s", "plan"),
+    [
+        (4, True, 99.0, 99.0, NodesPlan.WAIT),
+        (2, False, 500.0, 5.0, NodesPlan.WAIT),
+        (2, False, 500.0, 30.0, NodesPlan.GO_ON),
+        (1, False, 599.0, 0.0, NodesPlan.WAIT),
+        (1, False, 600.0, 0.0, NodesPlan.GIVE_UP),
+        (3, True, 19.0, 900.0, NodesPlan.WAIT),
+        (3, True, 20.0, 900.0, NodesPlan.GO_ON),
+        (1, True, 100.0, 0.0, NodesPlan.WAIT),
+        (1, True, 620.0, 0.0, NodesPlan.GIVE_UP),
+    ],
+)
+def test_what_is_done_about_missing_nodes(there, has_trained, missing_s, enough_s, plan):
+    """Of 2:4, with a patience of 20 s and a last call of 30 s."""
+    facts = NodesFacts(
+        there=there,
+        least=2,
+        most=4,
+        has_trained=has_trained,
+        missing_s=missing_s,
+        enough_s=enough_s,
+    )
+    limits = {"patience_s": 20.0, "last_call_s": 30.0, "join_timeout_s": 600.0}
+    assert what_about_missing(facts, **limits) is plan
+
+
+def test_messages_between_nodes_come_back_as_they_were():
+    """And only those that a side takes."""
+    rank = RankLook(
+        cells=[1, -(2**62)],
+        pid=7,
+        stopped_s=0.5,
+        is_killed=False,
+        resident_bytes=9,
+        written_bytes=8,
+    )
+    look = Look(number=3, now_ns=5, can_fork=True, spare_for="*", ranks={"2": rank})
+    assert decode_from_node(encode_for_node(look), allowed=FROM_FOLLOWER) == look
+    beat = Beat(number=3, generation=2, committed_step=9, is_fault_free=True)
+    assert decode_from_node(encode_for_node(beat), allowed=FROM_COORDINATOR) == beat
+    for content in (b"", b"[]", b"{}", b'{"type": "Fork"}', b'{"type": "Beat"}', b"\xff"):
+        with pytest.raises(WireError):
+            decode_from_node(content, allowed=FROM_COORDINATOR)
+    with pytest.raises(WireError, match="not a message for this side"):
+        decode_from_node(encode_for_node(beat), allowed=FROM_FOLLOWER)

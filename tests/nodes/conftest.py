@@ -1,0 +1,76 @@
+"""Two machines, or what stands for them: supervisors of their own that know each other by an address only."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios import conftest as scenarios
+from tests.scenarios.conftest import made_once
+from tests.scenarios.harness import Run
+
+__all__ = ["made_once"]
+
+STEPS = 60
+TOKEN = "0123456789abcdef"
+SETTINGS = (
+    *("-b", 8, "--max-steps", STEPS, "num_workers=0", "save_every_steps=20", "--audit"),
+    *("evaluate_interval=0", "evaluate_every_steps=0", "log.display=plain", *scenarios.PATIENT),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """What starts nodes is a whole run."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and "nodes" in item.fixturenames:
+            item.add_marker(pytest.mark.whole_run)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+class Nodes:
+    """The nodes of one run: node ``k`` has its folder, and is started by :meth:`start`."""
+
+    def __init__(self, folder, *, ranks=2):
+        self.folder = folder
+        self.ranks = ranks
+        self.port = free_port()
+        self.runs = []
+        self.token = folder / "token"
+        self.token.write_text(TOKEN)
+
+    def start(self, number, *arguments, nnodes="2", ranks=None, **how):
+        """A supervisor in the folder of node ``number``; the same folder again is the same node."""
+        words = ("--nnodes", nnodes, "--rdzv-endpoint", f"127.0.0.1:{self.port}")
+        words += ("--token-file", str(self.token), "--node-rank", number)
+        run = Run(
+            self.folder / f"node{number}",
+            *(*SETTINGS, *words, *arguments),
+            world=self.ranks if ranks is None else ranks,
+            **how,
+        )
+        self.runs.append(run)
+        return run
+
+    def end(self):
+        """Whatever a test has left."""
+        for run in self.runs:
+            run.__exit__(None, None, None)
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = Nodes(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def one_machine(made_once):
+    """The weights of the same ranks on one machine."""
+    return lambda world: made_once(*SETTINGS, world=world).digest

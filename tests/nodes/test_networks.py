@@ -1,0 +1,135 @@
+"""Two network namespaces, each a machine to the other: the link between them is cut for real."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.conftest import SETTINGS, TOKEN
+from tests.processes import poll
+from tests.scenarios.harness import NO_DRILLS, ONE_THREAD, ROOT, WORKLOAD, processes_with
+
+# Loopback in each, and a bridge between them; all of it ends with the last process in here.
+NETWORK = """
+set -e
+mount -t tmpfs tmpfs /run
+ip link set lo up
+ip link add bridge0 type bridge
+ip link set bridge0 up
+for k in 0 1; do
+    ip netns add node$k
+    ip link add wire$k type veth peer name end$k
+    ip link set end$k netns node$k
+    ip link set wire$k master bridge0 up
+    ip -n node$k link set lo up
+    ip -n node$k addr add 10.9.0.$((k + 1))/24 dev end$k
+    ip -n node$k link set end$k up
+done
+echo made
+"""
+
+
+def _may_make_networks():
+    made = subprocess.run(
+        ["unshare", "-Urnm", "sh", "-c", NETWORK], capture_output=True, check=False, timeout=30
+    )
+    return made.stdout == b"made\n"
+
+
+class Network:
+    """A shell inside the namespaces, which runs a line at a time."""
+
+    def __init__(self):
+        self.mark = f"NETWORK_TEST={uuid.uuid4().hex}"
+        self.shell = subprocess.Popen(
+            ["unshare", "-Urnm", "sh"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.run(NETWORK.replace("set -e", ""))
+
+    def run(self, line):
+        self.shell.stdin.write(f"{line}\necho ran\n")
+        self.shell.stdin.flush()
+        while (said := self.shell.stdout.readline()) not in ("ran\n", ""):
+            pass
+        assert said, "the shell has ended"
+
+    def start(self, number, folder, *words):
+        """A supervisor on machine ``number``."""
+        folder.mkdir()
+        environment = f"PYTHONPATH={ROOT} TMPDIR={folder} DDP_RUNNER_TOKEN={TOKEN} {self.mark}"
+        command = [
+            sys.executable,
+            "-m",
+            "ddp_runner",
+            "train",
+            "--cpu",
+            "-n",
+            "1",
+            NO_DRILLS,
+            ONE_THREAD,
+        ]
+        command += ["--task", f"{WORKLOAD}:PacedTask", "-l", folder / "logs", "-c", folder / "kept"]
+        words = " ".join(map(str, (*command, *SETTINGS, *words)))
+        self.run(
+            f"cd {folder}; {environment} ip netns exec node{number} {words} > console.txt 2>&1 &"
+        )
+
+    def end(self):
+        with self.shell:  # which closes its pipes and waits
+            os.killpg(self.shell.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def network():
+    if not Path("/usr/bin/unshare").exists() or not _may_make_networks():
+        pytest.skip("this machine lets nobody make a network namespace")
+    made = Network()
+    yield made
+    made.end()
+    for process in processes_with(made.mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.whole_run
+def test_a_link_that_is_cut_costs_no_step_and_no_bit(network, tmp_path, made_once):
+    """Neither side is closed: each finds out by silence. Up again, the machine is taken back."""
+    words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500", "task.pace_s=0.1")
+    words += ("recovery.node_silent_s=1.5",)
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for number, folder in enumerate(folders):
+        network.start(number, folder, *words)
+
+    def console(number):
+        return (folders[number] / "console.txt").read_text(encoding="utf-8")
+
+    def status():
+        path = folders[0] / "logs" / "status.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"step": -1}
+
+    poll(lambda: status()["step"] >= 10, what=f"ten steps: {console(0)}")
+    network.run("ip link set wire1 down")
+    poll(lambda: "is lost: nothing was heard" in console(0), what="the loss")
+    poll(lambda: "the ranks here are ended" in console(1), what="the end of its ranks")
+    assert status()["step"] < 60
+    network.run("ip link set wire1 up")
+    summary = folders[0] / "logs" / "summary.json"
+    poll(summary.exists, timeout_s=90.0, what=f"the end: {console(0)}{console(1)}")
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    assert [(one["kind"], one["steps_lost"]) for one in found["faults"]] == [("node_lost", 0)]
+    assert (found["exact"], found["weights_sha256"]) == (
+        True,
+        made_once(*SETTINGS, world=2).digest,
+    )

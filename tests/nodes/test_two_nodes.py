@@ -1,0 +1,165 @@
+"""Two supervisors and their ranks: whatever dies on either, the weights are those of one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.nodes.conftest import STEPS, TOKEN
+from tests.scenarios.harness import ROOT, TRAIN, poll
+
+SLOW = "task.pace_s=0.05"
+
+
+def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine):
+    """SIGKILL, an exception and an exit, the others keeping their processes; the world is that of both."""
+    harms = ("--inject", "raise:rank=2,step=30,phase=backward", "--inject", "exit:rank=1,step=40")
+    first, second = nodes.start(0, SLOW, *harms), nodes.start(1, SLOW, *harms)
+    first.wait_for_step(5)
+    stays = second.rank_pid(2), first.rank_pid(0)
+    for run, rank, step in ((second, 3, 12), (first, 1, 20)):
+        os.kill(run.rank_pid(rank), signal.SIGKILL)
+        first.wait_for_step(step)
+    assert (second.rank_pid(2), first.rank_pid(0)) == stays
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    summary = first.summary()
+    assert (summary["exact"], summary["world_size"]) == (True, 4), summary
+    faults = [(fault["kind"], fault["rank"], fault["steps_lost"]) for fault in summary["faults"]]
+    killed = [("rank_killed", 3, 0), ("rank_killed", 1, 0)]
+    assert faults == [*killed, ("rank_raised", 2, 0), ("rank_exited", 1, 0)], first.console
+    assert first.digest == one_machine(4)
+    # What rank 3 said is in the log of its own machine, and nothing of the run's there.
+    assert (second.logs / "rank_3.log").exists()
+    assert not (second.logs / "summary.json").exists()
+
+
+def test_a_node_that_is_lost_comes_back_and_nothing_else_is_lost(nodes, one_machine):
+    """SIGKILL of its supervisor, and one that is stopped until it counts as lost; ranks elsewhere stay."""
+    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    first.wait_for_step(8)
+    stays = first.rank_pid(0), first.rank_pid(1)
+    second.signal(signal.SIGKILL)
+    second.assert_gone()
+    second = nodes.start(1, SLOW)
+    first.wait_for_step(20)
+    second.signal(signal.SIGSTOP)
+    poll(lambda: "is lost: nothing was heard" in first.console, what="its loss")
+    second.signal(signal.SIGCONT)
+    first.wait_for_step(30)
+    assert (first.rank_pid(0), first.rank_pid(1)) == stays
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    summary = first.summary()
+    assert [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]] == [
+        ("node_lost", 0),
+        ("node_lost", 0),
+    ]
+    assert (summary["exact"], first.digest) == (True, one_machine(4))
+
+
+def test_it_goes_on_with_fewer_nodes_and_takes_more_in(nodes):
+    """A node that comes late is taken in between two steps, and one that is asked to stop leaves."""
+    few = (SLOW, "--rdzv-conf", "last_call_timeout=0.5", "max_steps=120")
+    first = nodes.start(0, *few, nnodes="1:2")
+    first.wait_for_step(5)
+    second = nodes.start(1, *few, nnodes="1:2")
+    poll(lambda: "4 ranks from here on" in first.console, what="four ranks")
+    second.signal(signal.SIGTERM)
+    assert second.wait() == 75, second.console
+    assert "this node leaves" in second.console
+    assert first.wait() == 0, first.console
+    summary = first.summary()
+    assert summary["steps"] == 120
+    assert not summary["exact"]
+    assert any("of 4 ranks from step" in reason for reason in summary["inexact_reasons"])
+
+
+def test_without_the_coordinator_a_node_ends_its_ranks_and_with_75(nodes, one_machine):
+    """The same command on both then goes on from the newest checkpoint, to the same weights."""
+    settings = (SLOW, "recovery.coordinator_wait_s=1")
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    first.wait_for_checkpoint(20)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    assert second.wait() == 75, second.console
+    assert "the coordinator is lost" in second.console
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert (first.summary()["steps"], first.digest) == (STEPS, one_machine(4))
+
+
+def test_ranks_of_a_node_that_is_cut_off_are_ended(nodes):
+    """Also where the coordinator is only stopped: none of them trains on without it."""
+    settings = (SLOW, "recovery.node_silent_s=1", "recovery.coordinator_wait_s=30")
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    first.wait_for_step(5)
+    pid = second.rank_pid(3)
+    first.signal(signal.SIGSTOP)
+    poll(lambda: pid not in [one.pid for one in second.processes()], what="the end of its ranks")
+    first.signal(signal.SIGCONT)
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert first.summary()["exact"]
+
+
+def test_who_does_not_fit_is_refused_in_one_line(nodes):
+    """Wrong token, number of ranks, settings, run: exit 2, and the coordinator waits on for the right one."""
+    first = nodes.start(0, SLOW)
+    poll(lambda: _listens(first), what="the coordinator")
+    other = nodes.folder / "other"
+    other.write_text("another-secret-of-them")
+    for words, ranks, line in (
+        (("--rdzv-id", "another"), 2, "--rdzv-id=another: the coordinator's run is none"),
+        ((), 3, "-n=3: the coordinator has 2 ranks: all nodes need the same number"),
+        (("lr=0.5",), 2, "optim.learning_rate=0.5: the coordinator has "),
+        (("--node-rank", "0", "--rdzv-conf", "is_host=0"), 2, "node 0 is there already"),
+    ):
+        refused = nodes.start(1, SLOW, *words, ranks=ranks)
+        assert refused.wait() == 2, refused.console
+        assert line in refused.console, refused.console
+        assert "Traceback" not in refused.console
+    unproved = nodes.start(1, SLOW, "--token-file", other)
+    assert unproved.wait() == 2, unproved.console
+    assert "is the token the same on all nodes?" in unproved.console
+    second = nodes.start(1, SLOW)
+    first.wait_for_step(2)
+    for run in (first, second):
+        run.signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert (first.wait(), second.wait()) == (130, 130), first.console + second.console
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "line"),
+    [
+        ((), {"DDP_RUNNER_TOKEN": ""}, "DDP_RUNNER_TOKEN: is needed with several machines"),
+        ((), {"DDP_RUNNER_TOKEN": "short"}, "DDP_RUNNER_TOKEN: must have at least 16 characters"),
+        (("--token-file", "none"), {}, "--token-file=***: No such file or directory"),
+        (("--rdzv-endpoint", "no.such.host"), {}, "--rdzv-endpoint=no.such.host: is no name"),
+        (("--dry-run",), {}, "--dry-run: is for one machine: leave out --nnodes"),
+        (("-n", "0"), {}, "--nproc-per-node=0: must be"),
+    ],
+)
+def test_what_cannot_begin_is_one_line_and_leaves_nothing(tmp_path, words, environment, line):
+    """Before any process, port or folder."""
+    asked = subprocess.run(
+        [*TRAIN, "--cpu", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:1", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DDP_RUNNER_TOKEN": TOKEN, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert asked.returncode == 2, asked.stderr
+    assert asked.stderr.startswith(f"ddp_runner: error: {line}"), asked.stderr
+    assert asked.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def _listens(run):
+    assert run.process.poll() is None, run.console
+    run._note_listening()
+    return run.ports_seen > 0
