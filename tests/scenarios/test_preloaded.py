@@ -58,8 +58,9 @@ def test_nobody_reads_again_whoever_dies_while_it_is_read_or_later(tmp_path, mad
     assert set(by_others.values()) == {1}
     assert len(by_others) <= 192 + 24
     assert len({pid for pid, _, _ in after}) == 2
-    with Run(tmp_path, *SETTINGS, "data.preload=true", task=TASK) as again:
+    with Run(tmp_path, *SETTINGS, "data.preload=true", "recovery.drill_at=2", task=TASK) as again:
         assert again.wait() == 0, again.console
+    assert again.summary()["exact_proof"]["drilled"], again.console
     by_launch = readings(tmp_path)[len(after) :]
     assert len(by_launch) == len(set(by_launch)) == 192 + 24
     assert "216 samples are preloaded" in again.console
