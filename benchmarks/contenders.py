@@ -94,7 +94,7 @@ class Contender:
         command = (
             _our_command(size, self._folder, steps, settings)
             if name.startswith("ddp_runner")
-            else _plain_command(size, self._folder, steps, find_unused=name != "plain")
+            else _plain_command(size, self._folder, steps, settings, find_unused="find" in name)
         )
         output = self._said if terminal < 0 else terminal
         self.process = psutil.Popen(
@@ -217,7 +217,9 @@ def _our_command(size: Size, folder: Path, steps: int, settings: tuple[str, ...]
     ]
 
 
-def _plain_command(size: Size, folder: Path, steps: int, *, find_unused: bool) -> list[str]:
+def _plain_command(
+    size: Size, folder: Path, steps: int, settings: tuple[str, ...], *, find_unused: bool
+) -> list[str]:
     for name in ("logs", "checkpoints"):
         (folder / name).mkdir()
     options = [f"--{name.replace('_', '-')}={value}" for name, value in size.fields().items()]
@@ -228,6 +230,7 @@ def _plain_command(size: Size, folder: Path, steps: int, *, find_unused: bool) -
         *("--metrics", str(folder / "logs" / "metrics.jsonl")),
         *("--checkpoint", str(folder / "checkpoints" / "last.pt")),
         *(["--find-unused-parameters"] if find_unused else []),
+        *(one for one in settings if one.startswith("--")),
     ]
 
 

@@ -9,6 +9,7 @@ else is as plain as can be: DDP's defaults, a DataLoader, gradients clipped, one
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from datetime import datetime, timezone
@@ -58,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches a step, with no_sync")
     parser.add_argument("--find-unused-parameters", action="store_true")
     parser.add_argument("--metrics", type=Path, required=True, help="JSON lines, by rank 0")
     parser.add_argument("--checkpoint", type=Path, required=True)
@@ -95,13 +97,25 @@ def build_loader(asked: argparse.Namespace) -> DataLoader:
     order = SampleOrder(
         seed=SEED,
         dataset_size=len(dataset),
-        global_batch_size=asked.batch_size * dist.get_world_size(),
+        global_batch_size=asked.batch_size * asked.accumulate * dist.get_world_size(),
     )
     return DataLoader(
         dataset,
         batch_sampler=RankBatches(order, steps=asked.steps),
         num_workers=asked.num_workers,
     )
+
+
+def accumulated(ddp: DistributedDataParallel, batch: torch.Tensor, parts: int) -> torch.Tensor:
+    """The mean loss of ``parts`` parts, of which the last one's backward sums over ranks."""
+    total = torch.zeros(())
+    for number, part in enumerate(batch.chunk(parts)):
+        is_last = number == parts - 1
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            loss = next_token_loss(ddp, part) / parts
+            loss.backward()
+        total += loss.detach()
+    return total
 
 
 def main() -> None:
@@ -116,8 +130,7 @@ def main() -> None:
     logged_at_s, logged_step = time.monotonic(), 0
     for step, batch in enumerate(build_loader(asked), start=1):
         optimizer.zero_grad()
-        loss = next_token_loss(ddp, batch)
-        loss.backward()
+        loss = accumulated(ddp, batch, asked.accumulate)
         norm = torch.nn.utils.clip_grad_norm_(trained, optim.max_grad_norm)
         rate = learning_rate(step - 1, total_steps=asked.steps, settings=optim)
         for group in optimizer.param_groups:
