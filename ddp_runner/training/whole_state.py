@@ -65,7 +65,7 @@ def completed_in_run(
 def _other_begin(loaded: Loaded) -> str:
     record = start_record(loaded.state)
     named = record.get("init_from")
-    begin = f"--init-from {named}" if named else "the task's build_model(), without --init-from"
+    begin = f"--init-from {named}" if named else "the model as it was built, without --init-from"
     return (
         f"{loaded.path} leaves out the {len(left_out(loaded.state))} weights that its run has begun with"
         f" and never changed, by {begin} (SHA-256 {str(record['sha256'])[:16]}...): this launch begins with"

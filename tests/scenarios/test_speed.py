@@ -116,3 +116,21 @@ def test_compiled_steps_survive_every_fault_to_the_bit(tmp_path, others):
     assert max(int(call) for _, call in at) <= 4, (
         "only in the first forward and backward of a process"
     )
+
+
+@pytest.mark.slow
+def test_layers_unfrozen_in_compiled_steps_leave_no_trace(tmp_path):
+    """In fp16, with accumulation and files without what is frozen; short of memory, the reason says so."""
+    settings = (
+        *("compile=true", "-b", 4, "data.accumulation=2", "micro_batch_size=0"),
+        *("train_layers=layers,head", "optim.unfreeze=stem@12", "precision=fp16"),
+        *("amp_init_scale=8388608", "amp_growth_interval=4", "only_trained=true"),
+    )
+    with Run(tmp_path / "calm", *QUICK, *settings, "task.pace_s=0", task=LAYERED) as calm:
+        assert calm.wait(300.0) == 0, calm.console
+    run = with_faults_and_a_stop(tmp_path / "faults", *settings, task=LAYERED)
+    assert (run.summary()["exact"], run.digest) == (True, calm.digest)
+    short = ("task.pace_s=0", "--inject", "oom:rank=1,step=12,phase=forward")
+    with Run(tmp_path / "short", *QUICK, *settings, *short, task=LAYERED) as run:
+        assert run.wait(300.0) == 0, run.console
+    assert run.summary()["inexact_reasons"] == ["micro-batches of 2 samples from step 12"]

@@ -231,7 +231,9 @@ def test_a_resume_needs_the_same_begin(tmp_path, has_base):
         with pytest.raises(BadInputError) as raised:
             load_start(settings_of(**other), workload, again, store)
         assert raised.value.option == "--init-from"
-        begin = f"--init-from {base['init_from']}" if has_base else "the task's build_model()"
+        begin = (
+            f"--init-from {base['init_from']}" if has_base else "the model as it was built, without"
+        )
         assert f"never changed, by {begin}" in str(raised.value)
         assert manifest.start_sha256[:16] in str(raised.value)
         assert str(raised.value).isprintable()

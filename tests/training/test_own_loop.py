@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections import OrderedDict
@@ -11,14 +12,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ddp_runner.checkpoint.left_out import left_out
 from ddp_runner.collective import model_replica
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.step_schedule import RunLength
+from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.own_loop.attached_run import AttachedRun
 from ddp_runner.training.own_loop.batches import OwnBatches, length_of, why_alike
 from ddp_runner.training.own_loop.kept import KeptObjects, KeptState
 from ddp_runner.training.runtime import local_runtime
+
+from .building import bits_of
 
 CPU = torch.device("cpu")
 
@@ -682,3 +687,27 @@ def test_another_kept_name_is_refused_at_a_resume():
     captured = {**state.capture(), "kept": ["model", "first", "second", "sched"]}
     with pytest.raises(ValueError, match="sched, and this loop model, first, second, schedule"):
         state.restore(captured)
+
+
+def test_files_of_a_loop_lack_what_its_program_has_frozen():
+    """And are completed by what the program builds again, under the names that it keeps."""
+
+    def kept():
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+        state = kept_state(model=model, optimizer=optimizer)
+        state.only_trained = True
+        state.note_start(init_from="", later=())
+        return model, optimizer, state
+
+    (model, optimizer, source), (other, _, state) = kept(), kept()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    source.committed_step = 1
+    saved = copy.deepcopy(source.capture_for_file())
+    assert left_out(saved) == ("model.0.weight", "model.0.bias")
+    state.restore(completed(saved, state.weights()))
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert bits_of(state)["optimizer"] == bits_of(source)["optimizer"]
