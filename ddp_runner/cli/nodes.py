@@ -17,6 +17,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Meeting, Place
+from ddp_runner.system.interfaces import interface_of
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
     """As the coordinator, or as a machine that follows it; the exit code. Raises BadInputError."""
     token = token_of(os.environ, token_file)
     os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
+    assert plan.nodes is not None
+    address = plan.nodes.local_addr
+    if address and not interface_of(address):
+        raise BadInputError("--local-addr", address, "is no address of this machine")
     found = meeting(plan, token=token, silent_s=plan.settings.recovery.node_silent_s)
     place = coordinators_place(found)
     return follow(plan, found) if place is None else supervise(plan, place)

@@ -53,6 +53,7 @@ class StartFacts:
     is_task: bool
     schedule: str
     left_out: int = 0
+    machines: int = 1
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
@@ -70,6 +71,8 @@ def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
 
 def _place(facts: StartFacts) -> str:
     words = f"{facts.ranks} on {facts.device}, {facts.backend.rpartition(':')[2]}"
+    if facts.machines > 1:
+        words = words.replace(" on ", f" on {facts.machines} machines, ", 1)
     if facts.threads:
         each = "" if facts.ranks == 1 else " each"
         words += f", {facts.threads} thread{'' if facts.threads == 1 else 's'}{each}"

@@ -28,7 +28,7 @@ from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
-from ddp_runner.system.interfaces import interface_to
+from ddp_runner.system.interfaces import interface_of, interface_to
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.loaders import collective_timeout_s
 from ddp_runner.training.runtime import RankInfo
@@ -132,7 +132,8 @@ def prepare_interpreter(request: Fork, spec: dict[str, Any]) -> None:
             "MASTER_PORT": str(spec["store_port"]),
         }
     )
-    if interface := interface_to(str(spec["store_host"])):
+    address = str(spec.get("local_addr", ""))
+    if interface := interface_of(address) or interface_to(str(spec["store_host"])):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     torch.set_num_threads(int(spec["threads"]))

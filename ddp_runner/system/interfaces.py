@@ -26,7 +26,12 @@ def address_towards(host: str) -> str:
 def interface_to(host: str) -> str:
     """The name of that interface; empty where there is no way, and for this machine itself."""
     address = address_towards(host)
-    if not address or address.startswith("127.") or address == "::1":
+    return "" if address.startswith("127.") or address == "::1" else interface_of(address)
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface with this address; empty where there is none."""
+    if not address:
         return ""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):

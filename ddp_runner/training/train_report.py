@@ -114,6 +114,7 @@ def block_of(parts: Built) -> tuple[str, ...]:
     name = "the CPU" if on_cpu else torch.cuda.get_device_name(workload.device)
     facts = StartFacts(
         ranks=ranks,
+        machines=ranks // max(1, parts.runtime.rank_info.local_world_size),
         device=name,
         backend=workload.backend,
         threads=torch.get_num_threads() if on_cpu else 0,

@@ -138,6 +138,7 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
         ((), {"DDP_RUNNER_TOKEN": "short"}, "DDP_RUNNER_TOKEN: must have at least 16 characters"),
         (("--token-file", "none"), {}, "--token-file=***: No such file or directory"),
         (("--rdzv-endpoint", "no.such.host"), {}, "--rdzv-endpoint=no.such.host: is no name"),
+        (("--local-addr", "10.254.254.254"), {}, "--local-addr=10.254.254.254: is no address of"),
         (("--dry-run",), {}, "--dry-run: is for one machine: leave out --nnodes"),
         (("-n", "0"), {}, "--nproc-per-node=0: must be"),
     ],

@@ -66,6 +66,7 @@ def test_the_block_says_what_runs_row_by_row():
             "ranks",
             "1 on the CPU, gloo, 2 threads",
         ),
+        ({"machines": 2}, "ranks", "4 on 2 machines, NVIDIA H100 80GB HBM3, nccl"),
         (
             {"ranks": 2, "device": "the CPU", "backend": "gloo", "threads": 1},
             "ranks",

@@ -45,6 +45,18 @@ class CoordinatorSupervisor(Supervisor):
         self._leaving: set[int] = set()  # nodes that nobody waits for
         self._enough_since_s: float | None = None
         self._missing_since_s = self._clock.monotonic()
+        self.start.waits_for = self._waits_for
+
+    def _waits_for(self) -> str:
+        there = 1 + sum(node.is_there for node in self._others)
+        missing = any(
+            self.world.ranks[rank].membership in IN_WORLD
+            for node in self._others
+            if not node.is_there
+            for rank in node.processes
+        )
+        where = f"{self._options.host}:{self._options.port}"
+        return f"waiting for nodes at {where}, {there} of {self._options.most}" if missing else ""
 
     def beat(self, number: int) -> Beat:
         """How the run stands, for a node."""

@@ -426,6 +426,7 @@ class Node:
             "store_host": self._store_at.host,
             "store_port": self._store_at.port,
             "node": self.ranks[0] // plan.ranks_per_node,
+            "local_addr": "" if plan.nodes is None else plan.nodes.local_addr,
             "detect_anomaly": plan.settings.run.detect_anomaly,
             "preload": self._samples.record,
             **({} if self._program is None else {"program": self._program.record}),

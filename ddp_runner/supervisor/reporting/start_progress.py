@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.board import Cell
@@ -48,6 +48,7 @@ class Start:
         self._zygote: _Follow | None = None
         self._rank: _Follow | None = None
         self._shown: set[str] = set()
+        self.waits_for: Callable[[], str] = lambda: ""  # what it cannot begin without, in words
 
     def imported(self, seconds: float) -> None:
         """The zygote has torch and the task."""
@@ -112,6 +113,8 @@ class Start:
         if self._formed_s is not None:
             is_made = self._committed_ns() or self._facts.generation > 1
             return "" if is_made else FIRST_STEP
+        if waits_for := self.waits_for():
+            return waits_for
         if any(handle.state is RankState.FORMING for handle in ranks):
             return FORMING
         return _slowest(ranks) or IMPORTING
