@@ -35,13 +35,6 @@ CASES = {
     "nothing": Case(on=()),  # what noise there is
     "average": Case(on=("optim.ema_decay=0.999",)),
     "loss watch": Case(on=(), off=("recovery.explosion_window=0",)),
-    "plateau and early stop": Case(
-        on=(
-            "optim.plateau_patience=5",
-            "run.early_stopping_patience=9",
-            "checkpoint.monitor=train_loss",
-        )
-    ),
     "Weighted": Case(on=(f"run.task={TASK}Sums",), off=(f"run.task={TASK}Mean",)),
     "named losses": Case(on=(f"run.task={TASK}Named",), off=(f"run.task={TASK}Mean",)),
     "compile": Case(on=("run.compile=true",)),
