@@ -17,7 +17,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Meeting, Place
-from ddp_runner.system.interfaces import interface_of
+from ddp_runner.system.interfaces import address_towards, interface_of
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -103,6 +103,12 @@ def coordinators_place(found: Meeting) -> Place | None:
     options = found.options
     if options.is_host is False or (options.is_host is None and options.node_rank not in (None, 0)):
         return None
+    if options.is_host and options.node_rank:
+        raise BadInputError(
+            "--node-rank",
+            options.node_rank,
+            "must be 0 where is_host=1: the coordinator has rank 0",
+        )
     is_certain = bool(options.is_host) or options.node_rank == 0
     address = _resolved(options)
     try:
@@ -121,13 +127,18 @@ def coordinators_place(found: Meeting) -> Place | None:
                 f"cannot be listened at: {error.strerror}",
             ) from error
         # Such as the name of a service, whose address is no machine's.
-        address = _ALL_ADDRESSES
-        listening = _listen(address, options.port)
+        listening = _listen(_ALL_ADDRESSES, options.port)
+        address = options.local_addr or address_towards(options.host)
+        if not address:
+            raise BadInputError(
+                "--rdzv-endpoint", options.host, "is no address of this machine: give --local-addr"
+            ) from error
     return Place(
         meeting=found,
         number=options.node_rank or 0,
         listening=listening,
         address=address,
+        store_host=address,
     )
 
 

@@ -27,9 +27,9 @@ def number_of_drill(
     return steps.index(since) if since in steps else None
 
 
-def drilled_rank(number: int, world_size: int) -> int:
-    """Whose share is computed: each rank's in turn."""
-    return number % world_size
+def drilled_rank(number: int, ranks: int) -> int:
+    """Whose share is computed: each rank's in turn, of the first ``ranks``, on the machine of rank 0."""
+    return number % ranks
 
 
 def folder_name(step: int) -> str:

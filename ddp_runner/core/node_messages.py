@@ -99,9 +99,13 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Coordinator -> follower: a process for a rank that has none. ``start``: a RankStart's fields."""
+    """Coordinator -> follower: a process for a rank that has none. ``start``: a RankStart's fields.
+
+    ``process``: which one of the rank's it is; whatever is said of it comes with this number.
+    """
 
     rank: int
+    process: int
     start: dict[str, Any]
 
 
@@ -110,6 +114,7 @@ class RankStarted:
     """Follower -> coordinator: the process of a rank is known."""
 
     rank: int
+    process: int
     pid: int
     was_spare: bool
 
@@ -123,6 +128,7 @@ class RankGone:
     """
 
     rank: int
+    process: int
     exit_code: int | None
     signal_number: int | None
     age_s: float
@@ -147,6 +153,7 @@ class FromRank:
     """Follower -> coordinator: a rank of its has sent this."""
 
     rank: int
+    process: int
     packet: str
 
 

@@ -376,7 +376,7 @@ class RecoverySettings:
     are preloaded it counts from the newest."""
     form_timeout_s: Seconds = 60.0
     """Longest time for the ranks to form a process group and agree on the state, in seconds."""
-    node_silent_s: Seconds = 3.0
+    node_silent_s: Annotated[float, Field(ge=1)] = 3.0
     """With several machines: one of which nothing is heard for so long is lost, in seconds."""
     node_patience_s: Annotated[float, Field(ge=0)] = 30.0
     """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""

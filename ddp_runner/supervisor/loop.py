@@ -305,6 +305,8 @@ class _Loop:
         supervisor, outputs = self._supervisor, self._outputs
         ending = supervisor.ending
         assert ending is not None
+        if self._others is not None:
+            self._others.announce_end(exit_code=int(ending.exit_code), line=ending.reason)
         left = end_descendants(timeout_s=10.0)
         if left:
             outputs.say(f"processes {left} would not end", level="ERROR")

@@ -80,5 +80,8 @@ class RankHost(Protocol):
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
         """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
 
+    def unheard_s(self, now_s: float) -> float:
+        """How old what it says of its ranks is, in seconds."""
+
     def resident_bytes(self, rank: int) -> int:
         """Memory of the process of this rank; 0 where it is not known."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from ddp_runner.core.board import Cell
@@ -102,18 +103,22 @@ class World:
         # Broken if: it comes from the store, or one that was used before is used again.
         # Guarded by: test_each_generation_is_handed_a_secret_of_its_own.
         secret = secrets.token_hex(SECRET_BYTES)
+        there = Counter(id(self._node_of[handle.rank]) for handle in present)
+        local_rank: Counter[int] = Counter()
         for number, handle in enumerate(present):
+            node = id(self._node_of[handle.rank])
             handle.machine.advance(RankEvent.FORM_SENT)
             handle.has_log = True
             message = Form(
                 generation=generation,
                 rank=number,
                 world_size=len(present),
-                local_rank=number,
-                local_world_size=len(present),
+                local_rank=local_rank[node],
+                local_world_size=there[node],
                 run_id=run_id,
                 secret=secret,
             )
+            local_rank[node] += 1
             self.send(handle, message)
 
     def abort(self, generation: int, now_s: float) -> None:
@@ -220,6 +225,15 @@ class World:
         been asked of.
         """
         return self._node_of[handle.rank].claim_kernel_kill(now_s, before_it=before_it)
+
+    def is_here(self, handle: RankHandle) -> bool:
+        """Whether the rank is on the machine of this process."""
+        return self._node_of[handle.rank] is self._home
+
+    def unheard_s(self, now_s: float) -> float:
+        """How old what is known of the ranks of other machines is; 0.0 where all are here."""
+        nodes = {id(node): node for node in self._node_of.values()}
+        return max(node.unheard_s(now_s) for node in nodes.values())
 
     def are_neighbours(self, one: RankHandle, other: RankHandle) -> bool:
         """Whether both ranks are on one node, and share its memory."""

@@ -139,6 +139,11 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
         (("--token-file", "none"), {}, "--token-file=***: No such file or directory"),
         (("--rdzv-endpoint", "no.such.host"), {}, "--rdzv-endpoint=no.such.host: is no name"),
         (("--local-addr", "10.254.254.254"), {}, "--local-addr=10.254.254.254: is no address of"),
+        (
+            ("--node-rank", "1", "--rdzv-conf", "is_host=1"),
+            {},
+            "--node-rank=1: must be 0 where is_host=1",
+        ),
         (("--dry-run",), {}, "--dry-run: is for one machine: leave out --nnodes"),
         (("-n", "0"), {}, "--nproc-per-node=0: must be"),
     ],

@@ -144,9 +144,13 @@ class CoordinatorSupervisor(Supervisor):
             case Said(text=text, level=level):
                 self.recorder.say(f"node {node.number}: {text}", level=level)
             case StopWanted(reason=reason, is_leaving=is_leaving):
-                there = 1 + sum(one.is_there for one in self._others)
                 self.recorder.say(f"node {node.number} ({node.host}) was asked to stop")
-                if is_leaving and self.facts.ever_formed and there > self._options.least:
+                staying = [
+                    one
+                    for one in self._others
+                    if one.is_there and one is not node and one.number not in self._leaving
+                ]
+                if is_leaving and 1 + len(staying) >= self._options.least:
                     node.order(RunEnds(exit_code=int(ExitCode.PREEMPTED), line=LEAVES))
                     self._leaving.add(node.number)  # its link ends next
                 else:

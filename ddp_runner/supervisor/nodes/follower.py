@@ -48,7 +48,8 @@ from ddp_runner.system.clock import Clock
 
 Report = Callable[[NodeMessage], None]
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
-_KEPT_WORDS = 16_000  # characters of what a process said last
+LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of faults
+_KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
 
 
 class _Herald:
@@ -124,6 +125,7 @@ class Follower:
             start=herald,  # type: ignore[arg-type] # as above
             clock=clock,
         )
+        self._process = dict.fromkeys(node.processes, 0)  # which of each rank's this one is
         self._is_fault_free = False
         self._looks = 0
         self._looked_ns: dict[
@@ -149,8 +151,8 @@ class Follower:
                 self._facts.committed_step = message.committed_step
                 self._facts.short_of_memory |= set(message.short_of_memory)
                 self._is_fault_free = message.is_fault_free
-            case StartRank(rank=rank, start=start):
-                self._start(self._world.ranks[rank], RankStart(**start), now_s)
+            case StartRank(rank=rank, process=process, start=start):
+                self._start(self._world.ranks[rank], RankStart(**start), process, now_s)
             case ToRank(rank=rank, packet=packet):
                 self._pass_on(self._world.ranks[rank], decode(packet.encode()))
             case EndRank(rank=rank):
@@ -183,8 +185,14 @@ class Follower:
         self._looked_ns.clear()
         self.lease_from_ns = self._clock.monotonic_ns()
 
-    def _start(self, handle: RankHandle, start: RankStart, now_s: float) -> None:
-        if handle.is_alive or not self._world.spawn_rank(handle, start, now_s=now_s):
+    def _start(self, handle: RankHandle, start: RankStart, process: int, now_s: float) -> None:
+        if handle.is_alive:  # one of before, whose end is no news to the coordinator
+            old, self._process[handle.rank] = self._process[handle.rank], process
+            self._gone(handle.rank)
+            self._process[handle.rank] = old
+            return
+        self._process[handle.rank] = process
+        if not self._world.spawn_rank(handle, start, now_s=now_s):
             self._gone(handle.rank)
             return
         handle.member.advance(MembershipEvent.REPLACED)
@@ -193,7 +201,12 @@ class Follower:
 
     def _started(self, handle: RankHandle) -> None:
         assert handle.pid is not None
-        started = RankStarted(rank=handle.rank, pid=handle.pid, was_spare=handle.was_spare)
+        started = RankStarted(
+            rank=handle.rank,
+            process=self._process[handle.rank],
+            pid=handle.pid,
+            was_spare=handle.was_spare,
+        )
         self._report(started)
 
     def _pass_on(self, handle: RankHandle, message: Message) -> None:
@@ -218,7 +231,9 @@ class Follower:
             handle.machine.advance(RankEvent.GOT_READY)
         elif isinstance(message, Finished) and handle.state is RankState.READY:
             handle.machine.advance(RankEvent.GOT_FINISHED)
-        self._report(FromRank(rank=rank, packet=encode(message).decode()))
+        self._report(
+            FromRank(rank=rank, process=self._process[rank], packet=encode(message).decode())
+        )
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
@@ -255,7 +270,8 @@ class Follower:
         for handle in self._reporter.never_came:
             self._gone(handle.rank)
         self._reporter.never_came.clear()
-        if not self._is_fault_free or now_s >= self._looked_at_s + LOOK_EVERY_S:
+        wait_s = LOOK_EVERY_S if self._is_fault_free else LOOK_SOON_S
+        if now_s >= self._looked_at_s + wait_s:
             self.look(now_s)
 
     def look(self, now_s: float) -> None:
@@ -315,6 +331,7 @@ class Follower:
         self._report(
             RankGone(
                 rank=rank,
+                process=self._process[rank],
                 exit_code=None if ended is None else ended.exit_code,
                 signal_number=None if ended is None else ended.signal_number,
                 age_s=0.0 if ended is None else max(0.0, (now_ns - ended.at_ns) / 1e9),

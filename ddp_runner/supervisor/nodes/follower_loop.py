@@ -19,6 +19,7 @@ from ddp_runner.core.node_messages import (
     NodeMessage,
     Refused,
     RunEnds,
+    Said,
     StopWanted,
     Welcome,
     decode_from_node,
@@ -99,6 +100,7 @@ class _FollowerLoop:
         self._store_at: StorePlace | None = None
         self._follower: Follower | None = None
         self._ends: RunEnds | None = None
+        self._lost = ""  # why the link is of no more use
         selector.register(signals, selectors.EVENT_READ, None)
 
     def run(self) -> int:
@@ -110,6 +112,9 @@ class _FollowerLoop:
             if not self._meet(wait_s):
                 break
             why = self._obey()
+            if self._follower is not None and self._follower.failed:
+                self._say(f"no ranks can be started here: {self._follower.failed}", level="ERROR")
+                return int(ExitCode.FAILED)
             if self._ends is not None:
                 return self._end_as_asked(self._ends)
             if self._stop.times > 1:
@@ -145,9 +150,11 @@ class _FollowerLoop:
                     self._welcomed(answer)
                     return True
                 link.close()
+                if isinstance(answer, Refused) and self._welcome is not None:
+                    answer = answer.expected  # its old link may still count for a moment
                 if isinstance(answer, Refused):
                     raise BadInputError(answer.name, answer.value, answer.expected)
-                refusals += link.is_greeted
+                refusals += link.is_greeted and self._welcome is None
                 if refusals >= REFUSALS_MAX:
                     raise BadInputError(
                         "--rdzv-endpoint",
@@ -202,6 +209,7 @@ class _FollowerLoop:
         first = self._welcome is None
         self._welcome = welcome
         assert self._link is not None
+        self._lost = ""
         self._selector.register(self._link, selectors.EVENT_READ, (self._link, None))
         self._say(f"this is node {welcome.node}, with ranks {self._ranks_in_words(welcome)}")
         if first:
@@ -230,6 +238,8 @@ class _FollowerLoop:
             self._store_at.move(self._store_host(welcome), welcome.store_port)
         if self._follower is not None:
             self._follower.welcomed()
+        if self._stop.reason is not None:  # it came before there was anybody to hear of it
+            self._report_stop(self._stop.reason)
 
     def _store_host(self, welcome: Welcome) -> str:
         """Where the store is from here: the coordinator's own name for it means something else."""
@@ -265,7 +275,10 @@ class _FollowerLoop:
             follower.on_ended(ended)
         follower.advance()
         if follower.failed:
-            raise LinkLostError(f"this machine can start no ranks: {follower.failed}")
+            self._report(Said(text=f"no ranks can be started: {follower.failed}", level="ERROR"))
+            raise LinkLostError(follower.failed)
+        if self._lost:
+            raise LinkLostError(self._lost)
         self._link.flush()
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.wants_to_write else 0)
         self._selector.modify(self._link, mask, (self._link, None))
@@ -296,14 +309,33 @@ class _FollowerLoop:
             any(handle.is_alive for handle in self._follower.handles)
             and self._clock.monotonic() < give_up_s
         ):
-            self._selector.select(TICK_S)
-            for ended in self._node.reap():
-                self._follower.on_ended(ended)
+            self._look_at_processes()
         return why
 
+    def _look_at_processes(self) -> None:
+        """What there is to hear and to reap here while there is no coordinator."""
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                self._take_signals()
+            elif (
+                self._node is not None
+                and self._follower is not None
+                and (received := self._node.receive(*key.data)) is not None
+            ):
+                self._follower.on_message(*received)
+        if self._node is not None and self._follower is not None:
+            for ended in self._node.reap():
+                self._follower.on_ended(ended)
+
     def _report(self, message: NodeMessage) -> None:
-        if self._link is not None:
+        if self._link is None or self._lost:
+            return
+        try:
             self._link.send(encode_for_node(message))
+        except LinkLostError as lost:
+            self._lost = str(
+                lost
+            )  # whoever reports is in the midst of something: raised when it is done
 
     def _take_signals(self) -> None:
         for number in self._signals.take():
@@ -313,19 +345,16 @@ class _FollowerLoop:
             self._stop.times += number in (signal.SIGINT, signal.SIGTERM)
             if self._stop.reason is None:
                 self._stop.reason = reason
-                with contextlib.suppress(LinkLostError):
-                    is_leaving = reason is not StopReason.INTERRUPTED
-                    self._report(StopWanted(reason=reason.value, is_leaving=is_leaving))
+                self._report_stop(reason)
+
+    def _report_stop(self, reason: StopReason) -> None:
+        is_leaving = reason is not StopReason.INTERRUPTED
+        self._report(StopWanted(reason=reason.value, is_leaving=is_leaving))
 
     def _wait(self, seconds: float) -> None:
         give_up_s = self._clock.monotonic() + seconds
         while self._clock.monotonic() < give_up_s and self._stop.reason is None:
-            for key, _ in self._selector.select(TICK_S):
-                if key.data is None:
-                    self._take_signals()
-            if self._node is not None and self._follower is not None:
-                for ended in self._node.reap():
-                    self._follower.on_ended(ended)
+            self._look_at_processes()
 
     def _end_as_asked(self, ends: RunEnds) -> int:
         self._say(ends.line or "the run has ended")

@@ -6,11 +6,18 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.messages import Message, WireError, decode
+from ddp_runner.core.messages import (
+    Faulted,
+    FaultTolerated,
+    Message,
+    RepairedInPlace,
+    WireError,
+    decode,
+)
 from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
     Beat,
@@ -125,6 +132,7 @@ class OtherNodes:
         self._listening = listening
         self._selector = selector
         self._clock = clock
+        self._is_announced = False
         self._strangers: dict[NodeLink, float] = {}  # and when they came
         listening.setblocking(False)
         selector.register(listening, selectors.EVENT_READ, (self, None))
@@ -180,11 +188,17 @@ class OtherNodes:
         node.is_lost(why)
         return NodeGone(node=node, why=why)
 
+    def announce_end(self, *, exit_code: int, line: str) -> None:
+        """Say how the run has ended; once."""
+        if not self._is_announced:
+            self._is_announced = True
+            for node in self.nodes:
+                node.order(RunEnds(exit_code=exit_code, line=line))
+
     def end(self, *, exit_code: int, line: str) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
         links = [node.link for node in self.nodes if node.link is not None]
-        for node in self.nodes:
-            node.order(RunEnds(exit_code=exit_code, line=line))
+        self.announce_end(exit_code=exit_code, line=line)
         self._await_hanging_up(links)
         for node in self.nodes:
             if node.link is not None:
@@ -216,19 +230,20 @@ class OtherNodes:
             case Look():
                 node.take(message)
                 node.order(self._beat(message.number))
-            case FromRank(rank=rank, packet=packet):
-                if rank in node.processes:
-                    yield RankSaid(message=decode(packet.encode()), rank=rank)
-            case RankGone(rank=rank):
-                if rank in node.processes:
+            case FromRank(rank=rank, process=process, packet=packet):
+                if node.is_of_now(rank, process):
+                    said = decode(packet.encode())
+                    yield RankSaid(message=_by_our_clock(said, node.behind_ns), rank=rank)
+            case RankGone(rank=rank, process=process):
+                if node.is_of_now(rank, process):
                     behind_ns = self._clock.monotonic_ns() - message.now_ns
                     node.mirror(rank, message.cells, behind_ns=behind_ns)
                     node.processes[rank].is_gone()
                     if message.killed_for_memory:
                         node.killed_for_memory(rank)
                     yield NodeSaid(node=node, message=message)
-            case RankStarted(rank=rank, pid=pid):
-                if rank in node.processes:
+            case RankStarted(rank=rank, process=process, pid=pid):
+                if node.is_of_now(rank, process):
                     node.processes[rank].pid = pid
                     yield NodeSaid(node=node, message=message)
             case Said() | StopWanted():
@@ -332,6 +347,14 @@ class OtherNodes:
     def _want_to_write(self, link: NodeLink) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write else 0)
         self._selector.modify(link, mask, (self, link))
+
+
+def _by_our_clock(message: Message, behind_ns: int) -> Message:
+    """``message`` with the time of its fault as the clock of this machine had it."""
+    if isinstance(message, (Faulted, RepairedInPlace, FaultTolerated)) and message.fault.at_ns:
+        fault = replace(message.fault, at_ns=message.fault.at_ns + behind_ns)
+        return replace(message, fault=fault)
+    return message
 
 
 def _full(hello: Hello, most: int) -> str:

@@ -93,7 +93,9 @@ class RemoteNode:
         self.link: NodeLink | None = None
         self.lost_at_s = clock.monotonic()  # when it was last there; the start of the run at first
         self.lost_why = ""
-        self.heard_at_s = 0.0
+        self.heard_at_s = self.looked_at_s = 0.0
+        self.behind_ns = 0  # what its clock is behind ours, by its newest look
+        self._started = dict.fromkeys(ranks, 0)  # processes that were asked for, of each rank
         self._clock = clock
         self._slots = slots
         self._processes = {rank: RemoteProcess(rank, self) for rank in ranks}
@@ -119,7 +121,7 @@ class RemoteNode:
     def joined(self, link: NodeLink, *, host: str) -> None:
         """Its supervisor is there, with none of its ranks."""
         self.link, self.host = link, host
-        self.heard_at_s = self._clock.monotonic()
+        self.heard_at_s = self.looked_at_s = self._clock.monotonic()
         self._can_fork, self._spare_for = False, ""
 
     def is_lost(self, why: str) -> None:
@@ -143,12 +145,13 @@ class RemoteNode:
     def take(self, look: Look) -> None:
         """Mirror what it says."""
         now_ns = self._clock.monotonic_ns()
+        self.looked_at_s, self.behind_ns = now_ns / 1e9, now_ns - look.now_ns
         self._can_fork, self._spare_for = look.can_fork, look.spare_for
         for text, one in look.ranks.items():
             rank = int(text)
             if rank in self._processes:
                 self._processes[rank].take(one)
-                self.mirror(rank, one.cells, behind_ns=now_ns - look.now_ns)
+                self.mirror(rank, one.cells, behind_ns=self.behind_ns)
 
     def mirror(self, rank: int, cells: Sequence[int], *, behind_ns: int) -> None:
         """Copy a slot's cells; ``behind_ns`` is what the clock of its machine is behind ours."""
@@ -175,12 +178,17 @@ class RemoteNode:
         """Ask for a process; who it is follows."""
         if not self.is_there or not (self._can_fork or self._spare_for):
             return StartedBy.NOBODY
-        self.order(StartRank(rank=rank, start=asdict(start)))
+        self._started[rank] += 1
+        self.order(StartRank(rank=rank, process=self._started[rank], start=asdict(start)))
         return StartedBy.ZYGOTE
 
     def release(self, rank: int) -> None:
         """Nothing of it is here."""
         self._processes[rank].is_gone()
+
+    def is_of_now(self, rank: int, process: int) -> bool:
+        """Whether this is the newest process that was asked for; what an older one says is too late."""
+        return self._started.get(rank) == process
 
     def send(self, rank: int, message: Message) -> None:
         """Pass a message on to a rank."""
@@ -207,6 +215,10 @@ class RemoteNode:
         """How long it had been seen stopped by the newest look."""
         del now_s
         return self._processes[rank].stopped_s
+
+    def unheard_s(self, now_s: float) -> float:
+        """How old its newest look is; one that is not there has no ranks."""
+        return now_s - self.looked_at_s if self.is_there else 0.0
 
     def is_killed(self, rank: int) -> bool:
         """Whether somebody had sent SIGKILL to it by the newest look."""

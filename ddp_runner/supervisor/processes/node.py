@@ -362,6 +362,11 @@ class Node:
         """How long it has been seen stopped without a break; 0.0 where it is not now."""
         return self._stopped.stopped_s(self.processes[rank].pid, now_s)
 
+    def unheard_s(self, now_s: float) -> float:
+        """What is known of a rank of this machine is of now."""
+        del now_s
+        return 0.0
+
     def is_killed(self, rank: int) -> bool:
         """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
         return self._system.is_killed(self.processes[rank].pid)

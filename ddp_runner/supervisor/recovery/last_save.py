@@ -107,9 +107,12 @@ class LastSave:
         if self._asked is not None:
             return
         newest = self._published.newest()
+        # Whoever is on another machine saves to that one's disk: only where nobody is left here.
+        here = [one for one in self._world.present if self._world.is_here(one) and one.is_alive]
+        able = here or self._world.present
         move = next_saver(
-            [handle.progress for handle in self._world.present if self._is_parked(handle)],
-            [self._leaving(handle) for handle in self._world.present if self._is_in(handle)],
+            [handle.progress for handle in able if self._is_parked(handle)],
+            [self._leaving(handle) for handle in able if self._is_in(handle)],
             saved_step=-1 if newest is None else newest[0],
             may_wait=now_s <= min(self._cutting.leave_by_s(self._began_s), self._by_s),
         )

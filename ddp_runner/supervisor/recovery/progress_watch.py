@@ -30,6 +30,7 @@ PACE_STEPS = 50
 STRAGGLER_STEPS = 20  # a window
 PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
 LOOKS_APART_S = 0.3  # three ticks: no pause, however short the deadline
+OLD_NEWS_S = 1.0  # twice the time from one look of another machine to the next
 WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
 
 
@@ -147,7 +148,9 @@ class ProgressWatch:
         """
         now_ns = self._clock.monotonic_ns()
         pause_s = max(LOOKS_APART_S, min(PAUSE_S, self._settings.hang_min_s / 2))
-        if now_ns - self._looked_at_ns > pause_s * 1e9:
+        # What is known of another machine is as old as its newest look.
+        is_old = self._world.unheard_s(now_ns / 1e9) > OLD_NEWS_S
+        if is_old or now_ns - self._looked_at_ns > pause_s * 1e9:
             self._awake_since_ns = now_ns
         self._looked_at_ns = now_ns
 

@@ -399,7 +399,7 @@ class Repair:
             return
         for handle in missing:
             if not self._world.can_start(handle):
-                return  # the next zygote forks it
+                continue  # the next zygote forks it
             self._spawn(handle, now_s)
 
     def _spawn(self, handle: RankHandle, now_s: float) -> None:

@@ -150,7 +150,8 @@ class ZygoteKeeper:
             return NoZygote(reason=f"the process that imports torch {reason}", detail=output)
         # Forks that it still owed will never be answered.
         self._node.forget_owed()
-        for handle in self._world.ranks:
+        for rank in self._node.processes:
+            handle = self._world.ranks[rank]
             if handle.is_alive and handle.pid is None:
                 self._world.forget_start(handle)
                 self._repair.schedule_respawn(handle)

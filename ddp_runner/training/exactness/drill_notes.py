@@ -121,7 +121,7 @@ class Drills:
             return
         if group.rank == 0:
             self._begin_writing(step)
-        if group.rank != drilled_rank(number, group.world_size):
+        if group.rank != drilled_rank(number, group.membership.local_world_size):
             yield
             return
         with stepper.noted() as notes:
