@@ -42,6 +42,7 @@ class Welcome:
     world_size: int
     store_host: str
     store_port: int
+    term: str  # the coordinator's, of which there is one at a time
     silent_s: float  # after which each of the two takes the other for lost
 
 

@@ -28,6 +28,7 @@ from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
+from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.interfaces import interface_of, interface_to
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.loaders import collective_timeout_s
@@ -78,6 +79,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         timeout_s=collective_timeout_s(settings, is_watched=True),
     )
     link.connect_ahead()
+    term = str(spec.get("term", ""))
     runtime = SupervisedRuntime(
         Channel.from_descriptor(control),
         rank_info=rank_info,
@@ -86,6 +88,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         output=output,
         link=link,
         injections=_injections(settings, spec),
+        owner=FolderOwner(Path(settings.run.checkpoint_dir), term) if term else None,
     )
     return config_with_resume(settings, str(spec["resume"])), runtime
 

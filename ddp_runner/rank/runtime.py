@@ -53,6 +53,7 @@ from ddp_runner.rank.fenced_disk import FencedDisk, may_not_publish
 from ddp_runner.rank.injection import InjectingSlot
 from ddp_runner.rank.signals import take_signals
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.run_files import open_to_append, open_to_append_anywhere
 from ddp_runner.training.runtime import Generation, RankInfo, without_secrets_in
 
@@ -125,11 +126,18 @@ class SupervisedRuntime:
         output: StartupOutput,
         link: StoreLink,
         injections: dict[int, Injection] | None = None,
+        owner: FolderOwner | None = None,
     ) -> None:
+        """``owner``: of the checkpoint folder, where several coordinators might take it."""
         self.rank_info = rank_info
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
-        self.disk: Disk = FencedDisk(lambda: may_not_publish(slot, time.monotonic_ns()))
+        self.disk: Disk = FencedDisk(
+            lambda: (
+                may_not_publish(slot, time.monotonic_ns())
+                or (owner is not None and owner.is_other())
+            )
+        )
         self.slot = slot if injections is None else self._injecting(slot, injections)
         self.logger = logger
         self._channel = channel

@@ -37,6 +37,7 @@ from ddp_runner.supervisor.signal_box import SAVE_SIGNAL, STOP_SIGNALS, SignalBo
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.system.folder_owner import FolderOwner, new_term
 from ddp_runner.system.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
@@ -108,6 +109,8 @@ def _coordinate(
         ranks=range(first, first + per_node),
         store=StorePlace.on_this_machine(plan.settings.ddp.port, address=place.address),
     )
+    owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), new_term())
+    node.term = owner.term
     others = [
         RemoteNode(
             number,
@@ -126,11 +129,13 @@ def _coordinate(
         published=Published(Path(plan.settings.run.checkpoint_dir)),
         clock=SYSTEM_CLOCK,
         others=others,
+        owner=owner,
     )
     links = OtherNodes(
         plan,
         place.meeting,
-        store=(place.store_host, node.store_port),
+        store=(place.store_host, node.store_at.port),
+        term=owner.term,
         nodes=others,
         listening=place.listening,
         selector=selector,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from pathlib import Path
 
@@ -15,6 +17,7 @@ __all__ = ["made_once"]
 
 STEPS = 60
 TOKEN = "0123456789abcdef"
+PORTS = (15_000, 30_000)
 SETTINGS = (
     *("-b", 8, "--max-steps", STEPS, "num_workers=0", "save_every_steps=20", "--audit"),
     *("evaluate_interval=0", "evaluate_every_steps=0", "log.display=plain", *scenarios.PATIENT),
@@ -29,8 +32,11 @@ def pytest_collection_modifyitems(items):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+    """Below those that the system hands out: nobody else takes it between here and its use."""
+    while True:
+        port = random.randrange(*PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Nodes:

@@ -107,7 +107,6 @@ def network():
 def test_a_link_that_is_cut_costs_no_step_and_no_bit(network, tmp_path, made_once):
     """Neither side is closed: each finds out by silence. Up again, the machine is taken back."""
     words = ("--nnodes", 2, "--rdzv-endpoint", "10.9.0.1:29500", "task.pace_s=0.1")
-    words += ("recovery.node_silent_s=1.5",)
     folders = [tmp_path / "first", tmp_path / "second"]
     for number, folder in enumerate(folders):
         network.start(number, folder, *words)

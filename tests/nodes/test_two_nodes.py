@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from ddp_runner.system.folder_owner import FolderOwner, new_term
 from tests.nodes.conftest import STEPS, TOKEN
 from tests.scenarios.harness import ROOT, TRAIN, poll
 
@@ -91,9 +92,20 @@ def test_without_the_coordinator_a_node_ends_its_ranks_and_with_75(nodes, one_ma
     assert (first.summary()["steps"], first.digest) == (STEPS, one_machine(4))
 
 
+def test_a_coordinator_whose_folder_was_taken_ends(nodes):
+    """By another one that knows nothing of it, as after a split: it publishes nothing more."""
+    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    first.wait_for_checkpoint(20)
+    FolderOwner(first.checkpoints, new_term()).take()
+    before = sorted(path.name for path in first.checkpoints.glob("step_*"))
+    assert (first.wait(), second.wait()) == (75, 75), first.console + second.console
+    assert "another coordinator has taken" in first.console
+    assert sorted(path.name for path in first.checkpoints.glob("step_*")) == before
+
+
 def test_ranks_of_a_node_that_is_cut_off_are_ended(nodes):
     """Also where the coordinator is only stopped: none of them trains on without it."""
-    settings = (SLOW, "recovery.node_silent_s=1", "recovery.coordinator_wait_s=30")
+    settings = (SLOW, "recovery.node_silent_s=2", "recovery.coordinator_wait_s=30")
     first, second = nodes.start(0, *settings), nodes.start(1, *settings)
     first.wait_for_step(5)
     pid = second.rank_pid(3)

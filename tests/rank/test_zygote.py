@@ -52,7 +52,7 @@ def _host_stores(me, folder):
     first = played.store_pid
     facts["fork_cpu_s"] = cpu_s(first)
     facts["parent_is_us"] = parent_of(first) == os.getpid()
-    port = played.node.store_port
+    port = played.node.store_at.port
     client = connect(port)
     client.set("key", "value")
     facts["value"] = connect(port).get("key")
@@ -62,7 +62,7 @@ def _host_stores(me, folder):
     facts["reaped"] = [signal_number for pid, _, signal_number in played.ended if pid == first]
     facts["port_held"] = answers_on(port)
     played.spawn_store()
-    facts["same_port"] = played.node.store_port == port
+    facts["same_port"] = played.node.store_at.port == port
     facts["replaced"] = played.store_pid != first
     second_client = connect(port)
     facts["keys_of_the_first"] = second_client.check(["key"])

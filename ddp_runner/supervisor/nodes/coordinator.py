@@ -30,15 +30,25 @@ from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
+from ddp_runner.system.folder_owner import FolderOwner
 
+OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
 
 
 class CoordinatorSupervisor(Supervisor):
     """Driven as :class:`Supervisor` is, and by what comes from other nodes."""
 
-    def __init__(self, *arguments: Any, others: Sequence[RemoteNode], **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        others: Sequence[RemoteNode],
+        owner: FolderOwner,
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, others=others, **named)
+        self._owner = owner
+        self._looked_at_owner_s = 0.0
         assert self.plan.nodes is not None
         self._others = tuple(others)
         self._options = self.plan.nodes
@@ -71,8 +81,33 @@ class CoordinatorSupervisor(Supervisor):
     def advance(self) -> None:
         """As :meth:`Supervisor.advance`, and whatever is to be done about missing nodes."""
         if self.ending is None and not self.run_end.is_known:
-            self._look_at_missing(self._clock.monotonic())
+            now_s = self._clock.monotonic()
+            self._look_at_missing(now_s)
+            self._look_at_owner(now_s)
         super().advance()
+
+    def _begin(self) -> bool:
+        if not super()._begin():
+            return False
+        try:
+            self._owner.take()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.run_end.bad_input(f"{self._owner.folder} cannot be written to: {reason}")
+            return False
+        return True
+
+    def _look_at_owner(self, now_s: float) -> None:
+        """End where another coordinator has taken the checkpoints: this half has nothing to say any more."""
+        # INVARIANT one-owner: of two coordinators that know nothing of each other the newer one goes on.
+        # Broken if: the older one publishes a file, or trains on for long.
+        # Guarded by: test_a_coordinator_whose_folder_was_taken_ends.
+        if not self.recorder.may_write or now_s < self._looked_at_owner_s + OWNER_EVERY_S:
+            return
+        self._looked_at_owner_s = now_s
+        if self._owner.is_other():
+            line = f"another coordinator has taken {self._owner.folder}: this one ends"
+            self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
 
     def _look_at_missing(self, now_s: float) -> None:
         there = 1 + sum(node.is_there for node in self._others)
@@ -150,7 +185,8 @@ class CoordinatorSupervisor(Supervisor):
                     for one in self._others
                     if one.is_there and one is not node and one.number not in self._leaving
                 ]
-                if is_leaving and 1 + len(staying) >= self._options.least:
+                is_enough = 1 + len(staying) >= self._options.least
+                if is_leaving and is_enough and self._stop is None:
                     node.order(RunEnds(exit_code=int(ExitCode.PREEMPTED), line=LEAVES))
                     self._leaving.add(node.number)  # its link ends next
                 else:

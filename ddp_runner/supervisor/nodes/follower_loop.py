@@ -236,6 +236,8 @@ class _FollowerLoop:
             )
         elif self._store_at is not None:
             self._store_at.move(self._store_host(welcome), welcome.store_port)
+        if self._node is not None:
+            self._node.term = welcome.term
         if self._follower is not None:
             self._follower.welcomed()
         if self._stop.reason is not None:  # it came before there was anybody to hear of it

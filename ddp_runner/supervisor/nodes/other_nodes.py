@@ -118,6 +118,7 @@ class OtherNodes:
         meeting: Meeting,
         *,
         store: tuple[str, int],
+        term: str,
         nodes: Sequence[RemoteNode],
         listening: socket.socket,
         selector: selectors.BaseSelector,
@@ -128,6 +129,7 @@ class OtherNodes:
         self._beat = beat
         self._meeting = meeting
         self._store = store
+        self._term = term
         self.nodes = tuple(nodes)
         self._listening = listening
         self._selector = selector
@@ -298,6 +300,7 @@ class OtherNodes:
                 world_size=self._plan.world_size,
                 store_host=host,
                 store_port=port,
+                term=self._term,
                 silent_s=self._meeting.silent_s,
             )
         )

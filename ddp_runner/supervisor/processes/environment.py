@@ -111,3 +111,12 @@ def what_to_import(plan: LaunchPlan) -> str:
     if plan.loop is not None:
         return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
     return plan.settings.run.task
+
+
+def of_machine(plan: LaunchPlan, *, first_rank: int, term: str) -> dict[str, object]:
+    """What a rank of the machine that begins with ``first_rank`` is given for being one of several."""
+    return {
+        "node": first_rank // plan.ranks_per_node,
+        "term": term,
+        "local_addr": "" if plan.nodes is None else plan.nodes.local_addr,
+    }

@@ -25,7 +25,11 @@ from ddp_runner.supervisor.processes.departures import (
     RankEnded,
     ZygoteEnded,
 )
-from ddp_runner.supervisor.processes.environment import what_to_import, zygote_environment
+from ddp_runner.supervisor.processes.environment import (
+    of_machine,
+    what_to_import,
+    zygote_environment,
+)
 from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
@@ -67,7 +71,7 @@ class Node:
         self._clock = clock
         self._settings_record = config.to_record(plan.settings)
         self._program = None if plan.loop is None else ProgramMemory(plan.loop)
-        self._store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
+        self.store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
         self._samples = SharedSamples(is_wanted=plan.settings.data.preload)
         self._memory = BoardMemory(plan.world_size)
         # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
@@ -85,14 +89,10 @@ class Node:
         self._stopped = StoppedWatch(system.is_stopped)
         self.log_seal = new_seal()
         self.zygote_since_s = 0.0
+        self.term = ""  # the coordinator's, where there is one
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
-
-    @property
-    def store_port(self) -> int:
-        """The port of the store, for the whole run."""
-        return self._store_at.port
 
     @property
     def can_fork(self) -> bool:
@@ -170,7 +170,7 @@ class Node:
     def start_store(self) -> None:
         """Fork a store host on the listening socket; ``StoreReady`` follows."""
         self.store = StoreHost(token=self._take_token(), now_s=self._clock.monotonic())
-        self._start(self.store, {}, self._store_at.fileno())
+        self._start(self.store, {}, self.store_at.fileno())
 
     def start_drill(self, rank: int, *, step: int, folder: str) -> None:
         """Fork a process that computes the share of ``rank`` of ``step``; ``Drilled`` follows."""
@@ -411,7 +411,7 @@ class Node:
         for helper in self._helpers:
             self._close(helper)
         self._guardian.close()
-        self._store_at.close()
+        self.store_at.close()
         for slot in self._slots:
             slot.release()
         self._memory.close()
@@ -428,10 +428,9 @@ class Node:
             "world_size": plan.world_size,
             "local_world_size": len(self.ranks),
             "threads": plan.threads_per_rank,
-            "store_host": self._store_at.host,
-            "store_port": self._store_at.port,
-            "node": self.ranks[0] // plan.ranks_per_node,
-            "local_addr": "" if plan.nodes is None else plan.nodes.local_addr,
+            "store_host": self.store_at.host,
+            "store_port": self.store_at.port,
+            **of_machine(plan, first_rank=self.ranks[0], term=self.term),
             "detect_anomaly": plan.settings.run.detect_anomaly,
             "preload": self._samples.record,
             **({} if self._program is None else {"program": self._program.record}),
