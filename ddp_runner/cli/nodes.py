@@ -118,7 +118,7 @@ def coordinators_place(found: Meeting) -> Place | None:
             return None
         if error.errno == errno.EADDRINUSE and not is_certain:
             return (
-                None  # the coordinator is another process of this machine, or says that it is none
+                None  # the coordinator is another process here; what is none says so when greeted
             )
         if error.errno not in _NOT_HERE:
             raise BadInputError(

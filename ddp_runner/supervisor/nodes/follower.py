@@ -128,9 +128,8 @@ class Follower:
         self._process = dict.fromkeys(node.processes, 0)  # which of each rank's this one is
         self._is_fault_free = False
         self._looks = 0
-        self._looked_ns: dict[
-            int, int
-        ] = {}  # looks that no beat has answered, and when they were sent
+        # Looks that no beat has answered, and when they were sent.
+        self._looked_ns: dict[int, int] = {}
         # From when the newest look was sent that the coordinator has heard.
         self.lease_from_ns = clock.monotonic_ns()
         self._looked_at_s = 0.0

@@ -40,9 +40,8 @@ from ddp_runner.system.node_link import LinkLostError, NodeLink
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
 WELCOME_TIME_S = 10.0
-REFUSALS_MAX = (
-    3  # by one of our own kind without a word: it may have ended just then, but not so often
-)
+# By one of our own kind without a word: it may have ended just then, but not so often.
+REFUSALS_MAX = 3
 # Of the time after which a silent machine is lost: its ranks are ended before anybody takes their place.
 LEASE_SHARE = 0.8
 
@@ -337,7 +336,7 @@ class _FollowerLoop:
         except LinkLostError as lost:
             self._lost = str(
                 lost
-            )  # whoever reports is in the midst of something: raised when it is done
+            )  # raised at the turn's end: who reports is in the midst of something
 
     def _take_signals(self) -> None:
         for number in self._signals.take():

@@ -187,7 +187,7 @@ class OtherNodes:
         """Let go of a node."""
         if node.link is not None:
             self._selector.unregister(node.link)
-        node.is_lost(why)
+        node.is_lost()
         return NodeGone(node=node, why=why)
 
     def announce_end(self, *, exit_code: int, line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -91,8 +92,6 @@ class RemoteNode:
         self.ranks = tuple(ranks)
         self.host = ""
         self.link: NodeLink | None = None
-        self.lost_at_s = clock.monotonic()  # when it was last there; the start of the run at first
-        self.lost_why = ""
         self.heard_at_s = self.looked_at_s = 0.0
         self.behind_ns = 0  # what its clock is behind ours, by its newest look
         self._started = dict.fromkeys(ranks, 0)  # processes that were asked for, of each rank
@@ -124,12 +123,11 @@ class RemoteNode:
         self.heard_at_s = self.looked_at_s = self._clock.monotonic()
         self._can_fork, self._spare_for = False, ""
 
-    def is_lost(self, why: str) -> None:
+    def is_lost(self) -> None:
         """Its supervisor is not there any more."""
         if self.link is not None:
             self.link.close()
-        self.link, self.lost_why = None, why
-        self.lost_at_s = self._clock.monotonic()
+        self.link = None
         for process in self._processes.values():
             process.is_gone()
 
@@ -137,10 +135,8 @@ class RemoteNode:
         """Send, if it is there; a link that breaks at that is found when it is read."""
         if self.link is None:
             return
-        try:
+        with contextlib.suppress(LinkLostError):
             self.link.send(encode_for_node(message))
-        except LinkLostError as lost:
-            self.lost_why = str(lost)
 
     def take(self, look: Look) -> None:
         """Mirror what it says."""
