@@ -6,7 +6,9 @@ import errno
 import os
 import platform
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +20,7 @@ from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Meeting, Place
 from ddp_runner.system.interfaces import address_towards, interface_of
+from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -28,19 +31,47 @@ TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
 TOKEN_BYTES_MIN = 16
 _NOT_HERE = (errno.EADDRNOTAVAIL,)
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - where the endpoint's name is none of this machine's
+# For a file to be seen on another machine once the coordinator, who has made it before, answers.
+_SEEN_S = 60.0
+_LOOK_AGAIN_S = 0.5
+_DIAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where the coordinator listens on this machine, and the address that its store is bound to."""
+
+    listening: socket.socket
+    address: str
 
 
 def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
     """As the coordinator, or as a machine that follows it; the exit code. Raises BadInputError."""
-    token = token_of(os.environ, token_file)
+    options = plan.nodes
+    assert options is not None
+    given = given_token(os.environ, token_file)
     os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
-    assert plan.nodes is not None
-    address = plan.nodes.local_addr
+    address = options.local_addr
     if address and not interface_of(address):
         raise BadInputError("--local-addr", address, "is no address of this machine")
-    found = meeting(plan, token=token, silent_s=plan.settings.recovery.node_silent_s)
-    place = coordinators_place(found)
-    return follow(plan, found) if place is None else supervise(plan, place)
+    door, folder = coordinators_door(options), Path(plan.settings.run.checkpoint_dir)
+    silent_s = plan.settings.recovery.node_silent_s
+    if door is None:
+        token = given or await_token(folder, options, say=lambda text: print(text, flush=True))
+        return follow(plan, meeting(plan, token=token, silent_s=silent_s))
+    try:
+        found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
+    except BadInputError:
+        door.listening.close()
+        raise
+    place = Place(
+        meeting=found,
+        number=options.node_rank or 0,
+        listening=door.listening,
+        address=door.address,
+        store_host=door.address,
+    )
+    return supervise(plan, place)
 
 
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
@@ -72,35 +103,62 @@ def _meaning(plan: LaunchPlan) -> dict[str, object]:
     return found
 
 
-def token_of(environment: Mapping[str, str], token_file: str) -> bytes:
-    """What all machines of the run know. Raises BadInputError where there is none, or it is short."""
+def given_token(environment: Mapping[str, str], token_file: str) -> bytes:
+    """What all machines of the run were given; empty for nothing. Raises BadInputError."""
+    name, value = TOKEN_VARIABLE, ""
+    token = environment.get(TOKEN_VARIABLE, "").strip().encode()
     if token_file:
+        name, value = "--token-file", token_file
         try:
             token = Path(token_file).read_bytes().strip()
         except OSError as error:
-            raise BadInputError("--token-file", token_file, f"{error.strerror}") from error
-        name, value = "--token-file", token_file
-    else:
-        token = environment.get(TOKEN_VARIABLE, "").strip().encode()
-        name, value = TOKEN_VARIABLE, ""
-    if not token:
-        raise BadInputError(
-            name,
-            value,
-            "is needed with several machines: the same secret on all of them, such as the output of"
-            " `openssl rand -hex 16`, in this variable or in a file (--token-file)",
-        )
-    if len(token) < TOKEN_BYTES_MIN:
+            raise BadInputError(name, value, f"{error.strerror}") from error
+    if (token or token_file) and len(token) < TOKEN_BYTES_MIN:
         raise BadInputError(name, value, f"must have at least {TOKEN_BYTES_MIN} characters")
     return token
 
 
-def coordinators_place(found: Meeting) -> Place | None:
-    """The place of the coordinator, if that is this machine; None if it is another one.
+def await_token(folder: Path, options: NodeOptions, *, say: Callable[[str], None]) -> bytes:
+    """The token that the coordinator makes in a checkpoint folder that both have.
+
+    Waits for it as long as for the coordinator, and no longer than a file takes to be seen once that
+    one answers. Raises BadInputError.
+    """
+    now_s = time.monotonic()
+    give_up_s, has_answered, has_said = now_s + options.join_timeout_s, False, False
+    while (token := shared_token(folder)) is None:
+        now_s = time.monotonic()
+        if now_s >= give_up_s:
+            raise BadInputError(
+                TOKEN_VARIABLE,
+                "",
+                "is needed with several machines: the same secret on all of them, such as the output"
+                " of `openssl rand -hex 16`, in this variable, in a file (--token-file), or in a"
+                f" checkpoint folder that all share: the coordinator has made none in {folder}",
+            )
+        if not has_said:
+            has_said = True
+            say(f"waiting for {folder / TOKEN_NAME}, which the coordinator makes")
+        if not has_answered and answers(options):
+            has_answered, give_up_s = True, min(give_up_s, time.monotonic() + _SEEN_S)
+        time.sleep(min(_LOOK_AGAIN_S, max(0.0, give_up_s - now_s)))
+    return token
+
+
+def answers(options: NodeOptions) -> bool:
+    """Whether somebody listens at the endpoint."""
+    try:
+        socket.create_connection((options.host, options.port), timeout=_DIAL_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def coordinators_door(options: NodeOptions) -> Door | None:
+    """The door of the coordinator, if that is this machine; None if it is another one.
 
     Raises BadInputError where the endpoint names no machine, or it is this one and cannot be listened at.
     """
-    options = found.options
     if options.is_host is False or (options.is_host is None and options.node_rank not in (None, 0)):
         return None
     if options.is_host and options.node_rank:
@@ -133,13 +191,7 @@ def coordinators_place(found: Meeting) -> Place | None:
             raise BadInputError(
                 "--rdzv-endpoint", options.host, "is no address of this machine: give --local-addr"
             ) from error
-    return Place(
-        meeting=found,
-        number=options.node_rank or 0,
-        listening=listening,
-        address=address,
-        store_host=address,
-    )
+    return Door(listening=listening, address=address)
 
 
 def _resolved(options: NodeOptions) -> str:

@@ -144,7 +144,8 @@ GROUPS = (
             Option(
                 long="--token-file",
                 metavar="FILE",
-                says="with the secret that all machines know; otherwise DDP_RUNNER_TOKEN",
+                says="with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that "
+                "the coordinator makes in a checkpoint folder that they share",
             ),
         ),
     ),

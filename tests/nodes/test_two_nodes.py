@@ -146,7 +146,11 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
 @pytest.mark.parametrize(
     ("words", "environment", "line"),
     [
-        ((), {"DDP_RUNNER_TOKEN": ""}, "DDP_RUNNER_TOKEN: is needed with several machines"),
+        (
+            ("--node-rank", "1", "--rdzv-conf", "join_timeout=0.5"),
+            {"DDP_RUNNER_TOKEN": ""},
+            "DDP_RUNNER_TOKEN: is needed with several machines",
+        ),
         ((), {"DDP_RUNNER_TOKEN": "short"}, "DDP_RUNNER_TOKEN: must have at least 16 characters"),
         (("--token-file", "none"), {}, "--token-file=***: No such file or directory"),
         (("--rdzv-endpoint", "no.such.host"), {}, "--rdzv-endpoint=no.such.host: is no name"),

@@ -1,0 +1,97 @@
+"""The token of a run on several machines in its shared checkpoint folder, for those that are given none.
+
+Only its owner can read it. It is made once for each folder and kept: a coordinator that is started
+again, and machines that are there already, have the same one. Nothing of it is ever shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.system.run_files import RefusedFileError, open_to_read, temporary_path
+
+TOKEN_NAME = ".token"  # noqa: S105 - a name
+_TOKEN_BYTES = 32
+_FILE_MODE = 0o600
+_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_FILE_BYTES = 2 * _TOKEN_BYTES + 1  # hexadecimal digits and the end of the line
+_OTHERWISE = "or give all machines DDP_RUNNER_TOKEN or --token-file"
+
+
+def make_token(folder: Path) -> bytes:
+    """The token in ``folder``, made if there is none, and the folder if need be.
+
+    Raises BadInputError where it cannot be made, or somebody else can read it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = shared_token(folder)
+        if found is None:
+            _publish(folder / TOKEN_NAME)
+            found = shared_token(folder)
+    except OSError as error:
+        raise _refused(
+            folder, f"takes no token: {error.strerror or error}; {_OTHERWISE}"
+        ) from error
+    if found is None:
+        path = folder / TOKEN_NAME
+        raise _refused(folder, f"has a token that is not whole: remove {path}, {_OTHERWISE}")
+    return found
+
+
+def shared_token(folder: Path) -> bytes | None:
+    """The token in ``folder``; None while there is none that is whole.
+
+    Raises BadInputError where somebody else can read it, or may have made it.
+    """
+    path = folder / TOKEN_NAME
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            found = os.fstat(file.fileno())
+            content = file.read(_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except RefusedFileError as error:
+        raise _refused(folder, f"{TOKEN_NAME} in it {error.strerror}: remove it") from error
+    except PermissionError as error:
+        raise _refused(folder, f"its token is of another user; {_OTHERWISE}") from error
+    # INVARIANT own-token: a token that others can read, or may have put there, is never used. Broken
+    # if: the content is taken before owner and mode of the very file that was opened are looked at.
+    # Guarded by: test_a_token_that_others_can_read_or_made_is_refused.
+    if found.st_uid != os.geteuid():
+        raise _refused(folder, f"its token is of another user; {_OTHERWISE}")
+    if found.st_mode & _OF_OTHERS:
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        cure = f"remove {path}, so that a new one is made, {_OTHERWISE}"
+        raise _refused(folder, f"others may have read its token (mode {mode}): {cure}")
+    is_whole = len(content) == _FILE_BYTES and content.endswith(b"\n")
+    return content.strip() if is_whole else None
+
+
+def _publish(path: Path) -> None:
+    """Put a new token there, whole, unless another process was faster. Raises OSError."""
+    temporary = temporary_path(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, _FILE_MODE)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), _FILE_MODE)
+            file.write(f"{secrets.token_hex(_TOKEN_BYTES)}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)  # which replaces nothing
+        except OSError:  # a file system without links: who comes last has it
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _refused(folder: Path, expected: str) -> BadInputError:
+    return BadInputError("--checkpoint-dir", folder, expected)
