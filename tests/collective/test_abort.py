@@ -114,6 +114,44 @@ def test_a_rank_is_freed_by_its_own_switch_while_its_peer_stays():
         assert world[1].result() == "end"
 
 
+def _ask_a_peer_that_never_answers(me, port, secret):
+    switch = AbortSwitch()
+    moments = trip_when_asked(me, switch)
+
+    def ask():
+        me.say("formed")
+        if me.rank == 0:
+            return group.exchange("here", "")
+        poll(lambda: switch.tripped, what="the abort")
+        raise RuntimeError("it leaves without an answer")
+
+    with (
+        pytest.raises(RuntimeError),
+        join(me, port, switch=switch, secret=secret) as group,
+    ):
+        ask()
+    freed_s = freed_after_s(moments)
+    with join(me, port, generation=2, secret=secret) as group:
+        return freed_s, group.exchange("here", str(me.rank))
+
+
+@pytest.mark.parametrize("secret", ["of these ranks alone", ""], ids=["signed", "plain"])
+def test_a_rank_that_waits_for_answers_is_freed(secret):
+    """A peer that never answers holds nobody, and the store serves the next generation."""
+    with (
+        hosted_store() as port,
+        ranks(_ask_a_peer_that_never_answers, 2, port, secret) as world,
+    ):
+        for process in world:
+            assert process.hear() == "formed"
+        poll(lambda: _is_asleep(world[0]), what="the wait")
+        for process in world:
+            process.say("trip")
+        for freed_s, answers in results(world):
+            assert freed_s < FREED_WITHIN_S
+            assert answers == ["0", "1"]
+
+
 def _receive_behind_a_failed_operation(me, port):
     if me.rank == 1:
         with join(me, port):

@@ -72,6 +72,54 @@ def test_a_value_that_no_rank_wrote_is_named(forge):
     assert store.get("b") == b"17"
 
 
+    with pytest.raises(FaultError, match="the value of a in the store") as raised:
+        store.multi_get(["b", "a"])
+    assert raised.value.fault.kind is FaultKind.STORE_TAMPERED
+
+
+class _Counting(HashStore):
+    """Counts what is asked of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def check(self, keys):
+        self.asked.append("check")
+        return super().check(keys)
+
+    def get(self, key):
+        self.asked.append("get")
+        return super().get(key)
+
+    def multi_get(self, keys):
+        self.asked.append("multi_get")
+        return super().multi_get(keys)
+
+
+def test_many_values_are_asked_for_at_once():
+    """In the order that they were asked for in, with as many round trips for a thousand as for two."""
+    inner = _Counting()
+    store = signed(inner)
+    keys = [str(number) for number in range(1000)]
+    for key in keys:
+        store.set(key, f"value of {key}")
+    assert store.multi_get(keys[::-1]) == [f"value of {key}".encode() for key in keys[::-1]]
+    assert inner.asked == ["check", "multi_get"]
+    assert store.multi_get([]) == []
+    assert inner.asked == ["check", "multi_get"]
+
+
+def test_a_wait_for_many_values_ends_at_the_timeout():
+    """One that nobody writes is waited for as long as a single one, and torch is not asked for it."""
+    inner = _Counting()
+    store = SignedStore(inner, "secret", timeout_s=0.05)
+    store.set("a", "1")
+    with pytest.raises(RuntimeError):
+        store.multi_get(["a", "b"])
+    assert "multi_get" not in inner.asked
+
+
 def test_keys_cannot_be_guessed_and_differ_from_generation_to_generation():
     """Who knows the source code alone does not know where to write."""
     names = {key_prefix(secret, number) for secret in ("secret", "other") for number in (1, 2)}
