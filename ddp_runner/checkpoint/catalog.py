@@ -22,6 +22,7 @@ from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.nodes import NewestCheckpoint
 from ddp_runner.system.run_files import (
     is_regular,
     left_over,
@@ -63,6 +64,14 @@ class Catalog:
         """Every checkpoint, newest (highest step) first. Reads manifests and sizes, no content."""
         steps = {step for name in self._names() if (step := step_of(name)) is not None}
         return [_entry(self.directory, step) for step in sorted(steps, reverse=True)]
+
+    def newest(self) -> NewestCheckpoint | None:
+        """The newest one that looks sound; None where there is none, or the folder cannot be read."""
+        with contextlib.suppress(OSError):
+            for entry in self.entries():
+                if entry.problem is None and entry.manifest is not None:
+                    return NewestCheckpoint(step=entry.step, run_id=entry.manifest.run_id)
+        return None
 
     def published(self) -> frozenset[tuple[str, int]]:
         """The manifests and when each was written, to know later what is new. Never raises."""

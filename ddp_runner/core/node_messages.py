@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.messages import WireError
 
 LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
@@ -31,6 +32,9 @@ class Hello:
     run_id: str
     meaning: dict[str, Any]
     versions: dict[str, str]
+    # Of the newest checkpoint in its folder that looks sound; EMPTY_STEP and nothing for none.
+    newest_step: int = EMPTY_STEP
+    newest_run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,14 @@ class Welcome:
     store_port: int
     term: str  # the coordinator's, of which there is one at a time
     silent_s: float  # after which each of the two takes the other for lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Follower -> coordinator, answering Welcome: whether it has the coordinator's folders."""
+
+    shares_checkpoints: bool
+    shares_logs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +230,7 @@ class RunEnds:
 NodeMessage = (
     Hello
     | Welcome
+    | Folders
     | Refused
     | Look
     | Beat
@@ -234,7 +247,7 @@ NodeMessage = (
     | StopWanted
     | RunEnds
 )
-FROM_FOLLOWER = (Hello, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
+FROM_FOLLOWER = (Hello, Folders, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
 FROM_COORDINATOR = (
     Welcome,
     Refused,

@@ -3,7 +3,41 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestCheckpoint:
+    """What a machine has in its checkpoint folder: ``step`` of the newest one, and whose it is."""
+
+    step: int
+    run_id: str
+
+
+def loads_own(
+    theirs: NewestCheckpoint | None, ours: NewestCheckpoint | None, *, resume: str
+) -> bool:
+    """Whether a machine loads its own newest checkpoint beside the coordinator, which loads ours.
+
+    The newest state of all is what the ranks agree on when they form. What a folder holds of another
+    run than ours is no newer state of it. Only where nothing else was asked for: ``resume`` auto.
+    """
+    if resume != "auto" or theirs is None:
+        return False
+    return ours is None or (theirs.run_id == ours.run_id and theirs.step > ours.step)
+
+
+def who_completes(folders: Sequence[int], *, steps: Sequence[int]) -> dict[int, int]:
+    """Folder of logs -> the rank that completes its records: the lowest one that is at the newest step.
+
+    ``folders`` and ``steps`` by rank. A folder whose ranks are all behind has nobody.
+    """
+    found: dict[int, int] = {}
+    for rank, (folder, step) in enumerate(zip(folders, steps, strict=True)):
+        if step == max(steps):
+            found.setdefault(folder, rank)
+    return found
 
 
 class NodesPlan(enum.Enum):

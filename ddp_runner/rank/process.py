@@ -70,6 +70,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         short_of_memory_in=str(spec["short_of_memory_in"]),
         device_free_bytes=int(spec["device_free_bytes"]),
         preload=tuple(spec["preload"]),
+        log_folder=int(spec.get("log_folder", 0)),
     )
     slot = _map_slot(board, rank_info)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun

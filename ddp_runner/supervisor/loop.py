@@ -38,6 +38,7 @@ from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import FolderOwner, new_term
+from ddp_runner.system.folder_probe import FolderProbe
 from ddp_runner.system.node_link import NodeLink
 from ddp_runner.system.run_directories import RunDirectories
 
@@ -111,6 +112,10 @@ def _coordinate(
     )
     owner = FolderOwner(Path(plan.settings.run.checkpoint_dir), new_term())
     node.term = owner.term
+    run = plan.settings.run
+    probes = [FolderProbe(Path(name), owner.term) for name in (run.checkpoint_dir, run.log_dir)]
+    for probe in probes:
+        probe.write()
     others = [
         RemoteNode(
             number,
@@ -130,6 +135,7 @@ def _coordinate(
         clock=SYSTEM_CLOCK,
         others=others,
         owner=owner,
+        probes=probes,
     )
     links = OtherNodes(
         plan,
@@ -149,6 +155,8 @@ def _coordinate(
         line = "" if supervisor.ending is None else supervisor.ending.reason
     finally:
         links.end(exit_code=exit_code, line=line)
+        for probe in probes:
+            probe.remove()
         end_descendants(timeout_s=10.0)
         node.close()
         directories.release()

@@ -66,6 +66,7 @@ from ddp_runner.supervisor.recovery.fault_injector import FaultInjector
 from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
 from ddp_runner.supervisor.reporting.completed_run import kept_summary
+from ddp_runner.supervisor.reporting.event_log import with_newest
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
@@ -390,8 +391,8 @@ class Supervisor:
 
     def _begin(self) -> bool:
         """Every rank has built what it trains: the disk may be touched from here on."""
-        first = self.world.present[0].ready
-        assert first is not None
+        ready = with_newest([one.ready for one in self.world.present if one.ready is not None])
+        first = ready[0]
         self.facts.take_up(first.run_id or uuid.uuid4().hex[:12], self.plan.settings.run.log_dir)
         try:
             self.directories.claim()
@@ -407,7 +408,6 @@ class Supervisor:
             self.recorder.already_complete(self.plan, first)
             self.run_end.completed(StopReason.COMPLETED)
             return False
-        ready = [handle.ready for handle in self.world.present if handle.ready is not None]
         self.recorder.begun(self.plan, ready)
         return True
 

@@ -14,8 +14,9 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP, ReplicaProgress, elect_source
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.nodes import who_completes
 from ddp_runner.core.phases import Phase
-from ddp_runner.training.audit import GenerationMembers, complete_audits
+from ddp_runner.training.audit import GenerationMembers, audit_path, complete_audits
 from ddp_runner.training.components.tuning import Tuning, repair_tuning
 from ddp_runner.training.rank_context import RankParts, TaskParts
 from ddp_runner.training.resume import leave_other_branch, restore_newest
@@ -39,7 +40,7 @@ def bring_to_newest(
     """
     settings, state, slot = parts.settings, parts.state, parts.runtime.slot
     answers = _committed_steps(group, parts, "committed_step")
-    if all(step == EMPTY_STEP for step, _ in answers):  # a roll-back was cut short
+    if all(step == EMPTY_STEP for step, *_ in answers):  # a roll-back was cut short
         slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())  # under the deadline of a save
         if group.rank == 0:
             loaded = restore_newest(settings, parts.workload, state, parts.store)
@@ -47,10 +48,11 @@ def bring_to_newest(
         answers = _committed_steps(group, parts, "restored_step")
         slot.stamp(Phase.FORMING, time.monotonic_ns())
     election = elect_source(
-        [ReplicaProgress(rank=rank, committed_step=step) for rank, (step, _) in enumerate(answers)]
+        [ReplicaProgress(rank=rank, committed_step=step) for rank, (step, *_) in enumerate(answers)]
     )
+    _complete_audits(group, parts, members, answers)
     if group.rank == election.source:
-        _prepare_source(parts, members, has_trained=has_trained)
+        _prepare_source(parts, has_trained=has_trained)
     if election.receivers and group.rank == election.source:
         send_state(
             group, state.capture(), to=election.receivers, on_progress=lambda: _show_progress(parts)
@@ -72,26 +74,50 @@ def bring_to_newest(
     slot.set(Cell.DIRTY, 0)
     now_members = GenerationMembers(
         generation=group.membership.generation,
-        slots=tuple(place for _, place in answers),
+        slots=tuple(place for _, place, _ in answers),
         first_step=state.committed_step,
     )
     return Brought(source=election.source, members=now_members)
 
 
-def _prepare_source(
-    parts: RankParts, members: GenerationMembers | None, *, has_trained: bool
+def _complete_audits(
+    group: Group,
+    parts: RankParts,
+    members: GenerationMembers | None,
+    answers: list[tuple[int, int, int]],
 ) -> None:
-    """Before anybody gets the newest step."""
-    state, runtime = parts.state, parts.runtime
+    """Write what ranks that are lost have not, on each machine into its own folder of logs."""
+    if members is None:
+        return
+    steps, _, folders = zip(*answers, strict=True)
+    if who_completes(folders, steps=steps).get(folders[group.rank]) != group.rank:
+        return
+    folder_of = {slot: folder for _, slot, folder in answers}
+    # Whose machine is not there any more has its folder there, unless all have the same.
+    slots = [
+        slot
+        for slot in members.slots
+        if folder_of.get(slot, min(folders)) == folders[group.rank]
+        and (
+            slot in folder_of or len(set(folders)) == 1 or audit_path(parts.settings, slot).exists()
+        )
+    ]
+    state = parts.state
     complete_audits(
         parts.settings,
         members,
+        slots=slots,
         step=state.committed_step,
         order=replace(parts.workload.order, version=state.order_version),
         quarantine=state.quarantine,
         loss=parts.progress.loss,
-        warn=runtime.logger.warning,
+        warn=parts.runtime.logger.warning,
     )
+
+
+def _prepare_source(parts: RankParts, *, has_trained: bool) -> None:
+    """Before anybody gets the newest step."""
+    runtime = parts.runtime
     if runtime.rank_info.loads and not has_trained:
         # INVARIANT left-before-shared: whoever has the state of this run finds no other branch.
         # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
@@ -104,13 +130,13 @@ def _prepare_source(
         )
 
 
-def _committed_steps(group: Group, parts: RankParts, name: str) -> list[tuple[int, int]]:
-    """Committed step and slot of every rank of the group; all ranks take rank 0's run id."""
-    runtime = parts.runtime
-    mine = json.dumps([parts.state.committed_step, runtime.rank_info.rank, runtime.run_id])
+def _committed_steps(group: Group, parts: RankParts, name: str) -> list[tuple[int, int, int]]:
+    """Committed step, slot and folder of logs of every rank; all ranks take rank 0's run id."""
+    runtime, info = parts.runtime, parts.runtime.rank_info
+    mine = json.dumps([parts.state.committed_step, info.rank, info.log_folder, runtime.run_id])
     answers = [json.loads(answer) for answer in group.exchange(name, mine)]
-    runtime.run_id = answers[0][2]  # without a supervisor each rank has made one
-    return [(step, slot) for step, slot, _ in answers]
+    runtime.run_id = answers[0][3]  # without a supervisor each rank has made one
+    return [(step, slot, folder) for step, slot, folder, _ in answers]
 
 
 def _show_progress(parts: RankParts) -> None:

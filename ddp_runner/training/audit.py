@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,7 @@ def complete_audits(
     settings: Settings,
     members: GenerationMembers | None,
     *,
+    slots: Collection[int],
     step: int,
     order: SampleOrder,
     quarantine: Quarantine,
@@ -73,8 +74,8 @@ def complete_audits(
 ) -> None:
     """Write the lines of ``step``, the newest committed one, that ``members`` have not written.
 
-    ``members``: of the newest generation that this process trained in. Called by one rank, while no
-    other one trains.
+    ``members``: of the newest generation that this process trained in; ``slots``: those whose audits
+    are for this rank to complete. One rank has a slot, and calls it while no other one trains.
     """
     if not settings.run.audit or members is None or step <= members.first_step:
         return
@@ -83,6 +84,8 @@ def complete_audits(
     order = order.of_ranks(members.slots)
     for rank, slot in enumerate(members.slots):
         path = audit_path(settings, slot)
+        if slot not in slots:
+            continue
         if _last_step(path) >= step:
             continue
         mine = order.share_of(step - 1, rank=rank, world_size=len(members.slots))

@@ -61,6 +61,7 @@ class RankInfo:
     learnt: TuningChanged | None = None
     device_free_bytes: int = 0
     preload: tuple[str, ...] = ()
+    log_folder: int = 0  # ranks with the same number write their logs into one folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,8 @@ class Saving:
             self._take_over_interval()
         step, length = self._state.committed_step, self._workload.length
         due = last_save_due(step, length, self._settings.checkpoint)
+        if self._settings.run.resume == "auto":
+            due = max(due, self._state.begun_step)  # which another machine may have alone
         if due <= max(0, self._progress.checkpoint_step):
             return False
         if self._saver.is_busy and self._begun_step >= due:

@@ -71,7 +71,6 @@ def test_a_value_that_no_rank_wrote_is_named(forge):
     assert raised.value.fault.kind is FaultKind.STORE_TAMPERED
     assert store.get("b") == b"17"
 
-
     with pytest.raises(FaultError, match="the value of a in the store") as raised:
         store.multi_get(["b", "a"])
     assert raised.value.fault.kind is FaultKind.STORE_TAMPERED

@@ -38,10 +38,11 @@ def records(settings, slot):
     return [json.loads(line) for line in audit_path(settings, slot).read_text().splitlines()]
 
 
-def complete(settings, *, step, members=CREW, quarantine=None):
+def complete(settings, *, step, members=CREW, quarantine=None, slots=CREW.slots):
     complete_audits(
         settings,
         members,
+        slots=slots,
         step=step,
         order=ORDER,
         quarantine=a_quarantine() if quarantine is None else quarantine,
@@ -94,6 +95,14 @@ def test_nothing_is_written_for_steps_of_other_generations(settings, members, st
     write(settings, 0, 4)
     complete(settings, step=step, members=members)
     assert [record["step"] for record in records(settings, 0)] == [4]
+    assert not audit_path(settings, 2).exists()
+
+
+def test_who_writes_on_another_machine_is_left_to_that(settings):
+    """Its file is in another folder: here there would be a second one of that name."""
+    write(settings, 0, 6)
+    complete(settings, step=7, slots=(0,))
+    assert [record["step"] for record in records(settings, 0)] == [6, 7]
     assert not audit_path(settings, 2).exists()
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent
 from ddp_runner.core.node_messages import (
     Beat,
+    Folders,
     RankGone,
     RankStarted,
     RunEnds,
     Said,
     StopWanted,
 )
-from ddp_runner.core.nodes import NodesFacts, NodesPlan, what_about_missing
+from ddp_runner.core.nodes import NodesFacts, NodesPlan, loads_own, what_about_missing
 from ddp_runner.supervisor.nodes.other_nodes import (
     NodeEvent,
     NodeGone,
@@ -31,6 +34,7 @@ from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system.folder_owner import FolderOwner
+from ddp_runner.system.folder_probe import FolderProbe
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
@@ -44,9 +48,11 @@ class CoordinatorSupervisor(Supervisor):
         *arguments: Any,
         others: Sequence[RemoteNode],
         owner: FolderOwner,
+        probes: Sequence[FolderProbe] = (),
         **named: Any,
     ) -> None:
         super().__init__(*arguments, others=others, **named)
+        self._probes = tuple(probes)
         self._owner = owner
         self._looked_at_owner_s = 0.0
         assert self.plan.nodes is not None
@@ -91,6 +97,8 @@ class CoordinatorSupervisor(Supervisor):
             return False
         try:
             self._owner.take()
+            for probe in self._probes:
+                probe.remove_others()
         except OSError as error:
             reason = error.strerror or str(error)
             self.run_end.bad_input(f"{self._owner.folder} cannot be written to: {reason}")
@@ -158,6 +166,7 @@ class CoordinatorSupervisor(Supervisor):
                 self.on_message(message, rank)
             case NodeJoined(node=node):
                 self._leaving.discard(node.number)
+                self._look_at_checkpoints_of(node)
                 there = sum(one.is_there for one in self._others) + 1
                 self.recorder.say(
                     f"node {node.number} ({node.host}) is there: {there} of {len(self._others) + 1}"
@@ -167,10 +176,34 @@ class CoordinatorSupervisor(Supervisor):
             case NodeSaid(node=node, message=message):
                 self._on_node_message(node, message)
 
+    def _look_at_checkpoints_of(self, node: RemoteNode) -> None:
+        """Have the newest state of all loaded, also where it is on another machine alone."""
+        settings, first = self.plan.settings.run, node.ranks[0]
+        self._repair.loaders_elsewhere.discard(first)
+        if self.facts.ever_formed or node.newest is None:
+            return
+        ours = Catalog(Path(settings.checkpoint_dir)).newest()
+        if loads_own(node.newest, ours, resume=settings.resume):
+            self._repair.loaders_elsewhere.add(first)
+            self.recorder.say(
+                f"node {node.number} has a newer checkpoint, of step {node.newest.step}: it loads it"
+            )
+
     def _on_node_message(
-        self, node: RemoteNode, message: RankStarted | RankGone | Said | StopWanted
+        self, node: RemoteNode, message: RankStarted | RankGone | Said | StopWanted | Folders
     ) -> None:
         match message:
+            case Folders():
+                own = [
+                    name
+                    for name, is_shared in (
+                        ("checkpoints", message.shares_checkpoints),
+                        ("logs", message.shares_logs),
+                    )
+                    if not is_shared
+                ]
+                if own:
+                    self.recorder.say(f"node {node.number} has {' and '.join(own)} of its own")
             case RankStarted(rank=rank, pid=pid, was_spare=was_spare):
                 self.world.ranks[rank].pid = pid
                 self.world.ranks[rank].was_spare = was_spare

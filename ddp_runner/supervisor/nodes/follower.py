@@ -6,6 +6,7 @@ are looked after here, as on any machine.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
+from ddp_runner.system.folder_owner import FolderOwner
 
 Report = Callable[[NodeMessage], None]
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
@@ -108,6 +110,7 @@ class Follower:
         self._report = report
         self._clock = clock
         self._log_dir = Path(plan.settings.run.log_dir)
+        self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
         self._world = World(plan, node)
         for handle in self._world.ranks:
             if handle.rank not in node.processes:
@@ -212,7 +215,16 @@ class Follower:
         if isinstance(message, Form):
             self._log_dir.mkdir(parents=True, exist_ok=True)
             handle.has_log = True
+            if not self._node.shares_checkpoints:
+                self._take_own_folder()
         self._node.send(handle.rank, message)
+
+    def _take_own_folder(self) -> None:
+        """A checkpoint folder of this machine alone, where an earlier coordinator may have left its name."""
+        owner = FolderOwner(self._checkpoint_dir, self._node.term)
+        if owner.is_other():
+            with contextlib.suppress(OSError):  # whoever saves there says so
+                owner.take()
 
     def on_message(self, message: Message, rank: int | None) -> None:
         """A process of this machine has something to say; ``rank`` None: one that is no rank."""

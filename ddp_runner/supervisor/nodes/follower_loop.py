@@ -8,13 +8,17 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import WireError
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
+    Folders,
     Hello,
     NodeMessage,
     Refused,
@@ -35,6 +39,7 @@ from ddp_runner.supervisor.processes.resources import StorePlace
 from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 TICK_S = 0.1
@@ -179,6 +184,7 @@ class _FollowerLoop:
         """Say who this is and hear the answer; a text is why there is none."""
         mine, options = self._meeting, self._meeting.options
         node_rank = options.node_rank if self._welcome is None else self._welcome.node
+        newest = Catalog(Path(self._plan.settings.run.checkpoint_dir)).newest()
         hello = Hello(
             host=socket.gethostname(),
             node_rank=node_rank,
@@ -186,6 +192,8 @@ class _FollowerLoop:
             run_id=options.run_id,
             meaning=dict(mine.meaning),
             versions=dict(mine.versions),
+            newest_step=EMPTY_STEP if newest is None else newest.step,
+            newest_run_id="" if newest is None else newest.run_id,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:
@@ -237,10 +245,19 @@ class _FollowerLoop:
             self._store_at.move(self._store_host(welcome), welcome.store_port)
         if self._node is not None:
             self._node.term = welcome.term
+            self._look_at_folders(self._node, welcome.term)
         if self._follower is not None:
             self._follower.welcomed()
         if self._stop.reason is not None:  # it came before there was anybody to hear of it
             self._report_stop(self._stop.reason)
+
+    def _look_at_folders(self, node: Node, term: str) -> None:
+        run = self._plan.settings.run
+        node.shares_checkpoints = is_shared(Path(run.checkpoint_dir), term)
+        node.shares_logs = is_shared(Path(run.log_dir), term)
+        self._report(
+            Folders(shares_checkpoints=node.shares_checkpoints, shares_logs=node.shares_logs)
+        )
 
     def _store_host(self, welcome: Welcome) -> str:
         """Where the store is from here: the coordinator's own name for it means something else."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
     Faulted,
@@ -21,6 +22,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
     Beat,
+    Folders,
     FromRank,
     Hello,
     Look,
@@ -36,6 +38,7 @@ from ddp_runner.core.node_messages import (
     encode_for_node,
 )
 from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.core.nodes import NewestCheckpoint
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
@@ -58,7 +61,7 @@ class NodeSaid:
     """Another node has sent this."""
 
     node: RemoteNode
-    message: RankStarted | RankGone | Said | StopWanted
+    message: RankStarted | RankGone | Said | StopWanted | Folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +251,7 @@ class OtherNodes:
                 if node.is_of_now(rank, process):
                     node.processes[rank].pid = pid
                     yield NodeSaid(node=node, message=message)
-            case Said() | StopWanted():
+            case Said() | StopWanted() | Folders():
                 yield NodeSaid(node=node, message=message)
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
@@ -293,6 +296,9 @@ class OtherNodes:
         del self._strangers[link]
         host, port = self._store
         node.joined(link, host=message.host)
+        node.newest = None
+        if message.newest_step > EMPTY_STEP:
+            node.newest = NewestCheckpoint(step=message.newest_step, run_id=message.newest_run_id)
         node.order(
             Welcome(
                 node=node.number,

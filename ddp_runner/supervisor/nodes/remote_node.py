@@ -20,6 +20,7 @@ from ddp_runner.core.node_messages import (
     ToRank,
     encode_for_node,
 )
+from ddp_runner.core.nodes import NewestCheckpoint
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
@@ -92,6 +93,7 @@ class RemoteNode:
         self.ranks = tuple(ranks)
         self.host = ""
         self.link: NodeLink | None = None
+        self.newest: NewestCheckpoint | None = None  # of its folder, when it came
         self.heard_at_s = self.looked_at_s = 0.0
         self.behind_ns = 0  # what its clock is behind ours, by its newest look
         self._started = dict.fromkeys(ranks, 0)  # processes that were asked for, of each rank

@@ -113,10 +113,17 @@ def what_to_import(plan: LaunchPlan) -> str:
     return plan.settings.run.task
 
 
-def of_machine(plan: LaunchPlan, *, first_rank: int, term: str) -> dict[str, object]:
+COORDINATORS_LOGS = 0  # the number of the coordinator's machine
+
+
+def of_machine(
+    plan: LaunchPlan, first_rank: int, *, term: str, shares_logs: bool
+) -> dict[str, object]:
     """What a rank of the machine that begins with ``first_rank`` is given for being one of several."""
+    node = first_rank // plan.ranks_per_node
     return {
-        "node": first_rank // plan.ranks_per_node,
+        "node": node,
+        "log_folder": COORDINATORS_LOGS if shares_logs else node,
         "term": term,
         "local_addr": "" if plan.nodes is None else plan.nodes.local_addr,
     }

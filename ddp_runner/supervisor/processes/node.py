@@ -90,6 +90,7 @@ class Node:
         self.log_seal = new_seal()
         self.zygote_since_s = 0.0
         self.term = ""  # the coordinator's, where there is one
+        self.shares_checkpoints = self.shares_logs = True  # with the coordinator
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
@@ -430,7 +431,7 @@ class Node:
             "threads": plan.threads_per_rank,
             "store_host": self.store_at.host,
             "store_port": self.store_at.port,
-            **of_machine(plan, first_rank=self.ranks[0], term=self.term),
+            **of_machine(plan, self.ranks[0], term=self.term, shares_logs=self.shares_logs),
             "detect_anomaly": plan.settings.run.detect_anomaly,
             "preload": self._samples.record,
             **({} if self._program is None else {"program": self._program.record}),

@@ -86,6 +86,8 @@ class Repair:
         )
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed
+        # Ranks of other machines that have, until training begins, a newer checkpoint of their own.
+        self.loaders_elsewhere: set[int] = set()
         self._actions: list[str] = []
         self._plain_retry = False  # one of them is to change nothing
         self._short_of_memory: dict[int, str] = {}  # ranks that end of it, and in which phase
@@ -404,7 +406,7 @@ class Repair:
 
     def _spawn(self, handle: RankHandle, now_s: float) -> None:
         start = RankStart(
-            loads=handle.rank == self._loader,
+            loads=handle.rank == self._loader or self._loads_elsewhere(handle.rank),
             resume=self._resume_word(),
             injections_left=self._fault_injector.left_for(handle.rank),
             short_of_memory_in=self._short_of_memory.get(handle.rank, ""),
@@ -416,6 +418,9 @@ class Repair:
             self._short_of_memory.pop(handle.rank, None)
         if handle.was_spare:
             self._recorder.record(events.SpareTaken(rank=handle.rank, pid=handle.pid))
+
+    def _loads_elsewhere(self, rank: int) -> bool:
+        return not self._facts.ever_formed and rank in self.loaders_elsewhere
 
     def _replace_who_finished(self, now_s: float) -> None:
         """A rank may finish in the very moment in which the others leave for one that is back.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ddp_runner.core import events
 from ddp_runner.core.drill import passed_line, skipped_line
@@ -76,6 +77,19 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
             yield "the zygote died; the standby zygote forks from now on", "WARNING"
         case _:
             pass
+
+
+def with_newest(ready: Sequence[Ready]) -> list[Ready]:
+    """The same, the first of them with what was loaded where another rank has a newer state."""
+    newest = max(ready, key=lambda one: one.committed_step)  # of equal ones the first
+    first = replace(
+        ready[0],
+        committed_step=newest.committed_step,
+        run_id=newest.run_id,
+        is_complete=newest.is_complete,
+        changed_task=newest.changed_task,
+    )
+    return [first, *ready[1:]]
 
 
 def lines_of_begin(plan: LaunchPlan, ready: Sequence[Ready]) -> tuple[str, ...]:
