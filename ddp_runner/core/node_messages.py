@@ -38,6 +38,29 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Anybody who has the token -> coordinator, in the place of a Hello: what is there? It takes no part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Coordinator -> whoever asked: its run, how many machines are there, and what they need.
+
+    ``term``: the coordinator's, which its folders show. ``checkpoint_dir`` and ``log_dir``: as it was
+    given them.
+    """
+
+    run_id: str
+    there: int
+    most: int
+    ranks: int
+    versions: dict[str, str]
+    term: str
+    checkpoint_dir: str
+    log_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``."""
 
@@ -229,6 +252,8 @@ class RunEnds:
 
 NodeMessage = (
     Hello
+    | Question
+    | Answer
     | Welcome
     | Folders
     | Refused
@@ -247,9 +272,10 @@ NodeMessage = (
     | StopWanted
     | RunEnds
 )
-FROM_FOLLOWER = (Hello, Folders, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
+FROM_FOLLOWER = (Hello, Question, Folders, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
 FROM_COORDINATOR = (
     Welcome,
+    Answer,
     Refused,
     Beat,
     StartRank,

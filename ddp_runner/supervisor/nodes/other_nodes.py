@@ -21,12 +21,14 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
+    Answer,
     Beat,
     Folders,
     FromRank,
     Hello,
     Look,
     NodeMessage,
+    Question,
     RankGone,
     RankStarted,
     Refused,
@@ -280,6 +282,10 @@ class OtherNodes:
 
     def _meet(self, link: NodeLink, message: NodeMessage) -> RemoteNode | None:
         """Take in who has said who it is, or refuse."""
+        if isinstance(message, Question):
+            link.send(encode_for_node(self._answer()))
+            self._drop(link)
+            return None
         if not isinstance(message, Hello):
             raise WireError("it did not say who it is")
         refused = self._why_not(message)
@@ -311,6 +317,19 @@ class OtherNodes:
             )
         )
         return node
+
+    def _answer(self) -> Answer:
+        mine, run = self._meeting, self._plan.settings.run
+        return Answer(
+            run_id=mine.options.run_id,
+            there=1 + sum(node.is_there for node in self.nodes),
+            most=mine.options.most,
+            ranks=mine.ranks,
+            versions=dict(mine.versions),
+            term=self._term,
+            checkpoint_dir=run.checkpoint_dir,
+            log_dir=run.log_dir,
+        )
 
     def _why_not(self, hello: Hello) -> Refused | None:
         mine = self._meeting
