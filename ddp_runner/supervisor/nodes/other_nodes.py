@@ -28,6 +28,7 @@ from ddp_runner.core.node_messages import (
     Hello,
     Look,
     NodeMessage,
+    Parked,
     Question,
     RankGone,
     RankStarted,
@@ -68,9 +69,10 @@ class NodeSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """Another node is there."""
+    """Another node is there. ``keeps_parked``: as in its Welcome."""
 
     node: RemoteNode
+    keeps_parked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,7 @@ class Place:
 class OtherNodes:
     """Owned by the supervisor's loop. ``beat`` answers a look: how the run stands.
 
+    ``keeps``: whether what the ranks of a node that comes back have in memory is still of use.
     ``listening`` and the links are registered for reading, with this object and the link as data.
     """
 
@@ -128,10 +131,12 @@ class OtherNodes:
         listening: socket.socket,
         selector: selectors.BaseSelector,
         beat: Callable[[int], Beat],
+        keeps: Callable[[Parked, RemoteNode], bool],
         clock: Clock,
     ) -> None:
         self._plan = plan
         self._beat = beat
+        self._keeps = keeps
         self._meeting = meeting
         self._store = store
         self._term = term
@@ -157,10 +162,11 @@ class OtherNodes:
             for content in link.receive():
                 message = decode_from_node(content, allowed=FROM_FOLLOWER)
                 if node is None:
-                    node = self._meet(link, message)
-                    if node is None:
+                    joined = self._meet(link, message)
+                    if joined is None:
                         return
-                    yield NodeJoined(node=node)
+                    node = joined.node
+                    yield joined
                 else:
                     yield from self._heard(node, message)
             self._want_to_write(link)
@@ -280,7 +286,7 @@ class OtherNodes:
         self._selector.unregister(link)
         link.close()
 
-    def _meet(self, link: NodeLink, message: NodeMessage) -> RemoteNode | None:
+    def _meet(self, link: NodeLink, message: NodeMessage) -> NodeJoined | None:
         """Take in who has said who it is, or refuse."""
         if isinstance(message, Question):
             link.send(encode_for_node(self._answer()))
@@ -301,6 +307,8 @@ class OtherNodes:
             return None
         del self._strangers[link]
         host, port = self._store
+        parked = message.parked
+        keeps_parked = parked is not None and self._keeps(parked, node)
         node.joined(link, host=message.host)
         node.newest = None
         if message.newest_step > EMPTY_STEP:
@@ -314,9 +322,10 @@ class OtherNodes:
                 store_port=port,
                 term=self._term,
                 silent_s=self._meeting.silent_s,
+                keeps_parked=keeps_parked,
             )
         )
-        return node
+        return NodeJoined(node=node, keeps_parked=keeps_parked)
 
     def _answer(self) -> Answer:
         mine, run = self._meeting, self._plan.settings.run
