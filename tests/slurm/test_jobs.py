@@ -1,0 +1,85 @@
+"""Runs under a real SLURM controller: nodes are taken away, drained, given back; jobs preempted and cancelled."""
+
+from __future__ import annotations
+
+import json
+
+from tests.nodes.conftest import SETTINGS, STEPS
+from tests.processes import poll
+
+PACE = "task.pace_s=0.1"
+WHOLE_NODES = ("--exclusive",)
+
+
+def test_a_preempted_job_and_a_lost_node_cost_no_bit(cluster, job, made_once):
+    """It is requeued with exit code 75, and goes on where it was: on the spare node, then on one given back."""
+    run = job("slurm.sbatch", PACE, "recovery.node_patience_s=1", nnodes="2", options=WHOLE_NODES)
+    run.wait_for_step(5)
+    assert cluster.job(run.number)["NodeList"] == "n[1-2]"
+    # Drained: what runs there runs on, and no job comes there any more.
+    cluster.run("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    run.wait_for_step(8)
+    assert cluster.job(run.number)["Restarts"] == "0"
+    urgent = (
+        "--parsable",
+        "--partition=high",
+        "--exclusive",
+        "--nodelist=n1",
+        "--output=/dev/null",
+    )
+    cluster.run("sbatch", *urgent, "--wrap=true")
+    cluster.wait_for_job(run.number, JobState="RUNNING", Restarts="1")
+    assert cluster.job(run.number)["NodeList"] == "n[1,3]"
+    cluster.run("scontrol", "update", "nodename=n2", "state=resume")
+    cluster.wait_for_node("n2", "idle")
+    reached = run.committed()
+    run.wait_for_step(reached + 5)
+    cluster.take_away("n3")
+    cluster.wait_for_job(run.number, JobState="RUNNING", Restarts="2")
+    assert cluster.job(run.number)["NodeList"] == "n[1-2]"
+    cluster.wait_for_job(run.number, JobState="COMPLETED", ExitCode="0:0")
+    summary = run.summary()
+    assert (summary["steps"], summary["world_size"]) == (STEPS, 4), run.console
+    assert run.console.count("resumed at step") == 2, run.console
+    assert run.digest == made_once(*SETTINGS, world=4).digest
+
+
+def test_fewer_nodes_go_on_and_scancel_ends_for_good(cluster, job):
+    """A lost node takes nothing with it; the cancelled run saves, and is not put back into the queue."""
+    settings = (PACE, "max_steps=600", "recovery.node_patience_s=1")
+    run = job("slurm.sbatch", *settings, nnodes="1:2", options=WHOLE_NODES)
+    run.wait_for_step(5)
+    cluster.take_away("n2")
+    run.wait_for_line("going on without node 1")
+    reached = run.committed()
+    run.wait_for_step(reached + 10)
+    assert cluster.job(run.number)["JobState"] == "RUNNING"
+    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")  # in some seconds
+    cluster.run("scancel", run.number)
+    poll((run.logs / "summary.json").exists, what=f"the end: {run.console}")
+    cluster.wait_for_job(run.number, JobState="CANCELLED", Restarts="0")
+    summary = run.summary()
+    assert summary["status"] == "preempted", run.console
+    manifests = [json.loads(path.read_text()) for path in run.checkpoints.glob("step_*.json")]
+    assert max(manifest["step"] for manifest in manifests) == summary["steps"], run.console
+    poll(lambda: not cluster.ranks(), what=f"the end of {cluster.ranks()}")
+
+
+def test_a_lost_node_s_job_starts_again_on_the_spare(cluster, job, made_once):
+    """A job a node: the others keep their processes, no step is lost, and the weights are those of one machine."""
+    run = job("slurm-array.sbatch", PACE, nnodes="2", options=WHOLE_NODES)
+    run.wait_for_step(5)
+    lost = cluster.job(f"{run.number}_1")["NodeList"]
+    stays = cluster.ranks(cluster.job(f"{run.number}_0")["NodeList"])
+    cluster.take_away(lost)
+    cluster.wait_for_job(f"{run.number}_1", JobState="RUNNING", Restarts="1")
+    assert cluster.job(f"{run.number}_1")["NodeList"] == "n3"
+    reached = run.committed()
+    run.wait_for_step(reached + 5)
+    assert cluster.ranks(cluster.job(f"{run.number}_0")["NodeList"]) == stays
+    for task in (0, 1):
+        cluster.wait_for_job(f"{run.number}_{task}", JobState="COMPLETED", ExitCode="0:0")
+    summary = run.summary()
+    faults = [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]]
+    assert (faults, summary["exact"]) == ([("node_lost", 0)], True), run.console
+    assert run.digest == made_once(*SETTINGS, world=4).digest
