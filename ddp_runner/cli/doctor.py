@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -34,7 +35,9 @@ from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.relations import device_problems, unwritable_reason
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS
 from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan, group_backend
+from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND, IS_CHECKOUT
@@ -53,8 +56,16 @@ the chosen devices form, sum, are aborted, form again and sum again.
       --quick               leave that out: it takes some seconds
   -l, --log-dir DIR         folder of logs to check [logs]
   -c, --checkpoint-dir DIR  folder of checkpoints to check [checkpoints]
+      --rdzv-endpoint HOST[:PORT]
+                            of a run on several machines: does it answer, is
+                            the token right, which address would be used here,
+                            are folders shared? A run there is left alone
+      --token-file FILE     as for training [DDP_RUNNER_TOKEN, or the folder's]
+      --local-addr ADDR     as for training [the one that leads there]
       --json                one JSON object a line, for programs"""
 _GPUS, _BACKEND = ("--gpus", "-g"), ("--backend", "--backend")
+_ENDPOINT = "--rdzv-endpoint"
+OF_ENDPOINT = (_ENDPOINT, "--token-file", "--local-addr")
 _CPU, _QUICK = "--cpu", "--quick"
 _CPU_RANKS = 2  # that are tried
 _SHARED_MEMORY_NAME = "/dev/shm"  # noqa: S108 - the mount that loader workers use
@@ -69,12 +80,16 @@ def run(words: Sequence[str]) -> int:
     """Print every check; 1 if one fails. Raises BadInputError."""
     arguments = parse_small(
         words,
-        valued=(LOG_DIR, CHECKPOINT_DIR, _GPUS, _BACKEND),
+        valued=(LOG_DIR, CHECKPOINT_DIR, _GPUS, _BACKEND, *((name, name) for name in OF_ENDPOINT)),
         switches=(JSON, _CPU, _QUICK),
     )
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
+    for name in OF_ENDPOINT:
+        if name in arguments.values and _ENDPOINT not in arguments.values:
+            expected = f"is for {_ENDPOINT}, which is not given"
+            raise BadInputError(name, arguments.values[name], expected)
     folders = {
         "logs": arguments.values.get("--log-dir", LOGS),
         "checkpoints": arguments.values.get("--checkpoint-dir", CHECKPOINTS),
@@ -83,7 +98,8 @@ def run(words: Sequence[str]) -> int:
     seen = find_gpus(dict(os.environ), build)
     tried = _tried(arguments, seen)
     has_failed = False
-    for check in all_checks(folders, seen, build, tried=tried):
+    checks = all_checks(folders, seen, build, tried=tried)
+    for check in itertools.chain(checks, _of_several(arguments)):
         has_failed = has_failed or check.verdict is Verdict.FAIL
         if JSON in arguments.switches:
             print(json.dumps({**asdict(check), "verdict": check.verdict.value}))
@@ -91,6 +107,25 @@ def run(words: Sequence[str]) -> int:
             for line in _lines(check):
                 show(line)
     return ExitCode.FAILED if has_failed else ExitCode.DONE
+
+
+def _of_several(arguments: SmallArguments) -> Iterator[Check]:
+    """What there is to say of a run on several machines, where one is named."""
+    values = arguments.values
+    if _ENDPOINT not in values:
+        return iter(())
+    from ddp_runner.cli.node_checks import Asked, node_checks  # noqa: PLC0415 - it needs psutil
+
+    host, port = endpoint_of(values[_ENDPOINT])
+    asked = Asked(
+        host=host,
+        port=port,
+        local_addr=values.get("--local-addr", ""),
+        token_file=values.get("--token-file", ""),
+        checkpoint_dir=values.get("--checkpoint-dir", ""),
+        log_dir=values.get("--log-dir", ""),
+    )
+    return node_checks(asked, os.environ)
 
 
 def _lines(check: Check) -> list[str]:

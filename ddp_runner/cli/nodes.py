@@ -77,19 +77,24 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
     """What this machine must have in common with the others."""
     assert plan.nodes is not None
-    build = torch_build()
     return Meeting(
         options=plan.nodes,
         ranks=plan.ranks_per_node,
         meaning=_meaning(plan),
-        versions={
-            "Python": platform.python_version(),
-            "torch": "none" if build is None else build.version,
-            "ddp_runner": VERSION,
-        },
+        versions=versions_here(),
         token=token,
         silent_s=silent_s,
     )
+
+
+def versions_here() -> dict[str, str]:
+    """What all machines must have the same of."""
+    build = torch_build()
+    return {
+        "Python": platform.python_version(),
+        "torch": "none" if build is None else build.version,
+        "ddp_runner": VERSION,
+    }
 
 
 def _meaning(plan: LaunchPlan) -> dict[str, object]:

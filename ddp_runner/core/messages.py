@@ -28,7 +28,9 @@ class WireError(ValueError):
 class Form:
     """Supervisor -> rank: join generation ``generation`` through the store of its launch.
 
-    ``secret`` is new for each generation, and the same for all its ranks.
+    ``secret`` is new for each generation, and the same for all its ranks. ``store_host``,
+    ``store_port`` and ``term`` (of :class:`~ddp_runner.system.folder_owner.FolderOwner`): where the
+    store is from now on, for a rank that was cut off from it; empty where they are as they were.
     """
 
     generation: int
@@ -38,6 +40,9 @@ class Form:
     local_world_size: int
     run_id: str
     secret: str = field(repr=False)
+    store_host: str = ""
+    store_port: int = 0
+    term: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,17 @@ LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """Ranks that a node has kept with their memory while it was cut off.
+
+    ``node``: the number that it had; ``term``: of the coordinator that it had.
+    """
+
+    node: int
+    term: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """Follower -> coordinator, first of all: who it is, and what it would run.
 
@@ -35,11 +46,38 @@ class Hello:
     # Of the newest checkpoint in its folder that looks sound; EMPTY_STEP and nothing for none.
     newest_step: int = EMPTY_STEP
     newest_run_id: str = ""
+    parked: Parked | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Anybody who has the token -> coordinator, in the place of a Hello: what is there? It takes no part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Coordinator -> whoever asked: its run, how many machines are there, and what they need.
+
+    ``term``: the coordinator's, which its folders show. ``checkpoint_dir`` and ``log_dir``: as it was
+    given them.
+    """
+
+    run_id: str
+    there: int
+    most: int
+    ranks: int
+    versions: dict[str, str]
+    term: str
+    checkpoint_dir: str
+    log_dir: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``."""
+    """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``.
+
+    ``keeps_parked``: what its parked ranks have in memory is still of use.
+    """
 
     node: int
     first_rank: int
@@ -48,6 +86,7 @@ class Welcome:
     store_port: int
     term: str  # the coordinator's, of which there is one at a time
     silent_s: float  # after which each of the two takes the other for lost
+    keeps_parked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +151,9 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRank:
-    """Coordinator -> follower: a process for a rank that has none. ``start``: a RankStart's fields.
+    """Coordinator -> follower: a process for a rank that has none, or the one that was parked.
+
+    ``start``: a RankStart's fields.
 
     ``process``: which one of the rank's it is; whatever is said of it comes with this number.
     """
@@ -229,6 +270,8 @@ class RunEnds:
 
 NodeMessage = (
     Hello
+    | Question
+    | Answer
     | Welcome
     | Folders
     | Refused
@@ -247,9 +290,10 @@ NodeMessage = (
     | StopWanted
     | RunEnds
 )
-FROM_FOLLOWER = (Hello, Folders, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
+FROM_FOLLOWER = (Hello, Question, Folders, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
 FROM_COORDINATOR = (
     Welcome,
+    Answer,
     Refused,
     Beat,
     StartRank,
@@ -280,6 +324,8 @@ def decode_from_node(content: bytes, *, allowed: tuple[type[NodeMessage], ...]) 
     try:
         if kind is Look:
             body["ranks"] = {rank: RankLook(**one) for rank, one in body["ranks"].items()}
+        if kind is Hello and body.get("parked"):
+            body["parked"] = Parked(**body["parked"])
         make: Callable[..., NodeMessage] = kind
         return make(**body)
     except (ValueError, KeyError, AttributeError, TypeError) as error:

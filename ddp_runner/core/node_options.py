@@ -78,6 +78,11 @@ def node_options(options: Mapping[str, str], environment: Mapping[str, str]) -> 
     )
 
 
+def endpoint_of(text: str) -> tuple[str, int]:
+    """Host and port of an endpoint as ``--rdzv-endpoint`` has it. Raises BadInputError."""
+    return _Asked({"--rdzv-endpoint": text}, {}).endpoint()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Conf:
     join_timeout_s: float = 600.0

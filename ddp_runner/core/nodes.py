@@ -64,6 +64,45 @@ class NodesFacts:
     enough_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnFacts:
+    """A node comes back with ranks that it has kept. ``term``: of the coordinator that it was cut off from.
+
+    ``is_same_node``: it gets the number that it had; ``are_members``: the run has not gone on without
+    its ranks. ``ours``: the term of this coordinator; ``lost_in``: the generation in which that lost
+    the node, None where it has not; ``generation``: the newest one. ``may_resume``: nothing has trained
+    here yet, and what was trained before is to go on. ``before``: the term that had the checkpoint
+    folder before, and the numbers of the nodes that it went on without; None: nobody knows.
+    """
+
+    term: str
+    is_same_node: bool
+    are_members: bool
+    ours: str
+    lost_in: int | None
+    generation: int
+    may_resume: bool
+    before: tuple[str, tuple[int, ...]] | None
+    number: int
+
+
+def keeps_memory(facts: ReturnFacts) -> bool:
+    """Whether what the ranks of a node that comes back have in memory belongs to this run still."""
+    # INVARIANT one-course: a memory is taken back only where no step was committed without it. Broken
+    # if: a node returns with a step that others have done differently since.
+    # Guarded by: test_a_memory_is_kept_only_where_nobody_went_on_without_it.
+    if not (facts.is_same_node and facts.are_members):
+        return False
+    if facts.term == facts.ours:
+        return facts.lost_in == facts.generation
+    if not facts.may_resume:
+        return False
+    if facts.before is None:
+        return True
+    term, without = facts.before
+    return term == facts.term and facts.number not in without
+
+
 def what_about_missing(
     facts: NodesFacts, *, patience_s: float, last_call_s: float, join_timeout_s: float
 ) -> NodesPlan:

@@ -142,6 +142,7 @@ class SupervisedRuntime:
         self.logger = logger
         self._channel = channel
         self._link = link
+        self._owner = owner
         self._output = output
         # None: there will be no generation.
         self._forms: queue.SimpleQueue[tuple[Generation, str] | None] = queue.SimpleQueue()
@@ -243,6 +244,8 @@ class SupervisedRuntime:
     def _act(self, message: Message) -> None:  # noqa: C901, PLR0912 - one row a message
         match message:
             case Form():
+                if message.store_host:
+                    self._meet_elsewhere(message)
                 generation = Generation(
                     membership=_membership(message), link=self._link, switch=AbortSwitch()
                 )
@@ -274,6 +277,15 @@ class SupervisedRuntime:
                     self.slot.inject_soon(InjectKind(kind), number=number)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
+
+    def _meet_elsewhere(self, form: Form) -> None:
+        """Meet the others by a connection of its own age: the one from before may be dead, or lead elsewhere."""
+        self._link = StoreLink(form.store_host, form.store_port, timeout_s=self._link.timeout_s)
+        self._link.connect_ahead()
+        os.environ["MASTER_ADDR"] = form.store_host
+        os.environ["MASTER_PORT"] = str(form.store_port)
+        if self._owner is not None:
+            self._owner.term = form.term
 
     def _of(self, number: int) -> list[Generation]:
         """The newest generation, unless what is said of generation ``number`` came too late for it."""

@@ -146,6 +146,7 @@ def _coordinate(
         listening=place.listening,
         selector=selector,
         beat=supervisor.beat,
+        keeps=supervisor.keeps,
         clock=SYSTEM_CLOCK,
     )
     loop = _Loop(supervisor, signals=signals, selector=selector, clock=SYSTEM_CLOCK, others=links)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ddp_runner.core.faults import BadInputError
@@ -10,13 +12,21 @@ from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
     Beat,
+    Hello,
     Look,
+    Parked,
     RankLook,
     decode_from_node,
     encode_for_node,
 )
 from ddp_runner.core.node_options import NodeOptions, node_options
-from ddp_runner.core.nodes import NodesFacts, NodesPlan, what_about_missing
+from ddp_runner.core.nodes import (
+    NodesFacts,
+    NodesPlan,
+    ReturnFacts,
+    keeps_memory,
+    what_about_missing,
+)
 
 TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}
 POD = {
@@ -172,3 +182,54 @@ def test_messages_between_nodes_come_back_as_they_were():
             decode_from_node(content, allowed=FROM_COORDINATOR)
     with pytest.raises(WireError, match="not a message for this side"):
         decode_from_node(encode_for_node(beat), allowed=FROM_FOLLOWER)
+
+
+CUT_OFF = ReturnFacts(
+    term="a",
+    is_same_node=True,
+    are_members=True,
+    ours="a",
+    lost_in=3,
+    generation=3,
+    may_resume=False,
+    before=None,
+    number=1,
+)
+AGAIN = replace(CUT_OFF, ours="b", lost_in=None, generation=0, may_resume=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_kept"),
+    [
+        (CUT_OFF, True),
+        (replace(CUT_OFF, is_same_node=False), False),
+        (replace(CUT_OFF, are_members=False), False),
+        (replace(CUT_OFF, generation=4), False),
+        (replace(CUT_OFF, lost_in=None), False),
+        # Of a coordinator that was before this one.
+        (AGAIN, True),
+        (replace(AGAIN, before=("a", ())), True),
+        (replace(AGAIN, before=("a", (2,))), True),
+        (replace(AGAIN, before=("a", (1, 2))), False),
+        (replace(AGAIN, before=("c", ())), False),
+        (replace(AGAIN, may_resume=False), False),
+        (replace(AGAIN, are_members=False), False),
+    ],
+)
+def test_a_memory_is_kept_only_where_nobody_went_on_without_it(facts, is_kept):
+    """By the coordinator that lost it, or by the one after that."""
+    assert keeps_memory(facts) is is_kept
+
+
+def test_what_is_parked_travels_in_a_hello():
+    """As it was said."""
+    hello = Hello(
+        host="b",
+        node_rank=1,
+        ranks=2,
+        run_id="none",
+        meaning={},
+        versions={},
+        parked=Parked(node=1, term="a"),
+    )
+    assert decode_from_node(encode_for_node(hello), allowed=FROM_FOLLOWER) == hello

@@ -7,8 +7,22 @@ import shutil
 import signal
 import stat
 
+from ddp_runner.cli.checks import Verdict
+from ddp_runner.cli.node_checks import Asked, node_checks
 from tests.nodes.test_two_nodes import SLOW
 from tests.scenarios.harness import assert_every_sample_once, poll
+
+
+def what_doctor_says(port, checkpoint_dir, *, log_dir="", token_file=""):
+    asked = Asked(
+        host="127.0.0.1",
+        port=port,
+        local_addr="",
+        token_file=token_file,
+        checkpoint_dir=str(checkpoint_dir),
+        log_dir=log_dir,
+    )
+    return {check.name: check.verdict for check in node_checks(asked, {})}
 
 
 def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_machine):
@@ -21,6 +35,21 @@ def test_a_token_in_the_shared_folder_lets_the_second_machine_in(nodes, one_mach
     first.logs, first.checkpoints = shared / "logs", shared / "kept"
     second.checkpoints = first.checkpoints
     first.wait_for_step(12)
+    pids = first.rank_pid(0), second.rank_pid(2)
+    assert what_doctor_says(nodes.port, shared / "kept") == {
+        "interface": Verdict.WARN,  # no other machine reaches 127.0.0.1
+        "endpoint": Verdict.OK,
+        "token": Verdict.OK,
+        "run": Verdict.OK,
+        "checkpoints there": Verdict.OK,
+        "logs there": Verdict.OK,
+    }
+    own = what_doctor_says(nodes.port, shared / "kept", log_dir=str(nodes.folder))
+    assert own["logs there"] is Verdict.WARN
+    wrong = what_doctor_says(nodes.port, shared / "kept", token_file=str(nodes.token))
+    assert (wrong["endpoint"], wrong["token"]) == (Verdict.OK, Verdict.FAIL)
+    assert what_doctor_says(nodes.port, nodes.folder)["token"] is Verdict.WARN
+    assert (first.rank_pid(0), second.rank_pid(2)) == pids
     os.kill(second.rank_pid(3), signal.SIGKILL)
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
     assert first.summary()["exact"]

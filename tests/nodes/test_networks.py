@@ -121,7 +121,7 @@ def test_a_link_that_is_cut_costs_no_step_and_no_bit(network, tmp_path, made_onc
     poll(lambda: status()["step"] >= 10, what=f"ten steps: {console(0)}")
     network.run("ip link set wire1 down")
     poll(lambda: "is lost: nothing was heard" in console(0), what="the loss")
-    poll(lambda: "the ranks here are ended" in console(1), what="the end of its ranks")
+    poll(lambda: "the ranks here wait for it" in console(1), what="ranks that wait")
     assert status()["step"] < 60
     network.run("ip link set wire1 up")
     summary = folders[0] / "logs" / "summary.json"

@@ -92,6 +92,24 @@ def test_without_the_coordinator_a_node_ends_its_ranks_and_with_75(nodes, one_ma
     assert (first.summary()["steps"], first.digest) == (STEPS, one_machine(4))
 
 
+def test_a_coordinator_that_comes_again_takes_the_ranks_of_others_over(nodes, one_machine):
+    """SIGKILL of its supervisor, whose ranks end with it; the same command again: no step is done twice."""
+    settings = (SLOW, "recovery.coordinator_wait_s=60", "save_interval=0")
+    first, second = nodes.start(0, *settings), nodes.start(1, *settings)
+    first.wait_for_step(30)
+    pids = second.rank_pid(2), second.rank_pid(3)
+    first.signal(signal.SIGKILL)
+    first.assert_gone()
+    first = nodes.start(0, *settings)
+    first.wait_for_step(45)
+    assert (second.rank_pid(2), second.rank_pid(3)) == pids
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert "its ranks have kept their memory" in first.console
+    again = first.events("rank_formed")[-4:]
+    assert {(one["source"], one["committed_step"] >= 30) for one in again} == {(2, True)}
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+
+
 def test_a_coordinator_whose_folder_was_taken_ends(nodes):
     """By another one that knows nothing of it, as after a split: it publishes nothing more."""
     first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
@@ -103,17 +121,19 @@ def test_a_coordinator_whose_folder_was_taken_ends(nodes):
     assert sorted(path.name for path in first.checkpoints.glob("step_*")) == before
 
 
-def test_ranks_of_a_node_that_is_cut_off_are_ended(nodes):
-    """Also where the coordinator is only stopped: none of them trains on without it."""
+def test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing(nodes, one_machine):
+    """Also where the coordinator is only stopped. They keep their memory, and are taken back with it."""
     settings = (SLOW, "recovery.node_silent_s=2", "recovery.coordinator_wait_s=30")
     first, second = nodes.start(0, *settings), nodes.start(1, *settings)
     first.wait_for_step(5)
-    pid = second.rank_pid(3)
+    pids = second.rank_pid(2), second.rank_pid(3)
     first.signal(signal.SIGSTOP)
-    poll(lambda: pid not in [one.pid for one in second.processes()], what="the end of its ranks")
+    poll(lambda: "wait for it, with their memory" in second.console, what="ranks that wait")
     first.signal(signal.SIGCONT)
+    first.wait_for_step(first.committed() + 10)
+    assert (second.rank_pid(2), second.rank_pid(3)) == pids
     assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
-    assert first.summary()["exact"]
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
 
 
 def test_who_does_not_fit_is_refused_in_one_line(nodes):

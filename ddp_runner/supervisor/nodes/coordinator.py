@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,21 @@ from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent
 from ddp_runner.core.node_messages import (
     Beat,
     Folders,
+    Parked,
     RankGone,
     RankStarted,
     RunEnds,
     Said,
     StopWanted,
 )
-from ddp_runner.core.nodes import NodesFacts, NodesPlan, loads_own, what_about_missing
+from ddp_runner.core.nodes import (
+    NodesFacts,
+    NodesPlan,
+    ReturnFacts,
+    keeps_memory,
+    loads_own,
+    what_about_missing,
+)
 from ddp_runner.supervisor.nodes.other_nodes import (
     NodeEvent,
     NodeGone,
@@ -54,7 +63,10 @@ class CoordinatorSupervisor(Supervisor):
         super().__init__(*arguments, others=others, **named)
         self._probes = tuple(probes)
         self._owner = owner
+        self._owner_before = owner.read()
         self._looked_at_owner_s = 0.0
+        self._without: tuple[int, ...] = ()  # as it stands in the folder
+        self._lost_in: dict[int, int] = {}  # the generation in which each node was lost
         assert self.plan.nodes is not None
         self._others = tuple(others)
         self._options = self.plan.nodes
@@ -84,6 +96,24 @@ class CoordinatorSupervisor(Supervisor):
             short_of_memory=sorted(self.facts.short_of_memory),
         )
 
+    def keeps(self, parked: Parked, node: RemoteNode) -> bool:
+        """Whether what the ranks of a node that comes back have in memory belongs to this run still."""
+        before = self._owner_before
+        may_resume = not self.facts.ever_formed and self.plan.settings.run.resume == "auto"
+        return keeps_memory(
+            ReturnFacts(
+                term=parked.term,
+                is_same_node=parked.node == node.number,
+                are_members=all(self.world.ranks[r].membership in IN_WORLD for r in node.ranks),
+                ours=self._owner.term,
+                lost_in=self._lost_in.get(node.number),
+                generation=self.facts.generation,
+                may_resume=may_resume,
+                before=None if before is None else (before.term, before.without),
+                number=node.number,
+            )
+        )
+
     def advance(self) -> None:
         """As :meth:`Supervisor.advance`, and whatever is to be done about missing nodes."""
         if self.ending is None and not self.run_end.is_known:
@@ -96,7 +126,8 @@ class CoordinatorSupervisor(Supervisor):
         if not super()._begin():
             return False
         try:
-            self._owner.take()
+            self._without = self._who_is_without()
+            self._owner.take(without=self._without)
             for probe in self._probes:
                 probe.remove_others()
         except OSError as error:
@@ -113,9 +144,27 @@ class CoordinatorSupervisor(Supervisor):
         if not self.recorder.may_write or now_s < self._looked_at_owner_s + OWNER_EVERY_S:
             return
         self._looked_at_owner_s = now_s
-        if self._owner.is_other():
+        if not self._owner.is_other():
+            self._note_who_is_without()
+        else:
             line = f"another coordinator has taken {self._owner.folder}: this one ends"
             self.run_end.at_once(Ending.of(RunStatus.PREEMPTED, line))
+
+    def _who_is_without(self) -> tuple[int, ...]:
+        """Nodes that have not done all the steps."""
+        return tuple(
+            node.number
+            for node in self._others
+            if any(self.world.ranks[rank].membership not in IN_WORLD for rank in node.processes)
+        )
+
+    def _note_who_is_without(self) -> None:
+        """For a coordinator that comes after this one."""
+        without = self._who_is_without()
+        if without != self._without:
+            with contextlib.suppress(OSError):  # a full disk: tried again soon
+                self._owner.take(without=without)
+                self._without = without
 
     def _look_at_missing(self, now_s: float) -> None:
         there = 1 + sum(node.is_there for node in self._others)
@@ -156,6 +205,8 @@ class CoordinatorSupervisor(Supervisor):
             f"going on without node {node.number}, until it is there", level="WARNING"
         )
         self._repair.returning.drop_of_lost_node(missing, now_s)
+        if self.recorder.may_write and not self._owner.is_other():
+            self._note_who_is_without()
 
     def on_node_event(self, event: NodeEvent) -> None:
         """Something has come from another node, or of it."""
@@ -164,12 +215,14 @@ class CoordinatorSupervisor(Supervisor):
         match event:
             case RankSaid(message=message, rank=rank):
                 self.on_message(message, rank)
-            case NodeJoined(node=node):
+            case NodeJoined(node=node, keeps_parked=keeps_parked):
                 self._leaving.discard(node.number)
                 self._look_at_checkpoints_of(node)
                 there = sum(one.is_there for one in self._others) + 1
+                kept = "; its ranks have kept their memory" if keeps_parked else ""
                 self.recorder.say(
-                    f"node {node.number} ({node.host}) is there: {there} of {len(self._others) + 1}"
+                    f"node {node.number} ({node.host}) is there:"
+                    f" {there} of {len(self._others) + 1}{kept}"
                 )
             case NodeGone(node=node, why=why):
                 self._lose(node, why)
@@ -247,6 +300,7 @@ class CoordinatorSupervisor(Supervisor):
         """All ranks of a node are gone with it, as far as anybody here can know."""
         self.recorder.say(f"node {node.number} ({node.host}) is lost: {why}", level="WARNING")
         self._missing_since_s = self._clock.monotonic()
+        self._lost_in[node.number] = self.facts.generation
         for rank in node.processes:
             handle = self.world.ranks[rank]
             if not handle.is_alive:

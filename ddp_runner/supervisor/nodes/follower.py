@@ -1,6 +1,6 @@
 """What the supervisor of another machine does: has its ranks' processes, and obeys the coordinator.
 
-It decides one thing alone: to end its ranks when it is cut off. Zygote, spare and their replacements
+It decides one thing alone: to park its ranks when it is cut off. Zygote, spare and their replacements
 are looked after here, as on any machine.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ddp_runner.core import events
@@ -16,7 +17,18 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import MembershipEvent, RankEvent, RankState
-from ddp_runner.core.messages import Finished, Form, Message, Ready, WireError, decode, encode
+from ddp_runner.core.messages import (
+    Abort,
+    AbortHeard,
+    Finished,
+    Form,
+    Formed,
+    Message,
+    Ready,
+    WireError,
+    decode,
+    encode,
+)
 from ddp_runner.core.node_messages import (
     LOOK_EVERY_S,
     AskRank,
@@ -26,6 +38,7 @@ from ddp_runner.core.node_messages import (
     FromRank,
     Look,
     NodeMessage,
+    Parked,
     RankGone,
     RankLook,
     RankStarted,
@@ -51,6 +64,7 @@ from ddp_runner.system.folder_owner import FolderOwner
 Report = Callable[[NodeMessage], None]
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
 LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of faults
+LEAVE_TIME_S = 30.0  # for a rank to leave its generation, once its node is cut off
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
 
 
@@ -129,6 +143,11 @@ class Follower:
             clock=clock,
         )
         self._process = dict.fromkeys(node.processes, 0)  # which of each rank's this one is
+        self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
+        self._parked_since_s = 0.0
+        self._moved: set[int] = set()  # of those, who is still to be shown where the store is
+        self._generation = 0  # the newest that ranks here were asked to form
+        self._run_id = ""  # of that
         self._is_fault_free = False
         self._looks = 0
         # Looks that no beat has answered, and when they were sent.
@@ -182,12 +201,17 @@ class Follower:
         for handle in self.handles:
             handle.slot.set(Cell.LEASE_NS, sent_ns + int(self.lease_s * 1e9))
 
-    def welcomed(self) -> None:
-        """A coordinator is there, to which no look has been sent."""
+    def welcomed(self, *, keeps_parked: bool) -> None:
+        """A coordinator is there, to which no look has been sent. ``keeps_parked``: as in a Welcome."""
         self._looked_ns.clear()
         self.lease_from_ns = self._clock.monotonic_ns()
+        if not keeps_parked:
+            self.end_ranks()
 
     def _start(self, handle: RankHandle, start: RankStart, process: int, now_s: float) -> None:
+        if handle.rank in self._parked and handle.is_alive:
+            self._take_back(handle, process)
+            return
         if handle.is_alive:  # one of before, whose end is no news to the coordinator
             old, self._process[handle.rank] = self._process[handle.rank], process
             self._gone(handle.rank)
@@ -200,6 +224,15 @@ class Follower:
         handle.member.advance(MembershipEvent.REPLACED)
         if handle.was_spare:
             self._started(handle)
+
+    def _take_back(self, handle: RankHandle, process: int) -> None:
+        """A coordinator counts on a parked rank; one that still leaves its generation is ready soon."""
+        self._parked.discard(handle.rank)
+        self._process[handle.rank] = process
+        self._moved.add(handle.rank)
+        self._started(handle)
+        if handle.state is RankState.READY and handle.ready is not None:
+            self._from_rank(handle.rank, handle.ready)
 
     def _started(self, handle: RankHandle) -> None:
         assert handle.pid is not None
@@ -217,7 +250,19 @@ class Follower:
             handle.has_log = True
             if not self._node.shares_checkpoints:
                 self._take_own_folder()
+            self._generation, self._run_id = message.generation, message.run_id
+            if handle.state is RankState.READY:  # it may have ended since
+                handle.machine.advance(RankEvent.FORM_SENT)
+            if handle.rank in self._moved:
+                self._moved.discard(handle.rank)
+                message = self._with_store(message)
+        elif isinstance(message, Abort):
+            handle.machine.advance(RankEvent.ABORT_SENT)
         self._node.send(handle.rank, message)
+
+    def _with_store(self, form: Form) -> Form:
+        store = self._node.store_at
+        return replace(form, store_host=store.host, store_port=store.port, term=self._node.term)
 
     def _take_own_folder(self) -> None:
         """A checkpoint folder of this machine alone, where an earlier coordinator may have left its name."""
@@ -238,13 +283,28 @@ class Follower:
                 self.on_ended(ended)
             return
         handle = self._world.ranks[rank]
-        if isinstance(message, Ready) and handle.state is RankState.STARTING:
-            handle.machine.advance(RankEvent.GOT_READY)
-        elif isinstance(message, Finished) and handle.state is RankState.READY:
-            handle.machine.advance(RankEvent.GOT_FINISHED)
-        self._report(
-            FromRank(rank=rank, process=self._process[rank], packet=encode(message).decode())
-        )
+        match message:
+            case Ready():
+                handle.ready = message
+                handle.machine.advance(RankEvent.GOT_READY)
+            case AbortHeard(generation=self._generation):
+                handle.machine.advance(RankEvent.ABORT_HEARD)
+            case Formed():
+                handle.has_formed = True
+                handle.machine.advance(RankEvent.GOT_FORMED)
+            case Finished():
+                handle.machine.advance(RankEvent.GOT_FINISHED)
+            case _:
+                pass
+        self._from_rank(rank, message)
+
+    def _from_rank(self, rank: int, message: Message) -> None:
+        if rank in self._parked:
+            return  # to the coordinator it is none of this run's as yet
+        if rank in self._moved and isinstance(message, Ready):
+            message = replace(message, run_id=self._run_id)
+        packet = encode(message).decode()
+        self._report(FromRank(rank=rank, process=self._process[rank], packet=packet))
 
     def on_ended(self, ended: Ended) -> None:
         """A child process was reaped. What it still had to say is heard first."""
@@ -316,18 +376,58 @@ class Follower:
             stack=stack,
         )
 
+    @property
+    def parked(self) -> Parked | None:
+        """What to say to a coordinator of ranks that wait here; None where there is none."""
+        ranks = self._node.ranks
+        number = ranks[0] // len(ranks)
+        return Parked(node=number, term=self._node.term) if self._parked else None
+
     def cut_off(self) -> None:
-        """The coordinator is not there: nothing of this machine may train or publish any more."""
-        # INVARIANT cut-off-ends: ranks of a node that is cut off commit and publish nothing. Broken
-        # if: one is still alive when another node may have taken its place.
-        # Guarded by: test_ranks_of_a_node_that_is_cut_off_are_ended.
+        """The coordinator is not there: ranks leave their generation, keep their memory and wait."""
+        # INVARIANT cut-off-parks: ranks of a node that is cut off commit and publish nothing. Broken
+        # if: one is still in a generation, or may publish, when another may have taken its place.
+        # Guarded by: test_ranks_of_a_node_that_is_cut_off_train_and_publish_nothing.
         now_s = self._clock.monotonic()
         for handle in self.handles:
-            handle.slot.set(Cell.FENCED, 1)
-            if handle.is_alive:
-                self._world.kill_rank(handle, now_s)
+            handle.slot.set(Cell.LEASE_NS, self._clock.monotonic_ns())
+            if self._may_park(handle):
+                self._parked.add(handle.rank)
+            elif handle.is_alive:
+                self._end(handle, now_s)
+        self._world.abort(self._generation, now_s)
+        self._parked_since_s = now_s
         self._is_fault_free = False
         self._facts.generation = 0
+
+    @staticmethod
+    def _may_park(handle: RankHandle) -> bool:
+        """Whether it has something to keep, and leaves its generation when it is asked to.
+
+        Where an abort is not the end of a collective, only the coordinator knows when all have heard of it.
+        """
+        kept = (RankState.READY, RankState.FORMING, RankState.TRAINING, RankState.ABORTING)
+        ready = handle.ready
+        leaves = ready is not None and not ready.ends_in_silence
+        return handle.state in kept and leaves and handle.has_state
+
+    def look_at_parked(self, now_s: float) -> None:
+        """End those who have not left their generation in time. Called while there is no coordinator."""
+        if now_s > self._parked_since_s + LEAVE_TIME_S:
+            for handle in self.handles:
+                if handle.is_alive and handle.state is not RankState.READY:
+                    self._end(handle, now_s)
+
+    def end_ranks(self) -> None:
+        """Nothing of what is left here is of use to anybody."""
+        for handle in self.handles:
+            if handle.is_alive:
+                self._end(handle, self._clock.monotonic())
+
+    def _end(self, handle: RankHandle, now_s: float) -> None:
+        self._parked.discard(handle.rank)
+        handle.slot.set(Cell.FENCED, 1)
+        self._world.kill_rank(handle, now_s)
 
     def _gone(
         self,
@@ -338,6 +438,7 @@ class Follower:
         by_memory: bool = False,
     ) -> None:
         now_ns = self._clock.monotonic_ns()
+        self._parked.discard(rank)
         self._world.ranks[rank].member.advance(MembershipEvent.TO_REPLACE)
         self._report(
             RankGone(

@@ -123,7 +123,8 @@ class _FollowerLoop:
                 return self._end_as_asked(self._ends)
             if self._stop.times > 1:
                 break
-            self._say(f"the coordinator is lost: {why}; the ranks here are ended", level="WARNING")
+            waiting = "the ranks here wait for it, with their memory"
+            self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
             wait_s = self._plan.settings.recovery.coordinator_wait_s
         if self._stop.reason is StopReason.INTERRUPTED:
             return int(ExitCode.INTERRUPTED)
@@ -194,6 +195,7 @@ class _FollowerLoop:
             versions=dict(mine.versions),
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
+            parked=None if self._follower is None else self._follower.parked,
         )
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:
@@ -247,7 +249,7 @@ class _FollowerLoop:
             self._node.term = welcome.term
             self._look_at_folders(self._node, welcome.term)
         if self._follower is not None:
-            self._follower.welcomed()
+            self._follower.welcomed(keeps_parked=welcome.keeps_parked)
         if self._stop.reason is not None:  # it came before there was anybody to hear of it
             self._report_stop(self._stop.reason)
 
@@ -314,20 +316,13 @@ class _FollowerLoop:
                 follower.on_node_message(message)
 
     def _cut_off(self, why: str) -> str:
-        """End the ranks here, and hang up."""
+        """Park the ranks here, and hang up."""
         assert self._follower is not None
-        assert self._node is not None
         link, self._link = self._link, None
         if link is not None:
             self._selector.unregister(link)
             link.close()
         self._follower.cut_off()
-        give_up_s = self._clock.monotonic() + WELCOME_TIME_S
-        while (
-            any(handle.is_alive for handle in self._follower.handles)
-            and self._clock.monotonic() < give_up_s
-        ):
-            self._look_at_processes()
         return why
 
     def _look_at_processes(self) -> None:
@@ -344,6 +339,7 @@ class _FollowerLoop:
         if self._node is not None and self._follower is not None:
             for ended in self._node.reap():
                 self._follower.on_ended(ended)
+            self._follower.look_at_parked(self._clock.monotonic())
 
     def _report(self, message: NodeMessage) -> None:
         if self._link is None or self._lost:

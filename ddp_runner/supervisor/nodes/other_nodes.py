@@ -21,12 +21,15 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
+    Answer,
     Beat,
     Folders,
     FromRank,
     Hello,
     Look,
     NodeMessage,
+    Parked,
+    Question,
     RankGone,
     RankStarted,
     Refused,
@@ -66,9 +69,10 @@ class NodeSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """Another node is there."""
+    """Another node is there. ``keeps_parked``: as in its Welcome."""
 
     node: RemoteNode
+    keeps_parked: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +116,7 @@ class Place:
 class OtherNodes:
     """Owned by the supervisor's loop. ``beat`` answers a look: how the run stands.
 
+    ``keeps``: whether what the ranks of a node that comes back have in memory is still of use.
     ``listening`` and the links are registered for reading, with this object and the link as data.
     """
 
@@ -126,10 +131,12 @@ class OtherNodes:
         listening: socket.socket,
         selector: selectors.BaseSelector,
         beat: Callable[[int], Beat],
+        keeps: Callable[[Parked, RemoteNode], bool],
         clock: Clock,
     ) -> None:
         self._plan = plan
         self._beat = beat
+        self._keeps = keeps
         self._meeting = meeting
         self._store = store
         self._term = term
@@ -155,10 +162,11 @@ class OtherNodes:
             for content in link.receive():
                 message = decode_from_node(content, allowed=FROM_FOLLOWER)
                 if node is None:
-                    node = self._meet(link, message)
-                    if node is None:
+                    joined = self._meet(link, message)
+                    if joined is None:
                         return
-                    yield NodeJoined(node=node)
+                    node = joined.node
+                    yield joined
                 else:
                     yield from self._heard(node, message)
             self._want_to_write(link)
@@ -278,8 +286,12 @@ class OtherNodes:
         self._selector.unregister(link)
         link.close()
 
-    def _meet(self, link: NodeLink, message: NodeMessage) -> RemoteNode | None:
+    def _meet(self, link: NodeLink, message: NodeMessage) -> NodeJoined | None:
         """Take in who has said who it is, or refuse."""
+        if isinstance(message, Question):
+            link.send(encode_for_node(self._answer()))
+            self._drop(link)
+            return None
         if not isinstance(message, Hello):
             raise WireError("it did not say who it is")
         refused = self._why_not(message)
@@ -295,6 +307,8 @@ class OtherNodes:
             return None
         del self._strangers[link]
         host, port = self._store
+        parked = message.parked
+        keeps_parked = parked is not None and self._keeps(parked, node)
         node.joined(link, host=message.host)
         node.newest = None
         if message.newest_step > EMPTY_STEP:
@@ -308,9 +322,23 @@ class OtherNodes:
                 store_port=port,
                 term=self._term,
                 silent_s=self._meeting.silent_s,
+                keeps_parked=keeps_parked,
             )
         )
-        return node
+        return NodeJoined(node=node, keeps_parked=keeps_parked)
+
+    def _answer(self) -> Answer:
+        mine, run = self._meeting, self._plan.settings.run
+        return Answer(
+            run_id=mine.options.run_id,
+            there=1 + sum(node.is_there for node in self.nodes),
+            most=mine.options.most,
+            ranks=mine.ranks,
+            versions=dict(mine.versions),
+            term=self._term,
+            checkpoint_dir=run.checkpoint_dir,
+            log_dir=run.log_dir,
+        )
 
     def _why_not(self, hello: Hello) -> Refused | None:
         mine = self._meeting

@@ -42,6 +42,7 @@ class RemoteProcess:
         self.stopped_s = 0.0
         self.is_killed = False
         self.resident_bytes = 0
+        self.is_wanted = False  # it was asked for, and has not ended
         self._is_asked = False
         self._stack: str | None = None
 
@@ -56,6 +57,7 @@ class RemoteProcess:
     def is_gone(self) -> None:
         """It was reaped, or never came."""
         self.pid, self.stopped_s, self.is_killed, self.resident_bytes = None, 0.0, False, 0
+        self.is_wanted = False
         self._is_asked, self._stack = False, None
 
     def mark_asked(self) -> None:
@@ -140,6 +142,11 @@ class RemoteNode:
         with contextlib.suppress(LinkLostError):
             self.link.send(encode_for_node(message))
 
+    def _order_of(self, rank: int, message: NodeMessage) -> None:
+        """What is meant for the process before this one is not for one that is parked there."""
+        if self._processes[rank].is_wanted:
+            self.order(message)
+
     def take(self, look: Look) -> None:
         """Mirror what it says."""
         now_ns = self._clock.monotonic_ns()
@@ -177,6 +184,7 @@ class RemoteNode:
         if not self.is_there or not (self._can_fork or self._spare_for):
             return StartedBy.NOBODY
         self._started[rank] += 1
+        self._processes[rank].is_wanted = True
         self.order(StartRank(rank=rank, process=self._started[rank], start=asdict(start)))
         return StartedBy.ZYGOTE
 
@@ -190,20 +198,20 @@ class RemoteNode:
 
     def send(self, rank: int, message: Message) -> None:
         """Pass a message on to a rank."""
-        self.order(ToRank(rank=rank, packet=encode(message).decode()))
+        self._order_of(rank, ToRank(rank=rank, packet=encode(message).decode()))
 
     def kill_rank(self, rank: int) -> bool:
         """Have it ended there; its end follows, or that of the node."""
-        self.order(EndRank(rank=rank))
-        return self.is_there
+        self._order_of(rank, EndRank(rank=rank))
+        return self._processes[rank].is_wanted
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Have it signalled there."""
-        self.order(SignalRank(rank=rank, number=number))
+        self._order_of(rank, SignalRank(rank=rank, number=number))
 
     def force_stacks(self, rank: int) -> None:
         """Have a rank that answers nothing write where it is."""
-        self.order(AskRank(rank=rank, by_force=True))
+        self._order_of(rank, AskRank(rank=rank, by_force=True))
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the system there held it stopped at the newest look."""

@@ -28,7 +28,11 @@ def repair_line(
     if isinstance(plan, GiveUp):
         return ""
     wait = f" in {plan.delay_s:g} s" if plan.delay_s else ""
-    words = ", ".join([*actions, *repair_in_words(plan)]) or "forming the world again"
+    if incident.culprit.kind is FaultKind.NODE_LOST and plan.loader is None and not plan.dropped:
+        repair = [f"waiting for {rank_list(plan.ranks)}"]
+    else:
+        repair = repair_in_words(plan)
+    words = ", ".join([*actions, *repair]) or "forming the world again"
     return f"{blamed_in_words(incident, ranks=ranks)}; {words}{wait}"
 
 
@@ -50,17 +54,23 @@ def reads_checkpoint(plan: GiveUp | ReplaceRanks) -> bool:
     return isinstance(plan, ReplaceRanks) and plan.loader is not None
 
 
+def _is_back(culprit: Fault) -> str:
+    """A node that comes again may bring its ranks along as they were."""
+    return "back" if culprit.kind is FaultKind.NODE_LOST else "respawned"
+
+
 def outcome_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault) -> str:
     """What was done, once it is; empty where nothing is."""
     if isinstance(plan, GiveUp):
         return ""
     if plan.dropped:
         return f"going on without {rank_list(plan.dropped)}"
+    back = _is_back(culprit)
     if plan.ranks == (culprit.rank,):
-        return "respawned"
+        return back
     if plan.ranks and plan.kept is not None:
-        return f"{rank_list(plan.ranks)} respawned, rank {plan.kept} stayed with the newest state"
-    return f"{rank_list(plan.ranks)} respawned" if plan.ranks else "formed again"
+        return f"{rank_list(plan.ranks)} {back}, rank {plan.kept} stayed with the newest state"
+    return f"{rank_list(plan.ranks)} {back}" if plan.ranks else "formed again"
 
 
 def action_in_words(plan: GiveUp | ReplaceRanks, culprit: Fault, *, actions: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ class Recorder:
                 run_id=self.facts.run_id,
                 command=tuple(plan.command),
                 world_size=plan.world_size,
-                resumed_step=first.committed_step,
+                resumed_step=max(one.committed_step for one in ready),
                 total_steps=first.total_steps,
                 lines=lines_of_begin(plan, ready),
                 warnings=config.unread_warning(
