@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.placing import AUTO_CPU_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader")
 _QUERY_TIMEOUT_S = 30.0
-AUTO_CPU_RANKS = 2
 CPU_RANKS_MAX = 64  # or one a core: each takes some 200 MB, and a share of a core
 
 

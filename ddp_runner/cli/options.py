@@ -147,6 +147,11 @@ GROUPS = (
                 says="with the secret that all machines know; otherwise DDP_RUNNER_TOKEN, or a file that "
                 "the coordinator makes in a checkpoint folder that they share",
             ),
+            Option(
+                long="--engine",
+                metavar="ray",
+                says="have Ray's cluster place and restart the machines; only --nnodes is given then",
+            ),
         ),
     ),
     Group(

@@ -15,6 +15,7 @@ from ddp_runner.config.suggest import nearest
 from ddp_runner.config.user_files import preset_file
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.node_options import VARIABLES
+from ddp_runner.core.placing import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ _ASSIGNMENT = re.compile(r"^([A-Za-z_][\w.-]*)=(.*)$", re.DOTALL)
 _NEGATIVE_NUMBER = re.compile(r"^-\.?\d")
 _SEE_HELP = "; --help lists the options"
 _DRY_RUN = "--dry-run"
-OF_NODES = (*VARIABLES, "--token-file")
+OF_NODES = (*VARIABLES, "--token-file", ENGINE)
 _PAGES = ("--help", "--help-settings", "--version")
 
 

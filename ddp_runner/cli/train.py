@@ -30,6 +30,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.node_options import node_options
+from ddp_runner.core.placing import ENGINE, engine_options
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
@@ -52,9 +53,16 @@ def run(words: Sequence[str]) -> int:
     if arguments.page:
         print(_page(arguments.page))
         return 0
+    if ENGINE in dict(arguments.nodes):
+        return _by_engine(arguments, words)
+    return _on_machines(arguments, words)
+
+
+def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
+    """On this one, and on others that start the command themselves."""
     rank = plain_rank(os.environ)
+    not_trained = _not_trained(arguments)
     plan = plan_launch(arguments, words=words)
-    not_trained = arguments.finding.option or ("--dry-run" if arguments.is_dry else "")
     if plan.nodes is not None and not_trained:
         raise BadInputError(not_trained, "", "is for one machine: leave out --nnodes, and NNODES")
     if arguments.finding.option:
@@ -78,6 +86,26 @@ def run(words: Sequence[str]) -> int:
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
     return supervise(plan)
+
+
+def _not_trained(arguments: TrainArguments) -> str:
+    """The option that asks for something else."""
+    return arguments.finding.option or ("--dry-run" if arguments.is_dry else "")
+
+
+def _by_engine(arguments: TrainArguments, words: Sequence[str]) -> int:
+    """The machines are an engine's, and the settings are judged there once more."""
+    if not_trained := _not_trained(arguments):
+        raise BadInputError(not_trained, "", f"is for one machine: leave out {ENGINE}")
+    if plain_rank(os.environ) is not None:
+        raise BadInputError(ENGINE, "", "starts the ranks itself: start it without a launcher")
+    asked = engine_options(dict(arguments.nodes), os.environ)
+    arguments = replace(arguments, assignments=with_nproc(arguments.assignments, os.environ))
+    settings = asked_settings(arguments, os.environ)
+    if settings.run.gpus:
+        raise BadInputError("--gpus", "", "Ray decides which GPUs: give their number by -n")
+    driver = import_module("ddp_runner.cli.engines.ray_driver")
+    return int(driver.train(words, asked=asked, settings=settings))
 
 
 def _find(plan: LaunchPlan, finding: Finding, *, is_rank: bool) -> int:

@@ -1,0 +1,173 @@
+"""Ray's own cluster of several nodes, here: it places the supervisors, one of its nodes is taken away, and the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.nodes.conftest import SETTINGS
+from tests.scenarios.harness import (
+    GONE_WITHIN_S,
+    PYTHON_M,
+    Run,
+    poll,
+    processes_with,
+    shared_memory,
+)
+
+pytest.importorskip("ray", reason="the extra ray is not installed")
+pytestmark = [pytest.mark.ray, pytest.mark.whole_run]
+
+PACED = (*SETTINGS, "task.pace_s=0.1")
+
+
+class Cluster:
+    """Ray's head, which runs nothing, and nodes of one core each; every process of it carries a mark."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster as Rays
+
+        self.mark = f"RAY_TEST={uuid.uuid4().hex}"
+        # Paths of sockets in there may have a hundred characters, and pytest's folders are long.
+        self.folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+        (self.folder / "ray").mkdir()
+        self._before = shared_memory()
+        name, value = self.mark.split("=")
+        self._set = {"RAY_TMPDIR": str(self.folder), "RAY_USAGE_STATS_ENABLED": "0", name: value}
+        self._set["PYTHONWARNINGS"] = "ignore"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self._set.items():
+                patch.setenv(name, value)
+            # A node that is gone counts as dead after 2 s and not after 20.
+            health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+            head = {"num_cpus": 0, "include_dashboard": False, "_system_config": health}
+            self.rays = Rays(initialize_head=True, head_node_args=head)
+        self.nodes = {}
+
+    def add(self):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self._set.items():
+                patch.setenv(name, value)
+            node = self.rays.add_node(num_cpus=1)
+        self.nodes[node.all_processes["raylet"][0].process.pid] = node
+
+    def supervisors(self, name):
+        """The processes of this name that run on its nodes."""
+        return [one for one in processes_with(self.mark) if one.name == name]
+
+    def placed(self):
+        """Everything of ours that runs on its nodes."""
+        return [one for one in processes_with(self.mark) if one.name.startswith("ddp:")]
+
+    def remove_node_of(self, name):
+        """Take the node away, at once, on which the process of this name runs."""
+        (supervisor,) = self.supervisors(name)
+        above = [one.pid for one in psutil.Process(supervisor.pid).parents()]
+        raylet = next(pid for pid in self.nodes if pid in above)
+        self.rays.remove_node(self.nodes.pop(raylet), allow_graceful=False)
+        poll(lambda: supervisor not in self.placed(), what="the end of what ran there")
+
+    def end(self):
+        self.rays.shutdown()
+        for process in processes_with(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        poll(lambda: not processes_with(self.mark), what="the end of the cluster")
+        shutil.rmtree(self.folder)
+        assert not shared_memory() - self._before
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = Cluster()
+    try:
+        for _ in range(3):
+            made.add()
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture
+def started(cluster, tmp_path):
+    """``started(*words)``: the driver, in the same folder each time."""
+    runs = []
+
+    def start(*words, nnodes="2"):
+        run = Run(
+            tmp_path / "run",
+            *(*PACED, "--engine", "ray", "--nnodes", nnodes, *words),
+            world=1,
+            command=(*PYTHON_M, "train"),
+            environment={"RAY_ADDRESS": cluster.rays.address, "RAY_TMPDIR": str(cluster.folder)},
+        )
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.__exit__(None, None, None)
+    poll(lambda: not cluster.placed(), timeout_s=GONE_WITHIN_S, what="the end of all supervisors")
+
+
+def test_a_machine_that_is_removed_costs_no_step_and_no_bit(cluster, started, made_once):
+    """First a follower's: Ray starts it elsewhere. Then the coordinator's: all go on from a checkpoint."""
+    run = started()
+    run.wait_for_step(5)
+    secret = _environment_of(cluster.supervisors("ddp:follower")[0].pid)["DDP_RUNNER_TOKEN"]
+    assert len(secret) == 64
+    for one in psutil.process_iter(["cmdline"]):
+        assert secret not in " ".join(one.info["cmdline"] or ()), one
+    cluster.remove_node_of("ddp:follower")
+    cluster.add()
+    run.wait_for_checkpoint(20)
+    assert "is lost; Ray starts it again" in run.console
+    cluster.remove_node_of("ddp:supervisor")
+    assert run.wait() == 0, run.console
+    assert "all go on from the newest checkpoint" in run.console
+    faults = [(one["kind"], one["rank"]) for one in run.events("fault") if not one["cause"]]
+    assert faults == [("node_lost", 1)]
+    resumed = [one["resumed_step"] for one in run.events("run_begins")]
+    assert (len(resumed), resumed[1] >= 20) == (2, True), resumed
+    summary = run.summary()
+    assert (summary["exact"], run.digest) == (True, made_once(*SETTINGS, world=2).digest)
+    written = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len(written) > 5
+    assert not [path for path in written if secret.encode() in path.read_bytes()]
+
+
+def test_it_begins_with_few_and_ends_with_its_driver(cluster, started):
+    """A driver that is killed leaves nothing. The same command goes on, takes in what comes, and Ctrl-C saves."""
+    few = ("--rdzv-conf", "last_call_timeout=1", "max_steps=1000")
+    while len(cluster.nodes) > 1:
+        cluster.rays.remove_node(cluster.nodes.popitem()[1], allow_graceful=False)
+    refused = started(nnodes="9")
+    assert refused.wait() == 2, refused.console
+    assert "--nnodes=9: needs 9 with 1 CPU each, and the cluster has " in refused.console
+    run = started(*few, nnodes="1:2")
+    run.wait_for_checkpoint(12)
+    assert len(cluster.placed()) > 4
+    run.signal(signal.SIGKILL)
+    poll(lambda: not cluster.placed(), timeout_s=30.0, what=f"the end of {cluster.placed()}")
+    run = started(*few, nnodes="1:2")
+    poll(lambda: "importing" in run.console, what="the coordinator")
+    cluster.add()
+    poll(lambda: "2 ranks from here on" in run.console, what=f"both ranks: {run.console}")
+    run.signal(signal.SIGINT)
+    assert run.wait() == 130, run.console
+    summary = run.summary()
+    assert summary["steps"] > 12
+    assert any("of 2 ranks from step" in reason for reason in summary["inexact_reasons"]), summary
+
+
+def _environment_of(pid):
+    pairs = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    return dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
