@@ -17,8 +17,9 @@ from ddp_runner.config import to_record
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.supervisor.loop import supervise
+from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
-from ddp_runner.supervisor.nodes.other_nodes import Meeting, Place
+from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system.interfaces import address_towards, interface_of
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION

@@ -33,11 +33,14 @@ class Parked:
 class Hello:
     """Follower -> coordinator, first of all: who it is, and what it would run.
 
+    ``supervisor``: a name of its process that no other has. ``node_rank``: the number that it was
+    given on its command line, if any.
     ``ranks``: how many it has. ``run_id``: of ``--rdzv-id``. ``meaning``: what the run means, by key;
     it must be the coordinator's. ``versions``: of Python, torch and this package, which must be too.
     """
 
     host: str
+    supervisor: str
     node_rank: int | None
     ranks: int
     run_id: str
@@ -76,7 +79,8 @@ class Answer:
 class Welcome:
     """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``.
 
-    ``keeps_parked``: what its parked ranks have in memory is still of use.
+    ``node`` below 0: it is a spare, with no ranks, until another Welcome follows. ``keeps_parked``:
+    what its parked ranks have in memory is still of use.
     """
 
     node: int

@@ -225,6 +225,7 @@ def test_what_is_parked_travels_in_a_hello():
     """As it was said."""
     hello = Hello(
         host="b",
+        supervisor="c",
         node_rank=1,
         ranks=2,
         run_id="none",

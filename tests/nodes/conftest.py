@@ -50,11 +50,13 @@ class Nodes:
         self.token = folder / "token"
         self.token.write_text(TOKEN)
 
-    def start(self, number, *arguments, nnodes="2", ranks=None, has_token=True, **how):
+    def start(
+        self, number, *arguments, nnodes="2", ranks=None, has_token=True, gives_number=True, **how
+    ):
         """A supervisor in the folder of node ``number``; the same folder again is the same node."""
         words = ("--nnodes", nnodes, "--rdzv-endpoint", f"127.0.0.1:{self.port}")
         words += ("--token-file", str(self.token)) if has_token else ()
-        words += ("--node-rank", number)
+        words += ("--node-rank", number) if gives_number else ()
         run = Run(
             self.folder / f"node{number}",
             *(*SETTINGS, *words, *arguments),

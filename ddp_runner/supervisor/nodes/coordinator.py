@@ -37,7 +37,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeSaid,
     RankSaid,
 )
-from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 from ddp_runner.supervisor.reporting.run_facts import Ending
@@ -71,6 +71,7 @@ class CoordinatorSupervisor(Supervisor):
         self._others = tuple(others)
         self._options = self.plan.nodes
         self._leaving: set[int] = set()  # nodes that nobody waits for
+        self._spares = 0  # machines that wait for a place
         self._enough_since_s: float | None = None
         self._missing_since_s = self._clock.monotonic()
         self.start.waits_for = self._waits_for
@@ -215,18 +216,22 @@ class CoordinatorSupervisor(Supervisor):
         match event:
             case RankSaid(message=message, rank=rank):
                 self.on_message(message, rank)
-            case NodeJoined(node=node, keeps_parked=keeps_parked):
+            case NodeJoined(node=node) if node.number == SPARE:
+                self._spares += 1
+                self.recorder.say(f"{node.name} is there, and waits for a place")
+            case NodeGone(node=node, why=why) if node.number == SPARE:
+                self._spares -= 1
+                self.recorder.say(f"{node.name} is lost: {why}")
+            case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare):
+                self._spares -= was_spare
                 self._leaving.discard(node.number)
                 self._look_at_checkpoints_of(node)
                 there = sum(one.is_there for one in self._others) + 1
                 kept = "; its ranks have kept their memory" if keeps_parked else ""
-                self.recorder.say(
-                    f"node {node.number} ({node.host}) is there:"
-                    f" {there} of {len(self._others) + 1}{kept}"
-                )
+                self.recorder.say(f"{node.name} is there: {there} of {len(self._others) + 1}{kept}")
             case NodeGone(node=node, why=why):
                 self._lose(node, why)
-            case NodeSaid(node=node, message=message):
+            case NodeSaid(node=node, message=message) if node.ranks:
                 self._on_node_message(node, message)
 
     def _look_at_checkpoints_of(self, node: RemoteNode) -> None:
@@ -265,13 +270,13 @@ class CoordinatorSupervisor(Supervisor):
             case Said(text=text, level=level):
                 self.recorder.say(f"node {node.number}: {text}", level=level)
             case StopWanted(reason=reason, is_leaving=is_leaving):
-                self.recorder.say(f"node {node.number} ({node.host}) was asked to stop")
+                self.recorder.say(f"{node.name} was asked to stop")
                 staying = [
                     one
                     for one in self._others
                     if one.is_there and one is not node and one.number not in self._leaving
                 ]
-                is_enough = 1 + len(staying) >= self._options.least
+                is_enough = 1 + len(staying) + self._spares >= self._options.least
                 if is_leaving and is_enough and self._stop is None:
                     node.order(RunEnds(exit_code=int(ExitCode.PREEMPTED), line=LEAVES))
                     self._leaving.add(node.number)  # its link ends next
@@ -298,7 +303,7 @@ class CoordinatorSupervisor(Supervisor):
 
     def _lose(self, node: RemoteNode, why: str) -> None:
         """All ranks of a node are gone with it, as far as anybody here can know."""
-        self.recorder.say(f"node {node.number} ({node.host}) is lost: {why}", level="WARNING")
+        self.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
         self._missing_since_s = self._clock.monotonic()
         self._lost_in[node.number] = self.facts.generation
         for rank in node.processes:
@@ -317,7 +322,7 @@ class CoordinatorSupervisor(Supervisor):
                     rank=rank,
                     step=handle.slot.get(Cell.STEP),
                     phase=handle.slot.read().phase.label,
-                    cause=f"node {node.number} ({node.host}) is lost: {why}",
+                    cause=f"{node.name} is lost: {why}",
                     at_ns=self._clock.monotonic_ns(),
                     origin=Origin.OUTSIDE,
                 )

@@ -337,7 +337,8 @@ class Follower:
         now_s = self._clock.monotonic()
         self._node.kernel_kills.look_sometimes(now_s)
         self._keeper.zygotes.look(now_s)
-        self._keeper.spares.look(now_s, fault_free=self._is_fault_free)
+        if self._node.ranks:  # else this is a spare machine, which touches no device
+            self._keeper.spares.look(now_s, fault_free=self._is_fault_free)
         for handle in self._reporter.never_came:
             self._gone(handle.rank)
         self._reporter.never_came.clear()
@@ -380,8 +381,9 @@ class Follower:
     def parked(self) -> Parked | None:
         """What to say to a coordinator of ranks that wait here; None where there is none."""
         ranks = self._node.ranks
-        number = ranks[0] // len(ranks)
-        return Parked(node=number, term=self._node.term) if self._parked else None
+        if not self._parked:
+            return None
+        return Parked(node=ranks[0] // len(ranks), term=self._node.term)
 
     def cut_off(self) -> None:
         """The coordinator is not there: ranks leave their generation, keep their memory and wait."""

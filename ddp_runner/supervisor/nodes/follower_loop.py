@@ -30,8 +30,8 @@ from ddp_runner.core.node_messages import (
     encode_for_node,
 )
 from ddp_runner.observe.display import Display, make_display
+from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower import Follower
-from ddp_runner.supervisor.nodes.other_nodes import Meeting
 from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
@@ -39,12 +39,14 @@ from ddp_runner.supervisor.processes.resources import StorePlace
 from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
+from ddp_runner.system.folder_owner import new_term
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
 WELCOME_TIME_S = 10.0
+END_TIME_S = 60.0  # for ranks that were killed
 # By one of our own kind without a word: it may have ended just then, but not so often.
 REFUSALS_MAX = 3
 # Of the time after which a silent machine is lost: its ranks are ended before anybody takes their place.
@@ -105,6 +107,7 @@ class _FollowerLoop:
         self._follower: Follower | None = None
         self._ends: RunEnds | None = None
         self._lost = ""  # why the link is of no more use
+        self._name = new_term()
         selector.register(signals, selectors.EVENT_READ, None)
 
     def run(self) -> int:
@@ -121,7 +124,7 @@ class _FollowerLoop:
                 return int(ExitCode.FAILED)
             if self._ends is not None:
                 return self._end_as_asked(self._ends)
-            if self._stop.times > 1:
+            if self._stop.times > 1 or self._leaves_as_spare:
                 break
             waiting = "the ranks here wait for it, with their memory"
             self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
@@ -151,7 +154,8 @@ class _FollowerLoop:
             if link is not None:
                 answer = self._greet(link)
                 if isinstance(answer, Welcome):
-                    self._link = link
+                    self._link, self._lost = link, ""
+                    self._selector.register(link, selectors.EVENT_READ, (link, None))
                     self._welcomed(answer)
                     return True
                 link.close()
@@ -184,11 +188,11 @@ class _FollowerLoop:
     def _greet(self, link: NodeLink) -> Welcome | Refused | str:
         """Say who this is and hear the answer; a text is why there is none."""
         mine, options = self._meeting, self._meeting.options
-        node_rank = options.node_rank if self._welcome is None else self._welcome.node
         newest = Catalog(Path(self._plan.settings.run.checkpoint_dir)).newest()
         hello = Hello(
             host=socket.gethostname(),
-            node_rank=node_rank,
+            supervisor=self._name,
+            node_rank=options.node_rank,
             ranks=mine.ranks,
             run_id=options.run_id,
             meaning=dict(mine.meaning),
@@ -215,26 +219,27 @@ class _FollowerLoop:
         return f"no answer within {WELCOME_TIME_S:g} s"
 
     def _welcomed(self, welcome: Welcome) -> None:
-        first = self._welcome is None
+        """Become the node that the coordinator says, or a spare one."""
         self._welcome = welcome
-        assert self._link is not None
-        self._lost = ""
-        self._selector.register(self._link, selectors.EVENT_READ, (self._link, None))
-        self._say(f"this is node {welcome.node}, with ranks {self._ranks_in_words(welcome)}")
-        if first:
-            ranks = range(welcome.first_rank, welcome.first_rank + self._meeting.ranks)
+        first = welcome.first_rank
+        count = 0 if welcome.node < 0 else self._meeting.ranks
+        ranks = range(first, first + count)
+        if count:
+            words = f"ranks {first} to {first + count - 1} of {welcome.world_size}"
+            self._say(f"this is node {welcome.node}, with {words}")
+        else:
+            self._say("all nodes are there: this machine waits until one is lost")
+        if self._node is None or self._store_at is None:
             self._store_at = StorePlace(self._store_host(welcome), welcome.store_port)
-            self._node = Node(
-                self._plan,
-                self._selector,
-                system=Linux(),
-                clock=self._clock,
-                ranks=ranks,
-                store=self._store_at,
-            )
-            self._node.start_zygote()
-            with contextlib.suppress(OSError):  # a run can do without
-                self._node.start_guardian()
+            self._node = self._started_node(ranks, self._store_at)
+        else:
+            self._store_at.move(self._store_host(welcome), welcome.store_port)
+        self._node.term = welcome.term
+        self._look_at_folders(self._node, welcome.term)
+        if self._follower is None or self._node.ranks != tuple(ranks):
+            if self._follower is not None:
+                self._end_ranks(self._follower)
+            self._node.become(ranks)
             self._follower = Follower(
                 self._plan,
                 self._node,
@@ -243,15 +248,32 @@ class _FollowerLoop:
                 show=self._say,
                 clock=self._clock,
             )
-        elif self._store_at is not None:
-            self._store_at.move(self._store_host(welcome), welcome.store_port)
-        if self._node is not None:
-            self._node.term = welcome.term
-            self._look_at_folders(self._node, welcome.term)
-        if self._follower is not None:
-            self._follower.welcomed(keeps_parked=welcome.keeps_parked)
+        self._follower.welcomed(keeps_parked=welcome.keeps_parked)
         if self._stop.reason is not None:  # it came before there was anybody to hear of it
             self._report_stop(self._stop.reason)
+
+    def _started_node(self, ranks: range, store_at: StorePlace) -> Node:
+        node = Node(
+            self._plan,
+            self._selector,
+            system=Linux(),
+            clock=self._clock,
+            ranks=ranks,
+            store=store_at,
+        )
+        node.start_zygote()
+        with contextlib.suppress(OSError):  # a run can do without
+            node.start_guardian()
+        return node
+
+    def _end_ranks(self, follower: Follower) -> None:
+        """What runs here is of another node's number: nobody counts on it any more."""
+        follower.end_ranks()
+        give_up_s = self._clock.monotonic() + END_TIME_S
+        while any(handle.is_alive for handle in follower.handles):
+            if self._clock.monotonic() > give_up_s:
+                raise LinkLostError(f"ranks here do not end within {END_TIME_S:g} s")
+            self._look_at_processes()
 
     def _look_at_folders(self, node: Node, term: str) -> None:
         run = self._plan.settings.run
@@ -265,32 +287,35 @@ class _FollowerLoop:
         """Where the store is from here: the coordinator's own name for it means something else."""
         return welcome.store_host or self._meeting.options.host
 
-    def _ranks_in_words(self, welcome: Welcome) -> str:
-        last = welcome.first_rank + self._meeting.ranks - 1
-        return f"{welcome.first_rank} to {last} of {welcome.world_size}"
-
     def _obey(self) -> str:
         """Until the coordinator is lost (why, in words), or the run has ended."""
         assert self._follower is not None
         try:
-            while self._ends is None and self._stop.times < 2:
-                self._turn(self._follower)
+            while self._ends is None and self._stop.times < 2 and not self._leaves_as_spare:
+                self._turn()
         except (LinkLostError, WireError) as error:
             with contextlib.suppress(LinkLostError, WireError):
-                self._hear(self._follower)  # it may have said that the run has ended
+                self._hear()  # it may have said that the run has ended
             return self._cut_off(str(error))
         return self._cut_off("") if self._ends is None else ""
 
-    def _turn(self, follower: Follower) -> None:
+    @property
+    def _leaves_as_spare(self) -> bool:
+        """Whether it was asked to stop, and has no ranks for which that would matter."""
+        return self._stop.reason is not None and self._node is not None and not self._node.ranks
+
+    def _turn(self) -> None:
         assert self._node is not None
+        assert self._follower is not None
         assert self._link is not None
         for key, _ in self._selector.select(TICK_S):
             if key.data is None:
                 self._take_signals()
             elif key.data[0] is self._link:
-                self._hear(follower)
+                self._hear()
             elif (received := self._node.receive(*key.data)) is not None:
-                follower.on_message(*received)
+                self._follower.on_message(*received)
+        follower = self._follower  # by now: it may have another number
         for ended in self._node.reap():
             follower.on_ended(ended)
         follower.advance()
@@ -306,14 +331,17 @@ class _FollowerLoop:
         if since_s > follower.lease_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
 
-    def _hear(self, follower: Follower) -> None:
+    def _hear(self) -> None:
         assert self._link is not None
+        assert self._follower is not None
         for content in self._link.receive():
             message = decode_from_node(content, allowed=FROM_COORDINATOR)
             if isinstance(message, RunEnds):
                 self._ends = message
+            elif isinstance(message, Welcome):
+                self._welcomed(message)
             else:
-                follower.on_node_message(message)
+                self._follower.on_node_message(message)
 
     def _cut_off(self, why: str) -> str:
         """Park the ranks here, and hang up."""
@@ -331,7 +359,8 @@ class _FollowerLoop:
             if key.data is None:
                 self._take_signals()
             elif (
-                self._node is not None
+                key.data[0] is not self._link
+                and self._node is not None
                 and self._follower is not None
                 and (received := self._node.receive(*key.data)) is not None
             ):
@@ -362,6 +391,8 @@ class _FollowerLoop:
                 self._report_stop(reason)
 
     def _report_stop(self, reason: StopReason) -> None:
+        if self._leaves_as_spare:
+            return
         is_leaving = reason is not StopReason.INTERRUPTED
         self._report(StopWanted(reason=reason.value, is_leaving=is_leaving))
 

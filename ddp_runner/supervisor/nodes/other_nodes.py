@@ -5,11 +5,10 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import (
     Faulted,
@@ -32,7 +31,6 @@ from ddp_runner.core.node_messages import (
     Question,
     RankGone,
     RankStarted,
-    Refused,
     RunEnds,
     Said,
     StopWanted,
@@ -40,9 +38,14 @@ from ddp_runner.core.node_messages import (
     decode_from_node,
     encode_for_node,
 )
-from ddp_runner.core.node_options import NodeOptions
-from ddp_runner.core.nodes import NewestCheckpoint
-from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.nodes.admission import (
+    LossCount,
+    Meeting,
+    number_is_taken,
+    place_for,
+    why_not,
+)
+from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
@@ -69,10 +72,11 @@ class NodeSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """Another node is there. ``keeps_parked``: as in its Welcome."""
+    """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place."""
 
     node: RemoteNode
     keeps_parked: bool
+    was_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +88,6 @@ class NodeGone:
 
 
 NodeEvent = RankSaid | NodeSaid | NodeJoined | NodeGone
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """What a node must have in common with the coordinator, and what it hears then."""
-
-    options: NodeOptions
-    ranks: int
-    meaning: Mapping[str, object]
-    versions: Mapping[str, str]
-    token: bytes
-    silent_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +136,8 @@ class OtherNodes:
         self._listening = listening
         self._selector = selector
         self._clock = clock
+        self.spares: list[RemoteNode] = []  # in the order in which they came
+        self._losses = LossCount()
         self._is_announced = False
         self._strangers: dict[NodeLink, float] = {}  # and when they came
         listening.setblocking(False)
@@ -154,31 +148,30 @@ class OtherNodes:
         if link is None:
             self._accept()
             return
-        node = next((one for one in self.nodes if one.link is link), None)
-        if node is None and link not in self._strangers:
-            return  # closed in this very round
         try:
-            link.flush()
-            for content in link.receive():
-                message = decode_from_node(content, allowed=FROM_FOLLOWER)
-                if node is None:
-                    joined = self._meet(link, message)
-                    if joined is None:
-                        return
-                    node = joined.node
-                    yield joined
-                else:
-                    yield from self._heard(node, message)
-            self._want_to_write(link)
+            if link in self._strangers or self._of(link) is not None:
+                link.flush()
+                for content in link.receive():
+                    message = decode_from_node(content, allowed=FROM_FOLLOWER)
+                    node = self._of(link)
+                    if node is not None:
+                        yield from self._heard(node, message)
+                    elif link in self._strangers:
+                        yield from self._meet(link, message)
         except (LinkLostError, WireError) as error:
-            if node is None:
+            if link in self._strangers:
                 self._drop(link)
-            else:
+            elif (node := self._of(link)) is not None:
                 yield self.lose(node, str(error))
+        if self._of(link) is not None or link in self._strangers:
+            self._want_to_write(link)
+
+    def _of(self, link: NodeLink) -> RemoteNode | None:
+        return next((one for one in (*self.nodes, *self.spares) if one.link is link), None)
 
     def look(self, now_s: float) -> Iterator[NodeEvent]:
         """Who has been silent for too long; and whoever connected and proved nothing is let go."""
-        for node in self.nodes:
+        for node in (*self.nodes, *self.spares):
             if node.link is None:
                 continue
             self._want_to_write(node.link)
@@ -188,32 +181,36 @@ class OtherNodes:
         for link, since_s in list(self._strangers.items()):
             if now_s > since_s + GREETING_TIME_S:
                 self._drop(link)
+        yield from self._fill()
 
     def forgive(self, now_s: float) -> None:
         """Hold nothing against anybody that happened while this process did not run itself."""
-        for node in self.nodes:
+        for node in (*self.nodes, *self.spares):
             node.heard_at_s = max(node.heard_at_s, now_s)
 
     def lose(self, node: RemoteNode, why: str) -> NodeGone:
         """Let go of a node."""
         if node.link is not None:
             self._selector.unregister(node.link)
+            self._losses.lost(node.host, self._clock.monotonic())
         node.is_lost()
+        if node in self.spares:
+            self.spares.remove(node)
         return NodeGone(node=node, why=why)
 
     def announce_end(self, *, exit_code: int, line: str) -> None:
         """Say how the run has ended; once."""
         if not self._is_announced:
             self._is_announced = True
-            for node in self.nodes:
+            for node in (*self.nodes, *self.spares):
                 node.order(RunEnds(exit_code=exit_code, line=line))
 
     def end(self, *, exit_code: int, line: str) -> None:
         """Say how the run has ended, as far as that goes at once, and hang up."""
-        links = [node.link for node in self.nodes if node.link is not None]
+        links = [one.link for one in (*self.nodes, *self.spares) if one.link is not None]
         self.announce_end(exit_code=exit_code, line=line)
         self._await_hanging_up(links)
-        for node in self.nodes:
+        for node in (*self.nodes, *self.spares):
             if node.link is not None:
                 self.lose(node, "the run has ended")
         for link in list(self._strangers):
@@ -286,37 +283,47 @@ class OtherNodes:
         self._selector.unregister(link)
         link.close()
 
-    def _meet(self, link: NodeLink, message: NodeMessage) -> NodeJoined | None:
+    def _meet(self, link: NodeLink, message: NodeMessage) -> Iterator[NodeEvent]:
         """Take in who has said who it is, or refuse."""
         if isinstance(message, Question):
             link.send(encode_for_node(self._answer()))
             self._drop(link)
-            return None
+            return
         if not isinstance(message, Hello):
             raise WireError("it did not say who it is")
-        refused = self._why_not(message)
-        node = None if refused else self._place_for(message)
-        if node is None:
-            refused = refused or Refused(
-                name="--nnodes",
-                value=str(self._meeting.options.most),
-                expected=_full(message, self._meeting.options.most),
-            )
+        for one in (*self.nodes, *self.spares):
+            if one.is_there and one.supervisor == message.supervisor:
+                yield self.lose(one, "it has connected again")
+        refused = why_not(message, self._meeting)
+        node = None if refused else place_for(message, self.nodes)
+        if node is None and message.node_rank is not None:
+            refused = refused or number_is_taken(message)
+        if refused is not None:
             link.send(encode_for_node(refused))
             self._drop(link)
-            return None
+            return
         del self._strangers[link]
+        if node is None:
+            spare = RemoteNode(SPARE, ranks=(), slots={}, clock=self._clock)
+            spare.joined(link, message)
+            self.spares.append(spare)
+            self._welcome(spare)
+            yield NodeJoined(node=spare, keeps_parked=False)
+        else:
+            yield self._take_in(node, link, message)
+
+    def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
+        keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)
+        node.joined(link, hello)
+        self._welcome(node, keeps_parked=keeps_parked)
+        return NodeJoined(node=node, keeps_parked=keeps_parked)
+
+    def _welcome(self, node: RemoteNode, *, keeps_parked: bool = False) -> None:
         host, port = self._store
-        parked = message.parked
-        keeps_parked = parked is not None and self._keeps(parked, node)
-        node.joined(link, host=message.host)
-        node.newest = None
-        if message.newest_step > EMPTY_STEP:
-            node.newest = NewestCheckpoint(step=message.newest_step, run_id=message.newest_run_id)
         node.order(
             Welcome(
                 node=node.number,
-                first_rank=node.ranks[0],
+                first_rank=node.ranks[0] if node.ranks else 0,
                 world_size=self._plan.world_size,
                 store_host=host,
                 store_port=port,
@@ -325,7 +332,19 @@ class OtherNodes:
                 keeps_parked=keeps_parked,
             )
         )
-        return NodeJoined(node=node, keeps_parked=keeps_parked)
+
+    def _fill(self) -> Iterator[NodeEvent]:
+        """Give places that are free to those that wait for one."""
+        for node in self.nodes:
+            if node.is_there or not self.spares:
+                continue
+            spare = self._losses.best(self.spares, self._clock.monotonic())
+            link, hello = spare.link, spare.hello
+            assert link is not None
+            assert hello is not None
+            self.spares.remove(spare)
+            spare.link = None
+            yield replace(self._take_in(node, link, hello), was_spare=True)
 
     def _answer(self) -> Answer:
         mine, run = self._meeting, self._plan.settings.run
@@ -340,47 +359,6 @@ class OtherNodes:
             log_dir=run.log_dir,
         )
 
-    def _why_not(self, hello: Hello) -> Refused | None:
-        mine = self._meeting
-        if hello.run_id != mine.options.run_id:
-            return Refused(
-                name="--rdzv-id",
-                value=hello.run_id,
-                expected=f"the coordinator's run is {mine.options.run_id}",
-            )
-        for name in sorted({*mine.versions, *hello.versions}):
-            theirs, ours = hello.versions.get(name, "none"), mine.versions.get(name, "none")
-            if theirs != ours:
-                return Refused(
-                    name=name,
-                    value=theirs,
-                    expected=f"the coordinator has {ours}: install the same",
-                )
-        if hello.ranks != mine.ranks:
-            return Refused(
-                name="-n",
-                value=str(hello.ranks),
-                expected=f"the coordinator has {mine.ranks} ranks: all nodes need the same number",
-            )
-        for key in sorted({*mine.meaning, *hello.meaning}):
-            their_value, our_value = hello.meaning.get(key), mine.meaning.get(key)
-            if their_value != our_value:
-                return Refused(
-                    name=key,
-                    value=str(their_value),
-                    expected=f"the coordinator has {our_value}: give all nodes the same settings",
-                )
-        return None
-
-    def _place_for(self, hello: Hello) -> RemoteNode | None:
-        free = [node for node in self.nodes if not node.is_there]
-        if hello.node_rank is not None:
-            return next((node for node in free if node.number == hello.node_rank), None)
-        # One that was there before gets its number again; else the first that nobody ever had.
-        known = [node for node in free if node.host == hello.host]
-        new = [node for node in free if not node.host]
-        return next(iter((*known, *new, *free)), None)
-
     def _want_to_write(self, link: NodeLink) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write else 0)
         self._selector.modify(link, mask, (self, link))
@@ -392,9 +370,3 @@ def _by_our_clock(message: Message, behind_ns: int) -> Message:
         fault = replace(message.fault, at_ns=message.fault.at_ns + behind_ns)
         return replace(message, fault=fault)
     return message
-
-
-def _full(hello: Hello, most: int) -> str:
-    if hello.node_rank is not None:
-        return f"node {hello.node_rank} is there already, or is no number of this run"
-    return f"all {most} nodes are there already"

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.messages import Message, encode
 from ddp_runner.core.node_messages import (
     AskRank,
     EndRank,
     ForgetAsked,
+    Hello,
     Look,
     NodeMessage,
     RankLook,
@@ -26,6 +28,7 @@ from ddp_runner.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 ANY_DEVICE = "*"
+SPARE = -1  # the number of each machine that waits for a place
 # Cells with a time of the clock of their machine, and those that are not the rank's to write.
 _TIMES = (Cell.PHASE_SINCE_NS, Cell.FIRST_STEP_NS, Cell.LAST_COMMIT_NS)
 _OURS = (Cell.FENCED, Cell.LEASE_NS)
@@ -93,7 +96,8 @@ class RemoteNode:
     ) -> None:
         self.number = number
         self.ranks = tuple(ranks)
-        self.host = ""
+        self.host = self.supervisor = ""
+        self.hello: Hello | None = None  # its newest
         self.link: NodeLink | None = None
         self.newest: NewestCheckpoint | None = None  # of its folder, when it came
         self.heard_at_s = self.looked_at_s = 0.0
@@ -121,9 +125,18 @@ class RemoteNode:
         """Whether its zygote was ready when it was last heard of."""
         return self.is_there and self._can_fork
 
-    def joined(self, link: NodeLink, *, host: str) -> None:
+    @property
+    def name(self) -> str:
+        """For people."""
+        what = "a spare node" if self.number == SPARE else f"node {self.number}"
+        return f"{what} ({self.host})"
+
+    def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
-        self.link, self.host = link, host
+        self.link, self.hello = link, hello
+        self.host, self.supervisor = hello.host, hello.supervisor
+        newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
+        self.newest = newest if newest.step > EMPTY_STEP else None
         self.heard_at_s = self.looked_at_s = self._clock.monotonic()
         self._can_fork, self._spare_for = False, ""
 

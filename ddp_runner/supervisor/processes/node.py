@@ -64,7 +64,6 @@ class Node:
         ranks: Sequence[int] | None = None,
         store: StorePlace | None = None,
     ) -> None:
-        self.ranks = tuple(range(plan.world_size) if ranks is None else ranks)
         self._plan = plan
         self._selector = selector
         self._system = system
@@ -76,9 +75,7 @@ class Node:
         self._memory = BoardMemory(plan.world_size)
         # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
-        log_dir = Path(plan.settings.run.log_dir)
-        # One for each rank of this machine; what they are at present, and not where the ranks stand.
-        self.processes = {rank: RankProcess(rank, log_dir=log_dir) for rank in self.ranks}
+        self.become(range(plan.world_size) if ranks is None else ranks)
         self.store: StoreHost | None = None
         self.spare: Spare | None = None
         self.standby: Standby | None = None
@@ -94,6 +91,12 @@ class Node:
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
+
+    def become(self, ranks: Sequence[int]) -> None:
+        """Have these ranks from now on. None of those before has a process."""
+        self.ranks, log_dir = tuple(ranks), Path(self._plan.settings.run.log_dir)
+        # What they are at present, and not where the ranks stand.
+        self.processes = {rank: RankProcess(rank, log_dir=log_dir) for rank in ranks}
 
     @property
     def can_fork(self) -> bool:
@@ -466,14 +469,10 @@ class Node:
     def _close(self, helper: Helper) -> None:
         self._forget_channel(helper.channel)
         helper.close()
-        if helper is self.store:
-            self.store = None
-        elif helper is self.spare:
-            self.spare = None
-        elif helper is self.drill:
-            self.drill = None
-        else:
-            self.standby = None
+        self.store = None if helper is self.store else self.store
+        self.spare = None if helper is self.spare else self.spare
+        self.drill = None if helper is self.drill else self.drill
+        self.standby = None if helper is self.standby else self.standby
 
     def _start(self, helper: Helper, spec: dict[str, object], *inherited: int) -> None:
         self._watch(helper.channel, None)

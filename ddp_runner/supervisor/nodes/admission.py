@@ -1,0 +1,102 @@
+"""Who is taken into a run on several machines: refused for good, given a number, or a spare."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_runner.core.node_messages import Hello, Refused
+from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+
+LOSSES_MAX = 3  # within LOSSES_WINDOW_S: such a machine is used where no other is there
+LOSSES_WINDOW_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What a node must have in common with the coordinator, and what it hears then."""
+
+    options: NodeOptions
+    ranks: int
+    meaning: Mapping[str, object]
+    versions: Mapping[str, str]
+    token: bytes
+    silent_s: float
+
+
+def why_not(hello: Hello, mine: Meeting) -> Refused | None:
+    """Why this machine can have no part in the run; None where it can."""
+    if hello.run_id != mine.options.run_id:
+        return Refused(
+            name="--rdzv-id",
+            value=hello.run_id,
+            expected=f"the coordinator's run is {mine.options.run_id}",
+        )
+    for name in sorted({*mine.versions, *hello.versions}):
+        theirs, ours = hello.versions.get(name, "none"), mine.versions.get(name, "none")
+        if theirs != ours:
+            return Refused(
+                name=name,
+                value=theirs,
+                expected=f"the coordinator has {ours}: install the same",
+            )
+    if hello.ranks != mine.ranks:
+        return Refused(
+            name="-n",
+            value=str(hello.ranks),
+            expected=f"the coordinator has {mine.ranks} ranks: all nodes need the same number",
+        )
+    for key in sorted({*mine.meaning, *hello.meaning}):
+        their_value, our_value = hello.meaning.get(key), mine.meaning.get(key)
+        if their_value != our_value:
+            return Refused(
+                name=key,
+                value=str(their_value),
+                expected=f"the coordinator has {our_value}: give all nodes the same settings",
+            )
+    return None
+
+
+def number_is_taken(hello: Hello) -> Refused:
+    """It asks for a number that another one has, or that the run does not have."""
+    number = str(hello.node_rank)
+    return Refused(
+        name="--node-rank",
+        value=number,
+        expected=f"node {number} is there already, or is no number of this run",
+    )
+
+
+def place_for(hello: Hello, nodes: Sequence[RemoteNode]) -> RemoteNode | None:
+    """Which node it becomes; None where no place is free."""
+    free = [node for node in nodes if not node.is_there]
+    if hello.node_rank is not None:
+        return next((node for node in free if node.number == hello.node_rank), None)
+    # One that was there before gets its number again; else the first that nobody ever had.
+    same = [node for node in free if node.supervisor == hello.supervisor]
+    was = [node for node in free if hello.parked and node.number == hello.parked.node]
+    known = [node for node in free if node.host == hello.host]
+    new = [node for node in free if not node.host]
+    return next(iter((*same, *was, *known, *new, *free)), None)
+
+
+class LossCount:
+    """How often each machine was lost lately."""
+
+    def __init__(self) -> None:
+        self._lost_at_s: defaultdict[str, list[float]] = defaultdict(list)
+
+    def lost(self, host: str, now_s: float) -> None:
+        """It was lost again."""
+        recent = [at_s for at_s in self._lost_at_s[host] if at_s > now_s - LOSSES_WINDOW_S]
+        self._lost_at_s[host] = [*recent, now_s]
+
+    def best(self, spares: Sequence[RemoteNode], now_s: float) -> RemoteNode:
+        """Who is to take a place: of those that are not lost all the time, the one that came first."""
+        return min(spares, key=lambda spare: self._is_often_lost(spare.host, now_s))
+
+    def _is_often_lost(self, host: str, now_s: float) -> bool:
+        recent = [at_s for at_s in self._lost_at_s[host] if at_s > now_s - LOSSES_WINDOW_S]
+        return len(recent) >= LOSSES_MAX
