@@ -178,6 +178,7 @@ def who_is_left(
     """What the ranks of a world have, once ``incident`` has been gathered.
 
     Ranks that are ``forked_ahead`` of it, or are being replaced, have no state that anybody could get.
+    Where all others only wait for one, the first of them counts as lost: another process of it loads.
     """
     unending = {h.rank: h.pid or 0 for h in handles if h.does_not_end(now_s)}
     raised = {fault.rank for fault in incident.attribution.causes if fault.kind in PARKED_BY_RANK}
@@ -193,9 +194,12 @@ def who_is_left(
             parked.append(handle.progress)
         else:
             others.append(handle)
+    filled = any(handle.is_filled for handle in others)
+    if others and not (lost or parked or filled):
+        lost.append(others.pop(0).rank)
     return WorldFacts(
         lost=tuple(lost),
-        filled=any(handle.is_filled for handle in others),
+        filled=filled,
         newest_step=max((one.progress.committed_step for one in others), default=EMPTY_STEP),
         present=len(handles),
         parked=tuple(parked),

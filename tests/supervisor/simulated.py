@@ -122,6 +122,24 @@ class InstantSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
+class Machine:
+    """One machine: its clock, its processes, and the node that has them, once there is one."""
+
+    def __init__(self, simulation, number=0, *, clock):
+        self._simulation = simulation
+        self.number = number
+        self.clock = clock
+        self.node = None
+        self.started = None  # the newest zygote that had to import
+        self.reaped = []
+
+    @property
+    def zygote(self):
+        """The process that forks the others here; the one before while there is none."""
+        pid = None if self.node is None else self.node.zygote_pid
+        return self._simulation.processes.get(pid, self.started)
+
+
 @dataclass
 class Process:
     """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare, -4 who stands by,
@@ -130,6 +148,7 @@ class Process:
     pid: int
     rank: int
     channel: Channel
+    machine: Machine
     committed: int = -1
     generation: int = 0  # in which it is; 0: in none
     trains: bool = False
@@ -171,6 +190,8 @@ class Simulation:
         **recovery,
     ):
         self.clock = Clock()
+        self.formed = {}  # generation -> its processes
+        self.home = Machine(self, clock=self.clock)  # of the supervisor that decides
         self.secrets = {}  # generation -> those that were handed out for it
         self.outputs = Outputs()
         self.silent = silent  # collectives end in silence, and an abort takes two acts
@@ -179,8 +200,6 @@ class Simulation:
         self.checkpoint = 0
         self.best = 0  # the newest step that any rank has ever committed
         self.processes = {}
-        self._started = None  # the newest zygote that had to import
-        self.reaped = []
         self.unreaped_kills = set()
         self._unborn = []  # channels of forks that a zygote still owes
         self._broken = 0  # the newest generation that a peer has left
@@ -224,8 +243,14 @@ class Simulation:
             command=("test",),
             notes=(),
         )
-        selector = InstantSelector()
-        self.node = Node(plan, selector, system=System(self), clock=self.clock)
+        self._set_up(plan, InstantSelector())
+        self.world = self.supervisor.world
+        self.home.node = self.node
+        self.node.start_zygote()
+
+    def _set_up(self, plan, selector):
+        """The supervisor that decides, its node and its loop."""
+        self.node = Node(plan, selector, system=System(self, self.home), clock=self.clock)
         self.supervisor = Supervisor(
             plan,
             self.node,
@@ -234,9 +259,7 @@ class Simulation:
             published=Directory(self),
             clock=self.clock,
         )
-        self.world = self.supervisor.world
         self.loop = Quiet(self.supervisor, signals=Silence(), selector=selector, clock=self.clock)
-        self.node.start_zygote()
 
     # What a test does.
 
@@ -267,15 +290,15 @@ class Simulation:
 
     @property
     def zygote(self):
-        """The process that forks the others; the one before while there is none."""
-        return self.processes.get(self.node.zygote_pid, self._started)
+        """As :attr:`Machine.zygote`, where the supervisor is that decides."""
+        return self.home.zygote
 
     def rank(self, number):
         """The newest living process of a rank; -1 is the store host, and so on, as for :meth:`kill`."""
         if number == -2:
             return None if self.zygote.dead else self.zygote
         alive = [p for p in self.processes.values() if p.rank == number and not p.dead]
-        alive = [process for process in alive if process is not self.zygote]  # who stood by
+        alive = [one for one in alive if one is not one.machine.zygote]  # who stood by
         return max(alive, key=lambda process: process.pid, default=None)
 
     def kill(self, *ranks):
@@ -344,7 +367,7 @@ class Simulation:
         elif number == signal.SIGKILL:
             self._end(process, signal_number=9)
         elif number == STACKS_SIGNAL and process.rank >= 0:
-            os.write(self.node.processes[process.rank].output, ITS_STACKS)
+            os.write(process.machine.node.processes[process.rank].output, ITS_STACKS)
         elif number == signal.SIGCONT:
             process.stopped = process.asleep
 
@@ -364,14 +387,14 @@ class Simulation:
 
     # How the processes behave.
 
-    def fork(self, request, descriptors):  # noqa: C901 - one row a kind
+    def fork(self, machine, request, descriptors):  # noqa: C901 - one row a kind
         """The zygote's answer to a request."""
         if request.rank == SPARE_RANK:
             self.spares_asked.append([handle.state.name for handle in self.world.ranks])
             self.spare_kinds.append((request.spec["kind"], request.spec["device"]))
         channel = Channel.from_descriptor(os.dup(descriptors[0]))
         self._unborn.append(channel)
-        zygote = self.zygote
+        zygote = machine.zygote
 
         def born():  # noqa: PLR0911 - the same
             if zygote.dead:
@@ -391,7 +414,7 @@ class Simulation:
                 channel.close()
                 self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
                 return
-            process = self._new(_KIND.get(request.rank, request.rank), channel)
+            process = self._new(_KIND.get(request.rank, request.rank), channel, machine)
             answer = Forked(token=request.token, pid=process.pid)
             if self.answers_s:
                 self.later(self.answers_s, lambda: self.send(zygote, answer))
@@ -439,17 +462,21 @@ class Simulation:
             os.close(descriptor)
         self._start(process, request)
 
-    def start_zygote(self, channel):
+    def start_zygote(self, channel, machine):
         self.zygotes += 1
-        self._started = zygote = self._new(-2, channel)
+        machine.started = zygote = self._new(-2, channel, machine)
         message = ZygoteReady(torch_version="0", import_s=IMPORT_S)
         self.later(self.import_s, lambda: self.send(zygote, message))
         return zygote.pid
 
     def stamp(self, process, phase):
-        slot = self.world.ranks[process.rank].slot
+        slot = self.slot(process)
         slot.set(Cell.STEP, max(0, process.committed))
-        slot.stamp(phase, self.clock.monotonic_ns())
+        slot.stamp(phase, process.machine.clock.monotonic_ns())
+
+    def slot(self, process):
+        """Its cells on the board of its machine."""
+        return process.machine.node.slot(process.rank)
 
     def send(self, process, message):
         """A process says something, unless it cannot."""
@@ -464,14 +491,14 @@ class Simulation:
             self._end(process, exit_code=1)
 
     def fault(self, process, kind, cause):
-        reading = self.world.ranks[process.rank].slot.read()
+        reading = self.slot(process).read()
         return Fault(
             kind=kind,
             rank=process.rank,
             step=max(0, process.committed),
             phase=reading.phase.label,
             cause=cause,
-            at_ns=self.clock.monotonic_ns(),
+            at_ns=process.machine.clock.monotonic_ns(),
         )
 
     def later(self, seconds, action):
@@ -506,7 +533,7 @@ class Simulation:
                 return
             match message:
                 case Fork() if process.rank == STANDBY:
-                    self.fork(message, descriptors)
+                    self.fork(process.machine, message, descriptors)
                     for descriptor in descriptors:
                         os.close(descriptor)
                 case Fork():
@@ -540,9 +567,18 @@ class Simulation:
         process.seen.append(form.generation)
         self.secrets.setdefault(form.generation, set()).add(form.secret)
         process.generation, process.trains = form.generation, False
-        self.world.ranks[process.rank].slot.set(Cell.GENERATION, form.generation)
+        self.slot(process).set(Cell.GENERATION, form.generation)
         self.stamp(process, Phase.FORMING)
         self.later(FORM_S, lambda: self._try_to_form(form))
+
+    def can_meet(self, members):
+        """Whether these processes can reach each other, and the store."""
+        del members
+        return True
+
+    def who_counts(self):
+        """Living ranks whose committed steps nobody may lose."""
+        return [p for p in self.processes.values() if p.rank >= 0 and not p.dead]
 
     def _members(self, generation):
         return [p for p in self.processes.values() if p.generation == generation]
@@ -555,16 +591,18 @@ class Simulation:
             self._break(form.generation)
             return
         store = self.rank(-1)
-        if store is None or store.stopped or self.is_held or any(p.stopped for p in members):
+        is_held = self.is_held or any(p.stopped for p in members) or not self.can_meet(members)
+        if store is None or store.stopped or is_held:
             self.later(FORM_S, lambda: self._try_to_form(form))
             return
         newest = max(process.committed for process in members)
-        alive = [p.committed for p in self.processes.values() if p.rank >= 0 and not p.dead]
-        assert newest >= max(alive), "a committed step is lost while a replica lives"
+        kept = [process.committed for process in self.who_counts()]
+        assert newest >= max(kept), "a committed step is lost while a replica lives"
         assert newest >= 0, "nobody has a state"
+        self.formed[form.generation] = members
         for process in members:
             process.committed, process.trains = newest, True
-            self.world.ranks[process.rank].slot.set(Cell.COMMITTED_STEP, newest)
+            self.slot(process).set(Cell.COMMITTED_STEP, newest)
             self.stamp(process, Phase.FORWARD)
             formed = Formed(
                 rank=process.rank,
@@ -657,15 +695,15 @@ class Simulation:
         self.later(EXIT_S, lambda: self._end(process, exit_code=0))
 
     def _phase(self, process):
-        return self.world.ranks[process.rank].slot.read().phase
+        return self.slot(process).read().phase
 
     def _commit(self, process):
-        slot = self.world.ranks[process.rank].slot
+        slot = self.slot(process)
         process.committed += 1
         self.best = max(self.best, process.committed)
         slot.set(Cell.COMMITTED_STEP, process.committed)
         slot.add(Cell.OWN_STEPS, 1)
-        slot.set(Cell.LAST_COMMIT_NS, self.clock.monotonic_ns())
+        slot.set(Cell.LAST_COMMIT_NS, process.machine.clock.monotonic_ns())
         slot.set(Cell.STEP_NS, int((self.step_s + self.data_s) * 1e9))
         slot.set(Cell.BUSY_NS, int(self.step_s * 1e9))
         # Rank 0 waits for the data of its step, and the others for rank 0.
@@ -676,15 +714,18 @@ class Simulation:
         """A peer is lost: the others notice, some of them just after they have committed."""
         self._broken = max(self._broken, generation)
         for process in self._members(generation):
-            if process.dead or process.stopped:
-                continue
-            if process.trains and process.committed < self.steps and self.random.random() < 0.3:
-                self._commit(process)
-            if self.silent:  # and waits for the dead one
-                self.stamp(process, Phase.REDUCE)
-                continue
-            delay_s = self.random.uniform(0.001, 0.02)
-            self.later(delay_s, lambda each=process: self._notice(each, generation))
+            if not process.dead and not process.stopped:
+                self._lose_peer(process)
+
+    def _lose_peer(self, process):
+        generation = process.generation
+        if process.trains and process.committed < self.steps and self.random.random() < 0.3:
+            self._commit(process)
+        if self.silent:  # and waits for the dead one
+            self.stamp(process, Phase.REDUCE)
+            return
+        delay_s = self.random.uniform(0.001, 0.02)
+        self.later(delay_s, lambda: self._notice(process, generation))
 
     def _notice(self, process, generation):
         if process.generation == generation and not process.dead and not process.stopped:
@@ -696,8 +737,8 @@ class Simulation:
         process.generation, process.trains = 0, False
         self.later(0.001, lambda: self.send(process, self._ready(process)))
 
-    def _new(self, rank, channel):
-        process = Process(pid=next(self._pids), rank=rank, channel=channel)
+    def _new(self, rank, channel, machine):
+        process = Process(pid=next(self._pids), rank=rank, channel=channel, machine=machine)
         channel.set_blocking(blocking=False)
         self.processes[process.pid] = process
         return process
@@ -712,16 +753,18 @@ class Simulation:
             pid=process.pid,
             exit_code=exit_code,
             signal_number=signal_number,
-            at_ns=self.clock.monotonic_ns(),
+            at_ns=process.machine.clock.monotonic_ns(),
         )
         if signal_number == signal.SIGKILL:
             self.unreaped_kills.add(process.pid)
-        self.later(self.random.uniform(0, EXIT_S), lambda: self.reaped.append(ended))
+        reaped = process.machine.reaped
+        self.later(self.random.uniform(0, EXIT_S), lambda: reaped.append(ended))
         if generation and process.trains:
             self.later(0.001, lambda: self._break(generation))
 
-    def reap(self):
-        reaped, self.reaped = self.reaped, []
+    def reap(self, machine):
+        reaped = machine.reaped[:]
+        machine.reaped.clear()
         for ended in reaped:
             self.unreaped_kills.discard(ended.pid)
             yield ended
@@ -735,10 +778,13 @@ class Simulation:
         self.clock.now_s = max(self.clock.now_s, min(next_s, self.clock.now_s + TICK_S))
         while self._heap and self._heap[0][0] <= self.clock.now_s:
             heapq.heappop(self._heap)[2]()
-        self.loop._turn()
+        self._turn_supervisors()
         for process in list(self.processes.values()):
             if process.rank >= 0 or process.rank in (SPARE, STANDBY):
                 self._listen(process)
+
+    def _turn_supervisors(self):
+        self.loop._turn()
 
     def close(self):
         for process in self.processes.values():
@@ -763,13 +809,14 @@ class Silence:
 
 
 class System:
-    """The operating system as the node sees it: of simulated processes."""
+    """The operating system as the node of one machine sees it: of simulated processes."""
 
-    def __init__(self, simulation):
+    def __init__(self, simulation, machine):
         self._simulation = simulation
+        self._machine = machine
 
     def start_zygote(self, *, task, environment):
-        return Zygote(self._simulation)
+        return Zygote(self._simulation, self._machine)
 
     def make_guardian(self):
         return Guardian()
@@ -778,7 +825,7 @@ class System:
         return self._simulation.kills
 
     def reap(self):
-        return self._simulation.reap()
+        return self._simulation.reap(self._machine)
 
     def signal(self, pid, number):
         self._simulation.signal(pid, number)
@@ -811,6 +858,9 @@ class Directory(Published):
 class Guardian:
     """Looks at no process of this machine."""
 
+    def start(self):
+        pass
+
     def marked(self, environment):
         return dict(environment)
 
@@ -827,18 +877,19 @@ class Guardian:
 class Zygote:
     """What the supervisor holds of its zygote."""
 
-    def __init__(self, simulation):
+    def __init__(self, simulation, machine):
         self._simulation = simulation
+        self._machine = machine
         self.channel, theirs = Channel.pair()
         self.channel.set_blocking(blocking=False)
         self.output = make_output_file("zygote")
         self.ready = False
-        self.pid = simulation.start_zygote(Channel(theirs))
+        self.pid = simulation.start_zygote(Channel(theirs), machine)
 
     def fork(self, request, descriptors):
         if self._simulation.processes[self.pid].dead:
             raise ChannelClosedError
-        self._simulation.fork(request, descriptors)
+        self._simulation.fork(self._machine, request, descriptors)
 
     def mark_reaped(self, exit_code):
         pass
