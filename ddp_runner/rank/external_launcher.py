@@ -6,7 +6,6 @@ makes the launcher restart, and the restarted ranks resume from the newest check
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -55,6 +54,7 @@ from ddp_runner.observe.format import printable
 from ddp_runner.observe.journal import MetricsFile
 from ddp_runner.observe.logger import install_root_handler
 from ddp_runner.observe.summary import read_summary, write_summary
+from ddp_runner.rank.exit_functions import run_exit_functions
 from ddp_runner.rank.restart_log import RestartLog, read_restart_log, restart_log_path
 from ddp_runner.rank.restarts import SPENT, replay
 from ddp_runner.rank.signals import take_signals
@@ -292,7 +292,7 @@ def _end_at_once(code: int) -> NoReturn:
 
     What they leave the other ranks would take for whole: those are ended by the launcher.
     """
-    atexit._run_exitfuncs()  # noqa: SLF001 - as a rank of ours does: user code may rely on them
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it
             stream.flush()

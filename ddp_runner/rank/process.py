@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import mmap
 import os
@@ -25,6 +24,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.files import lossy_text
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
+from ddp_runner.rank.exit_functions import run_exit_functions
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
@@ -42,7 +42,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
     """Run one rank; returns its exit status. ``descriptors``: control channel, board, output."""
     settings, runtime = begin(request, descriptors)
     status = _train(settings, runtime)
-    atexit._run_exitfuncs()  # noqa: SLF001 - as multiprocessing does: user code may rely on them
+    run_exit_functions()
     return status
 
 
