@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -34,8 +35,17 @@ for number, usual in (
         signal.signal(number, usual)
 
 
+# Collecting keeps what it makes: to look for garbage would take half of its time.
+gc.disable()
+
+
 def pytest_collection_finish(session):
-    """One thread each: the test processes share the cores, where torch's threads wait for each other."""
+    """One thread each: the test processes share the cores, where torch's threads wait for each other.
+
+    What has been collected stays to the end, and no later search for garbage goes through it.
+    """
+    gc.freeze()
+    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import socket
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
 _CLOSE_WAIT = "08"
 _LISTEN = "0A"
+# Of netlink(7) and sock_diag(7).
+_NETLINK_SOCK_DIAG = 4
+_BY_FAMILY = 20
+_REQUEST, _DUMP = 0x1, 0x300
+_ERROR, _DONE = 2, 3
+_LISTENING = 1 << 10
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+_INODE_AT = _HEADER.size + 68
 # Under which glibc makes a semaphore before it gets its name: a process that is killed within those
 # microseconds leaves 32 bytes that nobody can distinguish from a user's own semaphore, and so nobody removes.
 _HALF_MADE = re.compile(r"sem\.[A-Za-z0-9]{6}")
@@ -29,16 +40,44 @@ def processes_with(variable):
     found = []
     for pid in _pids():
         with contextlib.suppress(OSError):
-            base = Path("/proc", str(pid))
-            if wanted in (base / "environ").read_bytes().split(b"\0"):
-                found.append(Found(pid=pid, name=(base / "comm").read_text().strip()))
+            if wanted in _content(f"/proc/{pid}/environ").split(b"\0"):
+                name = _content(f"/proc/{pid}/comm").decode(errors="replace").strip()
+                found.append(Found(pid=pid, name=name))
     return found
+
+
+def _content(path):
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - of each process, many times in a run
+        return file.readall()
 
 
 def listening_inodes(pids):
     """The inodes of listening TCP sockets: those that ``pids`` hold, or all of them for None."""
-    listening = {inode for inode, state, _ in _connections() if state == _LISTEN}
+    try:
+        listening = {
+            inode for family in (socket.AF_INET, socket.AF_INET6) for inode in _asked(family)
+        }
+    except OSError:  # a kernel without sock_diag
+        listening = {inode for inode, state, _ in _connections() if state == _LISTEN}
     return listening if pids is None else listening & set().union(*map(_sockets_of, pids))
+
+
+def _asked(family):
+    """The inodes of one family's listening sockets, without a look at all connections, which takes 4 ms."""
+    wanted = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 0, 0, _LISTENING)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as link:
+        size = _HEADER.size + len(wanted)
+        link.send(_HEADER.pack(size, _BY_FAMILY, _REQUEST | _DUMP, 1, 0) + wanted)
+        while True:
+            packet, begin = link.recv(1 << 16), 0
+            while begin < len(packet):
+                size, kind, _, _, _ = _HEADER.unpack_from(packet, begin)
+                if kind == _DONE:
+                    return
+                if kind == _ERROR:
+                    raise OSError(-struct.unpack_from("=i", packet, begin + _HEADER.size)[0], "")
+                yield str(struct.unpack_from("=I", packet, begin + _INODE_AT)[0])
+                begin += (size + 3) & ~3
 
 
 def unread_bytes(pid):
@@ -101,11 +140,11 @@ def ownerless_shared_memory(names):
 
 
 def _pids():
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - as above
 
 
 def _open_files(pid):
     with contextlib.suppress(OSError):
-        for link in Path("/proc", str(pid), "fd").iterdir():
+        for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - as above
             with contextlib.suppress(OSError):
-                yield str(link.readlink())
+                yield os.readlink(f"/proc/{pid}/fd/{number}")  # noqa: PTH115 - as above
