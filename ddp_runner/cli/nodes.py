@@ -8,7 +8,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -20,6 +20,7 @@ from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
+from ddp_runner.system import moving_endpoint
 from ddp_runner.system.interfaces import address_towards, interface_of
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
@@ -52,6 +53,9 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
     assert options is not None
     given = given_token(os.environ, token_file)
     os.environ.pop(TOKEN_VARIABLE, None)  # no rank is to have it
+    if moving := os.environ.pop(moving_endpoint.VARIABLE, ""):
+        options = replace(options, moving_fd=int(moving))
+        plan = replace(plan, nodes=options)
     address = options.local_addr
     if address and not interface_of(address):
         raise BadInputError("--local-addr", address, "is no address of this machine")

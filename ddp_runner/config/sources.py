@@ -28,6 +28,7 @@ RESERVED_VARIABLES = frozenset(
         "DDP_RUNNER_PLAIN_RANK",
         "DDP_RUNNER_MARK",
         "DDP_RUNNER_TOKEN",
+        "DDP_RUNNER_ENDPOINT_FD",
     }
 )
 

@@ -37,7 +37,7 @@ class NodeOptions:
     where the coordinator listens; ``is_host``: whether that is this machine; None: the one that has
     the address. ``join_timeout_s``: for ``least`` machines to come; ``last_call_s``: for more of
     them, once so many are there. ``local_addr``: the address of this machine for the others; empty:
-    the one that leads to the coordinator.
+    the one that leads to the coordinator. ``moving_fd``: a descriptor that says where the coordinator now is.
     """
 
     least: int
@@ -50,6 +50,7 @@ class NodeOptions:
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
     local_addr: str = ""
+    moving_fd: int | None = None
 
 
 def node_options(options: Mapping[str, str], environment: Mapping[str, str]) -> NodeOptions | None:

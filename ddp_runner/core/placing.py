@@ -143,7 +143,7 @@ class Next(enum.Enum):
 
     WAIT = "wait"  # the coordinator says how the run ends
     AGAIN = "again"  # start it again
-    ALL_AGAIN = "all again"  # and all others, where the coordinator now is
+    ELSEWHERE = "elsewhere"  # again, where the others are to look for the coordinator now
     LEAVE_OUT = "leave out"  # go on without that machine
     END = "end"  # with its exit code
 
@@ -152,7 +152,8 @@ class Next(enum.Enum):
 class Ended:
     """A supervisor that has ended, with ``code``; None: with its machine, and the engine has another one.
 
-    ``has_begun``: whether the run had its folders; ``has_its_files``: whether the new machine has them, too.
+    ``has_begun``: whether the run had its folders; ``has_its_state``: whether the new machine has
+    them, or another one has ranks that wait with their memory.
     ``starts_again_from_newest``: whether the same command goes on, and begins nothing a second time.
     ``recent``: how often the like has happened within an hour.
     """
@@ -162,7 +163,7 @@ class Ended:
     is_stopping: bool
     has_begun: bool
     recent: int
-    has_its_files: bool = True
+    has_its_state: bool = True
     starts_again_from_newest: bool = True
 
 
@@ -202,9 +203,9 @@ def _after_coordinator(ended: Ended) -> Answer:
         return _given_up(
             "the coordinator is lost: --resume auto goes on from the newest checkpoint"
         )
-    if ended.has_begun and not ended.has_its_files:
+    if ended.has_begun and not ended.has_its_state:
         return _given_up("the coordinator is lost, and its machine's checkpoints are not elsewhere")
-    return Answer(next=Next.AGAIN if ended.code is not None else Next.ALL_AGAIN)
+    return Answer(next=Next.AGAIN if ended.code is not None else Next.ELSEWHERE)
 
 
 def _given_up(why: str) -> Answer:

@@ -138,14 +138,14 @@ RUNS = {"is_stopping": False, "has_begun": True, "recent": 0}
         ({"is_coordinator": True, "code": 3}, Next.END, 3),
         # What was killed starts again, where it was or elsewhere, if that goes on and begins nothing.
         ({"is_coordinator": True, "code": -9}, Next.AGAIN, 0),
-        ({"is_coordinator": True, "code": None}, Next.ALL_AGAIN, 0),
+        ({"is_coordinator": True, "code": None}, Next.ELSEWHERE, 0),
         ({"is_coordinator": True, "code": None, "is_stopping": True}, Next.END, 75),
         ({"is_coordinator": True, "code": None, "recent": RESTARTS_MAX}, Next.END, 3),
-        ({"is_coordinator": True, "code": None, "has_its_files": False}, Next.END, 75),
+        ({"is_coordinator": True, "code": None, "has_its_state": False}, Next.END, 75),
         ({"is_coordinator": True, "code": -9, "starts_again_from_newest": False}, Next.END, 75),
         (
-            {"is_coordinator": True, "code": None, "has_begun": False, "has_its_files": False},
-            Next.ALL_AGAIN,
+            {"is_coordinator": True, "code": None, "has_begun": False, "has_its_state": False},
+            Next.ELSEWHERE,
             0,
         ),
         # Another one comes back as often as its machine is lost, and a few times by itself.

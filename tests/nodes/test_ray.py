@@ -24,7 +24,7 @@ from tests.scenarios.harness import (
 )
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
-pytestmark = [pytest.mark.ray, pytest.mark.whole_run]
+pytestmark = [pytest.mark.ray, pytest.mark.whole_run, pytest.mark.timeout(600)]
 
 PACED = (*SETTINGS, "task.pace_s=0.1")
 
@@ -119,7 +119,7 @@ def started(cluster, tmp_path):
 
 
 def test_a_machine_that_is_removed_costs_no_step_and_no_bit(cluster, started, made_once):
-    """First a follower's: Ray starts it elsewhere. Then the coordinator's: all go on from a checkpoint."""
+    """First a follower's: Ray starts it elsewhere. Then the coordinator's, and it takes the others' ranks over."""
     run = started()
     run.wait_for_step(5)
     secret = _environment_of(cluster.supervisors("ddp:follower")[0].pid)["DDP_RUNNER_TOKEN"]
@@ -130,13 +130,13 @@ def test_a_machine_that_is_removed_costs_no_step_and_no_bit(cluster, started, ma
     cluster.add()
     run.wait_for_checkpoint(20)
     assert "is lost; Ray starts it again" in run.console
+    (stays,) = cluster.supervisors("ddp:rank1")
     cluster.remove_node_of("ddp:supervisor")
     assert run.wait() == 0, run.console
-    assert "all go on from the newest checkpoint" in run.console
-    faults = [(one["kind"], one["rank"]) for one in run.events("fault") if not one["cause"]]
-    assert faults == [("node_lost", 1)]
-    resumed = [one["resumed_step"] for one in run.events("run_begins")]
-    assert (len(resumed), resumed[1] >= 20) == (2, True), resumed
+    assert "the coordinator is now on machine 0" in run.console
+    assert "its ranks have kept their memory" in run.console
+    pids = [one["pid"] for one in run.events("rank_formed") if one["rank"] == 1]
+    assert pids[-1] == stays.pid, pids
     summary = run.summary()
     assert (summary["exact"], run.digest) == (True, made_once(*SETTINGS, world=2).digest)
     written = [path for path in run.folder.rglob("*") if path.is_file()]

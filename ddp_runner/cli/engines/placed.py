@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ddp_runner.__main__ import main as run_command
-from ddp_runner.system import parent_death
+from ddp_runner.system import moving_endpoint, parent_death
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command line behind the pid of the actor; the exit code."""
-    parent_pid, *rest = words
+    """Run the command line behind the actor's pid and the descriptor of the endpoint; the exit code."""
+    parent_pid, endpoint_fd, *rest = words
     # INVARIANT ends-with-its-actor: a supervisor that an engine has placed ends with what placed it.
     # Broken if: the actor starts it from a thread that ends, or this is not the first thing it does.
     # Guarded by: test_it_begins_with_few_and_ends_with_its_driver.
     parent_death.die_with_parent(int(parent_pid))
+    os.set_inheritable(int(endpoint_fd), False)  # for no other process
+    os.environ[moving_endpoint.VARIABLE] = endpoint_fd
     return run_command(rest)

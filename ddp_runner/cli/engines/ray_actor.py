@@ -37,6 +37,7 @@ class NodeActor:
         self._held: list[tuple[int, bytes]] = []
         self._has_said_all = True
         self._owner = Path()
+        self._endpoint_fd = os.memfd_create("endpoint")
 
     def introduce(self, folder: str, owner: str, start: str) -> dict[str, Any]:
         """Who this is, and what is missing here, in words.
@@ -68,6 +69,10 @@ class NodeActor:
             "problem": problem,
         }
 
+    def move(self, endpoint: bytes) -> None:
+        """Have the supervisor look for the coordinator there from now on."""
+        os.pwrite(self._endpoint_fd, endpoint, 0)
+
     def begin(self, command: list[str], folder: str, environment: dict[str, str]) -> None:
         """Start the supervisor. In the main thread: the kernel ends it when the *thread* that did so ends."""
         assert threading.current_thread() is threading.main_thread()
@@ -75,7 +80,8 @@ class NodeActor:
         start, module, *words = command
         kept = {name: value for name, value in os.environ.items() if name not in _OF_RAY}
         self._child = subprocess.Popen(  # noqa: S603 - the command that the driver was given
-            [python, start, module, str(os.getpid()), *words],
+            [python, start, module, str(os.getpid()), str(self._endpoint_fd), *words],
+            pass_fds=(self._endpoint_fd,),
             cwd=folder,
             env={**kept, **environment},
             stdin=subprocess.DEVNULL,

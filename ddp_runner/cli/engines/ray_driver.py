@@ -35,6 +35,7 @@ from ddp_runner.core.placing import (
 )
 from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
 from ddp_runner.system.folder_owner import OWNER_NAME
+from ddp_runner.system.moving_endpoint import endpoint_bytes
 
 if TYPE_CHECKING:
     from ddp_runner.core.node_options import NodeOptions
@@ -258,6 +259,9 @@ class _Driver:
     def _coordinate_from(self, seat: Seat) -> None:
         self._endpoint = (seat.found["address"], seat.found["port"])
         seat.ready(time.monotonic())
+        for other in self._seats[1:]:
+            if other.is_running:
+                other.handle.move.remote(endpoint_bytes(*self._endpoint))
 
     def _looked(self, seat: Seat, found: Look) -> None:
         if seat.number == 0:
@@ -268,9 +272,6 @@ class _Driver:
             self._look(seat)
             return
         seat.phase = Phase.ENDED
-        if seat.is_to_move:
-            seat.ready(time.monotonic())
-            return
         seat.code = found["code"]
         self._follow_answer(seat, seat.code)
 
@@ -285,21 +286,18 @@ class _Driver:
                 is_stopping=self._stop is not None,
                 has_begun=self._has_begun,
                 recent=len(seat.ended_at_s),
-                has_its_files=seat.found["owner"] == self._owners[1],
-                starts_again_from_newest=self._settings.run.resume in ("auto", "last"),
+                has_its_state=seat.found["owner"] == self._owners[1]
+                or any(other.is_running for other in self._seats[1:]),
+                starts_again_from_newest=self._settings.run.resume == "auto",
             )
         )
         seat.ended_at_s.append(now_s)
         match answer.next:
             case Next.AGAIN:
                 seat.ready(now_s + (0.0 if code is None else AGAIN_S))
-            case Next.ALL_AGAIN:
-                self._terminal.say(
-                    f"the coordinator is now {seat.name}; all go on from the newest checkpoint"
-                )
+            case Next.ELSEWHERE:
+                self._terminal.say(f"the coordinator is now on {seat.name}")
                 self._coordinate_from(seat)
-                for other in self._seats[1:]:
-                    other.move()
             case Next.LEAVE_OUT:
                 seat.show_rest()
                 self._leave_out(seat, f"its supervisor has ended ({code})")
@@ -356,8 +354,9 @@ class _Driver:
         words = words_for_machine(
             self._words, self._asked, host=host, port=port, number=seat.number, share=self._share
         )
-        seat.is_to_move, seat.has_begun, seat.code = False, True, None
+        seat.has_begun, seat.code = True, None
         command = [seat.found["start"], _PLACED, "train", *words]
+        seat.handle.move.remote(endpoint_bytes(host, port))
         begun = seat.handle.begin.remote(command, seat.found["folder"], self._environment())
         seat.await_(Phase.BEGINNING, begun)
 

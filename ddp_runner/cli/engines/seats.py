@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ class Terminal:
 class Seat:
     """``number``: 0 is the coordinator's. ``handle``: of the actor. ``answer``: what is waited for of it.
 
-    ``found``: how it introduced itself. ``code``: how its supervisor has ended, until another one begins. ``is_to_move``: it is to end, and to begin with the new coordinator.
+    ``found``: how it introduced itself. ``code``: how its supervisor has ended, until another one begins.
     """
 
     number: int
@@ -64,7 +63,6 @@ class Seat:
     found: Mapping[str, Any] = field(default_factory=dict)
     has_begun: bool = False
     code: int | None = None
-    is_to_move: bool = False
     due_s: float = 0.0
     ended_at_s: list[float] = field(default_factory=list)
     _lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_MAX))
@@ -88,12 +86,6 @@ class Seat:
     def ready(self, due_s: float) -> None:
         """It may begin from then on."""
         self.phase, self.due_s = Phase.READY, due_s
-
-    def move(self) -> None:
-        """End, to begin with another coordinator."""
-        if self.is_running:
-            self.is_to_move = True
-            self.handle.signal.remote(int(signal.SIGTERM))
 
     def show(self, stream: int, written: bytes) -> None:
         """The coordinator's as it is; of another one its errors, by line."""

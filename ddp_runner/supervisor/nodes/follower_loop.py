@@ -41,6 +41,7 @@ from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import new_term
 from ddp_runner.system.folder_probe import is_shared
+from ddp_runner.system.moving_endpoint import read_endpoint
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 TICK_S = 0.1
@@ -112,9 +113,9 @@ class _FollowerLoop:
 
     def run(self) -> int:
         """Meet the coordinator, again where it is lost, until it says that the run has ended."""
-        options = self._meeting.options
-        where, wait_s = f"{options.host}:{options.port}", options.join_timeout_s
+        wait_s = self._meeting.options.join_timeout_s
         while True:
+            where = "{}:{}".format(*self._where())
             self._say(f"looking for the coordinator at {where}")
             if not self._meet(wait_s):
                 break
@@ -176,10 +177,14 @@ class _FollowerLoop:
             self._wait(DIAL_S)
         return False
 
-    def _dial(self) -> NodeLink | None:
+    def _where(self) -> tuple[str, int]:
+        """The coordinator's address: it may have moved."""
         options = self._meeting.options
+        return read_endpoint(options.moving_fd) or (options.host, options.port)
+
+    def _dial(self) -> NodeLink | None:
         try:
-            connection = socket.create_connection((options.host, options.port), timeout=DIAL_S)
+            connection = socket.create_connection(self._where(), timeout=DIAL_S)
         except OSError:
             return None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -285,7 +290,7 @@ class _FollowerLoop:
 
     def _store_host(self, welcome: Welcome) -> str:
         """Where the store is from here: the coordinator's own name for it means something else."""
-        return welcome.store_host or self._meeting.options.host
+        return welcome.store_host or self._where()[0]
 
     def _obey(self) -> str:
         """Until the coordinator is lost (why, in words), or the run has ended."""
