@@ -37,6 +37,8 @@ _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - where the endpoint's name is none of 
 _SEEN_S = 60.0
 _LOOK_AGAIN_S = 0.5
 _DIAL_S = 1.0
+# For the name of a machine that has just been started, such as a pod, to be known to itself.
+_NAMED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,7 @@ def coordinators_door(options: NodeOptions) -> Door | None:
             "must be 0 where is_host=1: the coordinator has rank 0",
         )
     is_certain = bool(options.is_host) or options.node_rank == 0
-    address = _resolved(options)
+    address = _resolved(options, patience_s=min(_NAMED_S, options.join_timeout_s) * is_certain)
     try:
         listening = _listen(address, options.port)
     except OSError as error:
@@ -204,14 +206,18 @@ def coordinators_door(options: NodeOptions) -> Door | None:
     return Door(listening=listening, address=address)
 
 
-def _resolved(options: NodeOptions) -> str:
-    try:
-        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise BadInputError(
-            "--rdzv-endpoint", options.host, f"is no name that this machine can resolve: {error}"
-        ) from error
-    return str(found[0][4][0])
+def _resolved(options: NodeOptions, *, patience_s: float) -> str:
+    """The address of the endpoint's name, which may not be known yet. Raises BadInputError."""
+    give_up_s = time.monotonic() + patience_s
+    while True:
+        try:
+            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+            return str(found[0][4][0])
+        except OSError as error:
+            if time.monotonic() >= give_up_s:
+                expected = f"is no name that this machine can resolve: {error}"
+                raise BadInputError("--rdzv-endpoint", options.host, expected) from error
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -110,7 +110,7 @@ class Run(Outputs):
     Without a ``command``, which is everything up to the options, and an ``environment``, the command and its
     zygote are forks of a process that has imported torch (see tests.ready). ``task`` None trains the
     built-in one in the folders that the command chooses itself. Without a word about them there are no
-    fire drills.
+    fire drills. ``world`` None: ``variables``, which are added to those of the test, say it.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class Run(Outputs):
         verb="train",
         command=None,
         environment=None,
+        variables=None,
     ):
         super().__init__(folder)
         self.folder.mkdir(exist_ok=True, parents=True)
@@ -129,7 +130,9 @@ class Run(Outputs):
         self.temporary.mkdir(exist_ok=True)
         self.output_path = self.folder / "console.txt"
         is_ready = command is None and environment is None
-        words = [*(command or (*PYTHON_M, verb)), "--cpu", "-n", str(world)]
+        words = [*(command or (*PYTHON_M, verb)), "--cpu"]
+        if world is not None:
+            words += ["-n", str(world)]
         if task is not None:
             words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
         if not any("drill_at" in str(argument) for argument in arguments):
@@ -150,6 +153,7 @@ class Run(Outputs):
             "TMPDIR": str(self.temporary),
             name: value,
             **(environment or {}),
+            **(variables or {}),
         }
         with self.output_path.open("ab") as output:
             if is_ready:
