@@ -44,22 +44,28 @@ def test_a_preempted_job_and_a_lost_node_cost_no_bit(cluster, job, made_once):
     assert run.digest == made_once(*SETTINGS, world=4).digest
 
 
-def test_fewer_nodes_go_on_and_scancel_ends_for_good(cluster, job):
-    """A lost node takes nothing with it; the cancelled run saves, and is not put back into the queue."""
-    settings = (PACE, "max_steps=600", "recovery.node_patience_s=1")
-    run = job("slurm.sbatch", *settings, nnodes="1:2", options=WHOLE_NODES)
+def test_a_spare_node_steps_in_and_scancel_ends_for_good(cluster, job):
+    """In the place of a lost node, of whose job no step is lost; the cancelled run saves, and is not requeued."""
+    options = (*WHOLE_NODES, "--nodes=3")
+    run = job("slurm.sbatch", PACE, "max_steps=600", nnodes="2", options=options)
     run.wait_for_step(5)
-    cluster.take_away("n2")
-    run.wait_for_line("going on without node 1")
+    (lost,) = (name for name in ("n2", "n3") if cluster.ranks(name))
+    (spare,) = {"n2", "n3"} - {lost}
+    stays = cluster.ranks("n1")
+    cluster.take_away(lost)
+    poll(lambda: cluster.ranks(spare), every_s=0.1, what=f"ranks on {spare}: {run.console}")
     reached = run.committed()
     run.wait_for_step(reached + 10)
+    assert cluster.ranks("n1") >= stays
     assert cluster.job(run.number)["JobState"] == "RUNNING"
-    cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=test")  # in some seconds
+    down = ("state=down", "reason=test")  # as SLURM would find out in half a minute
+    cluster.run("scontrol", "update", f"nodename={lost}", *down)
     cluster.run("scancel", run.number)
     poll((run.logs / "summary.json").exists, what=f"the end: {run.console}")
     cluster.wait_for_job(run.number, JobState="CANCELLED", Restarts="0")
     summary = run.summary()
-    assert summary["status"] == "preempted", run.console
+    faults = [(fault["kind"], fault["steps_lost"]) for fault in summary["faults"]]
+    assert (summary["status"], faults) == ("preempted", [("node_lost", 0)]), run.console
     manifests = [json.loads(path.read_text()) for path in run.checkpoints.glob("step_*.json")]
     assert max(manifest["step"] for manifest in manifests) == summary["steps"], run.console
     poll(lambda: not cluster.ranks(), what=f"the end of {cluster.ranks()}")
