@@ -223,6 +223,14 @@ class EndRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FenceRank:
+    """Coordinator -> follower: from here on this rank may publish nothing, or may again."""
+
+    rank: int
+    is_fenced: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SignalRank:
     """Coordinator -> follower: send a signal to this rank."""
 
@@ -265,6 +273,16 @@ class StopWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWanted:
+    """Follower -> coordinator: somebody there wants a checkpoint after this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndWanted:
+    """Follower -> coordinator: somebody there wants the run to end as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnds:
     """Coordinator -> follower: the run has ended, with this exit code, and why."""
 
@@ -287,14 +305,29 @@ NodeMessage = (
     | ToRank
     | FromRank
     | EndRank
+    | FenceRank
     | SignalRank
     | AskRank
     | ForgetAsked
     | Said
     | StopWanted
+    | SaveWanted
+    | EndWanted
     | RunEnds
 )
-FROM_FOLLOWER = (Hello, Question, Folders, Look, RankStarted, RankGone, FromRank, Said, StopWanted)
+FROM_FOLLOWER = (
+    Hello,
+    Question,
+    Folders,
+    Look,
+    RankStarted,
+    RankGone,
+    FromRank,
+    Said,
+    StopWanted,
+    SaveWanted,
+    EndWanted,
+)
 FROM_COORDINATOR = (
     Welcome,
     Answer,
@@ -303,6 +336,7 @@ FROM_COORDINATOR = (
     StartRank,
     ToRank,
     EndRank,
+    FenceRank,
     SignalRank,
     AskRank,
     ForgetAsked,

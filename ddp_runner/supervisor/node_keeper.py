@@ -27,13 +27,11 @@ from ddp_runner.supervisor.processes.departures import (
 )
 from ddp_runner.supervisor.processes.endings import store_died
 from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.rank_host import Notes, Respawns, SeesImport
 from ddp_runner.supervisor.recovery.drills import DrillKeeper
-from ddp_runner.supervisor.recovery.repair import Repair
 from ddp_runner.supervisor.recovery.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
-from ddp_runner.supervisor.reporting.recorder import Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
-from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 
@@ -48,9 +46,9 @@ class NodeKeeper:
         *,
         node: Node,
         world: World,
-        recorder: Recorder,
-        repair: Repair,
-        start: Start,
+        recorder: Notes,
+        repair: Respawns,
+        start: SeesImport,
         clock: Clock,
     ) -> None:
         self._facts = facts

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from ddp_runner.core import events
 from ddp_runner.core.messages import Message
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
 
 class WhatIsKnown(Protocol):
@@ -31,6 +34,34 @@ class WhatIsKnown(Protocol):
 
     def stack_when_asked(self) -> str:
         """Where its main thread was when it was asked; empty where it has not said so."""
+
+
+class Notes(Protocol):
+    """Where keepers note what happens: a :class:`~.reporting.recorder.Recorder`, where there is a run to record."""
+
+    @property
+    def facts(self) -> RunFacts:
+        """What is known of the run."""
+
+    def record(self, event: events.Event, *, cause: int | None = None) -> int:
+        """Something has happened, because of event ``cause``; returns its id."""
+
+    def say(self, text: str, *, level: str = "INFO") -> None:
+        """A line for people."""
+
+
+class Respawns(Protocol):
+    """Who decides what becomes of a rank without a process: a :class:`~.recovery.repair.Repair`, or who asks it."""
+
+    def schedule_respawn(self, handle: RankHandle) -> None:
+        """The rank needs another process, if it is wanted."""
+
+
+class SeesImport(Protocol):
+    """Who waits for the zygote: a :class:`~.reporting.start_progress.Start`, where there is a start to show."""
+
+    def imported(self, seconds: float) -> None:
+        """It is ready."""
 
 
 class RankHost(Protocol):
@@ -67,6 +98,9 @@ class RankHost(Protocol):
 
     def force_stacks(self, rank: int) -> None:
         """Have the main thread of a rank that answers nothing write where it is, once it is awake."""
+
+    def fence(self, rank: int, *, is_fenced: bool) -> None:
+        """Have what this rank publishes refused from here on, or taken again."""
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the system holds the process of this rank stopped."""

@@ -47,6 +47,7 @@ class RunEnd:
         self._facts = facts
         self._machine = machine
         self._recorder = recorder
+        self._world = world
         self._published = published
         self.last_save = LastSave(
             settings.recovery,
@@ -95,7 +96,10 @@ class RunEnd:
             self.bad_input(fault.cause)
             return
         has_log = self._recorder.may_write
-        log = f"; see {self._log_dir}/rank_{fault.rank}.log" if has_log and fault.rank >= 0 else ""
+        log = ""
+        if has_log and fault.rank >= 0:
+            where = self._world.machine_of(self._world.ranks[fault.rank])
+            log = f"; see {where}{self._log_dir}/rank_{fault.rank}.log"
         reason = f"{fault_line(fault)} ({plan.reason}){log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:

@@ -30,6 +30,7 @@ class World:
 
     def __init__(self, plan: LaunchPlan, home: Node, others: Sequence[RankHost] = ()) -> None:
         self._home = home
+        self._ranks_per_node = plan.ranks_per_node
         nodes: tuple[RankHost, ...] = (home, *others)
         self._node_of = {rank: node for node in nodes for rank in node.processes}
         self.ranks = [
@@ -229,6 +230,15 @@ class World:
     def is_here(self, handle: RankHandle) -> bool:
         """Whether the rank is on the machine of this process."""
         return self._node_of[handle.rank] is self._home
+
+    def machine_of(self, handle: RankHandle) -> str:
+        """``node 1: ``, to stand before a path on the machine of this rank; empty for that of this process."""
+        return "" if self.is_here(handle) else f"node {handle.rank // self._ranks_per_node}: "
+
+    def fence(self, handle: RankHandle, *, is_fenced: bool) -> None:
+        """Have what a rank publishes refused from here on, or taken again."""
+        handle.slot.set(Cell.FENCED, int(is_fenced))
+        self._node_of[handle.rank].fence(handle.rank, is_fenced=is_fenced)
 
     def unheard_s(self, now_s: float) -> float:
         """How old what is known of the ranks of other machines is; 0.0 where all are here."""

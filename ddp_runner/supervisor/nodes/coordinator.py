@@ -14,12 +14,14 @@ from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent
 from ddp_runner.core.node_messages import (
     Beat,
+    EndWanted,
     Folders,
     Parked,
     RankGone,
     RankStarted,
     RunEnds,
     Said,
+    SaveWanted,
     StopWanted,
 )
 from ddp_runner.core.nodes import (
@@ -34,6 +36,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeEvent,
     NodeGone,
     NodeJoined,
+    NodeNews,
     NodeSaid,
     RankSaid,
 )
@@ -168,7 +171,7 @@ class CoordinatorSupervisor(Supervisor):
                 self._without = without
 
     def _look_at_missing(self, now_s: float) -> None:
-        there = 1 + sum(node.is_there for node in self._others)
+        there = 1 + sum(node.is_there or self._has_done_all(node) for node in self._others)
         if there < self._options.least:
             self._enough_since_s = None
         elif self._enough_since_s is None:
@@ -196,6 +199,10 @@ class CoordinatorSupervisor(Supervisor):
             leaves = node.number in self._leaving and there >= self._options.least
             if plan is NodesPlan.GO_ON or leaves:
                 self._go_on_without(node, now_s)
+
+    def _has_done_all(self, node: RemoteNode) -> bool:
+        """Whether nothing is left to do for its ranks: it may go, and is not missed."""
+        return all(self.world.ranks[rank].has_finished for rank in node.processes)
 
     def _go_on_without(self, node: RemoteNode, now_s: float) -> None:
         ranks = [self.world.ranks[rank] for rank in node.processes]
@@ -225,7 +232,8 @@ class CoordinatorSupervisor(Supervisor):
             case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare):
                 self._spares -= was_spare
                 self._leaving.discard(node.number)
-                self._look_at_checkpoints_of(node)
+                if not keeps_parked:
+                    self._look_at_checkpoints_of(node)
                 there = sum(one.is_there for one in self._others) + 1
                 kept = "; its ranks have kept their memory" if keeps_parked else ""
                 self.recorder.say(f"{node.name} is there: {there} of {len(self._others) + 1}{kept}")
@@ -247,9 +255,7 @@ class CoordinatorSupervisor(Supervisor):
                 f"node {node.number} has a newer checkpoint, of step {node.newest.step}: it loads it"
             )
 
-    def _on_node_message(
-        self, node: RemoteNode, message: RankStarted | RankGone | Said | StopWanted | Folders
-    ) -> None:
+    def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:
         match message:
             case Folders():
                 own = [
@@ -261,7 +267,12 @@ class CoordinatorSupervisor(Supervisor):
                     if not is_shared
                 ]
                 if own:
-                    self.recorder.say(f"node {node.number} has {' and '.join(own)} of its own")
+                    self.recorder.say(f"{node.name} has {' and '.join(own)} of its own")
+            case SaveWanted():
+                self.ask_save()
+            case EndWanted():
+                line = f"SIGQUIT on {node.name}: ended at once"
+                self.run_end.at_once(Ending.of(RunStatus.FAILED, line))
             case RankStarted(rank=rank, pid=pid, was_spare=was_spare):
                 self.world.ranks[rank].pid = pid
                 self.world.ranks[rank].was_spare = was_spare

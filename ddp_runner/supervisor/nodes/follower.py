@@ -25,6 +25,7 @@ from ddp_runner.core.messages import (
     Formed,
     Message,
     Ready,
+    RepairedInPlace,
     WireError,
     decode,
     encode,
@@ -34,6 +35,7 @@ from ddp_runner.core.node_messages import (
     AskRank,
     Beat,
     EndRank,
+    FenceRank,
     ForgetAsked,
     FromRank,
     Look,
@@ -71,9 +73,8 @@ _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve byte
 class _Herald:
     """In the place of a recorder: what is worth a line is said here and to the coordinator."""
 
-    may_write = False
-
-    def __init__(self, report: Report, show: Callable[[str, str], None]) -> None:
+    def __init__(self, facts: RunFacts, report: Report, show: Callable[[str, str], None]) -> None:
+        self.facts = facts
         self._report = report
         self._show = show
 
@@ -130,16 +131,16 @@ class Follower:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)
         self._facts = RunFacts()
-        herald = _Herald(report, show)
+        herald = _Herald(self._facts, report, show)
         self._reporter = _Reporter()
         self._keeper = NodeKeeper(
             plan,
             self._facts,
             node=node,
             world=self._world,
-            recorder=herald,  # type: ignore[arg-type] # of a recorder the keepers call these two
-            repair=self._reporter,  # type: ignore[arg-type] # of a repair the keepers call this one
-            start=herald,  # type: ignore[arg-type] # as above
+            recorder=herald,
+            repair=self._reporter,
+            start=herald,
             clock=clock,
         )
         self._process = dict.fromkeys(node.processes, 0)  # which of each rank's this one is
@@ -162,7 +163,7 @@ class Follower:
         """The ranks of this machine."""
         return self._world.present
 
-    def on_node_message(self, message: NodeMessage) -> None:
+    def on_node_message(self, message: NodeMessage) -> None:  # noqa: C901 - one row a message
         """The coordinator wants something done."""
         now_s = self._clock.monotonic()
         match message:
@@ -179,6 +180,8 @@ class Follower:
             case EndRank(rank=rank):
                 if self._world.ranks[rank].is_alive:
                     self._world.kill_rank(self._world.ranks[rank], now_s)
+            case FenceRank(rank=rank, is_fenced=is_fenced):
+                self._node.fence(rank, is_fenced=is_fenced)
             case SignalRank(rank=rank, number=number):
                 self._node.signal_rank(rank, number)
             case AskRank(rank=rank, by_force=by_force):
@@ -271,7 +274,7 @@ class Follower:
             with contextlib.suppress(OSError):  # whoever saves there says so
                 owner.take()
 
-    def on_message(self, message: Message, rank: int | None) -> None:
+    def on_message(self, message: Message, rank: int | None) -> None:  # noqa: C901 - one row a message
         """A process of this machine has something to say; ``rank`` None: one that is no rank."""
         if rank is None:
             known = {handle.rank for handle in self.handles if handle.pid is not None}
@@ -294,6 +297,9 @@ class Follower:
                 handle.machine.advance(RankEvent.GOT_FORMED)
             case Finished():
                 handle.machine.advance(RankEvent.GOT_FINISHED)
+            case RepairedInPlace(kernel_kills=kernel_kills):
+                for _ in range(kernel_kills):  # a loader worker's, not a rank's
+                    self._node.claim_kernel_kill(self._clock.monotonic())
             case _:
                 pass
         self._from_rank(rank, message)
@@ -316,7 +322,9 @@ class Follower:
             by_memory = (
                 ended.signal_number == signal.SIGKILL
                 and handle.state is not RankState.KILLING
-                and self._node.claim_kernel_kill(self._clock.monotonic())
+                and self._node.claim_kernel_kill(
+                    self._clock.monotonic(), before_it=self._larger_ones_killed(handle)
+                )
             )
             handle.machine.advance(RankEvent.EXITED)
             handle.released()
@@ -331,6 +339,15 @@ class Follower:
                     self.failed = fault.cause
                 case None:
                     pass
+
+    def _larger_ones_killed(self, handle: RankHandle) -> int:
+        """How many larger ranks here somebody else has killed as well: the kernel begins with the largest."""
+        return sum(
+            one.rss_bytes > handle.rss_bytes
+            and one.state is not RankState.KILLING
+            and self._node.is_killed(one.rank)
+            for one in self.handles
+        )
 
     def advance(self) -> None:
         """Whatever time asks for. Called after every event and every tick."""
@@ -367,12 +384,13 @@ class Follower:
     def _look_at(self, handle: RankHandle, now_s: float) -> RankLook:
         rank, process = handle.rank, self._node.processes[handle.rank]
         stack = process.stack_when_asked() if process.has_answered(now_s) else None
+        handle.rss_bytes = self._node.resident_bytes(rank) or handle.rss_bytes
         return RankLook(
             cells=handle.slot.cells(),
             pid=process.pid,
             stopped_s=self._node.stopped_s(rank, now_s) if process.pid else 0.0,
             is_killed=self._node.is_killed(rank),
-            resident_bytes=self._node.resident_bytes(rank),
+            resident_bytes=handle.rss_bytes,
             written_bytes=process.written_bytes,
             stack=stack,
         )

@@ -18,12 +18,14 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import WireError
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
+    EndWanted,
     Folders,
     Hello,
     NodeMessage,
     Refused,
     RunEnds,
     Said,
+    SaveWanted,
     StopWanted,
     Welcome,
     decode_from_node,
@@ -36,7 +38,7 @@ from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace
-from ddp_runner.supervisor.signal_box import STOP_SIGNALS, SignalBox
+from ddp_runner.supervisor.signal_box import SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import new_term
@@ -58,6 +60,12 @@ LEASE_SHARE = 0.8
 class _Stop:
     reason: StopReason | None = None
     times: int = 0
+    is_at_once: bool = False  # nothing is to be saved any more
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether this machine is to stop, in whichever way."""
+        return self.is_at_once or self.reason is not None
 
 
 def follow(plan: LaunchPlan, meeting: Meeting) -> int:
@@ -125,11 +133,13 @@ class _FollowerLoop:
                 return int(ExitCode.FAILED)
             if self._ends is not None:
                 return self._end_as_asked(self._ends)
-            if self._stop.times > 1 or self._leaves_as_spare:
+            if self._stop.times > 1 or self._stop.is_at_once or self._leaves_as_spare:
                 break
             waiting = "the ranks here wait for it, with their memory"
             self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
             wait_s = self._plan.settings.recovery.coordinator_wait_s
+        if self._stop.is_at_once:
+            return int(ExitCode.FAILED)
         if self._stop.reason is StopReason.INTERRUPTED:
             return int(ExitCode.INTERRUPTED)
         if self._stop.reason is None:
@@ -150,7 +160,7 @@ class _FollowerLoop:
         """Connect and be welcomed. False where nobody was there in time, or a stop was asked for."""
         give_up_s = self._clock.monotonic() + wait_s
         reason, refusals = "", 0
-        while self._clock.monotonic() < give_up_s and self._stop.reason is None:
+        while self._clock.monotonic() < give_up_s and not self._stop.is_asked:
             link = self._dial()
             if link is not None:
                 answer = self._greet(link)
@@ -254,6 +264,8 @@ class _FollowerLoop:
                 clock=self._clock,
             )
         self._follower.welcomed(keeps_parked=welcome.keeps_parked)
+        if self._stop.is_at_once:
+            self._report(EndWanted())
         if self._stop.reason is not None:  # it came before there was anybody to hear of it
             self._report_stop(self._stop.reason)
 
@@ -388,6 +400,11 @@ class _FollowerLoop:
     def _take_signals(self) -> None:
         for number in self._signals.take():
             reason = STOP_SIGNALS.get(signal.Signals(number))
+            if number == SAVE_SIGNAL:
+                self._report(SaveWanted())
+            elif number == signal.SIGQUIT and not self._stop.is_at_once:
+                self._stop.is_at_once = True
+                self._report(EndWanted())
             if reason is None:
                 continue
             self._stop.times += number in (signal.SIGINT, signal.SIGTERM)
@@ -403,7 +420,7 @@ class _FollowerLoop:
 
     def _wait(self, seconds: float) -> None:
         give_up_s = self._clock.monotonic() + seconds
-        while self._clock.monotonic() < give_up_s and self._stop.reason is None:
+        while self._clock.monotonic() < give_up_s and not self._stop.is_asked:
             self._look_at_processes()
 
     def _end_as_asked(self, ends: RunEnds) -> int:

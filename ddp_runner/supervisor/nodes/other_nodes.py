@@ -22,6 +22,7 @@ from ddp_runner.core.node_messages import (
     FROM_FOLLOWER,
     Answer,
     Beat,
+    EndWanted,
     Folders,
     FromRank,
     Hello,
@@ -33,6 +34,7 @@ from ddp_runner.core.node_messages import (
     RankStarted,
     RunEnds,
     Said,
+    SaveWanted,
     StopWanted,
     Welcome,
     decode_from_node,
@@ -62,12 +64,15 @@ class RankSaid:
     rank: int
 
 
+NodeNews = RankStarted | RankGone | Said | StopWanted | SaveWanted | EndWanted | Folders
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSaid:
     """Another node has sent this."""
 
     node: RemoteNode
-    message: RankStarted | RankGone | Said | StopWanted | Folders
+    message: NodeNews
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +180,9 @@ class OtherNodes:
             if node.link is None:
                 continue
             self._want_to_write(node.link)
-            if now_s > node.heard_at_s + self._meeting.silent_s:
+            if node.broken:  # such as a queue that it does not read
+                yield self.lose(node, node.broken)
+            elif now_s > node.heard_at_s + self._meeting.silent_s:
                 silent_s = now_s - node.heard_at_s
                 yield self.lose(node, f"nothing was heard of it for {silent_s:.1f} s")
         for link, since_s in list(self._strangers.items()):
@@ -249,14 +256,13 @@ class OtherNodes:
                     behind_ns = self._clock.monotonic_ns() - message.now_ns
                     node.mirror(rank, message.cells, behind_ns=behind_ns)
                     node.processes[rank].is_gone()
-                    if message.killed_for_memory:
-                        node.killed_for_memory(rank)
+                    node.rank_ended(killed_for_memory=message.killed_for_memory)
                     yield NodeSaid(node=node, message=message)
             case RankStarted(rank=rank, process=process, pid=pid):
                 if node.is_of_now(rank, process):
                     node.processes[rank].pid = pid
                     yield NodeSaid(node=node, message=message)
-            case Said() | StopWanted() | Folders():
+            case Said() | StopWanted() | SaveWanted() | EndWanted() | Folders():
                 yield NodeSaid(node=node, message=message)
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")

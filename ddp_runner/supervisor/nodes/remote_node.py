@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -12,6 +11,7 @@ from ddp_runner.core.messages import Message, encode
 from ddp_runner.core.node_messages import (
     AskRank,
     EndRank,
+    FenceRank,
     ForgetAsked,
     Hello,
     Look,
@@ -99,6 +99,7 @@ class RemoteNode:
         self.host = self.supervisor = ""
         self.hello: Hello | None = None  # its newest
         self.link: NodeLink | None = None
+        self.broken = ""  # why nothing more can be sent to it
         self.newest: NewestCheckpoint | None = None  # of its folder, when it came
         self.heard_at_s = self.looked_at_s = 0.0
         self.behind_ns = 0  # what its clock is behind ours, by its newest look
@@ -108,7 +109,7 @@ class RemoteNode:
         self._processes = {rank: RemoteProcess(rank, self) for rank in ranks}
         self._can_fork = False
         self._spare_for = ""
-        self._memory_kills: set[int] = set()
+        self._is_memory_kill = False  # the end that it has reported last
 
     @property
     def processes(self) -> Mapping[int, RemoteProcess]:
@@ -133,7 +134,7 @@ class RemoteNode:
 
     def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
-        self.link, self.hello = link, hello
+        self.link, self.hello, self.broken = link, hello, ""
         self.host, self.supervisor = hello.host, hello.supervisor
         newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
         self.newest = newest if newest.step > EMPTY_STEP else None
@@ -149,11 +150,13 @@ class RemoteNode:
             process.is_gone()
 
     def order(self, message: NodeMessage) -> None:
-        """Send, if it is there; a link that breaks at that is found when it is read."""
+        """Send, if it is there; a link that breaks at that is found at the next look."""
         if self.link is None:
             return
-        with contextlib.suppress(LinkLostError):
+        try:
             self.link.send(encode_for_node(message))
+        except LinkLostError as lost:
+            self.broken = self.broken or str(lost)
 
     def _order_of(self, rank: int, message: NodeMessage) -> None:
         """What is meant for the process before this one is not for one that is parked there."""
@@ -180,9 +183,9 @@ class RemoteNode:
             value = cells[cell]
             slot.set(cell, value + behind_ns if cell in _TIMES and value else value)
 
-    def killed_for_memory(self, rank: int) -> None:
-        """Its node says that the kernel has killed this rank; asked for once."""
-        self._memory_kills.add(rank)
+    def rank_ended(self, *, killed_for_memory: bool) -> None:
+        """Its node says how a rank there has ended; what that means is asked for at once."""
+        self._is_memory_kill = killed_for_memory
 
     def cannot_start(self) -> None:
         """It has just said that it can start nobody; its next look says when that is over."""
@@ -244,9 +247,14 @@ class RemoteNode:
         return self._processes[rank].is_killed
 
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
-        """Whether the newest end there was the kernel's doing; its node has found out."""
+        """Whether the newest end there was the kernel's doing; its node has found out, of loader workers too."""
         del now_s, before_it
-        return bool(self._memory_kills) and self._memory_kills.pop() >= 0
+        was, self._is_memory_kill = self._is_memory_kill, False
+        return was
+
+    def fence(self, rank: int, *, is_fenced: bool) -> None:
+        """Have what this rank publishes refused there, or taken again."""
+        self.order(FenceRank(rank=rank, is_fenced=is_fenced))
 
     def resident_bytes(self, rank: int) -> int:
         """Memory of the process of this rank by the newest look."""

@@ -116,12 +116,15 @@ def what_to_import(plan: LaunchPlan) -> str:
 COORDINATORS_LOGS = 0  # the number of the coordinator's machine
 
 
-def of_machine(
-    plan: LaunchPlan, first_rank: int, *, term: str, shares_logs: bool
-) -> dict[str, object]:
-    """What a rank of the machine that begins with ``first_rank`` is given for being one of several."""
-    node = first_rank // plan.ranks_per_node
+def of_plan(plan: LaunchPlan, rank: int, *, term: str, shares_logs: bool) -> dict[str, object]:
+    """What a rank is given of the plan, and for being on one of several machines."""
+    node = rank // plan.ranks_per_node
     return {
+        "device": plan.devices[rank].device,
+        "world_size": plan.world_size,
+        "local_world_size": plan.ranks_per_node,
+        "threads": plan.threads_per_rank,
+        "detect_anomaly": plan.settings.run.detect_anomaly,
         "node": node,
         "log_folder": COORDINATORS_LOGS if shares_logs else node,
         "term": term,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ddp_runner import config
-from ddp_runner.core.board import Slot
+from ddp_runner.core.board import Cell, Slot
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import NO_PROCESS, Fork, Forked, Message
 from ddp_runner.core.spare import SparePlan
@@ -26,7 +26,7 @@ from ddp_runner.supervisor.processes.departures import (
     ZygoteEnded,
 )
 from ddp_runner.supervisor.processes.environment import (
-    of_machine,
+    of_plan,
     what_to_import,
     zygote_environment,
 )
@@ -358,6 +358,10 @@ class Node:
         """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
         return self.kernel_kills.claim(now_s, before_it=before_it)
 
+    def fence(self, rank: int, *, is_fenced: bool) -> None:
+        """Have what this rank publishes refused from here on, or taken again."""
+        self.slot(rank).set(Cell.FENCED, int(is_fenced))
+
     def is_stopped(self, rank: int) -> bool:
         """Whether the system holds the process of this rank stopped."""
         return self._system.is_stopped(self.processes[rank].pid)
@@ -425,17 +429,11 @@ class Node:
 
     def _surroundings(self, rank: int) -> dict[str, object]:
         """What user code finds around it in this rank."""
-        plan = self._plan
         return {
+            **of_plan(self._plan, rank, term=self.term, shares_logs=self.shares_logs),
             "settings": self._settings_record,
-            "device": plan.devices[rank].device,
-            "world_size": plan.world_size,
-            "local_world_size": len(self.ranks),
-            "threads": plan.threads_per_rank,
             "store_host": self.store_at.host,
             "store_port": self.store_at.port,
-            **of_machine(plan, self.ranks[0], term=self.term, shares_logs=self.shares_logs),
-            "detect_anomaly": plan.settings.run.detect_anomaly,
             "preload": self._samples.record,
             **({} if self._program is None else {"program": self._program.record}),
         }

@@ -22,13 +22,13 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.messages import Drilled, DrillPart
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.rank_host import Notes
 
 
 class DrillKeeper:
     """Driven by :class:`Supervisor`: ``part`` and ``drilled`` as messages come, ``look`` at each turn."""
 
-    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Recorder) -> None:
+    def __init__(self, plan: LaunchPlan, *, node: Node, recorder: Notes) -> None:
         self._plan = plan
         self._folder = Path(plan.settings.run.checkpoint_dir)
         self._node = node

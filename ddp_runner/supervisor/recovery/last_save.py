@@ -152,7 +152,7 @@ class LastSave:
         # Broken if: a rank is asked before the others are fenced out of the disk.
         # Guarded by: test_only_the_rank_that_saves_before_the_end_may_write.
         for handle in self._world.ranks:
-            handle.slot.set(Cell.FENCED, int(handle.rank != move.rank))
+            self._world.fence(handle, is_fenced=handle.rank != move.rank)
         self._asked = move
         self._by_s = now_s + self._settings.checkpoint_timeout_s
         self._recorder.record(events.LastSaveAsked(rank=move.rank, step=move.step))

@@ -57,6 +57,8 @@ class ReturningRanks:
         self._clock = clock
         self._slots: dict[int, _Slot] = {}
         self._of_lost_nodes: set[int] = set()
+        # The step at which a rank was dropped last, and the reason that stands for it.
+        self._fewer_at, self._newest_reason = -1, ""
         self.is_regrouping = False  # the ranks leave a healthy generation, on purpose
         self._regroup_since_s = 0.0
 
@@ -71,10 +73,15 @@ class ReturningRanks:
         handle.member.advance(MembershipEvent.DROPPED)
         handle.dropped_at_s = now_s
         self._world.kill_rank(handle, now_s)
-        present = len(self._world.present)
-        self._facts.inexact_reasons.append(
-            f"{present} of {len(self._world.ranks)} ranks from step {step}"
-        )
+        reasons, reason = self._facts.inexact_reasons, self._fewer(step)
+        if self._fewer_at != step or self._newest_reason not in reasons:
+            reasons.append(reason)
+        else:  # they go together: one line for all of them
+            reasons[reasons.index(self._newest_reason)] = reason
+        self._fewer_at, self._newest_reason = step, reason
+
+    def _fewer(self, step: int) -> str:
+        return f"{len(self._world.present)} of {len(self._world.ranks)} ranks from step {step}"
 
     def drop_of_lost_node(self, handles: Collection[RankHandle], now_s: float) -> None:
         """Go on without the ranks of a machine that is not there; they return when it is."""

@@ -19,8 +19,7 @@ from ddp_runner.core.spare import (
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.helper_process import Spare
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.recovery.repair import Repair
-from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.rank_host import Notes, Respawns
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
@@ -39,8 +38,8 @@ class SpareKeeper:
         *,
         node: Node,
         world: World,
-        recorder: Recorder,
-        repair: Repair,
+        recorder: Notes,
+        repair: Respawns,
     ) -> None:
         self._settings = plan.settings.recovery
         self._facts = facts

@@ -14,8 +14,7 @@ from ddp_runner.core.messages import Forked
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.node import Node
-from ddp_runner.supervisor.recovery.repair import Repair
-from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.rank_host import Notes, Respawns
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.world import World
 
@@ -49,8 +48,8 @@ class ZygoteKeeper:
         *,
         node: Node,
         world: World,
-        recorder: Recorder,
-        repair: Repair,
+        recorder: Notes,
+        repair: Respawns,
     ) -> None:
         self._settings = settings
         self._facts = facts

@@ -1,0 +1,99 @@
+"""What the supervisor of another machine does by itself, over simulated processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.lifecycle import RankEvent
+from ddp_runner.core.messages import RepairedInPlace
+from ddp_runner.core.node_messages import FenceRank, FromRank
+from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.supervisor.nodes.follower import Follower
+from ddp_runner.supervisor.processes.node import Node
+from tests.supervisor import simulated
+
+
+class Machine:
+    """Ranks 2 and 3 of four; what it says is in ``said``."""
+
+    def __init__(self):
+        self.simulation = simulated.Simulation(ranks=1)
+        cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
+        plan = replace(
+            self.simulation.supervisor.plan,
+            devices=(cpu,) * 4,
+            world_size=4,
+            nodes=NodeOptions(least=1, most=2, host="node0", port=29400),
+        )
+        self.said = []
+        self.clock = self.simulation.clock
+        self.node = Node(
+            plan,
+            simulated.InstantSelector(),
+            system=simulated.System(self.simulation, self.simulation.home),
+            clock=self.clock,
+            ranks=(2, 3),
+        )
+        self.follower = Follower(
+            plan,
+            self.node,
+            lease_s=2.4,
+            report=self.said.append,
+            show=lambda text, level: None,
+            clock=self.clock,
+        )
+
+    def kernel_kills_one(self):
+        self.node.kernel_kills._unclaimed.append(self.clock.monotonic())
+
+    def close(self):
+        self.node.close()
+        self.simulation.close()
+
+
+@pytest.fixture
+def machine():
+    made = Machine()
+    yield made
+    made.close()
+
+
+def test_the_kernels_kill_of_a_loader_worker_is_nobody_elses(machine):
+    """A rank there that somebody kills just after it was not killed for memory."""
+    fault = Fault(kind=FaultKind.LOADER_WORKER_DIED, rank=3, step=1, cause="killed", at_ns=1)
+    machine.kernel_kills_one()
+    machine.kernel_kills_one()
+    said = RepairedInPlace(rank=3, fault=fault, action="another loads", seconds=0.1, kernel_kills=1)
+    machine.follower.on_message(said, 3)
+    assert [type(one) for one in machine.said] == [FromRank]
+    now_s = machine.clock.monotonic()
+    assert machine.node.claim_kernel_kill(now_s)  # the other one
+    assert not machine.node.claim_kernel_kill(now_s)
+
+
+@pytest.mark.parametrize(("others_bytes", "expected"), [(2, 1), (1, 0), (0, 0)])
+def test_the_kernel_begins_with_the_largest_there_too(machine, others_bytes, expected):
+    """Of two that were killed the larger one is likelier to be its doing."""
+    asked, other = machine.follower.handles
+    for handle, size in ((asked, 1), (other, others_bytes)):
+        handle.machine.advance(RankEvent.SPAWNED)
+        handle.rss_bytes = size
+    pid = 4242
+    machine.node.processes[3].pid = pid
+    machine.simulation.unreaped_kills.add(pid)
+    assert machine.follower._larger_ones_killed(asked) == expected
+    other.machine.advance(RankEvent.KILL_SENT)  # by this machine itself
+    assert machine.follower._larger_ones_killed(asked) == 0
+
+
+def test_a_fence_from_the_coordinator_is_on_the_board_of_the_ranks(machine):
+    """That is where they look before they publish."""
+    for is_fenced in (True, False):
+        machine.follower.on_node_message(FenceRank(rank=3, is_fenced=is_fenced))
+        assert machine.node.slot(3).get(Cell.FENCED) == is_fenced
+        assert machine.node.slot(2).get(Cell.FENCED) == 0

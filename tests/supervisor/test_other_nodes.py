@@ -1,0 +1,235 @@
+"""Machines of a run as their coordinator has them: over real links, with their ends in the test's hands."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_runner.core.board import Cell
+from ddp_runner.core.exits import RunStatus
+from ddp_runner.core.faults import Fault, FaultKind
+from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.lifecycle import RankEvent
+from ddp_runner.core.node_messages import (
+    FROM_COORDINATOR,
+    FROM_FOLLOWER,
+    FenceRank,
+    Hello,
+    RankGone,
+    RunEnds,
+    decode_from_node,
+    encode_for_node,
+)
+from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.core.recovery import GiveUp
+from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
+from ddp_runner.supervisor.nodes.other_nodes import Meeting, NodeGone, OtherNodes
+from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.processes.node import Node
+from ddp_runner.supervisor.processes.resources import StorePlace
+from ddp_runner.system.folder_owner import FolderOwner, new_term
+from ddp_runner.system.node_link import QUEUE_BYTES_MAX, NodeLink
+from tests.supervisor import simulated
+
+TOKEN = b"0123456789abcdef"
+OPTIONS = NodeOptions(least=1, most=2, host="node0", port=29400)
+
+
+class Coordinator:
+    """One that has ranks 0 and 1, and a machine with ranks 2 and 3 at the other end of a link."""
+
+    def __init__(self, folder, **recovery):
+        self.simulation = simulated.Simulation(ranks=1, **recovery)
+        self.clock = self.simulation.clock
+        cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
+        old = self.simulation.supervisor.plan
+        plan = replace(old, devices=(cpu,) * 4, world_size=4, nodes=OPTIONS)
+        self.selector = simulated.InstantSelector()
+        self.home = Node(
+            plan,
+            self.selector,
+            system=simulated.System(self.simulation, self.simulation.home),
+            clock=self.clock,
+            ranks=range(2),
+            store=StorePlace.on_this_machine(0),
+        )
+        slots = {rank: self.home.slot(rank) for rank in range(4)}
+        self.other = RemoteNode(1, ranks=(2, 3), slots=slots, clock=self.clock)
+        self.supervisor = CoordinatorSupervisor(
+            plan,
+            self.home,
+            outputs=self.simulation.outputs,
+            directories=None,
+            published=simulated.Directory(self.simulation),
+            clock=self.clock,
+            others=[self.other],
+            owner=FolderOwner(folder, new_term()),
+        )
+        self.links = OtherNodes(
+            plan,
+            Meeting(options=OPTIONS, ranks=2, meaning={}, versions={}, token=TOKEN, silent_s=3.0),
+            store=("node0", 1),
+            term="a",
+            nodes=[self.other],
+            listening=socket.create_server(("127.0.0.1", 0)),
+            selector=self.selector,
+            beat=self.supervisor.beat,
+            keeps=self.supervisor.keeps,
+            clock=self.clock,
+        )
+        ours, theirs = socket.socketpair()
+        self.theirs = NodeLink(theirs, token=TOKEN, listens=False)
+        link = NodeLink(ours, token=TOKEN, listens=True)
+        for _ in range(2):
+            link.flush()
+            self.theirs.flush()
+            link.receive()
+            self.theirs.receive()
+        self.selector.register(link, selectors.EVENT_READ, (self.links, link))
+        hello = Hello(
+            host="node1",
+            node_rank=None,
+            ranks=2,
+            run_id="none",
+            meaning={},
+            versions={},
+            supervisor="a",
+        )
+        self.other.joined(link, hello)
+
+    @property
+    def ranks(self):
+        return self.supervisor.world.ranks
+
+    def heard(self):
+        """What the machine has heard since the last time."""
+        contents = self.theirs.receive()
+        return [decode_from_node(content, allowed=FROM_COORDINATOR) for content in contents]
+
+    def hears(self, message):
+        """The machine says something; what follows."""
+        self.theirs.send(encode_for_node(message))
+        return list(self.links.read(self.other.link))
+
+    def have_all(self, *events):
+        for handle in self.ranks:
+            for event in events:
+                handle.machine.advance(event)
+
+    def close(self):
+        self.theirs.close()
+        self.links.end(exit_code=0, line="")
+        self.home.close()
+        self.simulation.close()
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    made = Coordinator(tmp_path, node_patience_s=0)
+    yield made
+    made.close()
+
+
+TO_TRAINING = (
+    RankEvent.SPAWNED,
+    RankEvent.GOT_READY,
+    RankEvent.FORM_SENT,
+    RankEvent.GOT_FORMED,
+)
+
+
+def test_a_machine_that_reads_nothing_is_lost_at_once(coordinator):
+    """What is ordered of it would be missing, so that nobody may count on it."""
+    order = RunEnds(exit_code=0, line="x" * 200_000)
+    for _ in range(2 * QUEUE_BYTES_MAX // len(order.line)):
+        coordinator.other.order(order)
+    (gone,) = coordinator.links.look(coordinator.clock.monotonic())
+    assert isinstance(gone, NodeGone)
+    assert "has not read 4 MB" in gone.why
+    assert not coordinator.other.is_there
+
+
+def test_ranks_beside_the_one_that_saves_last_are_fenced_on_their_machine(coordinator):
+    """Before it is asked, over the same link; here the board says so at once."""
+    world = coordinator.supervisor.world
+    for handle in coordinator.ranks:
+        world.fence(handle, is_fenced=handle.rank != 2)
+    assert coordinator.heard() == [
+        FenceRank(rank=2, is_fenced=False),
+        FenceRank(rank=3, is_fenced=True),
+    ]
+    assert [handle.slot.get(Cell.FENCED) for handle in coordinator.ranks] == [1, 1, 0, 1]
+    assert FenceRank not in FROM_FOLLOWER
+
+
+def gone(*, killed_for_memory, rank=2):
+    return RankGone(
+        rank=rank,
+        process=0,
+        exit_code=None,
+        signal_number=9,
+        age_s=0.0,
+        killed_for_memory=killed_for_memory,
+        last="",
+        when_asked="",
+        before_log="",
+        now_ns=1,
+        cells=[],
+    )
+
+
+def test_only_the_newest_end_there_is_taken_for_the_kernels(coordinator):
+    """One that was reported and that nobody asked about is not kept for a later one."""
+    now_s = coordinator.clock.monotonic()
+    coordinator.hears(gone(killed_for_memory=True))
+    assert coordinator.other.claim_kernel_kill(now_s)
+    assert not coordinator.other.claim_kernel_kill(now_s)
+    coordinator.hears(gone(killed_for_memory=True))
+    coordinator.hears(gone(killed_for_memory=False, rank=3))
+    assert not coordinator.other.claim_kernel_kill(now_s)
+
+
+def test_a_machine_whose_ranks_have_finished_is_not_missed(coordinator):
+    """The run has all its ranks, however early their machine goes."""
+    supervisor = coordinator.supervisor
+    supervisor.facts.ever_formed = True
+    coordinator.have_all(*TO_TRAINING)
+    for rank in (2, 3):
+        coordinator.ranks[rank].machine.advance(RankEvent.GOT_FINISHED)
+    supervisor.on_node_event(coordinator.links.lose(coordinator.other, "it has closed"))
+    supervisor._look_at_missing(coordinator.clock.monotonic() + 100.0)
+    assert len(supervisor.world.present) == 4
+    assert supervisor.facts.inexact_reasons == []
+
+
+def test_a_machine_that_is_lost_costs_one_reason(coordinator):
+    """Control, and a word for all of its ranks; what follows later has another."""
+    supervisor = coordinator.supervisor
+    supervisor.facts.ever_formed = True
+    coordinator.have_all(*TO_TRAINING)
+    supervisor.on_node_event(coordinator.links.lose(coordinator.other, "it has closed"))
+    supervisor._look_at_missing(coordinator.clock.monotonic() + 100.0)
+    assert supervisor.facts.inexact_reasons == ["2 of 4 ranks from step 0"]
+    supervisor.facts.committed_step = 7
+    supervisor._repair.returning.drop(coordinator.ranks[1], coordinator.clock.monotonic())
+    assert supervisor.facts.inexact_reasons == [
+        "2 of 4 ranks from step 0",
+        "1 of 4 ranks from step 7",
+    ]
+
+
+@pytest.mark.parametrize(("rank", "where"), [(1, ""), (3, "node 1: ")])
+def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, where):
+    """A path alone would be looked for on the coordinator's."""
+    supervisor = coordinator.supervisor
+    coordinator.simulation.outputs.may_write = True
+    fault = Fault(kind=FaultKind.RANK_RAISED, rank=rank, step=3, cause="no", at_ns=0)
+    known = SimpleNamespace(incident=SimpleNamespace(attribution=SimpleNamespace(causes=())))
+    supervisor.recorder.accounting.faults.append(known)
+    supervisor.run_end.give_up(GiveUp(fault=fault, reason="it does", status=RunStatus.GAVE_UP))
+    folder = supervisor.plan.settings.run.log_dir
+    assert supervisor.ending.reason.endswith(f"(it does); see {where}{folder}/rank_{rank}.log")
