@@ -92,18 +92,23 @@ class RunEnd:
     def give_up(self, plan: GiveUp) -> None:
         """End the run because of a fault that is not repaired."""
         fault = plan.fault
+        where = ""
+        if fault.rank >= 0:
+            where = self._world.machine_of(self._world.ranks[fault.rank])
         if fault.kind is FaultKind.BAD_INPUT:
-            self.bad_input(fault.cause)
+            self.bad_input(f"{where}{fault.cause}")
             return
         has_log = self._recorder.may_write
         log = ""
         if has_log and fault.rank >= 0:
-            where = self._world.machine_of(self._world.ranks[fault.rank])
             log = f"; see {where}{self._log_dir}/rank_{fault.rank}.log"
         reason = f"{fault_line(fault)} ({plan.reason}){log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
-            reason, detail = fault.cause, ""  # which says it all; our own lines explain nothing
+            reason, detail = (
+                f"{where}{fault.cause}",
+                "",
+            )  # which says it all; our own lines explain nothing
         causes = self._recorder.accounting.faults[-1].incident.attribution.causes
         self.begin(Ending.of(plan.status, reason, detail=detail), causes=causes)
 

@@ -233,3 +233,13 @@ def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, where
     supervisor.run_end.give_up(GiveUp(fault=fault, reason="it does", status=RunStatus.GAVE_UP))
     folder = supervisor.plan.settings.run.log_dir
     assert supervisor.ending.reason.endswith(f"(it does); see {where}{folder}/rank_{rank}.log")
+
+
+@pytest.mark.parametrize(("rank", "where"), [(1, ""), (3, "node 1: ")])
+def test_bad_input_on_another_machine_is_said_to_be_there(coordinator, rank, where):
+    """Such as a file that only that one lacks."""
+    cause = "--data=corpus.txt: does not exist"
+    fault = Fault(kind=FaultKind.BAD_INPUT, rank=rank, step=0, cause=cause, at_ns=0)
+    supervisor = coordinator.supervisor
+    supervisor.run_end.give_up(GiveUp(fault=fault, reason="", status=RunStatus.FAILED))
+    assert supervisor.ending.error_line == f"{where}{cause}"
