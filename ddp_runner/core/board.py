@@ -149,6 +149,10 @@ class Slot:
         """All cells as whole numbers, the loss by its bits."""
         return self._ints[self._base : self._base + CELLS_PER_SLOT].tolist()
 
+    def of_all(self, cell: Cell) -> list[int]:
+        """One cell of every slot of the board, by rank."""
+        return self._ints[cell::CELLS_PER_SLOT].tolist()
+
     def read(self) -> SlotReading:
         """Read the slot."""
         cells = self.cells()

@@ -9,7 +9,7 @@ more likely on a machine that stood still than hung, so they are given more time
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.core.phases import Phase
@@ -97,6 +97,16 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
     if look.phase in (Phase.CHECKPOINT, Phase.COMPARE):  # as much to read, for both
         return settings.checkpoint_timeout_s
     return _deadline_of_own_work_s(look, pace, settings)
+
+
+def shortest_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
+    """No phase of any rank has a shorter one now: who is younger than that is not late."""
+    return min(
+        _usual_deadline_s(pace, settings),
+        settings.first_step_timeout_s,
+        settings.evaluation_timeout_s,
+        settings.checkpoint_timeout_s,
+    )
 
 
 def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
@@ -210,6 +220,11 @@ class LongPhases:
         if works and look.age_s >= LONG_PHASE_S:
             self._now[look.rank] = process, since_ns, step, look.age_s
 
+    @property
+    def open_ranks(self) -> Collection[int]:
+        """Those whose newest look was at a long phase, which the next one may end."""
+        return self._now.keys()
+
     def excuse(self, late: tuple[int, ...]) -> None:
         """Ranks that are late together are more likely paused than at work; ``late``: :func:`late_ranks`."""
         for rank in late if len(late) > 1 else ():
@@ -246,6 +261,11 @@ class FirstSteps:
         self.longest_s: float | None = None  # no process has got through them yet
         self._now: dict[int, tuple[int, float]] = {}  # process, longest so far
 
+    @property
+    def open_ranks(self) -> Collection[int]:
+        """Those that had not got through them at their newest look."""
+        return self._now.keys()
+
     def observe(self, look: RankLook, *, process: int) -> None:
         """One look at a rank that trains."""
         known, seen_s = self._now.pop(look.rank, (process, 0.0))
@@ -265,6 +285,10 @@ class Comparisons:
     def __init__(self) -> None:
         self.longest_s: float | None = None  # there was none yet
         self._counted_ns: dict[int, int] = {}
+
+    def counted_ns(self, rank: int) -> int:
+        """What this rank had counted at its newest look."""
+        return self._counted_ns.get(rank, 0)
 
     def observe(self, rank: int, counted_ns: int) -> None:
         """``counted_ns``: of all comparisons of this rank so far. It begins at 0 with its process."""

@@ -15,6 +15,7 @@ noted on the handle (``supervisor/processes/rank_process.py``), and a new proces
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -244,10 +245,20 @@ E = TypeVar("E", bound=Enum)
 
 
 class Machine(Generic[S, E]):
-    """One state, moved only by its table; remembers the last transitions for error messages."""
+    """One state, moved only by its table; remembers the last transitions for error messages.
 
-    def __init__(self, table: dict[tuple[S, E], S], state: S) -> None:
+    ``moved`` is called with the states before and after each change.
+    """
+
+    def __init__(
+        self,
+        table: dict[tuple[S, E], S],
+        state: S,
+        *,
+        moved: Callable[[S, S], None] | None = None,
+    ) -> None:
         self._table = table
+        self._moved = moved
         self._state = state
         self._recent: deque[str] = deque(maxlen=12)
 
@@ -270,5 +281,7 @@ class Machine(Generic[S, E]):
                 f"{event.value} is not possible in {self._state.value}; before: {history}"
             ) from None
         self._recent.append(f"{self._state.value} -{event.value}-> {after.value}")
-        self._state = after
+        before, self._state = self._state, after
+        if self._moved is not None and after is not before:
+            self._moved(before, after)
         return after

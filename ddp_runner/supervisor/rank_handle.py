@@ -20,6 +20,7 @@ from ddp_runner.core.lifecycle import (
 )
 from ddp_runner.core.messages import Finished, Ready
 from ddp_runner.core.recovery import Incident, WorldFacts
+from ddp_runner.supervisor.head_count import HeadCount
 
 # For a killed process to end; freeing much memory takes seconds, a file system that does not answer for ever.
 REAP_TIMEOUT_S = 60.0
@@ -32,7 +33,9 @@ class RankHandle:
     its value, never for where the rank stands.
     """
 
-    def __init__(self, rank: int, *, device: DevicePlan, slot: Slot) -> None:
+    def __init__(
+        self, rank: int, *, device: DevicePlan, slot: Slot, counts: HeadCount | None = None
+    ) -> None:
         # Of the rank, as long as the run lasts.
 
         # Its number at launch, and its index in World.ranks. While ranks are dropped the numbers that a
@@ -43,11 +46,16 @@ class RankHandle:
         # Its cells on the board. Written by its process, but for FENCED; they outlive the process.
         self.slot = slot
         # What its process does. Moved where a message arrives, a process ends, or one is acted upon.
-        self.machine: Machine[RankState, RankEvent] = Machine(RANK_TABLE, RankState.DEAD)
+        self.machine: Machine[RankState, RankEvent] = Machine(
+            RANK_TABLE, RankState.DEAD, moved=self._state_moved
+        )
         # Whether the world counts on it. Moved by the repair alone. At launch all are missing.
         self.member: Machine[Membership, MembershipEvent] = Machine(
-            MEMBERSHIP_TABLE, Membership.REPLACING
+            MEMBERSHIP_TABLE, Membership.REPLACING, moved=self._membership_moved
         )
+        # Of the world: each change of the two is noted there.
+        self._counts = counts or HeadCount()
+        self._counts.add((self.membership, self.state))
         # When it was dropped, or its newest return failed. Means nothing while it is in the world.
         self.dropped_at_s = 0.0
         # Free on its device when the first process of the rank came, by its first Ready; 0 before that.
@@ -85,6 +93,12 @@ class RankHandle:
         self.metrics: dict[str, float] = {}
         # Resident memory, measured once a second. The kernel kills the largest first.
         self.rss_bytes = 0
+
+    def _state_moved(self, before: RankState, after: RankState) -> None:
+        self._counts.moved((self.membership, before), (self.membership, after))
+
+    def _membership_moved(self, before: Membership, after: Membership) -> None:
+        self._counts.moved((before, self.state), (after, self.state))
 
     @property
     def state(self) -> RankState:

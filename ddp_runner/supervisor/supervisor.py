@@ -250,11 +250,15 @@ class Supervisor:
     @property
     def _is_ending(self) -> bool:
         """Whether ranks finish, or are asked to: nobody is taken back into such a world."""
-        return self._stop is not None or any(handle.has_finished for handle in self.world.present)
+        return self._stop is not None or self._has_any_finished
+
+    @property
+    def _has_any_finished(self) -> bool:
+        return self.world.counts.present_in(RankState.FINISHED, RankState.ENDED) > 0
 
     @property
     def _is_fault_free(self) -> bool:
-        trains = all(handle.state is RankState.TRAINING for handle in self.world.present)
+        trains = self.world.counts.are_all_present(RankState.TRAINING)
         return trains and self.machine.state is RunState.RUNNING and not self._repair.is_open
 
     def _on_rank_ended(self, handle: RankHandle, ended: Ended, wrote: WhatItWrote) -> None:
@@ -329,9 +333,7 @@ class Supervisor:
         if self.ending is not None:
             return
         self.node.kernel_kills.look_sometimes(now_s)
-        self.facts.committed_step = max(
-            handle.slot.get(Cell.COMMITTED_STEP) for handle in self.world.present
-        )
+        self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
         self._cutting.look(now_s)
         self.run_end.refuse_inexact()
         self.keeper.drills.look(now_s, fault_free=self._is_fault_free)
@@ -372,9 +374,8 @@ class Supervisor:
 
     def _form(self, now_s: float) -> None:
         # A rank may be ready before its zygote has reported who it is. Until then nobody could end it.
-        ready = all(
-            handle.state is RankState.READY and handle.pid is not None
-            for handle in self.world.present
+        ready = self.world.counts.are_all_present(RankState.READY) and all(
+            handle.pid is not None for handle in self.world.present
         )
         if not ready or self._repair.is_open or not self.world.has_ready_store:
             return
@@ -416,7 +417,7 @@ class Supervisor:
             return
         pid = self.world.ranks[formed.rank].pid
         self.recorder.record(events.RankFormed.of(formed, pid=pid))
-        if any(handle.state is not RankState.TRAINING for handle in self.world.present):
+        if not self.world.counts.are_all_present(RankState.TRAINING):
             return
         self.facts.ever_formed = True
         now_s = self._clock.monotonic()

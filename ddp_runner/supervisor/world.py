@@ -14,6 +14,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankEvent, RankState
 from ddp_runner.core.messages import Abort, CountCollectives, Cut, Form, Message, Stacks, Stop
+from ddp_runner.supervisor.head_count import HeadCount
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -33,16 +34,30 @@ class World:
         self._ranks_per_node = plan.ranks_per_node
         nodes: tuple[RankHost, ...] = (home, *others)
         self._node_of = {rank: node for node in nodes for rank in node.processes}
+        self._nodes = nodes
+        self.counts = HeadCount()
         self.ranks = [
-            RankHandle(rank, device=device, slot=home.slot(rank))
+            RankHandle(rank, device=device, slot=home.slot(rank), counts=self.counts)
             for rank, device in enumerate(plan.devices)
         ]
+        self._present: list[RankHandle] = []
+        self._present_at = -1  # the count of changes that _present is of
         self.aborted = (0, 0.0)  # the newest generation that ranks were told to leave, and when
 
     @property
     def present(self) -> list[RankHandle]:
-        """The ranks that are not dropped, in order; the first one of them is rank 0."""
-        return [handle for handle in self.ranks if handle.membership in IN_WORLD]
+        """The ranks that are not dropped, in order; the first one of them is rank 0. Not to be changed."""
+        if self._present_at != self.counts.world_changes:
+            self._present = [handle for handle in self.ranks if handle.membership in IN_WORLD]
+            self._present_at = self.counts.world_changes
+        return self._present
+
+    def present_cells(self, cell: Cell) -> list[int]:
+        """One cell of each rank that is present, in order: far quicker than one by one."""
+        present, column = self.present, self.ranks[0].slot.of_all(cell)
+        if len(present) == len(column):
+            return column
+        return [column[handle.rank] for handle in present]
 
     @property
     def can_fork(self) -> bool:
@@ -242,8 +257,18 @@ class World:
 
     def unheard_s(self, now_s: float) -> float:
         """How old what is known of the ranks of other machines is; 0.0 where all are here."""
-        nodes = {id(node): node for node in self._node_of.values()}
-        return max(node.unheard_s(now_s) for node in nodes.values())
+        return max(node.unheard_s(now_s) for node in self._nodes)
+
+    def unheard_of_s(self, handle: RankHandle, now_s: float) -> float:
+        """How old what is known of this rank is."""
+        return self._node_of[handle.rank].unheard_s(now_s)
+
+    def known_ns(self, now_ns: int) -> list[int]:
+        """Of each rank that is present, when what is known of it was true: at its node's newest look."""
+        of_node = {
+            id(node): now_ns - int(node.unheard_s(now_ns / 1e9) * 1e9) for node in self._nodes
+        }
+        return [of_node[id(self._node_of[handle.rank])] for handle in self.present]
 
     def are_neighbours(self, one: RankHandle, other: RankHandle) -> bool:
         """Whether both ranks are on one node, and share its memory."""

@@ -233,6 +233,17 @@ def test_a_coordinator_that_stood_still_blames_nobody(simulate):
     assert lost(run) == [0]
 
 
+def test_a_look_that_is_old_makes_nobody_hang(simulate):
+    """A deadline that is shorter than the time from one look to the next, on all machines alike."""
+    run = simulate(steps=200, hang_min_s=0.4)
+    assert_done(run)
+    assert not faults(run)
+    run = simulate(steps=200, hang_min_s=0.4)
+    run.freeze(3)
+    assert_done(run)
+    assert faults(run) == [("rank_hung", 3)]
+
+
 def test_a_slow_link_is_waited_for(simulate):
     """A quarter of a second each way: repairs take longer, and nothing is lost."""
     run = simulate(nodes=3, steps=300)

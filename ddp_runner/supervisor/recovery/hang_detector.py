@@ -43,6 +43,14 @@ class HangFinder:
 
     def find(self, now_s: float) -> list[Fault]:
         """Ranks that hang, or the collective that does; who is being replaced is left out."""
+        if self._world.counts.present_in(*_NOT_TRAINING):
+            found = self._find_not_training(now_s)
+            if found:
+                return found
+        verdict = self.progress_watch.look(self._world.present)
+        return [] if verdict is None else self._faults_of(verdict)
+
+    def _find_not_training(self, now_s: float) -> list[Fault]:
         if any(map(self._is_getting_on, self._world.present)):
             self._facts.formed_at_s = now_s  # loader and phases have deadlines of their own
         for handle in self._world.present:
@@ -61,8 +69,7 @@ class HangFinder:
                 self._world.kill_store()
                 cause = f"the ranks did not form within {self._settings.form_timeout_s:g} s"
                 return [self._stuck(cause, Phase.FORMING)]
-        verdict = self.progress_watch.look(self._world.present)
-        return [] if verdict is None else self._faults_of(verdict)
+        return []
 
     def find_stopped(self, now_s: float) -> list[Fault]:
         """Ranks that the system holds stopped while an incident is open; the last state is woken.

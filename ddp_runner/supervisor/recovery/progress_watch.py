@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from ddp_runner.core.board import Cell, Slot
+from ddp_runner.core.board import Cell
 from ddp_runner.core.hang_detection import (
+    LONG_PHASE_S,
+    STEPS_TO_SETTLE,
     STOPS_UNSEEN_S,
     Comparisons,
     FirstSteps,
@@ -17,6 +19,7 @@ from ddp_runner.core.hang_detection import (
     find_hung,
     late_ranks,
     phase_deadline_s,
+    shortest_deadline_s,
 )
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.phases import Phase
@@ -27,6 +30,8 @@ from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 
 PACE_STEPS = 50
+IN_TIME_SHARE = 0.9  # of the shortest deadline
+YOUNG_NS = int(0.9e9 * min(LONG_PHASE_S, STOPS_UNSEEN_S))  # of a phase that no look remembers
 STRAGGLER_STEPS = 20  # a window
 PAUSE_S = 1.0  # between two looks, which are a tick apart: this process did not run
 LOOKS_APART_S = 0.3  # three ticks: no pause, however short the deadline
@@ -58,15 +63,58 @@ class ProgressWatch:
     def look(self, handles: list[RankHandle]) -> HangVerdict | None:
         """The verdict on a world whose ranks train, or have finished, or None."""
         self._notice_pauses()
-        self._keep_pace(handles)
-        training = [handle for handle in handles if not handle.has_finished]
-        self._notice_finished(len(handles) - len(training))
-        if any(handle.state is not RankState.TRAINING for handle in training):
+        self._keep_pace()
+        counts = self._world.counts
+        finished = counts.present_in(RankState.FINISHED, RankState.ENDED)
+        self._notice_finished(finished)
+        if counts.present_in(RankState.TRAINING) + finished != len(handles):
             self._pauses.observe(())
             self._long_phases.forget_open()
             return None
-        looks = [self._look_at(handle) for handle in training]
-        for handle, look in zip(training, looks, strict=True):
+        # INVARIANT all-where-one-is-late: leaving ranks out changes no verdict and no pace. Broken if: a
+        # rank is left out that could be late, or whose look would be remembered.
+        # Guarded by: test_looking_at_few_decides_as_looking_at_all.
+        few = None if finished else self._who_needs_a_look(handles)
+        if few is None:
+            return self._look_at_all([handle for handle in handles if not handle.has_finished])
+        self._observe(few)
+        self._pauses.observe(())
+        return None
+
+    def _who_needs_a_look(
+        self, handles: list[RankHandle]
+    ) -> list[tuple[RankHandle, RankLook]] | None:
+        """Ranks that a look may teach something, with it; None: one may be late, so look at all.
+
+        A rank that has just entered its phase, and is past its first steps, is as it was.
+        """
+        if self._first_steps.longest_s is None:
+            return None
+        now_ns, awake_ns = self._clock.monotonic_ns(), self._awake_since_ns
+        cells = self._world.present_cells
+        ages_ns = [
+            known_ns - (max(awake_ns, since_ns))
+            for known_ns, since_ns in zip(
+                self._world.known_ns(now_ns), cells(Cell.PHASE_SINCE_NS), strict=True
+            )
+        ]
+        if max(ages_ns) / 1e9 > IN_TIME_SHARE * shortest_deadline_s(self._pace(), self._settings):
+            return None
+        is_open = {*self._first_steps.open_ranks, *self._long_phases.open_ranks}
+        few = [
+            (handle, self._look_at(handle))
+            for handle, age_ns, steps, counted_ns in zip(
+                handles, ages_ns, cells(Cell.OWN_STEPS), cells(Cell.COMPARISON_NS), strict=True
+            )
+            if age_ns > YOUNG_NS
+            or steps - handle.steps_before < STEPS_TO_SETTLE
+            or handle.rank in is_open
+            or self._comparisons.counted_ns(handle.rank) != counted_ns
+        ]
+        return None if any(look.stopped for _, look in few) else few
+
+    def _observe(self, looks: list[tuple[RankHandle, RankLook]]) -> None:
+        for handle, look in looks:
             self._first_steps.observe(look, process=handle.processes)
             self._comparisons.observe(handle.rank, handle.slot.get(Cell.COMPARISON_NS))
             self._long_phases.observe(
@@ -75,6 +123,10 @@ class ProgressWatch:
                 since_ns=handle.slot.get(Cell.PHASE_SINCE_NS),
                 step=handle.slot.get(Cell.STEP),
             )
+
+    def _look_at_all(self, training: list[RankHandle]) -> HangVerdict | None:
+        looks = [self._look_at(handle) for handle in training]
+        self._observe(list(zip(training, looks, strict=True)))
         late = late_ranks(looks, self._pace(), self._settings)
         self._long_phases.excuse(late)
         left = self._pauses.observe(late)
@@ -91,10 +143,9 @@ class ProgressWatch:
 
     def stragglers(self, handles: list[RankHandle]) -> dict[int, float]:
         """Ranks found persistently slow just now: rank -> factor over the others."""
-        looks = {
-            handle.rank: (handle.slot.get(Cell.OWN_NS), handle.slot.get(Cell.OWN_STEPS))
-            for handle in handles
-        }
+        cells = self._world.present_cells
+        own = zip(cells(Cell.OWN_NS), cells(Cell.OWN_STEPS), strict=True)
+        looks = {handle.rank: each for handle, each in zip(handles, own, strict=True)}
         before = self._own
         if before.keys() != looks.keys():
             self._own = looks
@@ -125,15 +176,17 @@ class ProgressWatch:
         return look.phase is not Phase.REDUCE and look.age_s < deadline_s
 
     def _look_at(self, handle: RankHandle) -> RankLook:
-        reading = handle.slot.read()
         counted_since_ns = self._counted_since_ns.get(handle.rank, 0)
-        since_ns = max(reading.phase_since_ns, self._awake_since_ns, counted_since_ns)
+        phase_since_ns = handle.slot.get(Cell.PHASE_SINCE_NS)
+        since_ns = max(phase_since_ns, self._awake_since_ns, counted_since_ns)
         now_ns = self._clock.monotonic_ns()
         age_s = (now_ns - since_ns) / 1e9
+        if not self._world.is_here(handle):  # what its node has not said yet is nobody's fault
+            age_s = max(0.0, age_s - self._world.unheard_of_s(handle, now_ns / 1e9))
         is_stopped = age_s > STOPS_UNSEEN_S and self._world.is_stopped(handle)
         return RankLook(
             rank=handle.rank,
-            phase=reading.phase,
+            phase=Phase(handle.slot.get(Cell.PHASE)),
             age_s=age_s,
             steps_here=handle.slot.get(Cell.OWN_STEPS) - handle.steps_before,
             stopped=is_stopped,
@@ -172,8 +225,9 @@ class ProgressWatch:
             comparison_s=self._comparisons.longest_s,
         )
 
-    def _keep_pace(self, handles: list[RankHandle]) -> None:
-        step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in handles)
+    def _keep_pace(self) -> None:
+        cells = self._world.present_cells
+        step = max(cells(Cell.COMMITTED_STEP))
         self._seen_step = min(self._seen_step, step)  # back to a checkpoint
         if step > self._best_step:  # what is redone is no progress: it may hang again where it did
             if self._best_step >= 0:
@@ -181,10 +235,6 @@ class ProgressWatch:
             self._best_step = step
         if step > self._seen_step:
             self._seen_step = step
-            self._step_s.append(_compute_ns([handle.slot for handle in handles]) / 1e9)
-
-
-def _compute_ns(slots: list[Slot]) -> int:
-    """How long the newest step took without anybody's data: a wait for those is no pace to expect."""
-    busy_ns = max(slot.get(Cell.BUSY_NS) for slot in slots)
-    return busy_ns + min(slot.get(Cell.REDUCE_NS) for slot in slots)
+            # Without anybody's data: a wait for those is no pace to expect.
+            took_ns = max(cells(Cell.BUSY_NS)) + min(cells(Cell.REDUCE_NS))
+            self._step_s.append(took_ns / 1e9)

@@ -92,7 +92,8 @@ class ReturningRanks:
 
     def try_again(self, now_s: float) -> None:
         """Fork dropped ranks again after their time; called only while the run is fault-free."""
-        if not self._settings.regrow_after and not self._of_lost_nodes:
+        is_wanted = self._settings.regrow_after or self._of_lost_nodes
+        if not is_wanted or len(self._world.present) == len(self._world.ranks):
             return
         for handle in self._world.ranks:
             if handle.membership in IN_WORLD:
@@ -138,6 +139,8 @@ class ReturningRanks:
 
     def take_back(self, now_s: float) -> None:
         """Have the others leave their generation for ranks that are ready, and form with them."""
+        if not self._world.counts.members(Membership.REJOINING):
+            return
         back = [
             handle
             for handle in self._world.ranks

@@ -106,7 +106,7 @@ class Repair:
     @property
     def is_open(self) -> bool:
         """Whether an incident is being gathered or a rank still to be replaced: nothing may form."""
-        return self._incident is not None or any(h.needs_process for h in self._world.ranks)
+        return self._incident is not None or self._world.counts.is_any_missing
 
     def expects_end_of(self, handle: RankHandle) -> bool:
         """Whether the rank was killed on purpose, so that its end is no news."""
@@ -205,6 +205,8 @@ class Repair:
 
     def _who_does_not_end(self, now_s: float) -> list[Fault]:
         """Ranks that a plan has killed, and whose successors wait for that."""
+        if not self._world.counts.is_any_missing:
+            return []
         return [
             self._hangs.hung(handle, f"not ended {REAP_TIMEOUT_S:g} s after SIGKILL")
             for handle in self._world.ranks
@@ -306,12 +308,12 @@ class Repair:
             return True
         if handle.membership is Membership.HUNG:
             return handle.is_alive
-        guilty = any(
+        if handle.state is not RankState.STARTING or handle.rank in incident.forked_ahead:
+            return False
+        return any(
             fault.rank == handle.rank and fault.kind not in VICTIM_KINDS
             for fault in incident.faults
         )
-        starts = handle.state is RankState.STARTING and handle.rank not in incident.forked_ahead
-        return guilty and starts
 
     def _as_incident(self, opened: OpenIncident, now_s: float) -> Incident:
         step = self._facts.committed_step
@@ -396,6 +398,8 @@ class Repair:
             if not self._world.has_store:
                 self._world.start_store()
             self._replace_who_finished(now_s)
+        if not self._world.counts.is_any_missing:
+            return
         missing = [handle for handle in self._world.ranks if handle.needs_process]
         if now_s < self._respawn_at_s or any(handle.is_alive for handle in missing):
             return
@@ -427,10 +431,12 @@ class Repair:
 
         They wait for it to form with them; its successor does, and finishes again.
         """
+        if not self.returning.is_regrouping:
+            return
         present = self._world.present
         gone = [handle for handle in present if handle.has_finished]
         left = [handle for handle in present if not handle.has_finished]
-        if not (self.returning.is_regrouping and gone) or self.is_open:
+        if not gone or self.is_open:
             return
         if all(handle.state is RankState.READY for handle in left):
             filled = any(handle.is_filled for handle in left)

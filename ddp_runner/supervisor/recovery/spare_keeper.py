@@ -115,6 +115,8 @@ class SpareKeeper:
 
     def _give_back(self, now_s: float) -> None:
         """A spare may be stopped, or killed, in the very moment in which it is made a rank."""
+        if not self._world.counts.present_in(RankState.STARTING):
+            return
         for handle in self._world.present:
             if handle.state is not RankState.STARTING or not handle.was_spare:
                 continue

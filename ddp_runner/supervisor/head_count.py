@@ -1,0 +1,51 @@
+"""How many ranks stand where: kept with each change, so that nobody looks at all of them at each turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ddp_runner.core.lifecycle import IN_WORLD, NO_PROCESS_LEFT, Membership, RankState
+
+Standing = tuple[Membership, RankState]
+
+
+class HeadCount:
+    """Of one world. ``world_changes`` grows whenever a rank leaves the world, or comes back to it."""
+
+    # INVARIANT counted-as-they-move: a count is what looking at every rank would give. Broken if: a state
+    # changes and its rank does not say so here.
+    # Guarded by: test_the_counts_are_what_looking_at_each_rank_gives.
+
+    def __init__(self) -> None:
+        self._ranks: Counter[Standing] = Counter()
+        self.world_changes = 0
+
+    def add(self, standing: Standing) -> None:
+        """One more rank, which stands there."""
+        self._ranks[standing] += 1
+        self.world_changes += 1
+
+    def moved(self, before: Standing, after: Standing) -> None:
+        """A rank has gone from one to the other."""
+        self._ranks[before] -= 1
+        self._ranks[after] += 1
+        if (before[0] in IN_WORLD) != (after[0] in IN_WORLD):
+            self.world_changes += 1
+
+    def present_in(self, *states: RankState) -> int:
+        """How many ranks of the world are in one of these states."""
+        return sum(self._ranks[member, state] for member in IN_WORLD for state in states)
+
+    def members(self, *memberships: Membership) -> int:
+        """How many ranks have one of these memberships."""
+        return sum(self._ranks[member, state] for member in memberships for state in RankState)
+
+    def are_all_present(self, state: RankState) -> bool:
+        """Whether every rank of the world is in this state."""
+        return self.present_in(state) == self.members(*IN_WORLD)
+
+    @property
+    def is_any_missing(self) -> bool:
+        """Whether a rank needs another process (:attr:`RankHandle.needs_process`)."""
+        lost = sum(self._ranks[Membership.REJOINING, state] for state in NO_PROCESS_LEFT)
+        return bool(lost or self.members(Membership.REPLACING))
