@@ -62,8 +62,11 @@ def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -
         if environment.get(name):
             raise BadInputError(name, environment[name], decides)
     found = node_options({**options, "--rdzv-endpoint": _NOBODY}, environment)
-    if found is None:
-        return NodeOptions(least=1, most=1, host=_NOBODY, port=1)
+    if found is None:  # one machine, which is waited for as several are
+        several = {**options, "--rdzv-endpoint": _NOBODY, "--nnodes": "1:2"}
+        found = node_options(several, environment)
+        assert found is not None
+        found = replace(found, most=1)
     if found.is_host is not None:
         raise BadInputError("--rdzv-conf", "is_host", decides)
     return found

@@ -55,7 +55,8 @@ def test_an_engine_s_machines_are_a_number_or_a_range():
     found = engine_options({**RAY, "--nnodes": "2:4"}, {"MASTER_ADDR": "node0"})
     assert (found.least, found.most) == (2, 4)
     assert engine_options(RAY, {"NNODES": "3"}).most == 3
-    assert engine_options(RAY, {}).most == 1
+    alone = engine_options({**RAY, "--rdzv-conf": "join_timeout=5"}, {})
+    assert (alone.least, alone.most, alone.join_timeout_s) == (1, 1, 5.0)
 
 
 @pytest.mark.parametrize(
