@@ -1,4 +1,4 @@
-"""Two network namespaces, each a machine to the other: the link between them is cut for real."""
+"""Network namespaces, each a machine to the others: links between them are cut for real."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ mount -t tmpfs tmpfs /run
 ip link set lo up
 ip link add bridge0 type bridge
 ip link set bridge0 up
-for k in 0 1; do
+for k in 0 1 2; do
     ip netns add node$k
     ip link add wire$k type veth peer name end$k
     ip link set end$k netns node$k
@@ -132,3 +132,26 @@ def test_a_link_that_is_cut_costs_no_step_and_no_bit(network, tmp_path, made_onc
         True,
         made_once(*SETTINGS, world=2).digest,
     )
+
+
+@pytest.mark.whole_run
+def test_of_machines_that_cannot_reach_each_other_one_is_left_out(network, tmp_path):
+    """Both reach the coordinator, so only a world that does not form shows it. It says which two."""
+    network.run("ip -n node1 route add blackhole 10.9.0.3/32")
+    network.run("ip -n node2 route add blackhole 10.9.0.2/32")
+    words = ("--nnodes", "2:3", "--rdzv-endpoint", "10.9.0.1:29500", "node_patience_s=0")
+    words += ("--rdzv-conf", "last_call_timeout=8")
+    folders = [tmp_path / f"machine{number}" for number in range(3)]
+    for number, folder in enumerate(folders):
+        network.start(
+            number, folder, *words, "--node-rank", number, "recovery.coordinator_wait_s=1"
+        )
+    summary = folders[0] / "logs" / "summary.json"
+    consoles = [folder / "console.txt" for folder in folders]
+    poll(summary.exists, timeout_s=90.0, what=f"the end: {consoles}")
+    said = consoles[0].read_text(encoding="utf-8")
+    assert "node 2 " in said
+    assert "it and node 1 cannot reach each other: let TCP through between them" in said
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    assert (found["status"], found["exact"]) == ("completed", False)
+    assert "2 of 3 ranks" in " ".join(found["inexact_reasons"])

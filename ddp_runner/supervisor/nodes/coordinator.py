@@ -11,7 +11,7 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RunState
 from ddp_runner.core.node_messages import (
     Beat,
     EndWanted,
@@ -19,6 +19,7 @@ from ddp_runner.core.node_messages import (
     Parked,
     RankGone,
     RankStarted,
+    Reached,
     RunEnds,
     Said,
     SaveWanted,
@@ -40,6 +41,7 @@ from ddp_runner.supervisor.nodes.other_nodes import (
     NodeSaid,
     RankSaid,
 )
+from ddp_runner.supervisor.nodes.reach_check import ReachCheck
 from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
@@ -47,6 +49,7 @@ from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.folder_probe import FolderProbe
+from ddp_runner.system.reach import Bell
 
 OWNER_EVERY_S = 0.5
 LEAVES = "this node leaves; the others go on"
@@ -60,6 +63,7 @@ class CoordinatorSupervisor(Supervisor):
         *arguments: Any,
         others: Sequence[RemoteNode],
         owner: FolderOwner,
+        bell: Bell | None = None,
         probes: Sequence[FolderProbe] = (),
         **named: Any,
     ) -> None:
@@ -69,6 +73,9 @@ class CoordinatorSupervisor(Supervisor):
         self._owner_before = owner.read()
         self._looked_at_owner_s = 0.0
         self._without: tuple[int, ...] = ()  # as it stands in the folder
+        home = self.node.ranks[0] // len(self.node.ranks)
+        self._reach = None if bell is None else ReachCheck(home, bell, others, clock=self._clock)
+        self._trained_in = 0  # the newest generation that has formed a world
         self._lost_in: dict[int, int] = {}  # the generation in which each node was lost
         assert self.plan.nodes is not None
         self._others = tuple(others)
@@ -124,7 +131,19 @@ class CoordinatorSupervisor(Supervisor):
             now_s = self._clock.monotonic()
             self._look_at_missing(now_s)
             self._look_at_owner(now_s)
+            self._look_at_reach()
         super().advance()
+
+    def _look_at_reach(self) -> None:
+        """Where ranks could not form a world, do without a node that others cannot reach."""
+        if self._reach is None:
+            return
+        if self.machine.state is RunState.RUNNING:
+            self._trained_in = self.facts.generation
+        elif self.facts.generation > self._trained_in + 1:
+            self._reach.begin()
+        if (found := self._reach.found()) is not None:
+            found[0].unwanted = found[1]  # its link ends next
 
     def _begin(self) -> bool:
         if not super()._begin():
@@ -255,7 +274,7 @@ class CoordinatorSupervisor(Supervisor):
                 f"node {node.number} has a newer checkpoint, of step {node.newest.step}: it loads it"
             )
 
-    def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:
+    def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:  # noqa: C901 - one row a message
         match message:
             case Folders():
                 own = [
@@ -278,6 +297,9 @@ class CoordinatorSupervisor(Supervisor):
                 self.world.ranks[rank].was_spare = was_spare
             case RankGone(rank=rank):
                 self._rank_gone(node, message)
+            case Reached(nodes=reached):
+                if self._reach is not None:
+                    self._reach.heard(node, reached)
             case Said(text=text, level=level):
                 self.recorder.say(f"node {node.number}: {text}", level=level)
             case StopWanted(reason=reason, is_leaving=is_leaving):

@@ -32,6 +32,8 @@ from ddp_runner.core.node_messages import (
     Question,
     RankGone,
     RankStarted,
+    Reached,
+    Refused,
     RunEnds,
     Said,
     SaveWanted,
@@ -53,6 +55,7 @@ from ddp_runner.system.node_link import LinkLostError, NodeLink
 
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
 LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
+SHUT_OUT_S = 300.0  # for a machine that others cannot reach
 _STRANGERS_MAX = 64  # connections that have proved nothing yet
 
 
@@ -64,7 +67,7 @@ class RankSaid:
     rank: int
 
 
-NodeNews = RankStarted | RankGone | Said | StopWanted | SaveWanted | EndWanted | Folders
+NodeNews = RankStarted | RankGone | Said | StopWanted | SaveWanted | EndWanted | Folders | Reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +146,7 @@ class OtherNodes:
         self._clock = clock
         self.spares: list[RemoteNode] = []  # in the order in which they came
         self._losses = LossCount()
+        self._shut_out: dict[str, tuple[float, str]] = {}  # until when, and why
         self._is_announced = False
         self._strangers: dict[NodeLink, float] = {}  # and when they came
         listening.setblocking(False)
@@ -180,7 +184,10 @@ class OtherNodes:
             if node.link is None:
                 continue
             self._want_to_write(node.link)
-            if node.broken:  # such as a queue that it does not read
+            if node.unwanted:
+                self._shut_out[node.supervisor] = now_s + SHUT_OUT_S, node.unwanted
+                yield self.lose(node, node.unwanted)
+            elif node.broken:  # such as a queue that it does not read
                 yield self.lose(node, node.broken)
             elif now_s > node.heard_at_s + self._meeting.silent_s:
                 silent_s = now_s - node.heard_at_s
@@ -262,7 +269,7 @@ class OtherNodes:
                 if node.is_of_now(rank, process):
                     node.processes[rank].pid = pid
                     yield NodeSaid(node=node, message=message)
-            case Said() | StopWanted() | SaveWanted() | EndWanted() | Folders():
+            case Said() | StopWanted() | SaveWanted() | EndWanted() | Folders() | Reached():
                 yield NodeSaid(node=node, message=message)
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
@@ -300,7 +307,7 @@ class OtherNodes:
         for one in (*self.nodes, *self.spares):
             if one.is_there and one.supervisor == message.supervisor:
                 yield self.lose(one, "it has connected again")
-        refused = why_not(message, self._meeting)
+        refused = why_not(message, self._meeting) or self._why_not_now(message)
         node = None if refused else place_for(message, self.nodes)
         if node is None and message.node_rank is not None:
             refused = refused or number_is_taken(message)
@@ -317,6 +324,12 @@ class OtherNodes:
             yield NodeJoined(node=spare, keeps_parked=False)
         else:
             yield self._take_in(node, link, message)
+
+    def _why_not_now(self, hello: Hello) -> Refused | None:
+        until_s, why = self._shut_out.get(hello.supervisor, (0.0, ""))
+        if self._clock.monotonic() >= until_s:
+            return None
+        return Refused(name="--nnodes", value=hello.host, expected=why)
 
     def _take_in(self, node: RemoteNode, link: NodeLink, hello: Hello) -> NodeJoined:
         keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)

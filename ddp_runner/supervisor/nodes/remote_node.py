@@ -98,6 +98,7 @@ class RemoteNode:
         self.ranks = tuple(ranks)
         self.host = self.supervisor = ""
         self.hello: Hello | None = None  # its newest
+        self.unwanted = ""  # why the others are to do without it
         self.link: NodeLink | None = None
         self.broken = ""  # why nothing more can be sent to it
         self.newest: NewestCheckpoint | None = None  # of its folder, when it came
@@ -134,7 +135,7 @@ class RemoteNode:
 
     def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
-        self.link, self.hello, self.broken = link, hello, ""
+        self.link, self.hello, self.broken, self.unwanted = link, hello, "", ""
         self.host, self.supervisor = hello.host, hello.supervisor
         newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
         self.newest = newest if newest.step > EMPTY_STEP else None
