@@ -28,21 +28,31 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.whole_run)
 
 
+def filled_once(tmp_path_factory, worker_id, make, key):
+    """The folder that ``make(folder)`` has filled, once for all test processes."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own if worker_id == "master" else own.parent
+    folder = shared / f"once_{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_made = folder.with_suffix(".made")
+        if not is_made.exists():
+            make(folder)
+            is_made.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory, worker_id):
     """``made_once(*settings, world=2)``: that run to its end, made once for all test processes."""
-    own = tmp_path_factory.getbasetemp()
-    shared = own if worker_id == "master" else own.parent
 
     def made(*settings, **how):
-        asked = repr((settings, sorted(how.items())))
-        folder = shared / f"made_once_{hashlib.sha256(asked.encode()).hexdigest()[:16]}"
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / "logs" / "summary.json").exists():
-                with Run(folder, *settings, **how) as run:
-                    assert run.wait() == 0, run.console
-        return Outputs(folder)
+        def make(folder):
+            with Run(folder, *settings, **how) as run:
+                assert run.wait() == 0, run.console
+
+        key = (settings, sorted(how.items()))
+        return Outputs(filled_once(tmp_path_factory, worker_id, make, key))
 
     return made
 

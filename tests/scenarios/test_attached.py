@@ -15,6 +15,7 @@ import torch
 
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.training.components.tensor_hash import tensor_hash
+from tests.scenarios.conftest import filled_once
 from tests.scenarios.harness import ROOT, Run
 
 RUN = (sys.executable, "-m", "ddp_runner", "run")
@@ -27,14 +28,14 @@ EXIT = "import os; os._exit(7)"
 
 
 def run_loop(folder, *words, world=2, options=(), loop=CLASSIFIER, **how):
-    """``run`` in ``folder``, with its logs and checkpoints below."""
+    """``run`` in ``folder``, with its logs and checkpoints below; see Run for what ``command`` is."""
     return Run(
         folder,
         *("-l", Path(folder) / "logs", "-c", Path(folder) / "checkpoints"),
         *("save_every_steps=9", "recovery.hang_min_s=3", *options, loop, *words),
         world=world,
         task=None,
-        command=RUN,
+        verb="run",
         **how,
     )
 
@@ -60,19 +61,21 @@ def plant(folder, **places):
         path.write_text(text, encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def fault_free(tmp_path_factory):
-    """What the program saves when nothing happens to it, by its words and the world."""
-    made = {}
+@pytest.fixture(scope="session")
+def fault_free(tmp_path_factory, worker_id):
+    """What the program saves when nothing happens to it, by its words and the world.
+
+    That of the program without words starts as a person's does, all others as forks.
+    """
 
     def of(*words, world=2, **how):
-        key = (words, world)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("fault_free")
-            with run_loop(folder, *words, world=world, **how) as run:
+        command = None if words else RUN
+
+        def make(folder):
+            with run_loop(folder, *words, world=world, command=command, **how) as run:
                 assert run.wait() == 0, run.console
-            made[key] = final(folder)
-        return made[key]
+
+        return final(filled_once(tmp_path_factory, worker_id, make, ("attached", words, world)))
 
     return of
 
@@ -149,9 +152,9 @@ def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):
     words = ("--own-loader", "--workers", "2", "--steps", "54")
     plant(tmp_path, r1_s7_backward=KILL, r0_s30_forward=RAISE, r0_s51_update=KILL)
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        environment = {"TMPDIR": short}
-        expected = fault_free(*words, environment=environment)
-        with run_loop(tmp_path, *words, environment=environment) as run:
+        variables = {"TMPDIR": short}
+        expected = fault_free(*words, variables=variables)
+        with run_loop(tmp_path, *words, variables=variables) as run:
             assert_as_if_nothing_happened(run, tmp_path, expected, repaired=3)
 
 
@@ -282,7 +285,7 @@ def test_what_fails_behind_the_loop_fails_the_run(tmp_path):
 def test_it_runs_under_plain_python(tmp_path):
     """One rank, without a supervisor; what it raises is the user's own error, and it is resumed."""
     plant(tmp_path, r0_s15_forward=RAISE)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(CLASSIFIER)]
     first = subprocess.run(
         words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -204,7 +204,7 @@ def test_loader_workers_of_a_script_start_by_every_method(tmp_path, one_epoch, m
     # Python's sockets for tensors lie there, and have names of at most 108 bytes.
     with (
         tempfile.TemporaryDirectory() as short,
-        run_script(tmp_path, TRAIN, *words, environment={"TMPDIR": short}) as run,
+        run_script(tmp_path, TRAIN, *words, variables={"TMPDIR": short}) as run,
     ):
         assert run.wait() == 0, run.console
     assert weights(tmp_path) == one_epoch
@@ -218,7 +218,7 @@ def test_a_rank_killed_beside_spawned_workers_leaves_no_semaphore(tmp_path, rest
     words = ("--workers", 1, "--start-method", "spawn", "--epochs", 2)
     with (
         tempfile.TemporaryDirectory() as short,
-        run_script(tmp_path, TRAIN, *words, options=options, environment={"TMPDIR": short}) as run,
+        run_script(tmp_path, TRAIN, *words, options=options, variables={"TMPDIR": short}) as run,
     ):
         assert run.wait() == (0 if restarts else 137), run.console
 

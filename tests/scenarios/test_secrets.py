@@ -26,7 +26,7 @@ def files_with(folder, secret):
 def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path):
     """From the environment, from a word; without faults, and in an exception that shows it."""
     asked = {"DDP_RUNNER_TASK__API_KEY": SECRET}
-    with Run(tmp_path, *SETTINGS, "--max-steps", 4, task=SECRETIVE, environment=asked) as run:
+    with Run(tmp_path, *SETTINGS, "--max-steps", 4, task=SECRETIVE, variables=asked) as run:
         run.wait_for_event("world_formed")
         for process in run.processes():
             assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()

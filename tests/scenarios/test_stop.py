@@ -72,7 +72,7 @@ def test_a_launch_ends_in_time_and_the_next_goes_on(fault_free, tmp_path):
     assert "run.max_time has passed" in run.console
     first = run.summary()["steps"]
     announced = {"SLURM_JOB_END_TIME": str(int(time.time()) + 6)}
-    with Run(tmp_path, *settings, environment=announced) as run:
+    with Run(tmp_path, *settings, variables=announced) as run:
         assert run.wait() == 75, run.console
     assert "SLURM ends the job in" in run.console
     assert 0 < first <= run.summary()["steps"] < STEPS
