@@ -7,6 +7,8 @@ one slot may be of two neighbouring moments, which every reader here tolerates.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -148,6 +150,11 @@ class Slot:
     def cells(self) -> list[int]:
         """All cells as whole numbers, the loss by its bits."""
         return self._ints[self._base : self._base + CELLS_PER_SLOT].tolist()
+
+    def put(self, values: Sequence[int]) -> None:
+        """Store all cells at once, as :meth:`cells` gives them."""
+        whole = memoryview(array("q", values[:CELLS_PER_SLOT]))
+        self._ints[self._base : self._base + CELLS_PER_SLOT] = whole
 
     def of_all(self, cell: Cell) -> list[int]:
         """One cell of every slot of the board, by rank."""

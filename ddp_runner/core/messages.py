@@ -445,6 +445,7 @@ Message = (
     | SpareReady
 )
 _TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+_FIELDS = {name: tuple(one.name for one in fields(kind)) for name, kind in _TYPES.items()}
 
 
 def encode(message: Message) -> bytes:
@@ -471,9 +472,7 @@ def decode(packet: bytes) -> Message:
     if kind is None:
         raise WireError(f"unknown message type {name!r}")
     try:
-        known = {
-            f.name: _decode_field(f.name, body[f.name]) for f in fields(kind) if f.name in body
-        }
+        known = {key: _decode_field(key, body[key]) for key in _FIELDS[name] if key in body}
         make: Callable[..., Message] = kind
         return make(**known)
     except (TypeError, ValueError, KeyError) as error:

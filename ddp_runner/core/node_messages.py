@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_args
 
 from ddp_runner.core.election import EMPTY_STEP
@@ -362,11 +362,15 @@ FROM_COORDINATOR = (
     RunEnds,
 )
 _TYPES: dict[str, type[NodeMessage]] = {kind.__name__: kind for kind in get_args(NodeMessage)}
+_FIELDS = {kind: tuple(one.name for one in fields(kind)) for kind in _TYPES.values()}
 
 
 def encode_for_node(message: NodeMessage) -> bytes:
     """The content of one frame."""
-    return json.dumps({"type": type(message).__name__, **asdict(message)}).encode()
+    kind = type(message)
+    values = {name: getattr(message, name) for name in _FIELDS[kind]}
+    # Only what is inside is taken apart, and copied, field by field.
+    return json.dumps({"type": kind.__name__, **values}, default=asdict).encode()
 
 
 def decode_from_node(content: bytes, *, allowed: tuple[type[NodeMessage], ...]) -> NodeMessage:

@@ -18,17 +18,21 @@ class HeadCount:
 
     def __init__(self) -> None:
         self._ranks: Counter[Standing] = Counter()
+        self._members: Counter[Membership] = Counter()
         self.world_changes = 0
 
     def add(self, standing: Standing) -> None:
         """One more rank, which stands there."""
         self._ranks[standing] += 1
+        self._members[standing[0]] += 1
         self.world_changes += 1
 
     def moved(self, before: Standing, after: Standing) -> None:
         """A rank has gone from one to the other."""
         self._ranks[before] -= 1
         self._ranks[after] += 1
+        self._members[before[0]] -= 1
+        self._members[after[0]] += 1
         if (before[0] in IN_WORLD) != (after[0] in IN_WORLD):
             self.world_changes += 1
 
@@ -38,7 +42,7 @@ class HeadCount:
 
     def members(self, *memberships: Membership) -> int:
         """How many ranks have one of these memberships."""
-        return sum(self._ranks[member, state] for member in memberships for state in RankState)
+        return sum(self._members[member] for member in memberships)
 
     def are_all_present(self, state: RankState) -> bool:
         """Whether every rank of the world is in this state."""

@@ -148,6 +148,7 @@ class OtherNodes:
         self._losses = LossCount()
         self._shut_out: dict[str, tuple[float, str]] = {}  # until when, and why
         self._is_announced = False
+        self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
         self._strangers: dict[NodeLink, float] = {}  # and when they came
         listening.setblocking(False)
         selector.register(listening, selectors.EVENT_READ, (self, None))
@@ -176,7 +177,10 @@ class OtherNodes:
             self._want_to_write(link)
 
     def _of(self, link: NodeLink) -> RemoteNode | None:
-        return next((one for one in (*self.nodes, *self.spares) if one.link is link), None)
+        if self._heard_last is None or self._heard_last.link is not link:
+            there = (*self.nodes, *self.spares)
+            self._heard_last = next((one for one in there if one.link is link), None)
+        return self._heard_last
 
     def look(self, now_s: float) -> Iterator[NodeEvent]:
         """Who has been silent for too long; and whoever connected and proved nothing is let go."""

@@ -178,11 +178,13 @@ class RemoteNode:
     def mirror(self, rank: int, cells: Sequence[int], *, behind_ns: int) -> None:
         """Copy a slot's cells; ``behind_ns`` is what the clock of its machine is behind ours."""
         slot = self._slots[rank]
-        for cell in Cell:
-            if cell in _OURS or cell >= len(cells):
-                continue
-            value = cells[cell]
-            slot.set(cell, value + behind_ns if cell in _TIMES and value else value)
+        ours = slot.cells()
+        values = [*cells, *ours[len(cells) :]]
+        for cell in _OURS:
+            values[cell] = ours[cell]
+        for cell in _TIMES:
+            values[cell] += behind_ns if values[cell] else 0
+        slot.put(values)
 
     def rank_ended(self, *, killed_for_memory: bool) -> None:
         """Its node says how a rank there has ended; what that means is asked for at once."""
