@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.scenarios.conftest import filled_once
 from tests.scenarios.harness import PYTHON_M, Run, poll
 
 # As a person starts it, with interpreters that have imported nothing; most are forks, see tests.ready.
@@ -28,22 +29,30 @@ def weights(folder):
     return [value.tolist() for value in torch.load(Path(folder) / "final.pt").values()]
 
 
-@pytest.fixture(scope="module")
-def fault_free(tmp_path_factory):
-    """The weights of the script when nothing happens to it."""
-    folder = tmp_path_factory.mktemp("fault_free")
-    with run_script(folder, TRAIN, command=RUN) as run:
-        assert run.wait() == 0, run.console
-    return weights(folder)
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, worker_id):
+    """``undisturbed(*words)``: the weights of the script when nothing happens to it."""
+
+    def of(*words, **how):
+        def make(folder):
+            with run_script(folder, TRAIN, *words, **how) as run:
+                assert run.wait() == 0, run.console
+
+        return weights(filled_once(tmp_path_factory, worker_id, make, ("script", words)))
+
+    return of
 
 
-@pytest.fixture(scope="module")
-def one_epoch(tmp_path_factory):
-    """The weights after one epoch, without loader workers."""
-    folder = tmp_path_factory.mktemp("one_epoch")
-    with run_script(folder, TRAIN, "--epochs", 1) as run:
-        assert run.wait() == 0, run.console
-    return weights(folder)
+@pytest.fixture
+def fault_free(undisturbed):
+    """As a person starts it."""
+    return undisturbed(command=RUN)
+
+
+@pytest.fixture
+def one_epoch(undisturbed):
+    """After one epoch."""
+    return undisturbed("--epochs", 1)
 
 
 def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
