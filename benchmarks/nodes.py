@@ -51,7 +51,7 @@ done
 """
 PORT = 29500
 PACE_S = 0.016
-SETTLED = 15  # steps before a fault
+SETTLED = 60  # steps before a fault
 START_S = 120.0
 GAP_S = 0.3  # after a fault no step of torchrun's is committed before it has restarted
 
@@ -103,7 +103,9 @@ class Job:
         """The supervisor, or agent, of one machine."""
         folder = self.folder if self.contender == "torchrun" else self.folder / f"node{number}"
         folder.mkdir(exist_ok=True)
-        command = self._torchrun() if self.contender == "torchrun" else self._ours(number, words)
+        command = (
+            self._torchrun(number) if self.contender == "torchrun" else self._ours(number, words)
+        )
         environment = {
             "PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}",
             "TMPDIR": str(folder),
@@ -132,11 +134,13 @@ class Job:
             *words,
         ]
 
-    def _torchrun(self) -> list:
+    def _torchrun(self, number: int) -> list:
+        conf = f"last_call_timeout=5,is_host={number == 0}"
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
             *("--nproc-per-node", self._ranks, "--rdzv-backend", "c10d", "--rdzv-id", "bench"),
-            *("--rdzv-endpoint", f"10.9.0.1:{PORT}", "--rdzv-conf", "last_call_timeout=5"),
+            *("--rdzv-endpoint", f"10.9.0.1:{PORT}", "--rdzv-conf", conf),
+            *("--local-addr", f"10.9.0.{number + 1}"),
             *("--max-restarts", 100, ROOT / "benchmarks" / "plain_restart.py", "--state-mb=2"),
             *(f"--pace-s={PACE_S}", "--batch-size=8", "--save-every=25"),
         ]
