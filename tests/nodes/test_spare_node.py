@@ -95,3 +95,16 @@ def test_a_spare_machine_takes_the_place_of_one_that_is_lost(nodes, one_machine)
     faults = [(one["kind"], one["steps_lost"]) for one in first.summary()["faults"]]
     assert faults == [("node_lost", 0)]
     assert (first.summary()["exact"], first.digest) == (True, one_machine(4))
+
+
+def test_a_number_that_a_silent_machine_holds_is_waited_for(nodes, one_machine):
+    """Its machine is gone without a word; the one that is started for it has its number three seconds later."""
+    first, second = nodes.start(0, SLOW), nodes.start(1, SLOW)
+    first.wait_for_step(8)
+    second.signal(signal.SIGSTOP)
+    other = nodes.start(2, SLOW, "--node-rank", 1, gives_number=False)
+    poll(lambda: "not ready: node 1 is there already" in other.console, what="a refusal for now")
+    poll(lambda: "this is node 1" in other.console, what="the number")
+    second.signal(signal.SIGKILL)
+    assert (first.wait(), other.wait()) == (0, 0), first.console + other.console
+    assert (first.summary()["exact"], first.digest) == (True, one_machine(4))

@@ -166,7 +166,7 @@ class _FollowerLoop:
     def _meet(self, wait_s: float) -> bool:
         """Connect and be welcomed. False where nobody was there in time, or a stop was asked for."""
         give_up_s = self._clock.monotonic() + wait_s
-        reason, refusals = "", 0
+        reason, refusals, refused_s = "", 0, 0.0
         while self._clock.monotonic() < give_up_s and not self._stop.is_asked:
             link = self._dial()
             if link is not None:
@@ -177,11 +177,13 @@ class _FollowerLoop:
                     self._welcomed(answer)
                     return True
                 link.close()
-                if isinstance(answer, Refused) and self._welcome is not None:
-                    answer = answer.expected  # its old link may still count for a moment
                 if isinstance(answer, Refused):
-                    raise BadInputError(answer.name, answer.value, answer.expected)
-                refusals += link.is_greeted and self._welcome is None
+                    refused_s = refused_s or self._clock.monotonic()
+                    if not self._may_change(answer, refused_s):
+                        raise BadInputError(answer.name, answer.value, answer.expected)
+                    answer = answer.expected
+                else:
+                    refusals += link.is_greeted and self._welcome is None
                 if refusals >= REFUSALS_MAX:
                     raise BadInputError(
                         "--rdzv-endpoint",
@@ -193,6 +195,14 @@ class _FollowerLoop:
                     self._say(f"what answers there is not ready: {answer}", level="WARNING")
             self._wait(DIAL_S)
         return False
+
+    def _may_change(self, refused: Refused, since_s: float) -> bool:
+        """Whether a refusal is not for good: its number may be held by a link whose other end is gone."""
+        if self._welcome is not None:
+            return True
+        silent_s = self._plan.settings.recovery.node_silent_s
+        is_early = self._clock.monotonic() < since_s + silent_s + DIAL_S
+        return is_early and refused.name == "--node-rank"
 
     def _where(self) -> tuple[str, int]:
         """The coordinator's address: it may have moved."""
