@@ -21,14 +21,15 @@ from ddp_runner.checkpoint.catalog import (
     reason_of,
 )
 from ddp_runner.checkpoint.left_out import left_out, start_record
+from ddp_runner.checkpoint.weight_files import WeightFilesError, read_weight_files
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.system.run_files import open_given, open_to_read
 
 _WEIGHT_KEYS = ("model", "state_dict", "model_state_dict")
 _EXPECTED = (
-    "expected a checkpoint, a folder of checkpoints, or a file made with"
-    " torch.save(model.state_dict(), FILE)"
+    "expected a checkpoint, a folder of checkpoints, safetensors, a folder of shards with their index, or a"
+    " file made with torch.save(model.state_dict(), FILE)"
 )
 _OPTION = "--init-from"
 _NAME_IN_ERROR = re.compile(r"GLOBAL ([A-Za-z_][\w.]+)")
@@ -135,14 +136,18 @@ def read_weights(
 
     ``average``: with the moving average that a checkpoint of ours has, in the place of the weights. Takes a checkpoint of ours, a pointer to one (``last``, ``best``), a folder of them (the newest
     that is whole), a plain state dict, or a dict that holds one as ``model``, ``state_dict`` or
-    ``model_state_dict``. Raises BadInputError (``--init-from``) otherwise.
+    ``model_state_dict``; safetensors, an index of shards, a folder with these. Raises BadInputError
+    (``--init-from``) otherwise.
     """
     try:
+        foreign = _foreign(path, average=average, map_location=map_location)
+        if foreign is not None:
+            return StoredWeights(weights=foreign)
         entries = checkpoints_at(path)
         if not entries:
             opened = open_given(path.expanduser())
             return _weights_in(opened, average=average, map_location=map_location)
-    except (NoCheckpointError, UnreadableError, OSError) as error:
+    except (NoCheckpointError, UnreadableError, WeightFilesError, OSError) as error:
         raise BadInputError(_OPTION, path, f"{reason_of(error)}; {_EXPECTED}") from error
     wrong = []
     for entry in entries:
@@ -156,6 +161,30 @@ def read_weights(
         wrong.append(f"{entry.path.name} {damage}" if entry.path != path else damage)
     shown = "; ".join(wrong[:_LISTED_MAX])
     raise BadInputError(_OPTION, path, f"{shown}; {_EXPECTED}")
+
+
+def _foreign(
+    path: Path, *, average: bool, map_location: str | torch.device
+) -> dict[str, Any] | None:
+    """Weights in the forms of others; None where it is none of these, or a folder of checkpoints."""
+    path = Path(os.path.realpath(path.expanduser(), strict=True))
+    if path.is_dir() and Catalog(path).entries():
+        return None
+
+    def read(descriptor: int) -> Any:
+        return _load(descriptor, map_location=map_location, content=Content.READ)
+
+    found = read_weight_files(path, read)
+    if found is None:
+        return None
+    if average:
+        raise UnreadableError("holds no average (EMA): it is no checkpoint of this program")
+    if not _is_state_dict(found):
+        raise UnreadableError("holds no state dict")
+    return {
+        name: one.to(map_location) if isinstance(one, torch.Tensor) else one
+        for name, one in found.items()
+    }
 
 
 def _weights_in(

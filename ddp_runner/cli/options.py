@@ -50,7 +50,7 @@ GROUPS = (
                 long="--init-from",
                 key="run.init_from",
                 metavar="PATH",
-                says="start from these weights, on the very first start only",
+                says="start from these weights (hf://USER/NAME, scratch), on the very first start only",
             ),
             Option(long="--seed", key="run.seed", metavar="N", says="of everything random"),
         ),

@@ -82,7 +82,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
             run.name run.max_time run.target_loss run.early_stopping_patience
-            run.early_stopping_min_delta run.resume run.init_from run.log_dir run.checkpoint_dir
+            run.early_stopping_min_delta run.resume run.init_from run.init_strict run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from ddp_runner.config.fields import BUILT_IN_TASKS
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import names_a_gpu_twice
 
 if TYPE_CHECKING:
@@ -276,9 +279,7 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
     problems = []
     if settings.data.path:
         problems.extend(_unreadable("--data", settings.data.path, Path(settings.data.path)))
-    if run.init_from:
-        path, _ = init_from_path(run.init_from)
-        problems.extend(_unreadable("--init-from", run.init_from, path))
+    problems.extend(_init_problems(settings))
     if run.resume not in _RESUME_WORDS:
         expected = "must be auto, last, best, none or the path of a checkpoint; no such file"
         if not run.resume:
@@ -286,6 +287,25 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
         problems.extend(_unreadable("--resume", run.resume, Path(run.resume), missing=expected))
     problems.extend(_task_problems(run.task))
     return problems
+
+
+def _init_problems(settings: Settings) -> list[BadInputError]:
+    """A run that goes on from a checkpoint has its weights, and asks for no others."""
+    run, written = settings.run, settings.run.init_from
+    if not written:
+        return []
+    if is_of_hub(written):
+        if repository_of(written) is None:
+            return [BadInputError("--init-from", written, EXPECTED)]
+        if importlib.util.find_spec("huggingface_hub") is None:
+            return [BadInputError("--init-from", written, lacks_hub(python=sys.executable))]
+        return []
+    goes_on = run.resume in ("auto", "last", "best") and any(
+        Path(run.checkpoint_dir).expanduser().glob("step_*.pt")
+    )
+    if goes_on and not settings.checkpoint.only_trained:
+        return []
+    return _unreadable("--init-from", written, init_from_path(written)[0])
 
 
 def init_from_path(written: str) -> tuple[Path, bool]:

@@ -11,16 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 _FROZEN = ConfigDict(extra="forbid", strict=False)
+
+
+def _no_scratch(written: str) -> str:
+    """``scratch`` is the word for no start weights, which wins over a file's."""
+    return "" if written == "scratch" else written
+
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Duration = Annotated[float, Field(gt=0), "duration"]
+StartWeights = Annotated[str, AfterValidator(_no_scratch)]
 StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
 
@@ -53,9 +60,13 @@ class RunSettings:
     """What to go on from. auto: the newest checkpoint, if there is one. last, best or the path
     of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
     fresh; all old checkpoints are moved to a backup folder."""
-    init_from: str = ""
-    """A file with the weights to start from, on the very first start of the run only, and at each resume
-    for what checkpoint.only_trained leaves out. PATH:ema: the average that a checkpoint has."""
+    init_from: StartWeights = ""
+    """Weights to start from, on the very first start of the run only, and at each resume for what
+    checkpoint.only_trained leaves out: a checkpoint (PATH:ema: its average), a state dict, safetensors, a
+    folder of shards with their index, or hf://USER/NAME[@REVISION]. Empty or scratch: none."""
+    init_strict: bool = True
+    """All weights of the model must be in init_from, and no others. false: what fits is loaded, and the
+    rest of the model is as the task has built it."""
     log_dir: str = "logs/bytes"
     """The folder for logs, metrics, status.json and summary.json."""
     checkpoint_dir: str = "checkpoints/bytes"

@@ -30,7 +30,8 @@ class StartFacts:
     of data that the run loads itself. ``shares``: each rank's samples of a step, where they are unequal.
     ``checkpoint_bytes``: about one file, for all of which there are
     ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
-    ``schedule`` (in words) are the settings'; else a program's own.
+    ``schedule`` (in words) are the settings'; else a program's own. ``begun_with``: what of ``--init-from``
+    was loaded, in lines.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class StartFacts:
     schedule: str
     left_out: int = 0
     machines: int = 1
+    begun_with: tuple[str, ...] = ()
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
@@ -61,7 +63,10 @@ def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
     rows = [("ranks", [_place(facts)])]
     if facts.is_task:
         rows.append(("precision", [_precision(settings, facts)]))
-    rows += [("model", [_parameters(facts)]), *_data(facts), *_batch(facts)]
+    rows.append(("model", [_parameters(facts)]))
+    if facts.begun_with:
+        rows.append(("start weights", list(facts.begun_with)))
+    rows += [*_data(facts), *_batch(facts)]
     rows.append(("length", list(_length(settings, facts))))
     if facts.is_task:
         rows += _training(settings, facts)

@@ -91,6 +91,9 @@ class TrainState:
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
+        self.begun_with: tuple[
+            str, ...
+        ] = ()  # what of --init-from this process has loaded, in lines
         self.start: dict[str, Any] = {}  # of the frozen weights that the run began with, by hash
         self._start_in_file: dict[str, Any] = {}  # of the newest, where some were written since
         self._made_with = self._flags()

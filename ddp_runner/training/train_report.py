@@ -134,6 +134,7 @@ def block_of(parts: Built) -> tuple[str, ...]:
         is_task=is_task,
         schedule=schedule_words(settings.optim, total_steps=workload.length.total_steps),
         left_out=_left_out(state),
+        begun_with=state.begun_with,
     )
     return start_block(settings, facts)
 

@@ -9,9 +9,10 @@ from ddp_runner.checkpoint.left_out import left_out, start_record
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.core.settings import Settings
+from ddp_runner.training.begin import begin_with
 from ddp_runner.training.components.start_weights import completed
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.workload import Workload, begin_with, nothing_left
+from ddp_runner.training.workload import Workload, nothing_left
 
 
 def note_begin(settings: Settings, workload: Workload, state: TrainState) -> None:

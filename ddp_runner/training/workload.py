@@ -16,9 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
-from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.checkpoint.weights import read_weights
 from ddp_runner.collective.device import await_free
 from ddp_runner.collective.sync_batchnorm import SyncedNorms
 from ddp_runner.core import batch_sizes
@@ -33,6 +31,7 @@ from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
+from ddp_runner.training.begin import begin_with
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
 from ddp_runner.training.components.layer_plan import LayerPlan, layer_plan
@@ -42,12 +41,11 @@ from ddp_runner.training.components.optimizer import build_optimizer
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.rng import seed_all
-from ddp_runner.training.components.start_weights import filled, frozen_entries
+from ddp_runner.training.components.start_weights import frozen_entries
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
 from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
-from ddp_runner.training.fitting import check_values, check_weights
 from ddp_runner.training.largest_samples import largest_only
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
@@ -448,33 +446,6 @@ def start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that was just built, the one of step 0."""
     begin_with(settings, state)
     state.committed_step = state.begun_step = 0
-
-
-def begin_with(settings: Settings, state: TrainState) -> None:
-    """Give a model that was just built the weights of ``--init-from``, where that is asked for.
-
-    What a file of a run with ``checkpoint.only_trained`` leaves out is the model's already, or BadInputError
-    is raised.
-    """
-    option, value = "--init-from", settings.run.init_from
-    if not value:
-        return
-    path, average = config.init_from_path(value)
-    found, own = read_weights(path, average=average), state.weights()
-    weights: dict[str, Any] | None = dict(found.weights)
-    if found.start:
-        weights = filled(found.weights, found.start, own)
-    if weights is None:
-        expected = (
-            "leaves out what its run has begun with and never changed (checkpoint.only_trained), which the"
-            " task's build_model() does not give: take that run's final.pt, which is whole"
-        )
-        raise BadInputError(option, value, expected)
-    weights = read_as(weights, own)
-    check_weights(weights, state, option=option, value=value)
-    check_values(weights, state, option=option, value=value)
-    load_bare_state(state.model, weights)
-    state.buffers.keep()
 
 
 def nothing_left(cause: str) -> Fault:
