@@ -53,7 +53,9 @@ class Manifest:
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
     that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
     have seen of their data. ``start_sha256`` is that of the weights which the file leaves out, because
-    its run has begun with them; empty where it has all.
+    its run has begun with them; empty where it has all. ``about`` is for people and tools, and decides
+    nothing: ``settings`` (without secrets), ``tokens``, ``loss`` of the last step, ``figures`` of the newest
+    evaluation, ``best`` (step and value) so far.
     """
 
     step: int
@@ -75,6 +77,7 @@ class Manifest:
     changes: Sequence[str] = ()
     data: Mapping[str, JsonValue] = field(default_factory=dict)
     start_sha256: str = ""
+    about: Mapping[str, JsonValue] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -126,6 +129,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "changes": (list,),
     "data": (dict,),
     "start_sha256": (str,),
+    "about": (dict,),
 }
 # Fields that older files of this format lack.
 _SINCE: dict[str, object] = {
@@ -135,6 +139,7 @@ _SINCE: dict[str, object] = {
     "changes": [],
     "data": {},
     "start_sha256": "",
+    "about": {},
 }
 _NUMBER_MAX = 2**63  # JSON has no limit; what shows or compares numbers has
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
@@ -164,3 +169,14 @@ def _checked(values: Mapping[str, object]) -> Manifest:
     known: dict[str, object] = {name: values[name] for name in _TYPES}
     known["changes"] = tuple(str(line) for line in values["changes"])  # type: ignore[attr-defined] # a list
     return Manifest(**known)  # type: ignore[arg-type]  # the types were compared above
+
+
+def best_of(manifest: Manifest) -> list[tuple[float, int]]:
+    """Value and step of the best that a manifest knows of, whose file may be gone; empty without one."""
+    best = manifest.about.get("best")
+    if not isinstance(best, dict):
+        return []
+    value, step = best.get("value"), best.get("step")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(step, int):
+        return []
+    return [(float(value), step)]

@@ -6,6 +6,7 @@ A checkpoint is one file for plain ``torch.load(weights_only=True)``: the caller
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -24,7 +25,7 @@ from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry, sha25
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.left_out import start_sha256
-from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name
+from ddp_runner.checkpoint.manifest import Manifest, best_of, checkpoint_name, manifest_name
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
     Content,
@@ -111,6 +112,7 @@ class CheckpointStore:
         recipe: Mapping[str, JsonValue] = NO_RECIPE,
         changes: Sequence[str] = (),
         data: Mapping[str, JsonValue] = NO_RECIPE,
+        about: Mapping[str, JsonValue] = NO_RECIPE,
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
@@ -125,7 +127,8 @@ class CheckpointStore:
         TypeError or ValueError for a state that could not be read again.
         """
         started_s = time.perf_counter()
-        finite = monitored is not None and math.isfinite(monitored)
+        if monitored is not None and not math.isfinite(monitored):
+            monitored = None
         manifest = Manifest(
             step=step,
             epoch=epoch,
@@ -134,7 +137,7 @@ class CheckpointStore:
             file=checkpoint_name(step),
             size_bytes=0,
             sha256="0" * 64,
-            monitored=monitored if finite else None,
+            monitored=monitored,
             meaning=meaning,
             settings_digest=settings_digest,
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -146,6 +149,7 @@ class CheckpointStore:
             changes=tuple(changes),
             data=dict(data),
             start_sha256=start_sha256(state),
+            about={**about, **self._best_so_far(step, monitored)},
         )
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
@@ -233,6 +237,23 @@ class CheckpointStore:
         publish_text(disk, directory / manifest_name(manifest.step), finished.to_json())
         disk.sync_directory(directory)
         return finished, write_s
+
+    def _best_so_far(self, step: int, monitored: float | None) -> dict[str, JsonValue]:
+        """The lowest monitored value up to ``step``, this one's or one that an earlier manifest knows."""
+        known: list[tuple[float, int]] = [] if monitored is None else [(monitored, step)]
+        with contextlib.suppress(
+            OSError
+        ):  # no folder yet, or a disk that the save itself will name
+            for entry in self.catalog.entries():
+                if entry.manifest is None or entry.step >= step:
+                    continue
+                if entry.manifest.monitored is not None:
+                    known.append((entry.manifest.monitored, entry.step))
+                known += best_of(entry.manifest)
+        if not known:
+            return {}
+        value, at = min(known)
+        return {"best": {"step": at, "value": value}}
 
     def _missing_room(self, error: OSError, *, needed_bytes: int) -> str:
         """What to free, and where, in words; empty where room is not what is missing."""

@@ -1,12 +1,16 @@
-"""``checkpoints list|verify``: which checkpoints there are, and whether each can be trusted."""
+"""``checkpoints``: which there are, whether each can be trusted, what one holds; files for others; fewer."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
+from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
 from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
+from ddp_runner.cli.checkpoint_export import export
+from ddp_runner.cli.checkpoint_show import chosen, lines_of, record_of
 from ddp_runner.cli.output import show
 from ddp_runner.cli.runs import NAME, checkpoint_dir_of
 from ddp_runner.core.exits import ExitCode
@@ -17,31 +21,138 @@ from ddp_runner.start import COMMAND
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ACTIONS = ("list", "verify")
-HELP = f"""Usage:  {COMMAND} checkpoints list|verify [--name NAME | -c DIR]
+    from ddp_runner.cli.arguments import SmallArguments
+
+_ACTIONS = ("list", "verify", "show", "export", "prune")
+_TO, _FORMAT, _DTYPE, _KEEP = ("--to", ""), ("--format", ""), ("--dtype", ""), ("--keep", "")
+_EMA, _DRY_RUN, _ALL = "--ema", "--dry-run", "--all"
+HELP = f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
                                                 [--json]
 
   list                      every checkpoint, newest first; reads no content
   verify                    read each one whole and compare it with its
                             manifest; exit 1 if one is bad
+  show [WHICH]              what it holds: step, losses, best, the settings
+                            that differ from the defaults; verified
+  export [WHICH] --to DIR   its weights for other programs, in a new folder, by
+                            the model's own save_pretrained where it has one
+  prune --keep N            delete all but the newest N that verify, the best
+                            one, and those that are kept for good
 
+WHICH is last (as without it), best, a step or a path.
+
+      --format FORMAT       of export: safetensors or pt [safetensors]
+      --dtype TYPE          of export: fp32, bf16 or fp16 [as it is]
+      --ema                 of export: the average (EMA)
+      --all                 of prune: the best and those for good, too
+      --dry-run             of prune: only say what would be deleted
       --name NAME           those in checkpoints/NAME [the newest run's]
   -c, --checkpoint-dir DIR  those in DIR
       --json                one JSON object a line, for programs"""
+_OPTIONS_OF = {
+    "export": {"--to", "--format", "--dtype", _EMA},
+    "prune": {"--keep", _ALL, _DRY_RUN},
+}
 
 
 def run(words: Sequence[str]) -> int:
-    """List or verify; 1 if a verified checkpoint is bad. Raises BadInputError."""
-    arguments = parse_small(words, valued=(CHECKPOINT_DIR, NAME), switches=(JSON,), words_max=1)
+    """Do it; 1 if a checkpoint that was to be verified is bad. Raises BadInputError."""
+    arguments = parse_small(
+        words,
+        valued=(CHECKPOINT_DIR, NAME, _TO, _FORMAT, _DTYPE, _KEEP),
+        switches=(JSON, _EMA, _DRY_RUN, _ALL),
+        words_max=2,
+    )
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
-    action = arguments.words[0] if arguments.words else "list"
+    action, *which = arguments.words or ("list",)
     if action not in _ACTIONS:
-        raise BadInputError(action, "", "unknown action; use checkpoints list or verify")
+        raise BadInputError(action, "", f"unknown action; use {', '.join(_ACTIONS)}")
+    if which and action not in ("show", "export"):
+        raise BadInputError(which[0], "", f"unexpected word: {action} is of all of them")
+    given = {*arguments.values, *arguments.switches}
+    for other, options in _OPTIONS_OF.items():
+        if other != action and (odd := sorted(options & given)):
+            raise BadInputError(odd[0], "", f"is an option of checkpoints {other}")
     catalog = Catalog(checkpoint_dir_of(arguments))
+    if action == "prune":
+        return _prune(catalog, arguments)
+    if action == "show":
+        return _show(catalog, (which or ["last"])[0], as_json=JSON in arguments.switches)
+    if action == "export":
+        return _export(catalog, (which or ["last"])[0], arguments)
+    return _list(catalog, action, as_json=JSON in arguments.switches)
+
+
+def _show(catalog: Catalog, which: str, *, as_json: bool) -> int:
+    record = record_of(catalog, chosen(catalog, which))
+    if as_json:
+        print(json.dumps(record))
+    else:
+        for line in lines_of(record):
+            show(line)
+    return ExitCode.DONE if record["problem"] is None else ExitCode.FAILED
+
+
+def _export(catalog: Catalog, which: str, arguments: SmallArguments) -> int:
+    to = arguments.values.get("--to", "")
+    if not to:
+        raise BadInputError("--to", "", "is needed: the folder for the files")
+    entry = chosen(catalog, which)
+    return export(
+        catalog,
+        entry,
+        to=Path(to).expanduser(),
+        values=arguments.values,
+        average=_EMA in arguments.switches,
+    )
+
+
+def _prune(catalog: Catalog, arguments: SmallArguments) -> int:
+    written = arguments.values.get("--keep", "")
+    if not written.isdecimal() or int(written) < 1:
+        raise BadInputError("--keep", written, "is needed: how many stay, 1 or more")
+    keep, is_dry = int(written), _DRY_RUN in arguments.switches
+    entries, best = catalog.entries(), catalog.best()
+    pruning = plan_pruning(
+        entries,
+        keep=keep,
+        verify=catalog.verify,
+        best_step=None if best is None else best.step,
+        keep_every=_keep_every(entries),
+        takes_all=_ALL in arguments.switches,
+    )
+    for entry, why in pruning.spared:
+        show(f"kept {entry.path} ({why})")
+    if not is_dry:
+        try:
+            perform_pruning(catalog, pruning)
+        except OSError as error:
+            show(f"{error.filename or catalog.directory}: {error.strerror or error}")
+            return ExitCode.FAILED
+    for entry in pruning.removed:
+        size = "" if entry.manifest is None else f" ({byte_size(entry.manifest.size_bytes)})"
+        show(f"{'would remove' if is_dry else 'removed'} {entry.path}{size}")
+    if not pruning.removed:
+        few = f": only {pruning.sound} of them verify" if pruning.sound < keep else ""
+        show(f"nothing to remove of {len(entries)} checkpoints in {catalog.directory}{few}")
+    return ExitCode.DONE
+
+
+def _keep_every(entries: Sequence[Entry]) -> int:
+    """What the newest that says so has as checkpoint.keep_every; 0 where none does."""
+    for entry in entries:
+        settings = {} if entry.manifest is None else entry.manifest.about.get("settings")
+        section = settings.get("checkpoint") if isinstance(settings, dict) else None
+        if isinstance(section, dict) and isinstance(section.get("keep_every"), int):
+            return int(section["keep_every"])
+    return 0
+
+
+def _list(catalog: Catalog, action: str, *, as_json: bool) -> int:
     entries = catalog.entries()
-    if not entries and JSON not in arguments.switches:
+    if not entries and not as_json:
         show(f"{catalog.directory} holds no checkpoint")
     has_bad = False
     best = catalog.best()
@@ -50,7 +161,7 @@ def run(words: Sequence[str]) -> int:
         has_bad = has_bad or (action == "verify" and reason is not None)
         is_best = best is not None and best.step == entry.step
         record = _record(entry, reason=reason, is_best=is_best)
-        if JSON in arguments.switches:
+        if as_json:
             print(json.dumps(record))
         else:
             show(_line(entry, reason=reason, is_best=is_best, verified=action == "verify"))

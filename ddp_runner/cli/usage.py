@@ -21,7 +21,7 @@ _INDENT = 28
 COMMANDS = {
     "train": "train; what happens when no command is given",
     "run": "any script that torchrun starts, supervised: run train.py ARGS",
-    "checkpoints": "list checkpoints, or verify that they can be read",
+    "checkpoints": "list, verify, show, export or prune checkpoints",
     "report": "what happened in a run, for people",
     "doctor": "can this machine train, and if not, what to do",
     "configure": "asks for the settings that matter most, and writes them to a file",

@@ -34,6 +34,7 @@ _BEFORE_CHOICE: Mapping[str, object] = {
     "optim.optimizer": "adamw",
     "data.largest_samples": False,
 }
+_DESCRIBED = "describe() "
 _SEALED = re.compile(r"\*\*\* scrypt [0-9a-f]{32} [0-9a-f]{64}")
 GLOBAL_BATCH = "data.batch_size x ranks"
 # The settings of the model that each built-in task reads; a user's own task reads none of them.
@@ -266,6 +267,16 @@ def is_sealed(value: object) -> bool:
     return isinstance(value, str) and _SEALED.fullmatch(value) is not None
 
 
+def described_key(name: str) -> str:
+    """What a resume key calls what the task's ``describe()`` has as ``name``."""
+    return f"{_DESCRIBED}{name}"
+
+
+def is_described(key: str) -> bool:
+    """Whether a key of a resume key is one of ``described_key``."""
+    return key.startswith(_DESCRIBED)
+
+
 def difference(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """One line for each key whose value differs, such as ``run.seed: 1 -> 2``."""
     missing = "(not set)"
@@ -280,9 +291,11 @@ def aligned(old: Mapping[str, object], new: Mapping[str, JsonValue]) -> dict[str
     """``new`` as the version that wrote ``old`` would have it, where both mean the same.
 
     That is with the old word for a task's file or for data where both words name one place, and without
-    what it had no choice of.
+    what it had no choice of, or its task did not describe yet.
     """
     found = {key: v for key, v in new.items() if key in old or v != _BEFORE_CHOICE.get(key)}
+    if not any(map(is_described, old)):  # its task said nothing of itself yet
+        found = {key: v for key, v in found.items() if not is_described(key)}
     for key in ("run.task", "data.path"):
         before, now = old.get(key), new.get(key)
         if isinstance(before, str) and isinstance(now, str) and _place(before) == _place(now):
@@ -314,6 +327,21 @@ def to_record(settings: Settings) -> dict[str, object]:
         else:
             record[field.name] = _plain(dataclasses.asdict(section))
     return record
+
+
+def record_to_show(settings: Settings) -> dict[str, JsonValue]:
+    """The same without secrets, and with text for numbers that JSON has not."""
+    found = _finite(masked(to_record(settings)))
+    assert isinstance(found, dict)
+    return found
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def from_record(record: Mapping[str, object]) -> Settings:

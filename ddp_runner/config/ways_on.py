@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_runner.config.identity import GLOBAL_BATCH, is_sealed
+from ddp_runner.config.identity import GLOBAL_BATCH, is_described, is_sealed
 from ddp_runner.config.run_names import CHECKPOINTS, LOGS, has_folders_of_its_name
 from ddp_runner.core.secrets import is_secret
 
@@ -79,7 +79,7 @@ def words_of_old(
             others.append(f"no {key}")
         elif is_sealed(old[key]) or is_secret(key, old[key]):
             others.append(f"the old {key}")
-        elif "." not in key:  # a fact about the data, which is not a setting
+        elif "." not in key or is_described(key):  # a fact about the data, which is not a setting
             others.append(f"the {key.removesuffix(' fingerprint')} as it was")
         else:
             option = _OPTION_OF.get(key)

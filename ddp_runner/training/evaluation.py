@@ -205,6 +205,7 @@ class Validation:
         parts.progress.validation_loss = evaluation.loss
         beside = {f"validation_{name}": number for name, number in evaluation.parts.items()}
         parts.progress.figures = self._figures(evaluation.loss) | beside
+        state.figures = dict(parts.progress.figures)
         self._report(time.monotonic_ns() - began_ns)
         return None
 

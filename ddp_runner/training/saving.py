@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner import config
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory, storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
@@ -27,6 +28,7 @@ from ddp_runner.core.save_requests import SaveRequests
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import last_save_due, saves_to_skip
 from ddp_runner.memory.manager import MemoryManager
+from ddp_runner.training.described import about_file
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.last_save import BEFORE_END, LastSave
 from ddp_runner.training.progress import Progress
@@ -61,6 +63,7 @@ class Saving:
         self._store = store
         self._memory = memory
         self._runtime = runtime
+        self._settings_record = config.record_to_show(settings)
         self._progress = progress
         self._data = data
         self._disk_faults = DiskFaults(state, runtime)
@@ -354,6 +357,7 @@ class Saving:
             recipe=dict(self._workload.recipe),
             changes=self._state.changes,
             data=self._data(),
+            about=about_file(self._state, loss=self._progress.loss, settings=self._settings_record),
             monitored=self._monitored(),
             reason=reason,
             pace=self._interval.to_record(now_s=time.monotonic()),

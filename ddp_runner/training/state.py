@@ -91,6 +91,7 @@ class TrainState:
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
+        self.figures: dict[str, float] = {}  # of the newest evaluation, by name
         self.begun_with: tuple[
             str, ...
         ] = ()  # what of --init-from this process has loaded, in lines
@@ -135,6 +136,7 @@ class TrainState:
             "followed": self.buffers.followed_names(),
             "relaid": self.buffers.relaid_names(),
             "improvement": self.improvement.state_dict(),
+            "figures": dict(self.figures),
         }
         state.update({key: value for key, value in learnt.items() if value})
         if self.start:
@@ -233,6 +235,7 @@ class TrainState:
         tokens = state["counters"].get("tokens")
         self.tokens = None if tokens is None else float(tokens)
         self.changes = tuple(state.get("changes", ()))
+        self.figures = {str(name): float(one) for name, one in state.get("figures", {}).items()}
         self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))

@@ -103,6 +103,18 @@ class HasLayerGroups(Protocol):
 
 
 @runtime_checkable
+class Describes(Protocol):
+    """A task may also say what else a checkpoint of it belongs to: its tokenizer, say, or its model's form."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Name -> plain value (text, number, bool, None, lists and dicts of these).
+
+        They stand in each checkpoint; a resume whose task describes itself otherwise is refused.
+        """
+        ...
+
+
+@runtime_checkable
 class TakesSettings(Protocol):
     """Marker of the built-in tasks: constructed with the whole ``Settings``."""
 

@@ -43,6 +43,7 @@ from ddp_runner.training.components.recompute import checkpoint_activations
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.components.start_weights import frozen_entries
 from ddp_runner.training.components.tuning import Tuning, searches_at_first
+from ddp_runner.training.described import described
 from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
@@ -182,6 +183,7 @@ def build_workload(
     key = dict(config.resume_key(settings, world_size=rank_info.world_size))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
+    key |= described(task, settings)
     if order.draws is not None:
         key["weights and lengths of samples"] = order.draws.digest()
     workload = TaskWorkload(

@@ -1,0 +1,144 @@
+"""``checkpoints show``: what a checkpoint holds, by its manifest, and whether it can be trusted."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from ddp_runner import config
+from ddp_runner.checkpoint.manifest import best_of
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import HIDDEN, holds_secret
+from ddp_runner.core.settings import Settings
+from ddp_runner.observe.format import byte_size, count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ddp_runner.checkpoint.catalog import Catalog, Entry
+    from ddp_runner.checkpoint.manifest import Manifest
+
+_LABEL_COLUMNS = 13
+
+
+def chosen(catalog: Catalog, which: str) -> Entry:
+    """The checkpoint that a word, a step number or a path names. Raises BadInputError."""
+    if which.isdecimal():
+        found = [entry for entry in catalog.entries() if entry.step == int(which)]
+        what = f"is no step of a checkpoint in {catalog.directory}; checkpoints list shows them"
+    elif which == "none":
+        raise BadInputError(which, "", "is no checkpoint: last, best, a step or a path")
+    elif which == "best":
+        best = catalog.best()
+        found = [] if best is None else [best]
+        what = f"{catalog.directory} holds no checkpoint with a loss that it was judged by"
+    else:
+        resolved = catalog.resolve("last" if which == "auto" else which)
+        found = [entry for entry in resolved if entry.problem is None] or resolved
+        what = f"{catalog.directory} holds no checkpoint"
+    if not found:
+        raise BadInputError(which, "", what)
+    return found[0]
+
+
+def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
+    """All of it as plain values, for ``--json``. Reads the whole file to verify it."""
+    manifest = entry.manifest
+    best = catalog.best()
+    found: dict[str, object] = {
+        "step": entry.step,
+        "path": str(entry.path),
+        "problem": catalog.verify(entry),
+        "best": best is not None and best.step == entry.step,
+    }
+    if manifest is None:
+        return found
+    return found | {
+        "epoch": manifest.epoch,
+        "samples": manifest.samples,
+        "size_bytes": manifest.size_bytes,
+        "sha256": manifest.sha256,
+        "created_utc": manifest.created_utc,
+        "reason": manifest.reason,
+        "run_id": manifest.run_id,
+        "monitored": manifest.monitored,
+        "versions": dict(manifest.versions),
+        "leaves_out": bool(manifest.start_sha256),
+        **{name: manifest.about.get(name) for name in ("tokens", "loss", "figures")},
+        "best_so_far": _best_so_far(manifest),
+        "settings": changed_settings(manifest),
+        "task": task_facts(manifest),
+    }
+
+
+def _best_so_far(manifest: Manifest) -> dict[str, object] | None:
+    """Step and value, whose file may be gone."""
+    known = best_of(manifest)
+    return None if not known else {"step": known[0][1], "value": known[0][0]}
+
+
+def changed_settings(manifest: Manifest) -> dict[str, object]:
+    """The settings that differ from the defaults, by dotted name; empty where a file does not say."""
+    given = manifest.about.get("settings")
+    if not isinstance(given, dict):
+        return {}
+    usual = config.record_to_show(Settings())
+    found: dict[str, object] = {}
+    for section, values in given.items():
+        defaults = usual.get(section, {})
+        if isinstance(values, dict) and isinstance(defaults, dict):
+            for name, value in values.items():
+                if name not in defaults or defaults[name] != value:
+                    found[f"{section}.{name}"] = value
+    return found
+
+
+def task_facts(manifest: Manifest) -> dict[str, object]:
+    """What the task has said of itself, by its own names, and the fingerprint of its data."""
+    return {
+        key.removeprefix(config.described_key("")): HIDDEN if holds_secret(key, value) else value
+        for key, value in manifest.meaning.items()
+        if config.is_described(key) or key == "data fingerprint"
+    }
+
+
+def lines_of(record: Mapping[str, object]) -> Iterator[str]:
+    """A record for people."""
+    yield _line("checkpoint", str(record["path"]))
+    problem = record["problem"]
+    if "epoch" not in record:
+        yield _line("verified", f"BAD: {problem}" if problem else "by its archive; no manifest")
+        return
+    what = [f"{count(_whole(record['step']))} of epoch {record['epoch']}"]
+    what.append(f"{count(_whole(record['samples']))} samples")
+    if isinstance(tokens := record.get("tokens"), (int, float)):
+        what.append(f"{tokens:,.0f} tokens")
+    yield _line("step", ", ".join(what) + (", the best" if record["best"] else ""))
+    yield _line("written", f"{record['created_utc']} ({record['reason']}), run {record['run_id']}")
+    yield _line("size", byte_size(_whole(record["size_bytes"])))
+    yield _line("verified", f"BAD: {problem}" if problem else f"yes, SHA-256 {record['sha256']}")
+    losses = {"training loss": record.get("loss"), "monitored": record["monitored"]}
+    figures = record.get("figures")
+    if isinstance(figures, dict):
+        losses.update(figures)
+    if shown := [f"{name} {v:.4f}" for name, v in losses.items() if isinstance(v, (int, float))]:
+        yield _line("losses", ", ".join(shown))
+    if isinstance(best := record.get("best_so_far"), dict):
+        yield _line("best so far", f"{best['value']:.4f} at step {count(_whole(best['step']))}")
+    for label, key in (("settings", "settings"), ("task", "task"), ("made with", "versions")):
+        values = record[key]
+        if isinstance(values, dict) and values:
+            for name, value in values.items():
+                text = value if isinstance(value, str) else json.dumps(value)
+                yield _line(label, f"{name}={text}")
+                label = ""  # noqa: PLW2901 - beside the first only
+    if record["leaves_out"]:
+        yield _line("leaves out", "weights that its run has begun with (checkpoint.only_trained)")
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _line(label: str, text: str) -> str:
+    return f" {label:<{_LABEL_COLUMNS}} {text}"

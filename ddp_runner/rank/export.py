@@ -1,0 +1,131 @@
+"""Writes a checkpoint's weights as files for other programs. Trains nothing; a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_runner import config
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
+from ddp_runner.checkpoint.publish import DurableWriter, publish
+from ddp_runner.checkpoint.safetensors_file import write_safetensors
+from ddp_runner.checkpoint.weights import load_weights
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.settings import Settings
+from ddp_runner.system import parent_death
+from ddp_runner.training.components.rng import seed_all
+from ddp_runner.training.task_import import load_task
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SHOWN_MAX = 300
+
+
+def main(words: Sequence[str]) -> int:
+    """``words``: the pipe to answer by, and the parent's pid. What to do comes from standard input, as JSON."""
+    pipe, parent = int(words[0]), int(words[1])
+    parent_death.die_with_parent(parent)
+    spec = json.loads(sys.stdin.read())
+    try:
+        answer: dict[str, Any] = {"lines": list(export(spec))}
+    except BadInputError as error:
+        answer = {"refused": f"{error.expected}"}
+    except OSError as error:
+        answer = {"refused": f"cannot be written to {spec['to']}: {error.strerror or error}"}
+    with os.fdopen(pipe, "wb") as file:
+        file.write(json.dumps(answer).encode())
+    return 0
+
+
+def export(spec: Mapping[str, Any]) -> Iterator[str]:
+    """Write the files that ``spec`` asks for; yields what to say. Raises BadInputError and OSError."""
+    weights = load_weights(Path(spec["path"]), average=spec["average"])
+    dtype = _DTYPES.get(spec["dtype"])
+    folder = Path(spec["to"])
+    model, why = _model_of(spec["settings"], weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    if model is not None:
+        model = model if dtype is None else model.to(dtype)
+        saves = model.save_pretrained
+        safe = {"safe_serialization": spec["format"] == "safetensors"}
+        takes = inspect.signature(saves).parameters
+        is_open = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+        saves(folder, **(safe if is_open or "safe_serialization" in takes else {}))
+        yield from _listed(folder, "by the model's own save_pretrained")
+        return
+    if why:
+        yield f"without save_pretrained: {why}"
+    tensors, skipped = _converted(weights, dtype)
+    if skipped:
+        named = ", ".join(skipped[:3])
+        yield f"{len(skipped)} entries that are no tensors are left out: {named}"
+    name = f"model.{spec['format']}"
+    disk = RealDisk()
+    publish(disk, folder / name, lambda out: _write(out, tensors, spec["format"]))
+    disk.sync_directory(folder)
+    yield from _listed(folder, "the model's state dict")
+
+
+def _listed(folder: Path, how: str) -> Iterator[str]:
+    for one in sorted(folder.iterdir()):
+        yield f"{one}  {one.stat().st_size:,} bytes  ({how})"
+
+
+def _write(out: DurableWriter, tensors: Mapping[str, Tensor], form: str) -> None:
+    if form == "safetensors":
+        write_safetensors(out.write, tensors)
+    else:
+        torch.save(dict(tensors), out)  # type: ignore[arg-type] # write and flush do
+
+
+def _converted(
+    weights: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors, floating ones in ``dtype``; and the names of what is none."""
+    found: dict[str, Tensor] = {}
+    skipped = []
+    for name, one in weights.items():
+        if not isinstance(one, Tensor):
+            skipped.append(name)
+        elif dtype is not None and one.is_floating_point():
+            found[name] = one.to(dtype)
+        else:
+            found[name] = one
+    return found, skipped
+
+
+def _model_of(record: object, weights: Mapping[str, Any]) -> tuple[Any, str]:
+    """The task's model with ``weights``, where it can save itself; else None, and why nobody can say."""
+    if not isinstance(record, dict):
+        return None, "the checkpoint does not say of which settings it is"
+    try:
+        settings = config.from_record(record)
+        model = _built(settings)
+        if not callable(getattr(model, "save_pretrained", None)):
+            return None, ""
+        load_bare_state(model, read_as(weights, model.state_dict()))
+    except Exception as error:  # noqa: BLE001 - whatever a task raises that cannot be built here
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:_SHOWN_MAX]
+        return None, f"its task's model could not be built ({first})"
+    return model, ""
+
+
+def _built(settings: Settings) -> nn.Module:
+    """As a rank builds it; without its data where it needs none."""
+    with contextlib.redirect_stdout(sys.stderr):
+        seed_all(settings.run.seed)
+        task = load_task(settings)
+        try:
+            return task.build_model()
+        except Exception:  # noqa: BLE001 - it may need what build_datasets() has made
+            task.build_datasets()
+            return task.build_model()

@@ -1,0 +1,62 @@
+"""What a checkpoint says of itself beside its state, for people and tools, and what its task describes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ddp_runner import config
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import holds_secret
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.training.state import TrainState
+from ddp_runner.training.task import Describes, Task
+
+_CHARACTERS_MAX = 20_000  # it stands in every manifest
+
+
+def about_file(
+    state: TrainState, *, loss: float, settings: Mapping[str, JsonValue]
+) -> dict[str, JsonValue]:
+    """What people and tools want to know of a file without reading it; decides nothing.
+
+    ``loss``: of the last step. ``settings``: without secrets. What is no number is left out.
+    """
+    found: dict[str, JsonValue] = {"settings": dict(settings)}
+    if state.tokens is not None and math.isfinite(state.tokens):
+        found["tokens"] = state.tokens
+    if math.isfinite(loss):
+        found["loss"] = loss
+    figures = {name: one for name, one in state.figures.items() if math.isfinite(one)}
+    return found | ({"figures": {**figures}} if figures else {})
+
+
+def described(task: Task, settings: Settings) -> dict[str, Any]:
+    """Key -> plain value; empty where the task says nothing. Raises BadInputError for what is no plain value."""
+    if not isinstance(task, Describes):
+        return {}
+    given: object = task.describe()
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise _refused(settings, "its describe() must give a dict of names and plain values")
+    found = {}
+    for name, value in given.items():
+        try:
+            text = json.dumps(value, allow_nan=False, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            kind = type(value).__name__
+            what = f"its describe() gives for {name!r} a {kind}, which is no plain value ({error})"
+            raise _refused(settings, what) from error
+        if len(text) > _CHARACTERS_MAX:
+            what = f"its describe() gives for {name!r} {len(text):,} characters: give a hash of it"
+            raise _refused(settings, what)
+        if holds_secret(name, value):
+            what = f"its describe() gives {name!r}, the name of a secret: no checkpoint may hold it"
+            raise _refused(settings, what)
+        found[config.described_key(name)] = json.loads(text)
+    return found
+
+
+def _refused(settings: Settings, what: str) -> BadInputError:
+    return BadInputError("--task", settings.run.task, what)

@@ -1,0 +1,182 @@
+"""``checkpoints show``, ``export`` and ``prune`` on checkpoints as a run has made them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from ddp_runner import config
+from ddp_runner.__main__ import main
+from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
+from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.checkpoint.weights import load_weights
+from ddp_runner.cli.checkpoints import run
+from ddp_runner.config import from_flat
+from ddp_runner.core.faults import BadInputError
+from tests.checkpoint.states import facts_of, save, steps_in
+
+TASK = """
+import torch
+from torch import nn
+from ddp_runner import Datasets
+
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+
+
+class Saves(Model):
+    def save_pretrained(self, folder, safe_serialization=True):
+        import json, pathlib
+        what = {"weight": self.weight.tolist(), "dtype": str(self.weight.dtype), "safe": safe_serialization}
+        pathlib.Path(folder, "config.json").write_text(json.dumps(what))
+
+
+class Plain:
+    model = Model
+
+    def build_model(self):
+        return self.model()
+
+    def build_datasets(self):
+        raise RuntimeError("an export needs no data")
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+
+
+class Pretrained(Plain):
+    model = Saves
+"""
+WEIGHTS = {"weight": torch.tensor([[1.5, -2.0]]), "bias": torch.tensor([0.25])}
+
+
+def made(folder, step=5, *, task="", ema=None, **facts):
+    settings = from_flat({"hidden_size": 64, **({"task": task} if task else {})})
+    about = {"settings": config.record_to_show(settings), "loss": 2.5, "tokens": 1280.0}
+    state = {"model": dict(WEIGHTS), **({} if ema is None else {"ema": ema})}
+    store = CheckpointStore(folder, keep_last=9)
+    meaning = {config.described_key("tokenizer"): "bpe-8k", "run.seed": 7}
+    given = {**facts_of(step, monitored=2.0), "meaning": meaning, "about": about, **facts}
+    return store.save(state, **given)
+
+
+def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):
+    """Step, losses, best, settings that differ, what the task described; verified."""
+    about = {"figures": {"validation_loss": 3.25}, "settings": {"run": {"seed": 99}}, "loss": 2.5}
+    made(tmp_path, 4, monitored=1.75)
+    made(tmp_path, 5, about=about)
+    assert main(["checkpoints", "show", "-c", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "5 of epoch 0, 40 samples",
+        "yes, SHA-256",
+        "training loss 2.5000, monitored 2.0000, validation_loss 3.2500",
+        "1.7500 at step 4",
+        "run.seed=99",
+        "tokenizer=bpe-8k",
+    ):
+        assert part in said
+    assert main(["checkpoints", "show", "best", "--json", "-c", str(tmp_path)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["step"], record["best"], record["tokens"]) == (4, True, 1280.0)
+    assert record["settings"]["model.hidden_size"] == 64
+    assert record["best_so_far"] == {"step": 4, "value": 1.75}
+
+
+def test_show_of_a_damaged_or_older_checkpoint_says_so(tmp_path, capsys):
+    """What an earlier version did not write is left out; a flipped bit is exit code 1."""
+    path = save(tmp_path, 7).path
+    assert main(["checkpoints", "show", "7", "-c", str(tmp_path)]) == 0
+    assert "settings" not in capsys.readouterr().out
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert main(["checkpoints", "show", str(path), "-c", str(tmp_path)]) == 1
+    assert "BAD: its SHA-256" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
+def test_export_writes_weights_that_a_run_can_begin_with(tmp_path, capsys, form):
+    """Of a task without ``save_pretrained``, in the type that is asked for; its data is not made."""
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    made(tmp_path / "c", task=f"{task}:Plain")
+    to = tmp_path / "out"
+    words = ["--to", str(to), "--format", form, "--dtype", "bf16", "-c", str(tmp_path / "c")]
+    assert main(["checkpoints", "export", *words]) == 0
+    said = capsys.readouterr().out
+    assert "the model's state dict" in said
+    assert "without save_pretrained" not in said
+    found = load_weights(to / f"model.{form}")
+    assert {name: one.dtype for name, one in found.items()} == dict.fromkeys(
+        WEIGHTS, torch.bfloat16
+    )
+    assert all(torch.equal(found[name].float(), one) for name, one in WEIGHTS.items())
+    with pytest.raises(BadInputError, match="must be a new or an empty folder"):
+        run(["export", *words])
+
+
+def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):
+    """By its own ``save_pretrained``; of a task that is gone, the bare weights, and why."""
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    means = {"weight": torch.tensor([[7.0, 8.0]])}
+    made(tmp_path / "c", task=f"{task}:Pretrained", ema={"parameters": means, "buffers": {}})
+    to = tmp_path / "out"
+    where = ["--ema", "-c", str(tmp_path / "c")]
+    assert main(["checkpoints", "export", "5", "--to", str(to), *where]) == 0
+    assert "save_pretrained" in capsys.readouterr().out
+    assert json.loads((to / "config.json").read_text()) == {
+        "weight": [[7.0, 8.0]],
+        "dtype": "torch.float32",
+        "safe": True,
+    }
+    task.unlink()
+    assert main(["checkpoints", "export", "--to", str(tmp_path / "bare"), *where]) == 0
+    assert "without save_pretrained: its task's model could not be built" in capsys.readouterr().out
+    found = load_weights(tmp_path / "bare" / "model.safetensors")
+    assert torch.equal(found["weight"], means["weight"])
+
+
+def test_prune_keeps_the_newest_the_best_and_those_for_good(tmp_path, capsys):
+    """It says what it removed; a dry run removes nothing."""
+    settings = {"settings": {"checkpoint": {"keep_every": 4}}}
+    for step in range(1, 9):
+        made(tmp_path, step, monitored=1.0 if step == 2 else 2.0, about=settings)
+    where = ["-c", str(tmp_path)]
+    assert main(["checkpoints", "prune", "--keep", "2", "--dry-run", *where]) == 0
+    assert capsys.readouterr().out.count("would remove") == 4
+    assert len(steps_in(tmp_path)) == 8
+    assert main(["checkpoints", "prune", "--keep", "2", *where]) == 0
+    said = capsys.readouterr().out
+    assert steps_in(tmp_path) == [2, 4, 7, 8]
+    assert said.count("removed ") == 4
+    assert "(the best)" in said
+    assert "(for good: keep_every=4)" in said
+    assert len(list(tmp_path.glob("step_*.json"))) == 4
+    assert main(["checkpoints", "prune", "--keep", "1", "--all", *where]) == 0
+    assert steps_in(tmp_path) == [8]
+
+
+def test_pruning_counts_only_what_was_read_whole(tmp_path, capsys):
+    """The newest sound one is never deleted, whatever stands before it in the folder."""
+    for step in (1, 2, 3):
+        saved = made(tmp_path, step, monitored=None)
+    content = bytearray(saved.path.read_bytes())
+    content[len(content) // 2] ^= 1
+    saved.path.write_bytes(content)
+    catalog = Catalog(tmp_path)
+
+    def plan(keep):
+        return plan_pruning(catalog.entries(), keep=keep, verify=catalog.verify, best_step=None)
+
+    assert [entry.step for entry in plan(1).removed] == [1]
+    assert plan(3).removed == ()
+    assert plan(3).sound == 2
+    perform_pruning(catalog, plan(1))
+    assert steps_in(tmp_path) == [2, 3]
