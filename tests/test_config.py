@@ -20,6 +20,7 @@ from ddp_runner.config import (
     from_record,
     init_from_path,
     refuse_for_loops,
+    refuse_without_supervisor,
     resolve,
     resume_key,
     to_record,
@@ -490,6 +491,14 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
                 "no such file"
             ),
         ),
+        (
+            [("after_save", "upload")],
+            "checkpoint.after_save=upload: must have {path} where the checkpoint's path goes",
+        ),
+        (
+            [("init_from", "hf://me")],
+            "--init-from=hf://me: must be hf://USER/NAME, or hf://USER/NAME@REVISION",
+        ),
         ([("log_dir", "")], "--log-dir: must be the path of a folder of its own"),
     ],
 )
@@ -500,6 +509,30 @@ def test_settings_that_do_not_fit_together_are_refused(pairs, message, tmp_path,
         check_relations(resolved(*pairs))
     assert str(caught.value) == message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_start_weights_may_be_gone_where_a_run_goes_on(tmp_path, monkeypatch):
+    """It has them; but not where files leave them out, or where all starts fresh."""
+    monkeypatch.chdir(tmp_path)
+    pairs = [("init_from", "w.pt"), ("checkpoint_dir", "c")]
+    gone = "--init-from=w.pt: no such file"
+    with pytest.raises(BadInputError, match=gone):
+        check_relations(resolved(*pairs))
+    Path("c").mkdir()
+    Path("c/step_00000005.pt").touch()
+    check_relations(resolved(*pairs))
+    for more in (("resume", "none"), ("only_trained", "true")):
+        with pytest.raises(BadInputError, match=gone):
+            check_relations(resolved(*pairs, more))
+    assert resolved(("init_from", "scratch")).run.init_from == ""
+
+
+def test_a_command_after_saves_needs_a_supervisor():
+    """Under another launcher nobody would run it."""
+    settings = resolved(("after_save", "upload {path}"))
+    with pytest.raises(BadInputError, match=r"checkpoint\.after_save=upload .* needs a supervisor"):
+        refuse_without_supervisor(settings, world_size=1)
+    refuse_without_supervisor(resolved(("after_save", "none")), world_size=2)
 
 
 def test_the_average_of_a_checkpoint_is_asked_for_behind_its_path(tmp_path, monkeypatch):

@@ -211,6 +211,7 @@ class _Check:
             f"--checkpoint-dir={folder / 'checkpoints'}",
             f"checkpoint.save_every_steps={max(2, self._steps // 8)}",
             "recovery.max_restarts=100",
+            "checkpoint.after_save=none",
             "log.display=plain",
             *more,
         ]

@@ -39,6 +39,7 @@ _OVERRIDES = (
     *("log.display=plain", "log.log_interval=1", "log.evaluate_interval=0"),
     *("log.evaluate_every_steps=0", "log.evaluate_batches=1"),
     *("checkpoint.save_interval=0", "checkpoint.save_every_steps=0", "checkpoint.keep_every=0"),
+    "checkpoint.after_save=none",
     *("recovery.explosion_window=0", "recovery.explosion_loss_max=none"),
     *("recovery.max_errors_per_epoch=1000000", "recovery.drill_at=none"),
     "recovery.require_exact=false",

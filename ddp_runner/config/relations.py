@@ -46,7 +46,10 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
 
 
 def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
-    """Raise BadInputError for what several ranks need one for: memory that is none of theirs."""
+    """Raise BadInputError for what needs one: memory that is none of several ranks', commands beside them."""
+    if settings.checkpoint.after_save is not None:
+        expected = "needs a supervisor, which runs it: start with ddp_runner train, or leave it out"
+        raise BadInputError("checkpoint.after_save", settings.checkpoint.after_save, expected)
     if settings.data.preload and world_size > 1:
         expected = (
             "needs a supervisor, whose memory the ranks share: start with ddp_runner train -n"
@@ -280,6 +283,10 @@ def _input_problems(settings: Settings) -> list[BadInputError]:
     if settings.data.path:
         problems.extend(_unreadable("--data", settings.data.path, Path(settings.data.path)))
     problems.extend(_init_problems(settings))
+    command = settings.checkpoint.after_save
+    if command is not None and "{path}" not in command:
+        expected = "must have {path} where the checkpoint's path goes"
+        problems.append(BadInputError("checkpoint.after_save", command, expected))
     if run.resume not in _RESUME_WORDS:
         expected = "must be auto, last, best, none or the path of a checkpoint; no such file"
         if not run.resume:

@@ -338,6 +338,12 @@ class CheckpointSettings:
     rescue_dir: str = ""
     """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log
     folder."""
+    after_save: str | None = None
+    """A command for the shell that is run for each checkpoint, beside training and one at a time, such as
+    rclone copy {path} remote:runs. If several come meanwhile, the newest is next. What fails is a warning.
+    none: no command."""
+    after_save_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    """How long after_save may go on once the run has ended, in seconds; then it is killed."""
     monitor: Literal["auto", "train_loss", "validation_loss"] = "auto"
     """The loss that decides which checkpoint is the best. auto: that of validation where there is
     some."""

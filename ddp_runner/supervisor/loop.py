@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import sys
@@ -25,6 +26,7 @@ from ddp_runner.supervisor.loop_supervisor import LoopSupervisor
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
+from ddp_runner.supervisor.processes.after_save import AfterSave
 from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
@@ -198,6 +200,13 @@ class _Loop:
             recorder=supervisor.recorder,
             ask_save=supervisor.ask_save,
         )
+        self._after_save = AfterSave(
+            self._plan.settings.checkpoint.after_save or "",
+            log_dir=Path(self._plan.settings.run.log_dir),
+            environment=self._node.guardian.marked(os.environ),
+            say=supervisor.recorder.say,
+        )
+        supervisor.recorder.on_saved = self._after_save.saved
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
@@ -235,7 +244,9 @@ class _Loop:
             elif (received := self._node.receive(*key.data)) is not None:
                 self._supervisor.on_message(*received)
         for ended in self._node.reap():
-            self._supervisor.on_ended(ended)
+            if not self._after_save.took(ended):
+                self._supervisor.on_ended(ended)
+        self._after_save.look()
         self._look_at_nodes()
         self._look_at_clock()
         self._supervisor.advance()
@@ -325,7 +336,8 @@ class _Loop:
         assert ending is not None
         if self._others is not None:
             self._others.announce_end(exit_code=int(ending.exit_code), line=ending.reason)
-        left = end_descendants(timeout_s=10.0)
+        stays = {pid for pid in (self._after_save.pid, self._node.guardian.pid) if pid is not None}
+        left = end_descendants(timeout_s=10.0, but=stays if self._after_save.is_owed else ())
         if left:
             outputs.say(f"processes {left} would not end", level="ERROR")
         if outputs.may_write:
@@ -335,6 +347,10 @@ class _Loop:
                 outputs.say(f"removed {path}, which a save that was cut off had left")
             supervisor.recorder.saved_unreported()
             supervisor.recorder.know_newest()
+        self._after_save.finish(
+            is_cut_short=self._is_interrupted,
+            grace_s=self._plan.settings.checkpoint.after_save_grace_s,
+        )
         supervisor.start.look(self._clock.monotonic())
         outputs.show_rest()
         self._say_ending()
@@ -347,6 +363,11 @@ class _Loop:
             sys.stdout.flush()
             sys.stderr.write(f"ddp_runner: error: {printable(ending.error_line)}\n")
         return int(ending.exit_code)
+
+    def _is_interrupted(self) -> bool:
+        """Whether a signal has come that stops a run."""
+        taken = [signal.Signals(number) for number in self._signals.take() if number]
+        return any(one in STOP_SIGNALS or one == signal.SIGQUIT for one in taken)
 
     def _say_ending(self) -> None:
         ending, recorder = self._supervisor.ending, self._supervisor.recorder

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,17 +184,41 @@ def signal_main_thread(pid: int, number: int) -> None:
         raise OSError(ctypes.get_errno(), f"no signal {number} to the main thread of {pid}")
 
 
-def end_descendants(*, timeout_s: float) -> list[int]:
-    """SIGKILL whatever still descends from this process and reap it; returns pids that stayed."""
+def end_descendants(*, timeout_s: float, but: Collection[int] = ()) -> list[int]:
+    """SIGKILL whatever still descends from this process and reap it; returns pids that stayed.
+
+    ``but``: children that go on, with what descends from them, and are reaped by whoever started them.
+    """
     began_s = time.monotonic()
     deadline_s = began_s + timeout_s
     while True:
-        for _ in reap_children():
-            pass
-        left = [child.pid for child in psutil.Process().children(recursive=True)]
+        _reap_all_but(but)
+        stays = {*but, *(below for pid in but for below in _below(pid))}
+        everybody = psutil.Process().children(recursive=True)
+        left = [child.pid for child in everybody if child.pid not in stays]
         if not left or time.monotonic() >= deadline_s:
             return left
         for pid in left:
             if time.monotonic() > began_s + TIDY_UP_S or not tidies_up(pid):
                 kill(pid)
         time.sleep(0.005)
+
+
+def _below(pid: int) -> list[int]:
+    with contextlib.suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def _reap_all_but(but: Collection[int]) -> None:
+    if not but:
+        for _ in reap_children():
+            pass
+        return
+    for child in psutil.Process().children():
+        if child.pid in but:
+            continue
+        with contextlib.suppress(ChildProcessError):
+            pid, _ = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                _remove_segments(pid)

@@ -81,7 +81,7 @@ class Node:
         self.standby: Standby | None = None
         self.drill: Drill | None = None
         self._zygote: ZygoteProcess | None = None
-        self._guardian = system.make_guardian()
+        self.guardian = system.make_guardian()
         self.kernel_kills = system.kernel_kills()
         self._stopped = StoppedWatch(system.is_stopped)
         self.log_seal = new_seal()
@@ -133,13 +133,13 @@ class Node:
 
     def start_guardian(self) -> None:
         """Start the process that ends what is left, should this one be killed. May raise OSError."""
-        self._guardian.start()
+        self.guardian.start()
 
     def start_zygote(self) -> None:
         """Start a zygote; ``ZygoteReady`` follows."""
         environment = zygote_environment(self._plan, os.environ)
         self._zygote = self._system.start_zygote(
-            task=what_to_import(self._plan), environment=self._guardian.marked(environment)
+            task=what_to_import(self._plan), environment=self.guardian.marked(environment)
         )
         self.zygote_since_s = self._clock.monotonic()
         self._watch(self._zygote.channel, None)
@@ -235,11 +235,11 @@ class Node:
                 if forked.pid == NO_PROCESS:
                     self._close(helper)
                 elif helper is self.drill:  # it runs what users have written
-                    self._guardian.watch(forked.pid)
+                    self.guardian.watch(forked.pid)
         for process in self.processes.values():
             if process.token == forked.token and process.is_owed:
                 process.pid, its_rank = forked.pid, process.rank
-                self._guardian.watch(forked.pid)
+                self.guardian.watch(forked.pid)
         ended = self._unclaimed.pop(forked.pid, None)
         if self.fork_owed_since_s is None:
             self._unclaimed.clear()  # orphans; their numbers may be given out again
@@ -302,12 +302,12 @@ class Node:
                 output = helper.last_output()
                 kind = HELPER_ENDED[type(helper)]
                 if helper is self.drill:
-                    self._guardian.rank_ended(ended.pid, known=self._pids)
+                    self.guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)
                 return kind(ended=ended, output=output)
         for process in self.processes.values():
             if process.pid == ended.pid:
-                self._guardian.rank_ended(ended.pid, known=self._pids)
+                self.guardian.rank_ended(ended.pid, known=self._pids)
                 wrote = process.what_it_wrote()
                 self.release(process.rank)
                 return RankEnded(ended=ended, rank=process.rank, wrote=wrote)
@@ -418,7 +418,7 @@ class Node:
             self._zygote = None
         for helper in self._helpers:
             self._close(helper)
-        self._guardian.close()
+        self.guardian.close()
         self.store_at.close()
         for slot in self._slots:
             slot.release()
@@ -448,7 +448,7 @@ class Node:
             return False
         assert spare.pid is not None
         process.pid = spare.pid
-        self._guardian.watch(spare.pid)
+        self.guardian.watch(spare.pid)
         self._close(spare)
         return True
 

@@ -47,6 +47,10 @@ class ZygoteProcess(Protocol):
 class GuardianProcess(Protocol):
     """Ends what ranks have started, also should the supervisor be killed: :class:`guardian.Guardian`."""
 
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None while there is none."""
+
     def marked(self, environment: Mapping[str, str]) -> dict[str, str]:
         """``environment`` for the processes of this run."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
@@ -33,6 +33,9 @@ class Recorder:
         self.accounting = RunAccounting(began_s=clock.monotonic())
         self._event_log = EventLog(outputs)
         self._published = published
+        self.on_saved: Callable[[str], None] = (
+            _nobody_asks  # with the path of each checkpoint, once
+        )
 
     @property
     def may_write(self) -> bool:
@@ -43,6 +46,8 @@ class Recorder:
         """Something has happened, because of event ``cause``; returns its id."""
         self.facts.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
+        if isinstance(event, events.CheckpointSaved):
+            self.on_saved(event.path)
         return self._event_log.take(event, cause=cause)
 
     def say(self, text: str, *, level: str = "INFO") -> None:
@@ -136,3 +141,8 @@ class Recorder:
         for repaired, cause in repairs:
             self.record(repaired, cause=cause)
         self.saved_unreported()
+
+
+def _nobody_asks(path: str) -> None:
+    """What ``on_saved`` is until somebody does."""
+    del path

@@ -1,0 +1,164 @@
+"""``checkpoint.after_save``: a user's command for each checkpoint, beside training. Its failure is a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from ddp_runner.supervisor.processes.children import Ended, read_end
+from ddp_runner.system.run_files import open_to_append
+
+PLACE = "{path}"  # where the checkpoint's path goes in a command
+LOG_NAME = "after_save.log"
+_TERM_S = 2.0
+_POLL_S = 0.02
+_NAME = "checkpoint.after_save"
+
+
+class Says(Protocol):
+    """Shows a line."""
+
+    def __call__(self, text: str, *, level: str = "INFO") -> None:
+        """``level`` as in the log."""
+        ...
+
+
+class AfterSave:
+    """Owned by the supervisor's loop. One command at a time; of what came meanwhile only the newest is next.
+
+    The command is run by the shell, in a session of its own and with ``environment``; what it writes is
+    appended to a file in the log folder.
+    """
+
+    def __init__(
+        self, command: str, *, log_dir: Path, environment: Mapping[str, str], say: Says
+    ) -> None:
+        self._command = command
+        self._log = log_dir / LOG_NAME
+        self._environment = environment
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._path = ""  # of the checkpoint that the command is busy with
+        self._log_begin = 0
+        self._next = ""  # empty: none waits
+
+    @property
+    def pid(self) -> int | None:
+        """The command's process id, of a session of its own; None while none runs."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a command runs, or is still to be run."""
+        return self._process is not None or bool(self._next)
+
+    def saved(self, path: str) -> None:
+        """There is a checkpoint, for which the command is to be run."""
+        if not self._command:
+            return
+        if self._next and self._next != path:
+            self._say(
+                f"{_NAME}: not run for {Path(self._next).name}: {Path(path).name} is newer, and the"
+                f" command for {Path(self._path).name} still runs"
+            )
+        self._next = path
+
+    def look(self) -> None:
+        """Start the command for the next checkpoint, where none runs. Never waits."""
+        if self._process is not None or not self._next:
+            return
+        self._path, self._next = self._next, ""
+        words = self._command.replace(PLACE, shlex.quote(self._path))
+        try:
+            output = open_to_append(self._log)
+        except OSError:
+            output = os.open(os.devnull, os.O_WRONLY)
+        try:
+            self._log_begin = os.fstat(output).st_size
+            self._process = subprocess.Popen(  # noqa: S602 - the user's own command, as a shell has it
+                words,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=dict(self._environment),
+            )
+        except OSError as error:
+            self._warn(f"cannot be started: {error.strerror or error}")
+        finally:
+            os.close(output)
+
+    def took(self, ended: Ended) -> bool:
+        """A child was reaped: whether it was this command, which has then been accounted for."""
+        if ended.pid != self.pid:
+            return False
+        number = ended.signal_number
+        code = ended.exit_code if ended.exit_code is not None else -1
+        self._over(code if number is None else -number)
+        return True
+
+    def finish(self, *, is_cut_short: Callable[[], bool], grace_s: float) -> None:
+        """The run has ended: wait for the commands that are owed, and end what takes longer. Reaps them."""
+        deadline_s = time.monotonic() + grace_s
+        while True:
+            self._poll()
+            self.look()
+            if self._process is None and not self._next:
+                return
+            if time.monotonic() >= deadline_s or is_cut_short():
+                break
+            time.sleep(_POLL_S)
+        if self._process is not None:
+            self._warn(f"killed: the run has ended (checkpoint.after_save_grace_s={grace_s:g})")
+            self._end()
+        if self._next:
+            self._say(f"{_NAME}: not run for {Path(self._next).name}", level="WARNING")
+
+    def _end(self) -> None:
+        """End all of its session: first it is asked to."""
+        process = self._process
+        assert process is not None
+        for number, patience_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _TERM_S)):
+            # Not reaped: the session's number is nobody else's.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            deadline_s = time.monotonic() + patience_s
+            while time.monotonic() < deadline_s and not _has_ended(process.pid):
+                time.sleep(_POLL_S)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=_TERM_S)
+        self._process = None
+
+    def _poll(self) -> None:
+        if self._process is not None and (code := self._process.poll()) is not None:
+            self._over(code)
+
+    def _over(self, code: int) -> None:
+        """It has ended, with this exit code, or of a signal where that is below 0."""
+        process, self._process = self._process, None
+        assert process is not None
+        process.returncode = code  # it is not waited for again
+        if code == 0:
+            return
+        lines = read_end(self._log, begin=self._log_begin).strip().splitlines()
+        said = f": {lines[-1].strip()[:300]}" if lines else ""
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._warn(f"{how}{said}")
+
+    def _warn(self, what: str) -> None:
+        self._say(f"{_NAME} for {Path(self._path).name}: {what}", level="WARNING")
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of ours has ended, which stays to be reaped."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return found is not None
