@@ -22,11 +22,12 @@ LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
 class Parked:
     """Ranks that a node has kept with their memory while it was cut off.
 
-    ``node``: the number that it had; ``term``: of the coordinator that it had.
+    ``node``: the number that it had; ``term`` and ``generation``: of their newest Form.
     """
 
     node: int
     term: str
+    generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

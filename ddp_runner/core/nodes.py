@@ -66,21 +66,21 @@ class NodesFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnFacts:
-    """A node comes back with ranks that it has kept. ``term``: of the coordinator that it was cut off from.
+    """A node comes back with ranks that it has kept. ``term``: of the coordinator that last formed them.
 
-    ``is_same_node``: it gets the number that it had; ``are_members``: the run has not gone on without
-    its ranks. ``ours``: the term of this coordinator; ``lost_in``: the generation in which that lost
-    the node, None where it has not; ``generation``: the newest one. ``may_resume``: nothing has trained
-    here yet, and what was trained before is to go on. ``before``: the term that had the checkpoint
+    ``generation``: the newest that they were asked to form. ``is_same_node``: it gets the number that it
+    had; ``are_members``: the run has not gone on without its ranks. ``ours``: the term of this
+    coordinator; ``formed_in``: the newest generation that has formed here. ``may_resume``: nothing has
+    trained here yet, and what was trained before is to go on. ``before``: the term that had the checkpoint
     folder before, and the numbers of the nodes that it went on without; None: nobody knows.
     """
 
     term: str
+    generation: int
     is_same_node: bool
     are_members: bool
     ours: str
-    lost_in: int | None
-    generation: int
+    formed_in: int
     may_resume: bool
     before: tuple[str, tuple[int, ...]] | None
     number: int
@@ -94,7 +94,7 @@ def keeps_memory(facts: ReturnFacts) -> bool:
     if not (facts.is_same_node and facts.are_members):
         return False
     if facts.term == facts.ours:
-        return facts.lost_in == facts.generation
+        return facts.formed_in <= facts.generation
     if not facts.may_resume:
         return False
     if facts.before is None:

@@ -145,8 +145,12 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
             status=RunStatus.GAVE_UP,
         )
     window_start_s = incident.at_s - settings.restart_window_s
-    recent = [earlier for earlier in counted if earlier.at_s >= window_start_s]
-    if len(recent) >= settings.max_restarts:
+    recent = [
+        earlier
+        for earlier in counted
+        if earlier.at_s >= window_start_s and not _is_of_the_network(earlier)
+    ]
+    if len(recent) >= settings.max_restarts and not _is_of_the_network(incident):
         return GiveUp(
             fault=(recent[0] if recent else incident).culprit,
             reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
@@ -240,6 +244,11 @@ def _is_bounded_by_itself(incident: Incident) -> bool:
     is_set_once = fault.kind in (FaultKind.REDUCTION_UNFINISHED, FaultKind.COMPILATION_FAILED)
     is_bounded = is_short_for_steps(fault) or is_set_once
     return is_bounded and not incident.plain_retry
+
+
+def _is_of_the_network(incident: Incident) -> bool:
+    """Whether a machine was lost: that is not the run's doing, and only a lack of progress counts."""
+    return incident.culprit.kind is FaultKind.NODE_LOST
 
 
 def _will_change_nothing(fault: Fault, history: Sequence[Incident]) -> bool:

@@ -35,7 +35,7 @@ from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
-from ddp_runner.supervisor.signal_box import SAVE_SIGNAL, STOP_SIGNALS, SignalBox
+from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
@@ -50,7 +50,6 @@ PAUSE_S = (
     1.0  # between two turns: this process did not run, and other machines are not blamed for it
 )
 STATUS_INTERVAL_S = 0.5
-_INSISTENT = {signal.SIGINT: StopSignal.INTERRUPT, signal.SIGTERM: StopSignal.TERMINATE}
 _QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
 
 
@@ -283,7 +282,7 @@ class _Loop:
         for number in self._signals.take():
             reason = STOP_SIGNALS.get(signal.Signals(number))
             if reason is not None:
-                by = _INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
+                by = INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
                 self._supervisor.ask_stop(reason, by=by)
             elif number == signal.SIGQUIT and self._supervisor.ending is None:
                 line = f"{_QUIT}: ended at once"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from ddp_runner.core.exits import StopReason
+from ddp_runner.core.stopping import StopSignal
 
 STOP_SIGNALS = {
     signal.SIGINT: StopReason.INTERRUPTED,
@@ -16,6 +17,8 @@ STOP_SIGNALS = {
     signal.SIGUSR1: StopReason.PREEMPTED,
     signal.SIGHUP: StopReason.PREEMPTED,
 }
+# Those by which somebody may ask again, in a hurry.
+INSISTENT = {signal.SIGINT: StopSignal.INTERRUPT, signal.SIGTERM: StopSignal.TERMINATE}
 SAVE_SIGNAL = signal.SIGUSR2
 
 

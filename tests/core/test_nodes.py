@@ -190,13 +190,13 @@ CUT_OFF = ReturnFacts(
     is_same_node=True,
     are_members=True,
     ours="a",
-    lost_in=3,
     generation=3,
+    formed_in=3,
     may_resume=False,
     before=None,
     number=1,
 )
-AGAIN = replace(CUT_OFF, ours="b", lost_in=None, generation=0, may_resume=True)
+AGAIN = replace(CUT_OFF, ours="b", formed_in=0, may_resume=True)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,9 @@ AGAIN = replace(CUT_OFF, ours="b", lost_in=None, generation=0, may_resume=True)
         (CUT_OFF, True),
         (replace(CUT_OFF, is_same_node=False), False),
         (replace(CUT_OFF, are_members=False), False),
-        (replace(CUT_OFF, generation=4), False),
-        (replace(CUT_OFF, lost_in=None), False),
+        # Others have formed since, in its place; or have only tried to.
+        (replace(CUT_OFF, formed_in=4), False),
+        (replace(CUT_OFF, formed_in=2), True),
         # Of a coordinator that was before this one.
         (AGAIN, True),
         (replace(AGAIN, before=("a", ())), True),
@@ -232,7 +233,7 @@ def test_what_is_parked_travels_in_a_hello():
         run_id="none",
         meaning={},
         versions={},
-        parked=Parked(node=1, term="a"),
+        parked=Parked(node=1, term="a", generation=3),
     )
     assert decode_from_node(encode_for_node(hello), allowed=FROM_FOLLOWER) == hello
 

@@ -368,6 +368,17 @@ def test_the_restart_budget_counts_the_window_only():
     assert isinstance(plan(incident(), old), ReplaceRanks)
 
 
+def test_a_machine_that_is_lost_spends_no_budget():
+    """A link that flaps ends no run that goes on; one that commits nothing in between still does."""
+    lost = {"kind": FaultKind.NODE_LOST, "origin": Origin.OUTSIDE}
+    often = [incident(at_s=950.0 + step, committed=step, **lost) for step in range(9)]
+    assert isinstance(plan(incident(**lost), often), ReplaceRanks)
+    assert isinstance(plan(incident(), often), ReplaceRanks)
+    own = [incident(at_s=950.0 + step, committed=step) for step in range(4)]
+    assert isinstance(plan(incident(**lost), own), ReplaceRanks)
+    assert isinstance(plan(incident(), own), GiveUp)
+
+
 def test_back_off_doubles_to_its_bound():
     """A row of failures waits longer each time, never longer than the bound."""
     waits = [backoff_s(row, SETTINGS) for row in range(10)]

@@ -9,9 +9,10 @@ from typing import Any
 
 from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
-from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
+from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RunState
+from ddp_runner.core.messages import Formed
 from ddp_runner.core.node_messages import (
     Beat,
     EndWanted,
@@ -33,6 +34,7 @@ from ddp_runner.core.nodes import (
     loads_own,
     what_about_missing,
 )
+from ddp_runner.core.stopping import StopSignal
 from ddp_runner.supervisor.nodes.other_nodes import (
     NodeEvent,
     NodeGone,
@@ -76,7 +78,8 @@ class CoordinatorSupervisor(Supervisor):
         home = self.node.ranks[0] // len(self.node.ranks)
         self._reach = None if bell is None else ReachCheck(home, bell, others, clock=self._clock)
         self._trained_in = 0  # the newest generation that has formed a world
-        self._lost_in: dict[int, int] = {}  # the generation in which each node was lost
+        self._formed_in = 0  # the newest generation of which a rank has said that it has formed
+        self._has_parked = False  # whether ranks of others came with a memory
         assert self.plan.nodes is not None
         self._others = tuple(others)
         self._options = self.plan.nodes
@@ -117,13 +120,25 @@ class CoordinatorSupervisor(Supervisor):
                 is_same_node=parked.node == node.number,
                 are_members=all(self.world.ranks[r].membership in IN_WORLD for r in node.ranks),
                 ours=self._owner.term,
-                lost_in=self._lost_in.get(node.number),
-                generation=self.facts.generation,
+                generation=parked.generation,
+                formed_in=self._formed_in,
                 may_resume=may_resume,
                 before=None if before is None else (before.term, before.without),
                 number=node.number,
             )
         )
+
+    def _on_formed(self, formed: Formed) -> None:
+        self._formed_in = max(self._formed_in, formed.generation)
+        super()._on_formed(formed)
+
+    def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
+        """As :meth:`Supervisor.ask_stop`; what ranks of others have kept is saved first."""
+        if self._has_parked and not self.facts.ever_formed and self.ending is None:
+            self._signals.heard(by, self._clock.monotonic())
+            self._begin_stop(reason)
+        else:
+            super().ask_stop(reason, by=by)
 
     def advance(self) -> None:
         """As :meth:`Supervisor.advance`, and whatever is to be done about missing nodes."""
@@ -195,6 +210,9 @@ class CoordinatorSupervisor(Supervisor):
             self._enough_since_s = None
         elif self._enough_since_s is None:
             self._enough_since_s = now_s
+        if self._stop is not None and self.facts.ever_formed:
+            self._stop_without_missing(self._stop)
+            return
         plan = what_about_missing(
             NodesFacts(
                 there=there,
@@ -218,6 +236,15 @@ class CoordinatorSupervisor(Supervisor):
             leaves = node.number in self._leaving and there >= self._options.least
             if plan is NodesPlan.GO_ON or leaves:
                 self._go_on_without(node, now_s)
+
+    def _stop_without_missing(self, stop: StopReason) -> None:
+        """Nobody waits for a node where the run is to end: who is there saves what was committed."""
+        for node in self._others:
+            members = any(self.world.ranks[rank].membership in IN_WORLD for rank in node.processes)
+            if members and not node.is_there and not self._has_done_all(node):
+                line = f"{stop.value}, without node {node.number}, which is lost"
+                self.run_end.begin(Ending.of(STATUS_OF_REASON[stop], line))
+                return
 
     def _has_done_all(self, node: RemoteNode) -> bool:
         """Whether nothing is left to do for its ranks: it may go, and is not missed."""
@@ -250,6 +277,7 @@ class CoordinatorSupervisor(Supervisor):
                 self.recorder.say(f"{node.name} is lost: {why}")
             case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare):
                 self._spares -= was_spare
+                self._has_parked |= keeps_parked
                 self._leaving.discard(node.number)
                 if not keeps_parked:
                     self._look_at_checkpoints_of(node)
@@ -338,7 +366,6 @@ class CoordinatorSupervisor(Supervisor):
         """All ranks of a node are gone with it, as far as anybody here can know."""
         self.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
         self._missing_since_s = self._clock.monotonic()
-        self._lost_in[node.number] = self.facts.generation
         for rank in node.processes:
             handle = self.world.ranks[rank]
             if not handle.is_alive:

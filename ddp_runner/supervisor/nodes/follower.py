@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ddp_runner.core import events
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -45,13 +44,13 @@ from ddp_runner.core.node_messages import (
     RankLook,
     RankStarted,
     Reached,
-    Said,
     SignalRank,
     StartRank,
     ToRank,
     TryNodes,
 )
 from ddp_runner.supervisor.node_keeper import NodeKeeper
+from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
 from ddp_runner.supervisor.nodes.remote_node import ANY_DEVICE
 from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.departures import RankEnded
@@ -66,45 +65,11 @@ from ddp_runner.system.clock import Clock
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.reach import Bell, Trial
 
-Report = Callable[[NodeMessage], None]
 NOTHING_WROTE = WhatItWrote(last="", when_asked="", before_log="")
 LOOK_SOON_S = 0.1  # from one look to the next, while the run is not free of faults
 LEAVE_TIME_S = 30.0  # for a rank to leave its generation, once its node is cut off
+NOBODY = -1
 _KEPT_WORDS = 5_000  # characters of what a process said last; up to twelve bytes each in a frame
-
-
-class _Herald:
-    """In the place of a recorder: what is worth a line is said here and to the coordinator."""
-
-    def __init__(self, facts: RunFacts, report: Report, show: Callable[[str, str], None]) -> None:
-        self.facts = facts
-        self._report = report
-        self._show = show
-
-    def record(self, event: events.Event, *, cause: int | None = None) -> int:
-        """What happens to the processes beside the ranks stays here."""
-        del event, cause
-        return -1
-
-    def say(self, text: str, *, level: str = "INFO") -> None:
-        """A line for people."""
-        self._show(text, level)
-        self._report(Said(text=text, level=level))
-
-    def imported(self, seconds: float) -> None:
-        """The zygote is ready; the coordinator sees that by what can be forked."""
-
-
-class _Reporter:
-    """In the place of a repair: that a rank needs another process is the coordinator's to decide."""
-
-    def __init__(self) -> None:
-        self.never_came: list[RankHandle] = []
-
-    def schedule_respawn(self, handle: RankHandle) -> None:
-        """No process came of what was asked for, or the one that did is about to be ended."""
-        if not handle.is_alive:
-            self.never_came.append(handle)
 
 
 class Follower:
@@ -137,8 +102,8 @@ class Follower:
             if handle.rank not in node.processes:
                 handle.member.advance(MembershipEvent.DROPPED)
         self._facts = RunFacts()
-        herald = _Herald(self._facts, report, show)
-        self._reporter = _Reporter()
+        herald = Herald(self._facts, report, show)
+        self._reporter = Reporter()
         self._keeper = NodeKeeper(
             plan,
             self._facts,
@@ -149,12 +114,13 @@ class Follower:
             start=herald,
             clock=clock,
         )
-        self._process = dict.fromkeys(node.processes, 0)  # which of each rank's this one is
+        # Which of each rank's this one is, as the coordinator counts them; NOBODY: none that it asked for.
+        self._process = dict.fromkeys(node.processes, NOBODY)
         self._parked: set[int] = set()  # ranks that wait, with their memory, for a coordinator
         self._parked_since_s = 0.0
         self._moved: set[int] = set()  # of those, who is still to be shown where the store is
         self._generation = 0  # the newest that ranks here were asked to form
-        self._run_id = ""  # of that
+        self._run_id = self._term = ""  # of that
         self._is_fault_free = False
         self._looks = 0
         # Looks that no beat has answered, and when they were sent.
@@ -219,6 +185,7 @@ class Follower:
         """A coordinator is there, to which no look has been sent. ``keeps_parked``: as in a Welcome."""
         self._looked_ns.clear()
         self.lease_from_ns = self._clock.monotonic_ns()
+        self._process = dict.fromkeys(self._process, NOBODY)
         if not keeps_parked:
             self.end_ranks()
 
@@ -260,11 +227,13 @@ class Follower:
 
     def _pass_on(self, handle: RankHandle, message: Message) -> None:
         if isinstance(message, Form):
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # what a rank says then stays in memory
+                self._log_dir.mkdir(parents=True, exist_ok=True)
             handle.has_log = True
             if not self._node.shares_checkpoints:
                 self._take_own_folder()
             self._generation, self._run_id = message.generation, message.run_id
+            self._term = self._node.term
             if handle.state is RankState.READY:  # it may have ended since
                 handle.machine.advance(RankEvent.FORM_SENT)
             if handle.rank in self._moved:
@@ -415,7 +384,8 @@ class Follower:
         ranks = self._node.ranks
         if not self._parked:
             return None
-        return Parked(node=ranks[0] // len(ranks), term=self._node.term)
+        number = ranks[0] // len(ranks)
+        return Parked(node=number, term=self._term, generation=self._generation)
 
     def cut_off(self) -> None:
         """The coordinator is not there: ranks leave their generation, keep their memory and wait."""
@@ -493,5 +463,8 @@ class Follower:
     def _keep_words(self, rank: int, text: str) -> None:
         """What a rank said before it had a log stands in that log as well."""
         if text and self._log_dir.is_dir():
-            with (self._log_dir / f"rank_{rank}.log").open("a", encoding="utf-8") as log:
+            with (
+                contextlib.suppress(OSError),
+                (self._log_dir / f"rank_{rank}.log").open("a", encoding="utf-8") as log,
+            ):
                 log.write(f"{text}\n")

@@ -7,7 +7,8 @@ import selectors
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
@@ -31,6 +32,7 @@ from ddp_runner.core.node_messages import (
     decode_from_node,
     encode_for_node,
 )
+from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.display import Display, make_display
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower import Follower
@@ -38,7 +40,7 @@ from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace
-from ddp_runner.supervisor.signal_box import SAVE_SIGNAL, STOP_SIGNALS, SignalBox
+from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import new_term
@@ -60,7 +62,7 @@ LEASE_SHARE = 0.8
 @dataclass(slots=True, kw_only=True)
 class _Stop:
     reason: StopReason | None = None
-    times: int = 0
+    signals: StopSignals = field(default_factory=StopSignals)
     is_at_once: bool = False  # nothing is to be saved any more
 
     @property
@@ -87,6 +89,11 @@ def follow(plan: LaunchPlan, meeting: Meeting) -> int:
         )
         try:
             return loop.run()
+        except BadInputError:
+            raise
+        except Exception:  # noqa: BLE001 - the boundary of this supervisor: its ranks end with it
+            loop.failed(traceback.format_exc())
+            return int(ExitCode.FAILED)
         finally:
             end_descendants(timeout_s=10.0)
             loop.close()
@@ -135,7 +142,7 @@ class _FollowerLoop:
                 return int(ExitCode.FAILED)
             if self._ends is not None:
                 return self._end_as_asked(self._ends)
-            if self._stop.times > 1 or self._stop.is_at_once or self._leaves_as_spare:
+            if self._is_in_a_hurry or self._stop.is_at_once or self._leaves_as_spare:
                 break
             waiting = "the ranks here wait for it, with their memory"
             self._say(f"the coordinator is lost: {why}; {waiting}", level="WARNING")
@@ -147,6 +154,12 @@ class _FollowerLoop:
         if self._stop.reason is None:
             self._say(f"no coordinator answered at {where} within {wait_s:g} s", level="ERROR")
         return int(ExitCode.PREEMPTED)
+
+    def failed(self, detail: str) -> None:
+        """Say here and to the coordinator that this supervisor is at fault itself."""
+        last = detail.strip().splitlines()[-1]
+        self._say(f"{detail}a bug in the supervisor of this machine: {last}", level="ERROR")
+        self._report(Said(text=f"a bug in its supervisor: {last}", level="ERROR"))
 
     def close(self) -> None:
         """Every process has ended."""
@@ -241,7 +254,7 @@ class _FollowerLoop:
         give_up_s = self._clock.monotonic() + WELCOME_TIME_S
         try:
             link.send(encode_for_node(hello))
-            while self._clock.monotonic() < give_up_s and self._stop.times < 2:
+            while self._clock.monotonic() < give_up_s and not self._is_in_a_hurry:
                 with selectors.DefaultSelector() as both:
                     both.register(link, selectors.EVENT_READ)
                     both.register(self._signals, selectors.EVENT_READ)
@@ -314,6 +327,9 @@ class _FollowerLoop:
             if self._clock.monotonic() > give_up_s:
                 raise LinkLostError(f"ranks here do not end within {END_TIME_S:g} s")
             self._look_at_processes()
+            follower.look(self._clock.monotonic())  # this machine is there, as anybody can see
+            if self._link is not None:
+                self._link.flush()
 
     def _look_at_folders(self, node: Node, term: str) -> None:
         run = self._plan.settings.run
@@ -331,13 +347,18 @@ class _FollowerLoop:
         """Until the coordinator is lost (why, in words), or the run has ended."""
         assert self._follower is not None
         try:
-            while self._ends is None and self._stop.times < 2 and not self._leaves_as_spare:
+            while not (self._ends or self._is_in_a_hurry or self._leaves_as_spare):
                 self._turn()
         except (LinkLostError, WireError) as error:
             with contextlib.suppress(LinkLostError, WireError):
                 self._hear()  # it may have said that the run has ended
             return self._cut_off(str(error))
         return self._cut_off("") if self._ends is None else ""
+
+    @property
+    def _is_in_a_hurry(self) -> bool:
+        """Whether somebody has asked again: it ends as it is."""
+        return self._stop.signals.ends_at_once(self._clock.monotonic())
 
     @property
     def _leaves_as_spare(self) -> bool:
@@ -430,9 +451,11 @@ class _FollowerLoop:
                 self._report(EndWanted())
             if reason is None:
                 continue
-            self._stop.times += number in (signal.SIGINT, signal.SIGTERM)
+            by = INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
+            self._stop.signals.heard(by, self._clock.monotonic())
             if self._stop.reason is None:
                 self._stop.reason = reason
+                self._say(f"asked to stop ({reason.value}): the coordinator decides what is saved")
                 self._report_stop(reason)
 
     def _report_stop(self, reason: StopReason) -> None:

@@ -365,6 +365,7 @@ class OtherNodes:
             link, hello = spare.link, spare.hello
             assert link is not None
             assert hello is not None
+            hello = replace(hello, parked=None)  # which it ended when it became a spare
             self.spares.remove(spare)
             spare.link = None
             yield replace(self._take_in(node, link, hello), was_spare=True)
