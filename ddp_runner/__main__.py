@@ -24,6 +24,7 @@ _MODULE_OF_COMMAND = {
     "demo": "ddp_runner.cli.demo",
     "check": "ddp_runner.cli.check",
     "docs": "ddp_runner.cli.docs",
+    "page": "ddp_runner.cli.page",
     "run": "ddp_runner.cli.run",
 }
 

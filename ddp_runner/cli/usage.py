@@ -28,6 +28,7 @@ COMMANDS = {
     "check": "is your own task exact under every kill? a table of what holds",
     "demo": "watch ranks being killed, and the weights come out the same",
     "docs": "show the documentation in a browser",
+    "page": "watch runs in a browser while they train",
 }
 EXAMPLES = (
     ("", "train on this machine's own text"),

@@ -1,0 +1,99 @@
+"""What every view of the live page has: colours, the line at the top, dark and light. Draws nothing of a run."""
+
+from __future__ import annotations
+
+import contextlib
+
+from nicegui import ui
+
+STATE_COLOURS = {
+    "running": "blue-8",
+    "completed": "teal-8",
+    "done": "teal-8",
+    "recovering": "orange-9",
+    "starting": "grey-8",
+    "stopping": "grey-8",
+    "failed": "deep-orange-10",
+    "gave_up": "deep-orange-10",
+    "lost": "deep-orange-10",
+}
+_STYLE = """
+:root { --q-primary: #0072B2; }
+body { font-family: system-ui, sans-serif; font-size: 15px; }
+.nicegui-content { padding: 0.75rem; gap: 0.75rem; max-width: 1500px; margin: 0 auto; width: 100%; }
+.ddp-mono { font-family: ui-monospace, monospace; font-size: 12.5px; white-space: pre-wrap;
+            overflow-wrap: anywhere; line-height: 1.45; }
+.ddp-figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.2rem, 1fr)); gap: 0.4rem 1rem;
+               width: 100%; }
+.ddp-small { font-size: 12px; opacity: 0.78; }
+.ddp-value { font-size: 17px; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.ddp-card { width: 100%; border: 1px solid rgba(128,128,128,.35); border-radius: 8px; padding: 0.7rem 0.9rem;
+            color: inherit; text-decoration: none; display: block; }
+a.ddp-card:hover { border-color: #0072B2; }
+a:focus-visible, button:focus-visible, [tabindex]:focus-visible { outline: 3px solid #E69F00 !important;
+            outline-offset: 2px; }
+.ddp-plot { width: 100%; min-width: 0; }
+.q-tab-panel { padding: 0.6rem 0 !important; }
+.q-table td, .q-table th { font-variant-numeric: tabular-nums; }
+.ddp-log { max-height: 62vh; overflow: auto; width: 100%; border: 1px solid rgba(128,128,128,.35);
+           border-radius: 8px; padding: 0.6rem; }
+"""
+_WANTS_DARK = (
+    "(localStorage.getItem('ddp_dark') ?? "
+    "String(matchMedia('(prefers-color-scheme: dark)').matches)) === 'true'"
+)
+
+
+class Frame:
+    """The top of a page. ``dark`` is known once the browser has said what it wants."""
+
+    def __init__(self, title: str, *, home: bool) -> None:
+        ui.add_css(_STYLE)
+        self.dark = ui.dark_mode(value=False)
+        with ui.row().classes("w-full items-center no-wrap justify-between").props("role=banner"):
+            with ui.row().classes("items-center no-wrap gap-2").style("min-width:0"):
+                if home:
+                    ui.link("All runs", "/").props('aria-label="All runs"').classes("ddp-small")
+                ui.label(title).classes("text-h6").style("overflow-wrap:anywhere")
+            button = ui.button(icon="dark_mode", on_click=self._turn).props("flat round dense")
+            button.props('aria-label="Dark or light"')
+
+    async def ask_browser(self) -> None:
+        """Dark or light, as was chosen before, or as its system has it."""
+        with contextlib.suppress(TimeoutError):  # it is gone again
+            self.dark.value = bool(await ui.run_javascript(_WANTS_DARK, timeout=5.0))
+
+    def _turn(self) -> None:
+        self.dark.value = not self.dark.value
+        ui.run_javascript(f"localStorage.setItem('ddp_dark', '{str(self.dark.value).lower()}')")
+
+
+class Figures:
+    """Names with values that are set again and again, in a grid."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._labels = {}
+        with ui.element("div").classes("ddp-figures"):
+            for name in names:
+                with ui.column().classes("gap-0"):
+                    ui.label(name).classes("ddp-small")
+                    self._labels[name] = ui.label("-").classes("ddp-value")
+
+    def set(self, values: dict[str, str]) -> None:
+        """Show these; what has not changed is not sent."""
+        for name, value in values.items():
+            label = self._labels[name]
+            if label.text != value:
+                label.set_text(value)
+
+
+def state_badge() -> ui.badge:
+    """A place for the state in words; its colour only repeats it."""
+    return ui.badge("-").props("color=grey-8").classes("text-body2 q-pa-xs")
+
+
+def set_state(badge: ui.badge, what: str) -> None:
+    """Show that state."""
+    if badge.text != what:
+        badge.set_text(what)
+        badge.props(f"color={STATE_COLOURS.get(what, 'grey-8')}")

@@ -1,0 +1,146 @@
+"""The view of one run: how it stands, and a tab each for training, timeline, ranks, checkpoints, settings."""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import quote
+
+from nicegui import run, ui
+
+from ddp_runner.cli.live_page.access import ACTIONS
+from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, draw_time_shares
+from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
+from ddp_runner.cli.live_page.overview import figures_of
+from ddp_runner.cli.live_page.ranks_panel import RanksPanel
+from ddp_runner.cli.live_page.training_panel import CurvesPanel, FaultsPanel
+from ddp_runner.observe.format import duration, rate
+from ddp_runner.observe.history.figures import timeline_figure
+from ddp_runner.observe.history.run_history import RunHistory
+
+_EVERY_S = 0.3
+_TIMELINE_EVERY_S = 2.0
+_TABS = ("training", "timeline", "ranks", "checkpoints", "settings")
+_FIGURES = ("step", "loss", "samples/s", "time left", "elapsed", "faults", "goodput", "ranks")
+_ACT = """
+const answer = await fetch('{path}', {{method: 'POST', credentials: 'same-origin'}});
+return (await answer.text()).slice(0, 300);
+"""
+
+
+class OneRun:
+    """The page at ``/run/NAME``, for one browser."""
+
+    def __init__(self, key: str, one: RunHistory) -> None:
+        self._key = key
+        self._run = one
+        self._timeline_drawn: tuple[object, ...] = ()
+
+    async def build(self) -> None:
+        """Draw it, and keep it up to date."""
+        await run.io_bound(self._run.read)
+        self._frame = Frame(self._run.name, home=True)
+        self._head()
+        with ui.tabs().props("dense no-caps mobile-arrows outside-arrows align=left") as tabs:
+            for name in _TABS:
+                ui.tab(name)
+        tabs.classes("w-full")
+        dark = bool(self._frame.dark.value)
+        with ui.tab_panels(tabs, value="training", animated=False).classes(
+            "w-full bg-transparent"
+        ) as self._tabs:
+            with ui.tab_panel("training"):
+                self._curves = CurvesPanel(self._run, dark=dark)
+                self._faults = FaultsPanel(self._run)
+            with ui.tab_panel("timeline"):
+                self._timeline = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot")
+                draw_time_shares(self._run)
+            with ui.tab_panel("ranks"):
+                self._ranks = RanksPanel(self._run)
+            with ui.tab_panel("checkpoints"):
+                self._checkpoints = CheckpointsPanel(self._run)
+            with ui.tab_panel("settings"):
+                SettingsPanel(self._run)
+        self._show()
+        client = ui.context.client
+        await client.connected()
+        if client.is_deleted:  # it was no browser: a program that only took the page
+            return
+        await self._frame.ask_browser()
+        await self._update()
+        ui.timer(_EVERY_S, self._update, immediate=False)
+
+    def _head(self) -> None:
+        with ui.row().classes("items-center gap-2 w-full"):
+            self._badge = state_badge()
+            self._doing = ui.label("").classes("ddp-small")
+            ui.space()
+            with ui.row().classes("gap-2") as self._actions:
+                ui.button("save now", on_click=lambda: self._ask("save")).props(
+                    "dense outline no-caps"
+                )
+                ui.button("stop", on_click=self._ask_stop).props("dense outline no-caps")
+        self._bar = ui.linear_progress(0.0, show_value=False, size="6px").props(
+            'aria-label="Progress"'
+        )
+        self._figures = Figures(_FIGURES)
+
+    async def _ask_stop(self) -> None:
+        with ui.dialog() as dialog, ui.card():
+            ui.label(
+                "Stop after this step? The run saves, and the same command goes on from there."
+            )
+            with ui.row():
+                ui.button("stop", on_click=lambda: dialog.submit(True)).props("no-caps")
+                ui.button("go on", on_click=lambda: dialog.submit(False)).props("flat no-caps")
+        if await dialog:
+            await self._ask("stop")
+
+    async def _ask(self, what: str) -> None:
+        path = f"{ACTIONS}{quote(self._key, safe='')}/{what}"
+        answer = await ui.run_javascript(_ACT.format(path=path), timeout=10.0)
+        ui.notify(str(answer))
+
+    async def _update(self) -> None:
+        await run.io_bound(self._run.read)
+        if self._tabs.is_deleted:  # the browser has gone on meanwhile
+            return
+        self._show()
+        dark = bool(self._frame.dark.value)
+        match self._tabs.value:
+            case "training":
+                self._faults.update()
+                await self._curves.update(dark=dark)
+            case "timeline":
+                self._draw_timeline(dark=dark)
+            case "ranks":
+                await self._ranks.update()
+            case "checkpoints":
+                await self._checkpoints.update()
+
+    def _show(self) -> None:
+        state = self._run.state
+        set_state(self._badge, state.what)
+        if self._doing.text != state.doing:
+            self._doing.set_text(state.doing)
+        share = min(1.0, state.step / state.max_steps) if state.max_steps > 0 else 0.0
+        if abs(self._bar.value - share) > 1e-4:
+            self._bar.set_value(share)
+        self._actions.set_visibility(state.is_live)
+        speed, elapsed = state.samples_per_s, state.elapsed_s
+        self._figures.set(
+            figures_of(state)
+            | {
+                "samples/s": "-" if speed is None else rate(speed),
+                "elapsed": "-" if elapsed is None else duration(elapsed),
+            }
+        )
+
+    def _draw_timeline(self, *, dark: bool) -> None:
+        tick = int(time.time() / _TIMELINE_EVERY_S) if self._run.state.is_live else 0
+        wanted = (self._run.version, tick, dark)
+        if wanted == self._timeline_drawn:
+            return
+        self._timeline_drawn = wanted
+        timeline = self._run.timeline
+        now_s = time.time() if self._run.state.is_live else timeline.last_s
+        self._timeline.update_figure(timeline_figure(timeline, dark=dark, now_s=now_s))

@@ -1,0 +1,136 @@
+"""The curves of a run with their marks, and its faults below. Sends a figure only where something is new."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from nicegui import events, run, ui
+
+from ddp_runner.observe.format import count
+from ddp_runner.observe.history.fault_rows import FaultRow
+from ddp_runner.observe.history.figures import Figure, Look, curves_figure
+from ddp_runner.observe.history.run_history import RunHistory
+
+_FAULTS_SHOWN_MAX = 200
+_POINTS_EVERY_S = 1.5  # a browser takes a tenth of a second to draw them; marks come at once
+_ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"
+
+
+class CurvesPanel:
+    """One browser's view of the curves: its smoothing, axis and zoom."""
+
+    def __init__(self, one: RunHistory, *, dark: bool) -> None:
+        self._run = one
+        self._dark = dark
+        self._drawn: tuple[object, ...] = ()
+        self._version, self._drawn_s = -1, 0.0
+        self._range: tuple[float, float] | None = None
+        with ui.row().classes("items-center gap-4"):
+            self._axis = ui.toggle({False: "steps", True: "time"}, value=False).props(
+                "dense no-caps"
+            )
+            self._axis.props('aria-label="Axis"')
+            ui.label("smoothing").classes("ddp-small")
+            self._smoothing = ui.slider(min=0, max=0.98, step=0.02, value=0).props("label")
+            self._smoothing.style("width: 9rem").props('aria-label="Smoothing"')
+            self._note = ui.label("").classes("ddp-small")
+        self._plot = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot ddp-curves")
+        self._plot.on("plotly_relayout", self._zoomed)
+
+    def _zoomed(self, event: events.GenericEventArguments) -> None:
+        args = event.args if isinstance(event.args, dict) else {}
+        low, high = args.get("xaxis.range[0]"), args.get("xaxis.range[1]")
+        if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+            self._range = (float(low), float(high))
+        elif args.get("xaxis.autorange"):
+            self._range = None
+
+    async def update(self, *, dark: bool) -> None:
+        """Draw again what has changed."""
+        self._dark = dark
+        look = Look(
+            smoothing=float(self._smoothing.value), by_time=bool(self._axis.value), dark=dark
+        )
+        now_s = time.monotonic()
+        marks = self._run.faults.marks
+        at_once = (look, self._range, len(marks), marks[-1] if marks else None)
+        is_due = self._version != self._run.version and now_s >= self._drawn_s + _POINTS_EVERY_S
+        if at_once == self._drawn and not is_due:
+            return
+        self._drawn, self._version, self._drawn_s = at_once, self._run.version, now_s
+        figure, is_thinned = await run.io_bound(self._figure, look, self._range)
+        if self._plot.is_deleted:
+            return
+        self._plot.update_figure(figure)
+        self._note.set_text(
+            "a sample of the logged steps is drawn; zoom in for all of them" if is_thinned else ""
+        )
+
+    def _figure(self, look: Look, zoom: tuple[float, float] | None) -> tuple[Figure, bool]:
+        curves = self._run.metrics.curves
+        if zoom is not None and not look.by_time:
+            width = zoom[1] - zoom[0]
+            curves = self._run.metrics.window(zoom[0] - width, zoom[1] + width)
+        return curves_figure(curves, self._run.faults.marks, look), curves.is_thinned
+
+
+class FaultsPanel:
+    """The faults, newest first; each opens to its cause, traceback, plan and what followed."""
+
+    def __init__(self, one: RunHistory) -> None:
+        self._run = one
+        self._rows: dict[int, _Row] = {}
+        self._title = ui.label("Faults").classes("text-subtitle1 text-weight-medium")
+        self._place = ui.column().classes("w-full gap-0 ddp-faults").props("role=list")
+
+    def update(self) -> None:
+        """Add what is new, and bring the rest up to date."""
+        rows = self._run.faults.rows[-_FAULTS_SHOWN_MAX:]
+        if self._rows and (not rows or next(iter(self._rows)) < rows[0].id):
+            self._place.clear()
+            self._rows = {}
+        total = len(self._run.faults.rows)
+        title = f"Faults: {count(total)}" if total else "Faults: none"
+        if self._title.text != title:
+            self._title.set_text(title)
+        for row in rows:
+            if row.id not in self._rows:
+                with self._place:
+                    self._rows[row.id] = _Row(row)
+            self._rows[row.id].update(row)
+
+
+class _Row:
+    def __init__(self, row: FaultRow) -> None:
+        who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
+        phase = f" in {row.phase}" if row.phase else ""
+        self._item = ui.expansion(f"step {count(max(0, row.step))}: {row.text}").classes(
+            "w-full ddp-fault"
+        )
+        self._item.move(target_index=0)
+        self._item.props("dense-toggle expand-separator header-class=q-px-xs role=listitem")
+        with self._item, ui.column().classes("gap-1 w-full"):
+            when = time.strftime(_ROWS_LOCAL, time.localtime(row.at_s))
+            ui.label(f"{when}, {row.kind}, {who}{phase}; cause: {row.origin or 'unknown'}")
+            self._plan = ui.label("")
+            ui.label("What followed").classes("ddp-small")
+            self._followed = ui.label("").classes("ddp-mono")
+            if row.detail:
+                ui.label("Traceback").classes("ddp-small")
+                ui.label(row.detail).classes("ddp-mono")
+        self._shown: tuple[Any, ...] = ()
+
+    def update(self, row: FaultRow) -> None:
+        now = (row.outcome, row.plan, len(row.followed))
+        if now == self._shown:
+            return
+        self._shown = now
+        caption = f"{row.plan}; {row.outcome}" if row.plan else row.outcome
+        self._item.props["caption"] = caption
+        self._item.update()
+        victims = (
+            f"; lost their peer: ranks {', '.join(map(str, row.victims))}" if row.victims else ""
+        )
+        self._plan.set_text(f"plan: {row.plan or '-'}{victims}; {row.outcome}")
+        self._followed.set_text("\n".join(row.followed) or "nothing yet")

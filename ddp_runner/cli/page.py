@@ -1,0 +1,87 @@
+"""``page``: a live page over the files of runs, served by a process of its own. Needs the extra ``page``."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+from importlib import import_module, util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner import start
+from ddp_runner.cli.arguments import LOG_DIR, parse_small
+from ddp_runner.config.run_names import LOGS
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.start import COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HELP = f"""Usage:  {COMMAND} page [-l DIR] [--port N] [--host ADDRESS]
+
+Shows runs in a browser while they train, until Ctrl-C: curves with every fault
+and repair, faults, timeline, ranks and their logs, checkpoints, settings.
+
+  -l, --log-dir DIR         a run's log folder, or a folder of such [logs]
+      --port N              [8080]
+      --host ADDRESS        who may reach it [127.0.0.1: this machine]; from
+                            elsewhere only with the token of the link printed"""
+_PORT, _HOST = ("--port", ""), ("--host", "")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_TOKEN_BYTES = 24
+
+
+def run(words: Sequence[str]) -> int:
+    """The command; the exit code. Raises BadInputError."""
+    asked = parse_small(words, valued=(LOG_DIR, _PORT, _HOST))
+    if asked.wants_help:
+        print(HELP)
+        return ExitCode.DONE
+    root = Path(asked.values.get("--log-dir", LOGS)).expanduser()
+    if not root.is_dir():
+        raise BadInputError("--log-dir", root, "no such folder")
+    host = asked.values.get("--host", "127.0.0.1")
+    port = _port(asked.values.get("--port", "8080"), host)
+    refuse_if_missing()
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::", *_LOOPBACK) else host  # noqa: S104 - compared
+    shown = f"[{shown}]" if ":" in shown else shown
+    is_open = host in _LOOPBACK
+    print(f"{root.resolve()} is shown until Ctrl-C at")
+    print(f"  http://{shown}:{port}/?token={token}")
+    if is_open:
+        print("without the token it can be looked at from this machine, and changes nothing")
+    sys.stdout.flush()
+    import_module("ddp_runner.cli.live_page.site").serve(
+        root, host=host, port=port, token=token, is_open=is_open
+    )
+    return ExitCode.DONE
+
+
+def refuse_if_missing() -> None:
+    """Raise BadInputError where the extra is not installed."""
+    if util.find_spec("nicegui") is None:
+        wanted = "`pip install 'ddp_runner[page]'`"
+        if start.IS_CHECKOUT:
+            wanted = f"`{COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
+        raise BadInputError("page", "", f"NiceGUI is not installed for {sys.executable}: {wanted}")
+
+
+def _port(given: str, host: str) -> int:
+    if not given.isdigit() or not 1 <= int(given) <= 65_535:
+        raise BadInputError("--port", given, "must be a whole number from 1 to 65535")
+    port = int(given)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except socket.gaierror as error:
+        raise BadInputError("--host", host, f"is no address: {error.strerror}") from error
+    except OSError as error:
+        raise BadInputError(
+            "--port", given, f"cannot be taken on {host}: {error.strerror}"
+        ) from error
+    return port

@@ -1,0 +1,170 @@
+"""What went wrong in a run and what was done about it, from the events: rows of a table and marks on curves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_runner.observe.format import count, duration, rank_list
+from ddp_runner.observe.history.json_lines import epoch_s, number, whole
+
+MARK_KINDS = ("fault", "repair", "save", "roll back", "injected", "start", "end")
+ROWS_MAX = 5_000
+MARKS_MAX = 20_000
+_FOLLOWED_MAX = 200  # of one fault
+_PLANS = {"GiveUp": "give up"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something to be seen on the curves, at a step and a time (seconds since 1970)."""
+
+    kind: str
+    step: int
+    at_s: float
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultRow:
+    """A fault with what it led to. ``followed``: a line for each event that names it as its cause."""
+
+    id: int
+    at_s: float
+    kind: str
+    rank: int
+    step: int
+    phase: str
+    text: str
+    origin: str
+    detail: str
+    outcome: str = "being repaired"
+    plan: str = ""
+    repair_s: float | None = None
+    steps_lost: int = 0
+    victims: tuple[int, ...] = ()
+    followed: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultRows:
+    """Fed with the events in their order, of all launches."""
+
+    rows: list[FaultRow] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    step: int = 0  # the newest that an event has named
+    launches: int = 0
+    started_s: float | None = None  # of the newest launch
+    command: tuple[str, ...] = ()
+    _of_cause: dict[int, FaultRow] = field(default_factory=dict)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """One event more."""
+        at_s = epoch_s(event.get("utc")) or 0.0
+        self.step = max(self.step, whole(event.get("step")))
+        row = self._of_cause.get(whole(event.get("cause")))
+        match event.get("event"):
+            case "run_begins":
+                self._begins(event, at_s)
+            case "fault" | "fault_tolerated":
+                self._fault(event, at_s, row)
+            case "plan":
+                self._plan(event, row)
+            case "repaired" | "repaired_in_place":
+                self._repaired(event, at_s, row)
+            case "checkpoint_saved":
+                step = whole(event.get("step"))
+                self._mark("save", step, at_s, f"checkpoint of step {count(step)}")
+            case "injected":
+                text = f"--inject {event.get('kind')} into rank {event.get('rank')}"
+                self._mark("injected", whole(event.get("step")), at_s, text)
+            case "run_ends":
+                self._mark("end", self.step, at_s, f"ended: {event.get('status')}")
+        if row is not None and len(row.followed) < _FOLLOWED_MAX:
+            row.followed.append(f"+{duration(at_s - row.at_s)}  {as_line(event)}")
+
+    def _mark(self, kind: str, step: int, at_s: float, text: str) -> None:
+        if len(self.marks) >= MARKS_MAX:
+            del self.marks[: MARKS_MAX // 10]
+        self.marks.append(Mark(kind=kind, step=max(0, step), at_s=at_s, text=text))
+
+    def _begins(self, event: Mapping[str, Any], at_s: float) -> None:
+        self.launches += 1
+        self.started_s = at_s
+        words = event.get("command")
+        self.command = tuple(map(str, words)) if isinstance(words, list) else ()
+        resumed = whole(event.get("resumed_step"), 0)
+        self.step = resumed
+        self._mark("start", resumed, at_s, f"resumed at step {resumed}" if resumed else "started")
+
+    def _fault(self, event: Mapping[str, Any], at_s: float, row: FaultRow | None) -> None:
+        if row is not None:  # of the same incident
+            return
+        is_tolerated = event.get("event") == "fault_tolerated"
+        found = FaultRow(
+            id=whole(event.get("id")),
+            at_s=at_s,
+            kind=str(event.get("kind", "")),
+            rank=whole(event.get("rank")),
+            step=whole(event.get("step")),
+            phase=str(event.get("phase", "")),
+            text=str(event.get("text", "")),
+            origin=str(event.get("origin", "")),
+            detail=str(event.get("detail", "")),
+        )
+        if is_tolerated:
+            found.outcome = f"no repair needed: {event.get('action', '')}".rstrip(": ")
+        if len(self.rows) >= ROWS_MAX:
+            self._of_cause.pop(self.rows.pop(0).id, None)
+        self.rows.append(found)
+        self._of_cause[found.id] = found
+        self._mark("fault", found.step, at_s, found.text)
+
+    def _plan(self, event: Mapping[str, Any], row: FaultRow | None) -> None:
+        if row is None:
+            return
+        name = str(event.get("plan", ""))
+        row.victims = _ranks(event, "victims")
+        replaced, dropped = _ranks(event, "replaced"), _ranks(event, "dropped")
+        parts = [
+            f"replace {rank_list(replaced)}" if replaced else "",
+            f"go on without {rank_list(dropped)}" if dropped else "",
+        ]
+        said = ", ".join(part for part in parts if part)
+        row.plan = said or _PLANS.get(name, "form again")
+        if name == "GiveUp":
+            row.outcome = "gave up"
+
+    def _repaired(self, event: Mapping[str, Any], at_s: float, row: FaultRow | None) -> None:
+        lost, seconds = whole(event.get("steps_lost"), 0), number(event.get("seconds"))
+        step = self.step
+        what = str(event.get("action") or "repaired")
+        if row is not None:
+            row.repair_s, row.steps_lost, step = seconds, lost, row.step
+            row.outcome = what if seconds is None else f"{what} in {duration(seconds)}"
+            if lost:
+                row.outcome += f", {count(lost)} steps again"
+        of = "" if row is None else f": {row.text}"
+        if lost:
+            self._mark("roll back", step - lost, at_s, f"{count(lost)} steps are done again{of}")
+        self._mark("repair", step - lost, at_s, f"{what} after {duration(seconds or 0)}{of}")
+
+
+def _ranks(event: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    found = event.get(key)
+    return tuple(map(whole, found)) if isinstance(found, list) else ()
+
+
+_HEAD = ("id", "utc", "mono_s", "event", "cause", "detail")
+
+
+def as_line(event: Mapping[str, Any]) -> str:
+    """An event as one line: its name, and what it says."""
+    name = str(event.get("event", "")).replace("_", " ")
+    said = [
+        f"{key} {value}"
+        for key, value in event.items()
+        if key not in _HEAD and value not in (None, "", [], False)
+    ]
+    return f"{name}: {', '.join(said)}" if said else name

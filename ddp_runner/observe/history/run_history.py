@@ -1,0 +1,214 @@
+"""One run, from what it writes into its log folder: its state, curves, faults and timeline. Never raises for a file."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_runner.config.fields import known_fields
+from ddp_runner.core.lifecycle import RunState
+from ddp_runner.observe.history.fault_rows import FaultRows
+from ddp_runner.observe.history.json_lines import GrowingLines, number, whole
+from ddp_runner.observe.history.metrics_history import MetricsHistory
+from ddp_runner.observe.history.timeline import Timeline
+from ddp_runner.system.run_files import from_json, is_regular, read_small
+from ddp_runner.system.run_holder import holder_of
+
+ROOT = "~"  # what the folder itself is called; a browser would drop a dot from an address
+RECORDS = ("status.json", "summary.json", "events.jsonl")
+_ENDED = (RunState.DONE.value, RunState.FAILED.value)
+_READ_AGAIN_S = 0.2  # however many look on
+_BEATS_S = 5.0  # a status of another machine's run that is newer is of a live one
+_SETTINGS_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStanding:
+    """How a run stands. ``what``: running, recovering, ..., completed, failed, lost."""
+
+    name: str
+    what: str
+    is_live: bool
+    pid: int
+    step: int
+    max_steps: int
+    loss: float | None
+    samples_per_s: float | None
+    eta_s: float | None
+    elapsed_s: float | None
+    faults: int
+    goodput: float | None
+    world_size: int
+    title: str
+    doing: str = ""
+    ranks: tuple[Mapping[str, Any], ...] = ()
+    inexact_reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingRow:
+    """A setting of the run, and whether it differs from its default."""
+
+    key: str
+    value: object
+    default: object = field(compare=False)
+    differs: bool
+
+
+class RunHistory:
+    """Reads one folder. One thread at a time reads; who comes meanwhile waits for it."""
+
+    def __init__(self, folder: Path, *, name: str = "") -> None:
+        self.folder = folder
+        self.name = name or folder.name
+        self.metrics = MetricsHistory(folder / "metrics.jsonl")
+        self.faults = FaultRows()
+        self.timeline = Timeline()
+        self.status: Mapping[str, Any] = {}
+        self.summary: Mapping[str, Any] = {}
+        self.version = 0  # rises with each change that a reader could see in a figure
+        self._events = GrowingLines(folder / "events.jsonl")
+        self._read_s = float("-inf")
+        self._lock = threading.Lock()
+        self.state = self._state()
+
+    def read(self) -> None:
+        """Take in what the run has written since."""
+        with self._lock:
+            if time.monotonic() - self._read_s < _READ_AGAIN_S:
+                return
+            self.read_status()
+            has_new = self.metrics.read()
+            while (new := self._events.read()).records:
+                if new.is_fresh:
+                    self.faults, self.timeline = FaultRows(), Timeline()
+                for event in new.records:
+                    self.faults.add(event)
+                    self.timeline.add(event)
+                has_new = True
+            self.version += has_new
+            self._read_s = time.monotonic()
+
+    def read_status(self) -> None:
+        """Only how it stands: for a list of many."""
+        self.status = _record(self.folder / "status.json")
+        self.summary = _record(self.folder / "summary.json")
+        self.state = self._state()
+
+    def settings(self) -> list[SettingRow]:
+        """Those of the newest launch; what differs from the defaults first."""
+        try:
+            text = read_small(self.folder / "config.yaml", bytes_max=_SETTINGS_BYTES_MAX)
+            sections = yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return []
+        rows = []
+        for section, values in sections.items() if isinstance(sections, dict) else ():
+            for name, value in values.items() if isinstance(values, dict) else ():
+                key = f"{section}.{name}"
+                spec = known_fields().get(key)
+                default = None if spec is None else spec.default
+                shown = tuple(value) if isinstance(value, list) else value
+                row = SettingRow(key=key, value=shown, default=default, differs=shown != default)
+                rows.append(row)
+        return sorted(rows, key=lambda row: (not row.differs, row.key))
+
+    def checkpoint_folder(self) -> Path | None:
+        """Where the run saves, by its own settings; a relative one as seen from where the run was started."""
+        found = {row.key: row.value for row in self.settings()}
+        saved, logs = found.get("run.checkpoint_dir"), found.get("run.log_dir")
+        if not isinstance(saved, str) or not isinstance(logs, str):
+            return None
+        path, own = Path(saved), self.folder.resolve()
+        if path.is_absolute():
+            return path
+        parts = Path(logs).parts
+        is_below = not Path(logs).is_absolute() and own.parts[-len(parts) :] == parts
+        return own.parents[len(parts) - 1] / path if is_below else None
+
+    def log_names(self) -> list[str]:
+        """The text logs in the folder: those of the ranks, then the others."""
+        try:
+            names = [path.name for path in self.folder.iterdir() if path.suffix == ".log"]
+        except OSError:
+            return []
+        found = [name for name in names if not name.startswith(".")]
+        return sorted(
+            (name for name in found if is_regular(self.folder / name)),
+            key=lambda name: (not name.startswith("rank_"), len(name), name),
+        )
+
+    def _state(self) -> RunStanding:
+        status, summary = self.status, self.summary
+        pid = whole(status.get("pid"), 0)
+        what = str(status.get("state", "unknown"))
+        is_live = what not in _ENDED and bool(status) and self._is_held(pid)
+        if not status or (what in _ENDED and summary):
+            what = str(summary.get("status", what))
+        elif not is_live and what not in _ENDED:
+            what = "lost"
+        ranks = status.get("ranks")
+        reasons = status.get("inexact_reasons") or summary.get("inexact_reasons")
+        return RunStanding(
+            name=str(status.get("name") or summary.get("name") or self.name),
+            what=what,
+            is_live=is_live,
+            pid=pid,
+            step=whole(status.get("step", summary.get("steps")), 0),
+            max_steps=whole(status.get("max_steps", summary.get("steps")), 0),
+            loss=number(status.get("loss", summary.get("final_loss"))),
+            samples_per_s=number(status.get("samples_per_s")),
+            eta_s=number(status.get("eta_s")) if is_live else None,
+            elapsed_s=number(status.get("elapsed_s", summary.get("wall_s"))),
+            faults=whole(status.get("faults_total"), len(summary.get("faults", ()))),
+            goodput=None if is_live else number(summary.get("goodput")),
+            world_size=whole(status.get("world_size", summary.get("world_size")), 0),
+            title=str(status.get("title", "")),
+            doing=str(status.get("doing", "")),
+            ranks=tuple(one for one in ranks if isinstance(one, dict))
+            if isinstance(ranks, list)
+            else (),
+            inexact_reasons=tuple(map(str, reasons)) if isinstance(reasons, list) else (),
+        )
+
+    def _is_held(self, pid: int) -> bool:
+        """Whether its supervisor lives: it holds the folder, or writes its status on another machine."""
+        if pid > 0 and holder_of(self.folder) == pid:
+            return True
+        return time.time() - modified_s(self.folder / "status.json") < _BEATS_S
+
+
+def modified_s(path: Path) -> float:
+    """When it was written, as seconds since 1970; 0 where it is not there."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def runs_below(root: Path) -> dict[str, Path]:
+    """The folders with a run in them by name: ``root`` itself (as ROOT), and those in it. Links are left out."""
+    found = {ROOT: root} if _holds_a_run(root) else {}
+    try:
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return found
+    return found | {path.name: path for path in folders if _holds_a_run(path)}
+
+
+def _holds_a_run(folder: Path) -> bool:
+    return any(is_regular(folder / name) for name in RECORDS)
+
+
+def _record(path: Path) -> Mapping[str, Any]:
+    try:
+        found = from_json(read_small(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
