@@ -213,6 +213,7 @@ class _Check:
             "recovery.max_restarts=100",
             "checkpoint.after_save=none",
             "log.display=plain",
+            "log.trackers=",
             *more,
         ]
         began_s = time.monotonic()

@@ -30,6 +30,7 @@ from ddp_runner.cli.run_options import (
     SAYS_OF_SHARED,
     SHARED,
 )
+from ddp_runner.cli.tracker_needs import take_keys
 from ddp_runner.cli.train import allow_open_files, plan_launch
 from ddp_runner.config.run_names import name_of_task
 from ddp_runner.core.faults import BadInputError
@@ -73,7 +74,10 @@ def run(words: Sequence[str]) -> int:
             "starts the ranks itself, and this process is one already; torchrun starts the script",
         )
     script = _script(sorted_words)
-    plan = plan_launch(parse_train(_settings(sorted_words, script)), words=words)
+    arguments = parse_train(_settings(sorted_words, script))
+    keys = take_keys(arguments.files)
+    plan = plan_launch(arguments, words=words)
+    plan = replace(plan, notes=(*keys, *plan.notes))
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)
     if attaches(script):

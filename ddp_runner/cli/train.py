@@ -16,6 +16,7 @@ from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.parser import TrainArguments, parse_train
+from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import (
     check_relations,
@@ -62,7 +63,9 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
     """On this one, and on others that start the command themselves."""
     rank = plain_rank(os.environ)
     not_trained = _not_trained(arguments)
+    keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words)
+    plan = replace(plan, notes=(*keys, *plan.notes))
     if plan.nodes is not None and not_trained:
         raise BadInputError(not_trained, "", "is for one machine: leave out --nnodes, and NNODES")
     if arguments.finding.option:
@@ -184,6 +187,7 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
     )
     notes = check_relations(resolved.settings)
     _refuse_lacking(resolved.settings)
+    refuse_missing(resolved.settings, environment)
     own_devices = devices
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)

@@ -36,7 +36,7 @@ _OVERRIDES = (
     *("run.early_stopping_patience=0", "run.early_stopping_min_delta=0"),
     *("optim.plateau_patience=0", "optim.plateau_min_delta=0", "optim.plateau_factor=0.5"),
     *("optim.plateau_cooldown=0", "optim.ema_start_step=0"),
-    *("log.display=plain", "log.log_interval=1", "log.evaluate_interval=0"),
+    *("log.trackers=", "log.display=plain", "log.log_interval=1", "log.evaluate_interval=0"),
     *("log.evaluate_every_steps=0", "log.evaluate_batches=1"),
     *("checkpoint.save_interval=0", "checkpoint.save_every_steps=0", "checkpoint.keep_every=0"),
     "checkpoint.after_save=none",

@@ -41,6 +41,7 @@ class Kind(Enum):
     CHOICE = "one of"
     INTEGERS = "whole numbers separated by commas"
     TEXTS = "a list of texts"
+    CHOICES = "names separated by commas, of"
     DURATION = "a time such as 23h30m, 90m or 3600 (seconds)"
     STEPS = "a whole number, 0 or more, or a share between 0 and 1"
 
@@ -66,7 +67,7 @@ class FieldSpec:
             return str(self.kind.value)
         if self.kind is Kind.DURATION:
             return f"{self.kind.value}, or none"
-        if self.kind is Kind.CHOICE:
+        if self.kind in (Kind.CHOICE, Kind.CHOICES):
             parts.append(" " + ", ".join(self.choices))
         else:
             parts.append(self._range_words())
@@ -105,7 +106,7 @@ class FieldSpec:
             return None
         if value is False and "off" in self.choices:
             return "off"
-        if self.kind is not Kind.TEXT and word in self.choices:
+        if self.kind not in (Kind.TEXT, Kind.CHOICES) and word in self.choices:
             return word
         parse = {
             Kind.INTEGER: self._integer,
@@ -115,6 +116,7 @@ class FieldSpec:
             Kind.CHOICE: _no_choice,
             Kind.INTEGERS: self._integers,
             Kind.TEXTS: _texts,
+            Kind.CHOICES: self._choices,
             Kind.STEPS: _steps,
             Kind.DURATION: _duration,
         }[self.kind]
@@ -140,6 +142,15 @@ class FieldSpec:
         else:
             items = value if isinstance(value, (list, tuple)) else (value,)
         return tuple(self._integer(item) for item in items)
+
+    def _choices(self, value: object) -> tuple[str, ...]:
+        """Each once, in the order in which they were given."""
+        if isinstance(value, str):
+            value = [word for word in value.split(",") if word.strip()]
+        names = [name.strip().lower() for name in _texts(value)]
+        if set(names) - set(self.choices):
+            raise ValueError(value)
+        return tuple(dict.fromkeys(names))
 
 
 def _whole(value: object) -> int:
@@ -232,6 +243,9 @@ def _spec(key: str, hint: object, default: object) -> FieldSpec:
             optional = True
         elif get_origin(part) is Literal:
             choices.extend(get_args(part))
+        elif get_origin(part) is tuple and get_origin(get_args(part)[0]) is Literal:
+            choices.extend(get_args(get_args(part)[0]))
+            plain.append("choices")
         else:
             bare, found = _bare_and_limits(part)
             plain.append(bare)
@@ -244,6 +258,7 @@ def _spec(key: str, hint: object, default: object) -> FieldSpec:
         (int,): Kind.INTEGERS,
         (str,): Kind.TEXTS,
         "duration": Kind.DURATION,
+        "choices": Kind.CHOICES,
     }
     kind = kinds[plain[0]] if plain else Kind.CHOICE
     return FieldSpec(

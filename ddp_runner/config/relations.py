@@ -46,10 +46,13 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
 
 
 def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
-    """Raise BadInputError for what needs one: memory that is none of several ranks', commands beside them."""
+    """Raise BadInputError for what needs one: processes beside the ranks, memory that is none of theirs."""
     if settings.checkpoint.after_save is not None:
         expected = "needs a supervisor, which runs it: start with ddp_runner train, or leave it out"
         raise BadInputError("checkpoint.after_save", settings.checkpoint.after_save, expected)
+    if settings.log.trackers:
+        expected = "needs a supervisor, which starts their processes: start with ddp_runner train"
+        raise BadInputError("log.trackers", ",".join(settings.log.trackers), expected)
     if settings.data.preload and world_size > 1:
         expected = (
             "needs a supervisor, whose memory the ranks share: start with ddp_runner train -n"

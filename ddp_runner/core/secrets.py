@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 HIDDEN = "***"
 _CHARACTERS_MIN = 4  # of a value that is looked for in other texts: "1" would be everywhere
+_VARIABLE_CHARACTERS_MIN = 8  # of a variable of any program: true, none and 1 are no secrets
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET = re.compile(r"key|token|(?:.*(?:secret|password|passwd).*)|.+(?:key|token)")
 _SEVERAL = re.compile(r".*(?:key|token)s")
@@ -88,6 +89,15 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
     elif len(str(value)) >= _CHARACTERS_MIN and not isinstance(value, bool):
         yield str(value)
+
+
+def environment_secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of those variables that are secrets by their names, and long enough to be looked for."""
+    return tuple(
+        value
+        for name, value in environment.items()
+        if is_secret(name, value) and len(value) >= _VARIABLE_CHARACTERS_MIN
+    )
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:

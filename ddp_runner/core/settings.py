@@ -363,6 +363,9 @@ class LogSettings:
     """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """What the console shows. auto: live on a terminal, otherwise plain lines."""
+    trackers: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
+    """Where metrics are written beside metrics.jsonl, by processes that are no ranks. csv: metrics.csv.
+    tensorboard, wandb: of these, each an extra of that name. Empty: nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

@@ -139,6 +139,7 @@ class RunSummary:
     own_step_s: Mapping[str, float] = field(default_factory=dict)
     stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
     stop_reason: str = ""  # end, target_loss, early_stopping; else what status says
+    trackers: Mapping[str, str] = field(default_factory=dict)  # where each has written to
     name: str = ""  # of the run, as its folders have it; empty in files from before there was one
 
     @property

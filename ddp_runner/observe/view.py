@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class RankView:
 class RunView:
     """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
 
-    ``logged_step`` is the newest step that the ranks reported metrics for, with its
+    ``trackers``: where to find what each has written. ``logged_step`` is the newest step that the ranks reported metrics for, with its
     ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1;
     ``epochs`` is None where nobody knows of any. ``doing`` is
     what the start is at, for ``doing_s`` by now; empty once the first step is done.
@@ -63,6 +64,7 @@ class RunView:
     doing: str = ""
     doing_s: float = 0.0
     name: str = ""
+    trackers: Mapping[str, str] = field(default_factory=dict)
 
 
 def status_record(view: RunView) -> dict[str, object]:

@@ -20,6 +20,7 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.stopping import StopSignal
 from ddp_runner.observe.format import printable
+from ddp_runner.observe.summary import RunSummary
 from ddp_runner.observe.view import RunView
 from ddp_runner.supervisor.folders import FolderKeeper
 from ddp_runner.supervisor.loop_supervisor import LoopSupervisor
@@ -34,6 +35,7 @@ from ddp_runner.supervisor.processes.resources import StorePlace, remove_tempora
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
+from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
 from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.supervisor.supervisor import Supervisor
@@ -206,6 +208,12 @@ class _Loop:
             say=supervisor.recorder.say,
         )
         supervisor.recorder.on_saved = self._after_save.saved
+        self._trackers = TrackerKeeper(
+            self._plan.settings.log.trackers,
+            Path(self._plan.settings.run.log_dir),
+            clock=clock,
+            say=supervisor.recorder.say,
+        )
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
@@ -243,7 +251,8 @@ class _Loop:
             elif (received := self._node.receive(*key.data)) is not None:
                 self._supervisor.on_message(*received)
         for ended in self._node.reap():
-            if not self._after_save.took(ended):
+            is_tracker = self._trackers.ended(ended.pid, how=ended.how)
+            if not is_tracker and not self._after_save.took(ended):
                 self._supervisor.on_ended(ended)
         self._after_save.look()
         self._look_at_nodes()
@@ -313,6 +322,8 @@ class _Loop:
     def _look_after_folders(self) -> None:
         if self._outputs.may_write:
             self._folders.look()
+            if self._supervisor.facts.kept is None:
+                self._trackers.look()
 
     def _view(self) -> RunView:
         supervisor = self._supervisor
@@ -326,6 +337,7 @@ class _Loop:
             faults_total=supervisor.recorder.accounting.faults_total,
             restarts=supervisor.recorder.accounting.restarts,
             now_ns=self._clock.monotonic_ns(),
+            trackers=self._trackers.links(),
         )
 
     def _finish(self) -> int:
@@ -335,8 +347,11 @@ class _Loop:
         assert ending is not None
         if self._others is not None:
             self._others.announce_end(exit_code=int(ending.exit_code), line=ending.reason)
-        stays = {pid for pid in (self._after_save.pid, self._node.guardian.pid) if pid is not None}
-        left = end_descendants(timeout_s=10.0, but=stays if self._after_save.is_owed else ())
+        stays = set(self._trackers.pids)
+        if self._after_save.is_owed:
+            beside = (self._after_save.pid, self._node.guardian.pid)
+            stays |= {pid for pid in beside if pid is not None}
+        left = end_descendants(timeout_s=10.0, but=stays)
         if left:
             outputs.say(f"processes {left} would not end", level="ERROR")
         if outputs.may_write:
@@ -357,6 +372,10 @@ class _Loop:
         supervisor.recorder.record(
             events.RunEnds(status=ending.status.value, exit_code=int(ending.exit_code))
         )
+        self._trackers.end(int(ending.exit_code))
+        end_descendants(timeout_s=10.0)
+        if isinstance(summary, RunSummary) and supervisor.facts.kept is None:
+            summary = replace(summary, trackers=self._trackers.links())
         outputs.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()

@@ -6,6 +6,7 @@ What is around a step, the generations and their faults, is the engine's.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from ddp_runner.collective.device_progress import NoDeviceProgress, device_progr
 from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
 from ddp_runner.core.phases import Phase, Stage
-from ddp_runner.core.secrets import secret_texts
+from ddp_runner.core.secrets import environment_secrets, secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.changes import report_changes
@@ -67,7 +68,10 @@ class DDPTrainer:
             config = configuration.from_flat(with_task_named(config or {}))
         self.settings = config
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
-        self._runtime.logger.hidden = tuple(secret_texts(self.settings.task))
+        self._runtime.logger.hidden = (
+            *secret_texts(self.settings.task),
+            *environment_secrets(os.environ),
+        )
         self._rank_info = self._runtime.rank_info
         self._engine: Engine | None = None  # once there is something to train
 

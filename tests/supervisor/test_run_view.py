@@ -65,6 +65,7 @@ def look(handles, **changes):
         "faults_total": 1,
         "restarts": 1,
         "doing": ("", 0.0),
+        "trackers": {"csv": "metrics.csv"},
         "now_ns": NOW_NS,
         **changes,
     }

@@ -40,6 +40,13 @@ class Ended:
     signal_number: int | None
     at_ns: int
 
+    @property
+    def how(self) -> str:
+        """For people."""
+        return (
+            f"signal {self.signal_number}" if self.signal_number else f"exit code {self.exit_code}"
+        )
+
 
 def make_output_file(name: str) -> int:
     """An unnamed file in memory for a process's output; it vanishes with its last descriptor."""

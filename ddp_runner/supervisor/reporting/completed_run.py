@@ -13,7 +13,14 @@ from ddp_runner.observe.summary import RunSummary, read_summary
 from ddp_runner.system.run_files import read_small
 
 # Where the files are, what is resumed, and what is shown.
-_SAYS_NOTHING = ("run.name", "run.log_dir", "run.checkpoint_dir", "run.resume", "log.display")
+_SAYS_NOTHING = (
+    "run.name",
+    "run.log_dir",
+    "run.checkpoint_dir",
+    "run.resume",
+    "log.display",
+    "log.trackers",
+)
 
 
 def kept_summary(log_dir: Path, first: Ready) -> RunSummary | None:

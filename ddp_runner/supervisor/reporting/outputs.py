@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddp_runner import config
 from ddp_runner.core.events import Event
+from ddp_runner.core.secrets import environment_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail
 from ddp_runner.observe.display import make_display
@@ -48,12 +49,13 @@ class _Files:
 def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
     """The supervisor's own log. No log is worth a run: without the file its lines are on the console."""
     try:
-        return DDPLogger(rank=None, path=path, debug=debug)
+        logger = DDPLogger(rank=None, path=path, debug=debug)
     except OSError as error:
         warn(f"{path} cannot be written ({error.strerror}); training goes on without it")
         logger = DDPLogger(rank=None)
         logger.close()
-        return logger
+    logger.hidden = environment_secrets(os.environ)
+    return logger
 
 
 class Outputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 from ddp_runner.core.batch_sizes import global_batch
 from ddp_runner.core.board import Cell, SlotReading
@@ -26,6 +27,7 @@ def run_view(
     faults_total: int,
     restarts: int,
     now_ns: int,
+    trackers: Mapping[str, str],
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
@@ -71,6 +73,7 @@ def run_view(
         learning_rate=first.metrics.get("learning_rate"),
         grad_norm=first.metrics.get("grad_norm"),
         inexact_reasons=tuple(facts.inexact_reasons),
+        trackers=trackers,
     )
 
 

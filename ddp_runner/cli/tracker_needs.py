@@ -1,0 +1,64 @@
+"""What trackers need of this machine, found out before any process starts. Imports none of them."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner import start
+from ddp_runner.config.compose import raise_problems
+from ddp_runner.config.env_file import ENV_FILE, env_keys
+from ddp_runner.core.faults import BadInputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ddp_runner.core.settings import Settings
+
+KEY = "log.trackers"
+_NEEDS = {"tensorboard": "tensorboard>=2.14,<3", "wandb": "wandb>=0.18,<1"}
+_OFFLINE = ("offline", "disabled", "dryrun")
+
+
+def take_keys(files: Sequence[Path]) -> tuple[str, ...]:
+    """Set what a ``.env`` beside the configuration has and nobody has set; a line for people names it."""
+    keys = env_keys(files, os.environ)
+    os.environ.update(keys)
+    return (f"{ENV_FILE}: {', '.join(sorted(keys))}",) if keys else ()
+
+
+def refuse_missing(settings: Settings, environment: Mapping[str, str]) -> None:
+    """Raise BadInputError for a tracker that is not installed, or could not log in."""
+    names = settings.log.trackers
+    problems = [
+        BadInputError(KEY, name, _how_to_install(name))
+        for name in names
+        if name in _NEEDS and find_spec(name) is None
+    ]
+    if not problems and "wandb" in names and not _can_log_in(environment):
+        expected = "has no key: set WANDB_API_KEY (also in .env), or WANDB_MODE=offline"
+        problems.append(BadInputError(KEY, "wandb", expected))
+    raise_problems(problems)
+
+
+def _how_to_install(name: str) -> str:
+    wanted = f"`pip install 'ddp_runner[{name}]'`"
+    if start.IS_CHECKOUT:
+        wanted = f"`{start.COMMAND} environment --extra {name}`, or `pip install '{_NEEDS[name]}'`"
+    return f"{name} is not installed for {sys.executable}: {wanted}"
+
+
+def _can_log_in(environment: Mapping[str, str]) -> bool:
+    """Whether W&B finds a key where it looks for one, or looks for none."""
+    if environment.get("WANDB_MODE", "") in _OFFLINE or environment.get("WANDB_API_KEY"):
+        return True
+    path = environment.get("NETRC") or str(Path("~/.netrc").expanduser())
+    host = environment.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("://")[2]
+    try:
+        return netrc.netrc(path).authenticators(host.partition("/")[0]) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

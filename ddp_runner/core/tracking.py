@@ -1,0 +1,137 @@
+"""Which points a tracker is given: each step once, however often it was done. Reads nothing.
+
+``metrics.jsonl`` has every logged step in the order in which it was done. After a roll-back or a resume
+steps come again: what stood there of them, and of all later ones, is undone first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TRACKERS = ("csv", "tensorboard", "wandb")
+EVALUATION = "validation_"  # how the names of an evaluation's figures begin
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+LIVED_S = 60.0  # a process that lived so long has not failed at its start
+STARTS_MAX = 10  # in a row that failed: then the run goes on without
+END_WAIT_S = 5.0  # of the end of a run, for trackers to write what is left
+
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a line makes of a course: first all behind ``undo_after`` goes (None: nothing), then ``values`` come."""
+
+    undo_after: int | None
+    values: Values
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """The steps of one rank as they stand. ``newest`` is the last of them, -1 for none."""
+
+    newest: int = -1
+    # What was evaluated at which step: the same evaluation is done again after a resume, to the same bits.
+    evaluated: dict[int, set[str]] = field(default_factory=dict)
+
+    def take(self, step: int, values: Values) -> Change:
+        """One line of ``metrics.jsonl``."""
+        undo: int | None = None
+        if all(name.startswith(EVALUATION) for name in values):
+            undo = step if step < self.newest else None
+        elif step <= self.newest:
+            undo = step - 1
+        self.undo(undo)
+        self.newest = max(self.newest, step)
+        known = self.evaluated.get(step, set())
+        fresh = {name: value for name, value in values.items() if name not in known}
+        judged = {name for name in fresh if name.startswith(EVALUATION)}
+        if judged:
+            self.evaluated.setdefault(step, set()).update(judged)
+        return Change(undo_after=undo, values=fresh)
+
+    def begin(self, step: int) -> int | None:
+        """A launch goes on from ``step``: behind which step all is undone; None where nothing is."""
+        undo = step if step < self.newest else None
+        self.undo(undo)
+        return undo
+
+    def undo(self, after: int | None) -> None:
+        """Forget what is behind that step."""
+        if after is not None:
+            self.newest = min(self.newest, after)
+            self.evaluated = {step: seen for step, seen in self.evaluated.items() if step <= after}
+
+
+@dataclass(slots=True, kw_only=True)
+class Settled:
+    """Points that wait until nothing can undo them, for a tracker that takes nothing back.
+
+    ``written``: the newest step that was handed out. ``safe``: the newest that is in a checkpoint.
+    """
+
+    written: int = -1
+    safe: int = -1
+    waiting: dict[int, dict[str, float | None]] = field(default_factory=dict)
+
+    def take(self, step: int, change: Change, *, is_new: bool) -> bool:
+        """Keep a point. False where what was handed out is undone: that takes another place to write to.
+
+        Not ``is_new``: a process of before has seen to it.
+        """
+        is_whole = self.undo(change.undo_after, is_new=is_new)
+        if step > self.written:
+            self.waiting.setdefault(step, {}).update(change.values)
+        return is_whole
+
+    def undo(self, after: int | None, *, is_new: bool) -> bool:
+        """Forget what is behind that step. False as in :meth:`take`."""
+        if after is None:
+            return True
+        self.waiting = {step: values for step, values in self.waiting.items() if step <= after}
+        self.safe = min(self.safe, after)
+        if not is_new or after >= self.written:
+            return True
+        self.written = after
+        return False
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of that step is on disk."""
+        self.safe = max(self.safe, step)
+
+    def due(self) -> list[tuple[int, dict[str, float | None]]]:
+        """The points that nothing undoes any more, in order; they count as written from now on.
+
+        Not that of the newest safe step itself, unless a later one is there: it may be evaluated still.
+        """
+        last = self.safe if any(step > self.safe for step in self.waiting) else self.safe - 1
+        return self._hand_out(last)
+
+    def rest(self) -> list[tuple[int, dict[str, float | None]]]:
+        """As :meth:`due`, at the end of a run: nothing comes after its newest checkpoint."""
+        return self._hand_out(self.safe)
+
+    def _hand_out(self, last: int) -> list[tuple[int, dict[str, float | None]]]:
+        steps = sorted(step for step in self.waiting if step <= last)
+        self.written = max([self.written, *steps])
+        return [(step, self.waiting.pop(step)) for step in steps]
+
+
+@dataclass(slots=True, kw_only=True)
+class Lead:
+    """The rank whose figures stand for the run where there is room for one: the first that is not given up."""
+
+    given_up: set[int] = field(default_factory=set)
+
+    def is_it(self, rank: int) -> bool:
+        """Whether a line of this rank, which has just come, is the run's."""
+        self.given_up.discard(rank)  # it is back
+        return all(other in self.given_up for other in range(rank))
+
+
+def backoff_s(failures: int) -> float:
+    """How long to wait before a tracker's process is started after so many that ended in a row."""
+    wait_s: float = BACKOFF_FIRST_S * 2 ** max(0, failures - 1)
+    return min(BACKOFF_MAX_S, wait_s)

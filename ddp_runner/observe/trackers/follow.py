@@ -1,0 +1,110 @@
+"""Follows ``events.jsonl`` and ``metrics.jsonl`` of a run, from their beginning, in the order of what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddp_runner.system.run_files import from_json, is_named, open_to_read
+
+METRICS, EVENTS = "metrics", "events"
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A line. ``kind``: of which file; ``end``: the byte behind it, ``file``: which file of that name it was."""
+
+    kind: str
+    fields: Mapping[str, Any]
+    end: int
+    file: int
+
+    @property
+    def utc(self) -> str:
+        """When it was written."""
+        return str(self.fields.get("utc", ""))
+
+
+class LineFollower:
+    """Reads whole lines as they come. A file that was removed and made again is read from its beginning."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        self._path = path
+        self._kind = kind
+        self._fd: int | None = None
+        self._begin = 0  # of the first line that was not handed out
+        self._file = 0
+
+    def read(self) -> tuple[list[Record], bool]:
+        """What is new, a chunk at most, and whether that is all."""
+        if self._fd is None and not self._open():
+            return [], True
+        assert self._fd is not None
+        data = os.pread(self._fd, CHUNK_BYTES, self._begin)
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole and len(data) == CHUNK_BYTES:
+            whole = data  # one line that is longer than any of ours: passed over in pieces
+        found = list(self._records(whole))
+        is_all = len(data) < CHUNK_BYTES
+        if is_all and not whole and not is_named(self._fd, self._path):
+            self.close()
+        return found, is_all
+
+    def close(self) -> None:
+        """Close the file; the next look opens what is there then."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> bool:
+        with contextlib.suppress(OSError):  # the next look may find one
+            self._fd = open_to_read(self._path)
+            self._begin, self._file = 0, os.fstat(self._fd).st_ino
+        return self._fd is not None
+
+    def _records(self, whole: bytes) -> Iterator[Record]:
+        for line in whole.splitlines(keepends=True):
+            self._begin += len(line)
+            try:
+                fields = from_json(line)
+            except ValueError:
+                continue  # torn by a crash
+            if isinstance(fields, dict):
+                yield Record(kind=self._kind, fields=fields, end=self._begin, file=self._file)
+
+
+class Follower:
+    """Both files as one stream. Owned by a tracker's process."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._metrics = LineFollower(log_dir / "metrics.jsonl", METRICS)
+        self._events = LineFollower(log_dir / "events.jsonl", EVENTS)
+        # Events that may be newer than metrics still to be read.
+        self._held: deque[Record] = deque()
+
+    def read(self) -> Iterator[Record]:
+        """Everything that is new, in order."""
+        while True:
+            # INVARIANT events-first: an event is handed out after every line of metrics that was written
+            # before it. Broken if: metrics are read to their end first.
+            # Guarded by: test_an_event_comes_after_the_points_that_were_written_before_it.
+            while True:
+                found, is_all_events = self._events.read()
+                self._held += found
+                if is_all_events:
+                    break
+            found, is_all = self._metrics.read()
+            for record in found:
+                while self._held and self._held[0].utc <= record.utc:
+                    yield self._held.popleft()
+                yield record
+            if is_all:
+                while self._held:
+                    yield self._held.popleft()
+                return

@@ -1,0 +1,90 @@
+"""What trackers need is found out before anything starts; keys come from a file that wins over nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_runner.cli import tracker_needs
+from ddp_runner.cli.tracker_needs import refuse_missing
+from ddp_runner.config import resolve
+from ddp_runner.config.env_file import env_keys, parse_env
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import environment_secrets
+
+
+def settings(names):
+    return resolve(command_line=[("log.trackers", names)]).settings
+
+
+def test_names_are_a_list_without_repetition():
+    """In any case, with spaces; none is none."""
+    assert settings("csv, TensorBoard,csv").log.trackers == ("csv", "tensorboard")
+    assert settings("").log.trackers == ()
+
+
+def test_an_unknown_name_is_answered_with_those_there_are():
+    """In one line."""
+    with pytest.raises(BadInputError) as caught:
+        settings("csv,wandbb")
+    assert str(caught.value) == (
+        "log.trackers=csv,wandbb: must be names separated by commas, of csv, tensorboard, wandb"
+    )
+
+
+def test_what_is_not_installed_is_refused_with_the_command(monkeypatch):
+    """CSV needs nothing."""
+    monkeypatch.setattr(tracker_needs, "find_spec", lambda name: None)
+    refuse_missing(settings("csv"), {})
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(BadInputError, match=f"{name} is not installed .* --extra {name}"):
+            refuse_missing(settings(name), {})
+
+
+def test_wandb_needs_a_key_or_to_be_offline(monkeypatch, tmp_path):
+    """Also one that its own login has left in a file."""
+    monkeypatch.setattr(tracker_needs, "find_spec", lambda name: object())
+    nowhere = {"NETRC": str(tmp_path / "netrc")}
+    with pytest.raises(BadInputError, match="WANDB_API_KEY"):
+        refuse_missing(settings("wandb"), nowhere)
+    for found in ({"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}):
+        refuse_missing(settings("wandb"), {**nowhere, **found})
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k\n")
+    (tmp_path / "netrc").chmod(0o600)
+    refuse_missing(settings("wandb"), nowhere)
+
+
+def test_lines_of_an_env_file_are_read_as_a_shell_does():
+    """Quotes, comments, export; what is no assignment is left out."""
+    text = "# a comment\nexport A_KEY='one # two'\nB_TOKEN=three # four\n\nC=\nnonsense\n1X=2\n"
+    assert parse_env(text) == {"A_KEY": "one # two", "B_TOKEN": "three", "C": ""}
+
+
+def test_an_env_file_gives_keys_alone_and_wins_over_nothing(tmp_path, monkeypatch):
+    """It lies beside the configuration; without one, in the working folder."""
+    written = (
+        "WANDB_API_KEY=a\nHF_TOKEN=b\nWANDB_MODE=offline\nLD_PRELOAD=x\nCUDA_VISIBLE_DEVICES=\n"
+    )
+    (tmp_path / ".env").write_text(written)
+    config = tmp_path / "config.yaml"
+    expected = {"WANDB_API_KEY": "a", "HF_TOKEN": "b", "WANDB_MODE": "offline"}
+    assert env_keys([config], {}) == expected
+    assert env_keys([config], {"HF_TOKEN": ""}) == {
+        k: v for k, v in expected.items() if k != "HF_TOKEN"
+    }
+    assert env_keys([tmp_path / "other" / "config.yaml"], {}) == {}
+    monkeypatch.chdir(tmp_path)
+    assert env_keys([], {}) == expected
+    (tmp_path / ".env").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadInputError, match="is no text"):
+        env_keys([config], {})
+
+
+def test_values_of_variables_that_are_secrets_by_name():
+    """Short words, which stand in other texts too, are none."""
+    variables = {
+        "WANDB_API_KEY": "0123456789abcdef",
+        "MY_PASSWORD": "correct horse",
+        "USE_TOKEN": "true",
+        "PATH": "/usr/bin:/usr/local/bin",
+    }
+    assert environment_secrets(variables) == ("0123456789abcdef", "correct horse")
