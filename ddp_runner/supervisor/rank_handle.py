@@ -209,7 +209,9 @@ def who_is_left(
         else:
             others.append(handle)
     filled = any(handle.is_filled for handle in others)
-    if others and not (lost or parked or filled):
+    # Who has been in a world and went back reads the checkpoint by itself, in the next one.
+    went_back = any(handle.has_formed for handle in others)
+    if others and not (lost or parked or filled or went_back):
         lost.append(others.pop(0).rank)
     return WorldFacts(
         lost=tuple(lost),
