@@ -132,17 +132,13 @@ class SupervisedRuntime:
         self.rank_info = rank_info
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
-        self.disk: Disk = FencedDisk(
-            lambda: (
-                may_not_publish(slot, time.monotonic_ns())
-                or (owner is not None and owner.is_other())
-            )
-        )
+        self._owner = owner
+        self._fence = slot  # itself: what is injected does not change what may be published
+        self.disk: Disk = FencedDisk(self._may_not_publish)
         self.slot = slot if injections is None else self._injecting(slot, injections)
         self.logger = logger
         self._channel = channel
         self._link = link
-        self._owner = owner
         self._output = output
         # None: there will be no generation.
         self._forms: queue.SimpleQueue[tuple[Generation, str] | None] = queue.SimpleQueue()
@@ -205,8 +201,13 @@ class SupervisedRuntime:
         """``loss``, with what ``--inject`` does to it."""
         return self.slot.ruinous(loss) if isinstance(self.slot, InjectingSlot) else loss
 
+    def _may_not_publish(self) -> bool:
+        """Of any thread: declared dead, cut off, or the folder is another coordinator's."""
+        is_anothers = self._owner is not None and self._owner.is_other()
+        return may_not_publish(self._fence, time.monotonic_ns()) or is_anothers
+
     def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
-        self.disk = disk = FaultyDisk(lambda: bool(slot.get(Cell.FENCED)))
+        self.disk = disk = FaultyDisk(self._may_not_publish)
         return InjectingSlot(
             slot,
             injections,

@@ -29,6 +29,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.rank.runtime import StartupOutput, SupervisedRuntime
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.training.runtime import RankInfo
 from tests.processes import poll, ranks, run_ranks
 
@@ -120,7 +121,7 @@ def test_a_log_file_that_was_removed_is_made_again(tmp_path):
     assert path.with_name("mine").read_text(encoding="utf-8") == "still mine\n"
 
 
-def make_runtime(descriptor, path):
+def make_runtime(descriptor, path, **how):
     return SupervisedRuntime(
         Channel.from_descriptor(descriptor),
         rank_info=RankInfo(
@@ -130,6 +131,7 @@ def make_runtime(descriptor, path):
         logger=DDPLogger(rank=0, debug=False),
         output=StartupOutput(os.memfd_create("output"), path),
         link=StoreLink("127.0.0.1", 0, timeout_s=5.0),
+        **how,
     )
 
 
@@ -409,6 +411,38 @@ def test_what_a_rank_printed_is_logged_before_its_fault(tmp_path):
     outcome = run_ranks(_kill_who_has_failed, 1, tmp_path / "rank_0.log")
     assert outcome == [(Faulted, -signal.SIGKILL)]
     assert (tmp_path / "rank_0.log").read_text(encoding="utf-8").endswith("the last words")
+
+
+def _publish_when_forbidden(me, folder, how):
+    mine, theirs = Channel.pair()
+    owner = FolderOwner(folder, "a1")
+    owner.take()
+    runtime = make_runtime(theirs.detach(), folder / "rank_0.log", owner=owner, **how)
+    published = []
+
+    def publish():
+        (folder / "new").write_text("new")
+        try:
+            runtime.disk.replace(folder / "new", folder / "published")
+        except PermissionError:
+            return False
+        return True
+
+    published.append(publish())
+    runtime.slot.set(Cell.LEASE_NS, 1)
+    published.append(publish())
+    runtime.slot.set(Cell.LEASE_NS, 0)
+    FolderOwner(folder, "b2").take()
+    published.append(publish())
+    me.say(published)
+    mine.close()  # which ends this process
+
+
+@pytest.mark.parametrize("how", [{}, {"injections": {}}], ids=["plain", "with --inject"])
+def test_nothing_is_published_after_the_lease_or_in_anothers_folder(tmp_path, how):
+    """Whether or not faults are injected into this run."""
+    with ranks(_publish_when_forbidden, 1, tmp_path, how) as (rank,):
+        assert rank.hear() == [True, False, False]
 
 
 def _judge_faults(me, path):
