@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import threading
+import time
 from collections.abc import Mapping
+from typing import cast
 
 TRY_S = 3.0
+_WAITING_MAX = 4096  # machines that try a bell before their connections are taken off
 
 
 class Bell:
@@ -19,7 +23,7 @@ class Bell:
         self.address, self.port = address, 0
         with contextlib.suppress(OSError):  # then nobody reaches it, which is so
             self._socket.bind((address, 0))
-            self._socket.listen(128)
+            self._socket.listen(_WAITING_MAX)
             self.port = int(self._socket.getsockname()[1])
         self._socket.setblocking(False)
 
@@ -35,25 +39,32 @@ class Bell:
 
 
 class Trial:
-    """Tries the bells of other machines, each in a thread. ``where``: address and port, by number."""
+    """Tries the bells of other machines, all at once, in a thread. ``where``: address and port, by number."""
 
     def __init__(self, where: Mapping[int, tuple[str, int]]) -> None:
+        self._where = dict(where)
         self._reached: set[int] = set()
-        self._threads = [
-            threading.Thread(target=self._try, args=(number, place), daemon=True)
-            for number, place in where.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._try_all, daemon=True)
+        self._thread.start()
 
     @property
     def reached(self) -> frozenset[int] | None:
         """The numbers of those that were reached; None while some are still tried."""
-        if any(thread.is_alive() for thread in self._threads):
-            return None
-        return frozenset(self._reached)
+        return None if self._thread.is_alive() else frozenset(self._reached)
 
-    def _try(self, number: int, place: tuple[str, int]) -> None:
-        with contextlib.suppress(OSError):
-            socket.create_connection(place, timeout=TRY_S).close()
-            self._reached.add(number)
+    def _try_all(self) -> None:
+        give_up_s = time.monotonic() + TRY_S
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as tried:
+            for number, (address, port) in self._where.items():
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                with contextlib.suppress(OSError):
+                    one = tried.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                    one.setblocking(False)
+                    one.connect_ex((address, port))  # the outcome is asked for when it is there
+                    selector.register(one, selectors.EVENT_WRITE, number)
+            while selector.get_map() and (left_s := give_up_s - time.monotonic()) > 0:
+                for key, _ in selector.select(left_s):
+                    selector.unregister(key.fileobj)
+                    with contextlib.suppress(OSError):  # it was refused
+                        cast("socket.socket", key.fileobj).getpeername()
+                        self._reached.add(key.data)
