@@ -75,6 +75,10 @@ class RankHost(Protocol):
         """Of each rank that it has."""
 
     @property
+    def shares_logs(self) -> bool:
+        """Whether its folder of logs is that of this machine."""
+
+    @property
     def can_fork(self) -> bool:
         """Whether a process can be forked at once."""
 

@@ -101,7 +101,7 @@ class RunEnd:
         has_log = self._recorder.may_write
         log = ""
         if has_log and fault.rank >= 0:
-            log = f"; see {where}{self._log_dir}/rank_{fault.rank}.log"
+            log = f"; see {self._world.log_of(self._world.ranks[fault.rank], self._log_dir)}"
         reason = f"{fault_line(fault)} ({plan.reason}){log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:

@@ -18,6 +18,7 @@ from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
     FenceRank,
+    Folders,
     Hello,
     RankGone,
     RunEnds,
@@ -27,7 +28,7 @@ from ddp_runner.core.node_messages import (
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
-from ddp_runner.supervisor.nodes.other_nodes import Meeting, NodeGone, OtherNodes
+from ddp_runner.supervisor.nodes.other_nodes import Meeting, NodeGone, NodeSaid, OtherNodes
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.resources import StorePlace
@@ -222,17 +223,28 @@ def test_a_machine_that_is_lost_costs_one_reason(coordinator):
     ]
 
 
-@pytest.mark.parametrize(("rank", "where"), [(1, ""), (3, "node 1: ")])
-def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, where):
-    """A path alone would be looked for on the coordinator's."""
+@pytest.mark.parametrize(
+    ("rank", "shares_logs", "where"),
+    [
+        (1, True, "{folder}/rank_1.log"),
+        (1, False, "{folder}/rank_1.log"),
+        (3, True, "node 1: {folder}/rank_3.log"),
+        (3, False, "rank_3.log on node 1"),
+    ],
+)
+def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, shares_logs, where):
+    """A path alone would be looked for on the coordinator's, and it is that of its folder."""
     supervisor = coordinator.supervisor
+    folders = Folders(shares_checkpoints=True, shares_logs=shares_logs)
+    supervisor.on_node_event(NodeSaid(node=coordinator.other, message=folders))
     coordinator.simulation.outputs.may_write = True
     fault = Fault(kind=FaultKind.RANK_RAISED, rank=rank, step=3, cause="no", at_ns=0)
     known = SimpleNamespace(incident=SimpleNamespace(attribution=SimpleNamespace(causes=())))
     supervisor.recorder.accounting.faults.append(known)
     supervisor.run_end.give_up(GiveUp(fault=fault, reason="it does", status=RunStatus.GAVE_UP))
     folder = supervisor.plan.settings.run.log_dir
-    assert supervisor.ending.reason.endswith(f"(it does); see {where}{folder}/rank_{rank}.log")
+    where = where.format(folder=folder)
+    assert supervisor.ending.reason.endswith(f"(it does); see {where}")
 
 
 @pytest.mark.parametrize(("rank", "where"), [(1, ""), (3, "node 1: ")])

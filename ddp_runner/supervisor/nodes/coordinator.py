@@ -305,6 +305,7 @@ class CoordinatorSupervisor(Supervisor):
     def _on_node_message(self, node: RemoteNode, message: NodeNews) -> None:  # noqa: C901 - one row a message
         match message:
             case Folders():
+                node.shares_logs = message.shares_logs
                 own = [
                     name
                     for name, is_shared in (

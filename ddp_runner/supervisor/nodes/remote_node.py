@@ -98,6 +98,7 @@ class RemoteNode:
         self.ranks = tuple(ranks)
         self.host = self.supervisor = ""
         self.hello: Hello | None = None  # its newest
+        self.shares_logs = True  # with the coordinator, until it says that it does not
         self.unwanted = ""  # why the others are to do without it
         self.link: NodeLink | None = None
         self.broken = ""  # why nothing more can be sent to it
