@@ -17,6 +17,9 @@ from ddp_runner.core.messages import WireError
 
 LOOK_EVERY_S = 0.5  # the longest time from one Look to the next
 
+# Of all stacks in a Look, as they are written there: half of a frame.
+STACKS_BYTES_MAX = 128 * 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
@@ -364,6 +367,14 @@ FROM_COORDINATOR = (
 )
 _TYPES: dict[str, type[NodeMessage]] = {kind.__name__: kind for kind in get_args(NodeMessage)}
 _FIELDS = {kind: tuple(one.name for one in fields(kind)) for kind in _TYPES.values()}
+
+
+def shortened_stack(stack: str, *, ranks: int) -> str:
+    """The begin of ``stack``, which says where it hangs: a :class:`Look` has so many in one frame."""
+    most = STACKS_BYTES_MAX // ranks
+    while (size := len(json.dumps(stack))) > most:
+        stack = stack[: len(stack) * most // size]
+    return stack
 
 
 def encode_for_node(message: NodeMessage) -> bytes:

@@ -22,6 +22,8 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "--rdzv-conf": ("PET_RDZV_CONF",),
     "--local-addr": ("PET_LOCAL_ADDR",),
 }
+# What is given as an option, and not by a launcher's variables, is meant.
+_OF_SEVERAL = ("--rdzv-endpoint", "--node-rank")
 # Host and port of rank 0, as launchers name them that know no endpoint.
 _MASTERS = (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT"))
 _BACKENDS = ("c10d", "static")
@@ -62,6 +64,7 @@ def node_options(options: Mapping[str, str], environment: Mapping[str, str]) -> 
     least, most = asked.range_of_nodes()
     asked.refuse_backend()
     if most == 1:
+        asked.refuse_alone()
         return None
     host, port = asked.endpoint()
     conf = asked.conf()
@@ -118,6 +121,19 @@ class _Asked:
         if least > most:
             raise BadInputError(name, text, f"must not begin above its end: {most}:{least}")
         return least, most
+
+    def refuse_alone(self) -> None:
+        """Options of several machines where nothing says how many: each would train by itself."""
+        is_said = bool(self.text("--nnodes")[0])
+        for option in _OF_SEVERAL:
+            value = self._options.get(option)
+            if value and not is_said:
+                expected = (
+                    "is for several machines: give --nnodes as well, such as 2, on all of them"
+                )
+                raise BadInputError(option, value, expected)
+        if "--node-rank" in self._options:
+            self.node_rank(1)
 
     def node_rank(self, most: int) -> int | None:
         name, text = self.text("--node-rank")

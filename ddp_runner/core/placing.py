@@ -61,10 +61,10 @@ def engine_options(options: Mapping[str, str], environment: Mapping[str, str]) -
     for name in ("PET_NODE_RANK", "NODE_RANK"):
         if environment.get(name):
             raise BadInputError(name, environment[name], decides)
-    found = node_options({**options, "--rdzv-endpoint": _NOBODY}, environment)
+    environment = {**environment, "PET_RDZV_ENDPOINT": _NOBODY}
+    found = node_options(options, environment)
     if found is None:  # one machine, which is waited for as several are
-        several = {**options, "--rdzv-endpoint": _NOBODY, "--nnodes": "1:2"}
-        found = node_options(several, environment)
+        found = node_options({**options, "--nnodes": "1:2"}, environment)
         assert found is not None
         found = replace(found, most=1)
     if found.is_host is not None:

@@ -18,6 +18,7 @@ from ddp_runner.core.node_messages import (
     RankLook,
     decode_from_node,
     encode_for_node,
+    shortened_stack,
 )
 from ddp_runner.core.node_options import NodeOptions, node_options
 from ddp_runner.core.nodes import (
@@ -28,6 +29,7 @@ from ddp_runner.core.nodes import (
     what_about_missing,
     who_is_out_of_reach,
 )
+from ddp_runner.system.node_link import FRAME_BYTES_MAX
 
 TWO = {"--nnodes": "2", "--rdzv-endpoint": "node0"}
 POD = {
@@ -98,6 +100,9 @@ def test_what_is_asked_for(options, environment, expected):
         ({}, {}),
         ({"--nnodes": "1"}, {}),
         ({"--nnodes": "1:1"}, {"MASTER_ADDR": "node0"}),
+        ({"--nnodes": "1", "--node-rank": "0", "--rdzv-endpoint": "localhost:0"}, {}),
+        ({"--node-rank": "0"}, {"PET_NNODES": "1", "MASTER_ADDR": "node0"}),
+        ({}, {"PET_RDZV_ENDPOINT": "node0", "NODE_RANK": "1"}),
         ({}, {"PET_NNODES": "1", "PET_RDZV_BACKEND": "static"}),
         ({}, {"MASTER_ADDR": "node0", "RANK": "0"}),
     ],
@@ -120,6 +125,9 @@ def test_one_machine_is_asked_for(options, environment):
             {**TWO, "--rdzv-endpoint": "node0:70000"},
             "--rdzv-endpoint=node0:70000: must have a port",
         ),
+        ({"--rdzv-endpoint": "node0"}, "--rdzv-endpoint=node0: is for several machines: give --nn"),
+        ({"--node-rank": "0"}, "--node-rank=0: is for several machines: give --nnodes as well"),
+        ({"--nnodes": "1", "--node-rank": "1"}, "--node-rank=1: must be the number of this mach"),
         ({**TWO, "--node-rank": "2"}, "--node-rank=2: must be the number of this machine, 0 to 1"),
         ({**TWO, "--rdzv-backend": "etcd"}, "--rdzv-backend=etcd: must be c10d or static"),
         ({**TWO, "--rdzv-conf": "timeout=3"}, "--rdzv-conf=timeout=3: is not known here"),
@@ -221,6 +229,27 @@ AGAIN = replace(CUT_OFF, ours="b", formed_in=0, may_resume=True)
 def test_a_memory_is_kept_only_where_nobody_went_on_without_it(facts, is_kept):
     """By the coordinator that lost it, or by the one after that."""
     assert keeps_memory(facts) is is_kept
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 64])
+@pytest.mark.parametrize("letter", ["a", "\n", "\u00e9", "\U0001f600"], ids=ascii)
+def test_the_stacks_of_many_ranks_fit_into_a_frame(ranks, letter):
+    """Each keeps its begin, and all of it where there is room."""
+    stack = shortened_stack(letter * 8_000, ranks=ranks)
+    look = RankLook(
+        cells=[2**62] * 40,
+        pid=2**22,
+        stopped_s=1e9 / 3,
+        is_killed=False,
+        resident_bytes=2**40,
+        written_bytes=2**40,
+        stack=stack,
+    )
+    ranks_looks = {str(1000 + rank): look for rank in range(ranks)}
+    whole = Look(number=1, now_ns=2**62, can_fork=True, spare_for="*", ranks=ranks_looks)
+    assert len(encode_for_node(whole)) < FRAME_BYTES_MAX
+    assert set(stack) == {letter}
+    assert len(stack) == 8_000 or ranks == 64 or (ranks, letter) == (2, "\U0001f600")
 
 
 def test_what_is_parked_travels_in_a_hello():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.messages import RepairedInPlace
-from ddp_runner.core.node_messages import FenceRank, FromRank
+from ddp_runner.core.node_messages import STACKS_BYTES_MAX, FenceRank, FromRank
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.supervisor.nodes.follower import Follower
 from ddp_runner.supervisor.processes.node import Node
@@ -97,3 +98,13 @@ def test_a_fence_from_the_coordinator_is_on_the_board_of_the_ranks(machine):
         machine.follower.on_node_message(FenceRank(rank=3, is_fenced=is_fenced))
         assert machine.node.slot(3).get(Cell.FENCED) == is_fenced
         assert machine.node.slot(2).get(Cell.FENCED) == 0
+
+
+def test_each_stack_of_a_look_is_cut_to_its_share(machine, monkeypatch):
+    """A frame that is too long could not be sent."""
+    for process in machine.node.processes.values():
+        monkeypatch.setattr(process, "has_answered", lambda now_s: True)
+        monkeypatch.setattr(process, "stack_when_asked", lambda: "\U0001f600" * 8_000)
+    machine.follower.look(machine.clock.monotonic())
+    stacks = [one.stack for one in machine.said[-1].ranks.values()]
+    assert [len(json.dumps(stack)) for stack in stacks] == [STACKS_BYTES_MAX // 2 - 2] * 2

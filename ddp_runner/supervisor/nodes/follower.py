@@ -48,6 +48,7 @@ from ddp_runner.core.node_messages import (
     StartRank,
     ToRank,
     TryNodes,
+    shortened_stack,
 )
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
@@ -367,6 +368,7 @@ class Follower:
     def _look_at(self, handle: RankHandle, now_s: float) -> RankLook:
         rank, process = handle.rank, self._node.processes[handle.rank]
         stack = process.stack_when_asked() if process.has_answered(now_s) else None
+        stack = stack and shortened_stack(stack, ranks=len(self._node.ranks))
         handle.rss_bytes = self._node.resident_bytes(rank) or handle.rss_bytes
         return RankLook(
             cells=handle.slot.cells(),
