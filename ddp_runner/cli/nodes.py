@@ -7,7 +7,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -21,7 +21,12 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
-from ddp_runner.system.interfaces import address_towards, interface_of
+from ddp_runner.system.interfaces import (
+    address_leading_out,
+    address_towards,
+    interface_of,
+    is_loopback,
+)
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
 
@@ -31,8 +36,9 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "DDP_RUNNER_TOKEN"  # noqa: S105 - a name
 TOKEN_BYTES_MIN = 16
-_NOT_HERE = (errno.EADDRNOTAVAIL,)
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - where the endpoint's name is none of this machine's
+_ALL_ADDRESSES_6 = "::"
 # For a file to be seen on another machine once the coordinator, who has made it before, answers.
 _SEEN_S = 60.0
 _LOOK_AGAIN_S = 0.5
@@ -112,6 +118,8 @@ def _meaning(plan: LaunchPlan) -> dict[str, object]:
         section, _, name = key.partition(".")
         if kind is not OnResume.CANNOT_MATTER:
             found.setdefault(key, sections[section][name])
+    if plan.devices[0].visible_index is None:  # sums on a GPU are of no threads here
+        found["run.threads_per_rank"] = plan.threads_per_rank
     return found
 
 
@@ -180,39 +188,86 @@ def coordinators_door(options: NodeOptions) -> Door | None:
             "must be 0 where is_host=1: the coordinator has rank 0",
         )
     is_certain = bool(options.is_host) or options.node_rank == 0
-    address = _resolved(options, patience_s=min(_NAMED_S, options.join_timeout_s) * is_certain)
-    try:
-        listening = _listen(address, options.port)
-    except OSError as error:
-        if error.errno in _NOT_HERE and not is_certain:
+    addresses = _resolved(options, patience_s=min(_NAMED_S, options.join_timeout_s) * is_certain)
+    for address in addresses:
+        if is_loopback(address) and not _means_loopback(options.host):
+            return _door_for_others(options, address)
+        try:
+            listening = _listen(address, options.port)
+        except OSError as error:
+            if error.errno in _NOT_HERE:
+                continue
+            _refuse_unless_taken(options, error)
             return None
-        if error.errno == errno.EADDRINUSE and not is_certain:
-            return (
-                None  # the coordinator is another process here; what is none says so when greeted
-            )
-        if error.errno not in _NOT_HERE:
-            raise BadInputError(
-                "--rdzv-endpoint",
-                f"{options.host}:{options.port}",
-                f"cannot be listened at: {error.strerror}",
-            ) from error
-        # Such as the name of a service, whose address is no machine's.
-        listening = _listen(_ALL_ADDRESSES, options.port)
-        address = options.local_addr or address_towards(options.host)
-        if not address:
-            raise BadInputError(
-                "--rdzv-endpoint", options.host, "is no address of this machine: give --local-addr"
-            ) from error
+        return Door(listening=listening, address=address)
+    return _door_of_a_service(options, addresses) if is_certain else None
+
+
+def _door_of_a_service(options: NodeOptions, addresses: Sequence[str]) -> Door | None:
+    """Where the address of the endpoint's name is no machine's."""
+    address = options.local_addr or address_towards(options.host)
+    if not address:
+        raise BadInputError(
+            "--rdzv-endpoint", options.host, "is no address of this machine: give --local-addr"
+        )
+    where = _ALL_ADDRESSES_6 if all(":" in one for one in addresses) else _ALL_ADDRESSES
+    try:
+        return Door(listening=_listen(where, options.port), address=address)
+    except OSError as error:
+        _refuse_unless_taken(options, error)
+        return None
+
+
+def _door_for_others(options: NodeOptions, loopback: str) -> Door | None:
+    """Where this machine's own name is a loopback address to itself, as Debian's /etc/hosts has it."""
+    address = options.local_addr or address_leading_out() or loopback
+    where = address
+    if not options.local_addr and address != loopback:
+        where = _ALL_ADDRESSES_6 if ":" in loopback else _ALL_ADDRESSES
+    try:
+        listening = _listen(where, options.port)
+    except OSError as error:
+        _refuse_unless_taken(options, error)
+        return None
+    if where != address:
+        print(
+            f"{options.host} is {loopback} here, which others do not reach: listening on all"
+            f" addresses, and {address} is for the others (--local-addr gives another)",
+            flush=True,
+        )
     return Door(listening=listening, address=address)
 
 
-def _resolved(options: NodeOptions, *, patience_s: float) -> str:
-    """The address of the endpoint's name, which may not be known yet. Raises BadInputError."""
+def _refuse_unless_taken(options: NodeOptions, error: OSError) -> None:
+    """The coordinator may be another process here, and what is none says so when greeted.
+
+    Raises BadInputError where this one is to be it.
+    """
+    is_certain = bool(options.is_host) or options.node_rank == 0
+    if error.errno != errno.EADDRINUSE or is_certain:
+        raise BadInputError(
+            "--rdzv-endpoint",
+            f"{options.host}:{options.port}",
+            f"cannot be listened at: {error.strerror}",
+        ) from error
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether who gives this name wants this machine alone."""
+    try:
+        return is_loopback(host)
+    except ValueError:
+        name = host.rstrip(".").lower()
+        return name.startswith(("localhost.", "ip6-lo")) or name.endswith("localhost")
+
+
+def _resolved(options: NodeOptions, *, patience_s: float) -> list[str]:
+    """The addresses of the endpoint's name, which may not be known yet, loopback last. Raises BadInputError."""
     give_up_s = time.monotonic() + patience_s
     while True:
         try:
             found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-            return str(found[0][4][0])
+            return sorted(dict.fromkeys(str(one[4][0]) for one in found), key=is_loopback)
         except OSError as error:
             if time.monotonic() >= give_up_s:
                 expected = f"is no name that this machine can resolve: {error}"
@@ -225,6 +280,8 @@ def _listen(address: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address == _ALL_ADDRESSES_6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listening.bind((address, port))
         listening.listen(128)
     except OSError:

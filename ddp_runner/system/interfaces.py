@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
 
 import psutil
 
 _ANY_PORT = 9  # nothing is sent: a datagram socket that connects only asks for the way
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # in networks that nobody has (RFC 5737, RFC 3849)
 
 
 def address_towards(host: str) -> str:
     """The address of this machine from which ``host`` is reached; empty where there is no way."""
     try:
-        for family, kind, _, _, where in socket.getaddrinfo(
-            host, _ANY_PORT, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     except OSError:
-        pass
+        return ""
+    for family, kind, _, _, where in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
     return ""
+
+
+def address_leading_out() -> str:
+    """An address of this machine for others: that of the default way, else any; empty where all is loopback."""
+    for anywhere in _ELSEWHERE:
+        address = address_towards(anywhere)
+        if address and not is_loopback(address):
+            return address
+    families = (socket.AF_INET, socket.AF_INET6)
+    there = [one for addresses in psutil.net_if_addrs().values() for one in addresses]
+    return next(
+        (
+            one.address
+            for family in families
+            for one in there
+            if one.family == family and not ipaddress.ip_address(one.address).is_link_local
+            if not is_loopback(one.address)
+        ),
+        "",
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine is reached by it. ``address``: no name."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def interface_to(host: str) -> str:
     """The name of that interface; empty where there is no way, and for this machine itself."""
     address = address_towards(host)
-    return "" if address.startswith("127.") or address == "::1" else interface_of(address)
+    return "" if not address or is_loopback(address) else interface_of(address)
 
 
 def interface_of(address: str) -> str:

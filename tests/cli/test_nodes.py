@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from ddp_runner.cli import nodes
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.train import plan_launch
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.supervisor.nodes.admission import why_not
+from ddp_runner.system.interfaces import address_leading_out, is_loopback
 from tests.nodes.conftest import free_port
+
+TOKEN = b"of this test alone"
 
 
 @pytest.fixture
@@ -34,7 +44,8 @@ def _options(**how):
 
 def test_the_coordinator_waits_for_its_own_name(late_name):
     """Which a pod may get some seconds after it has been started."""
-    door = nodes.coordinators_door(_options(node_rank=0))
+    options = _options(node_rank=0, local_addr="127.0.0.1")
+    door = nodes.coordinators_door(options)
     with door.listening:
         assert (door.address, len(late_name)) == ("127.0.0.1", 3)
 
@@ -45,3 +56,116 @@ def test_a_name_that_nobody_knows_is_wrong_input(late_name, how):
     with pytest.raises(BadInputError, match="is no name that this machine can resolve"):
         nodes.coordinators_door(_options(**how))
     assert len(late_name) == 1
+
+
+@pytest.fixture
+def resolves(monkeypatch):
+    """Has every name resolve to these addresses, on a machine that others reach at 10.1.2.3."""
+
+    def so(*addresses):
+        found = [
+            (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0))
+            for one in addresses
+        ]
+        monkeypatch.setattr(nodes.socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(nodes, "address_leading_out", lambda: "10.1.2.3")
+
+    return so
+
+
+@pytest.mark.parametrize("node_rank", [0, None])
+def test_a_name_that_is_loopback_at_home_is_listened_at_everywhere(resolves, capsys, node_rank):
+    """As Debian's /etc/hosts has a machine's own name; others hear of an address that they reach."""
+    resolves("127.0.1.1")
+    options = _options(node_rank=node_rank)
+    door = nodes.coordinators_door(options)
+    with door.listening:
+        assert door.listening.getsockname() == ("0.0.0.0", options.port)
+        assert door.address == "10.1.2.3"
+        (line,) = capsys.readouterr().out.splitlines()
+        assert "train-0.train is 127.0.1.1 here" in line
+        if node_rank is None:  # another process of this machine has the door: it is followed
+            assert nodes.coordinators_door(options) is None
+        else:
+            with pytest.raises(BadInputError, match="cannot be listened at"):
+                nodes.coordinators_door(options)
+
+
+def test_a_given_local_address_is_listened_at_alone(resolves, capsys):
+    """Where the endpoint's name would lead nobody here."""
+    resolves("127.0.1.1")
+    door = nodes.coordinators_door(_options(local_addr="127.0.0.2"))
+    with door.listening:
+        assert door.listening.getsockname()[0] == door.address == "127.0.0.2"
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain"])
+def test_who_names_loopback_gets_loopback(resolves, capsys, host):
+    """That is a run of several supervisors on this machine alone."""
+    resolves("127.0.0.1" if host.startswith("local") else host)
+    door = nodes.coordinators_door(replace(_options(), host=host))
+    with door.listening:
+        assert door.listening.getsockname()[0] == door.address
+        assert door.address.startswith("127.")
+    assert not capsys.readouterr().out
+
+
+def test_each_address_of_the_name_may_be_this_machines(resolves, monkeypatch):
+    """Not only the first; and with none of them it is another machine."""
+    monkeypatch.setattr(nodes, "is_loopback", lambda address: False)
+    resolves("192.0.2.7", "2001:db8::7", "127.0.0.3")
+    door = nodes.coordinators_door(_options())
+    with door.listening:
+        assert door.listening.getsockname()[0] == door.address == "127.0.0.3"
+    resolves("192.0.2.7", "192.0.2.8")
+    assert nodes.coordinators_door(_options()) is None
+
+
+def test_a_service_of_ipv6_alone_is_listened_at_by_both_families(resolves):
+    """Its address is no machine's, and who is there by IPv4 is heard as well."""
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    resolves("2001:db8::7")
+    options = _options(node_rank=0, local_addr="::1")
+    door = nodes.coordinators_door(options)
+    with door.listening, socket.socket() as plain:
+        plain.connect(("127.0.0.1", options.port))
+        assert (door.listening.getsockname()[0], door.address) == ("::", "::1")
+
+
+def test_an_address_that_leads_out_is_no_loopback():
+    """It is one of this machine, where it has any other."""
+    address = address_leading_out()
+    others = {
+        one.address.partition("%")[0]
+        for there in psutil.net_if_addrs().values()
+        for one in there
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    assert address == "" or (address in others and not is_loopback(address))
+
+
+def _plan(*words):
+    words = ["--nnodes", "2", "--rdzv-endpoint", "node0", *words]
+    return plan_launch(parse_train(words), words=words)
+
+
+def test_machines_need_the_same_threads_for_the_same_sums():
+    """Which follow from the cores of each where they are not given: then the line names the option."""
+    mine = nodes.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
+    plan = _plan("--cpu", "-n", "2")
+    other = nodes.meeting(
+        replace(plan, threads_per_rank=plan.threads_per_rank + 1), token=TOKEN, silent_s=1.0
+    )
+    hello = SimpleNamespace(
+        run_id=mine.options.run_id, versions=other.versions, ranks=2, meaning=other.meaning
+    )
+    refused = why_not(hello, mine)
+    assert (refused.name, refused.value) == ("run.threads_per_rank", str(plan.threads_per_rank + 1))
+    hello.meaning = mine.meaning
+    assert why_not(hello, mine) is None
+    on_gpus = [DevicePlan(device="cuda:0", name="GPU", visible_index=0)]
+    plans = [replace(plan, devices=(*on_gpus,) * 4, threads_per_rank=count) for count in (1, 8)]
+    meanings = [nodes.meeting(one, token=TOKEN, silent_s=1.0).meaning for one in plans]
+    assert meanings[0] == meanings[1]
