@@ -58,7 +58,7 @@ def stands(folder):
         text = (folder / name).read_text(encoding="utf-8").splitlines()
         lines += [json.loads(line) for line in text]
     found, least = {}, {}
-    for line in sorted(lines, key=lambda line: line["utc"], reverse=True):
+    for line in reversed(sorted(lines, key=lambda line: line["utc"])):  # noqa: C413 - of one ms in their order
         if line.get("event") == "run_begins":
             least = {r: min(least.get(r, 10**9), line["resumed_step"] + 1) for r in range(8)}
         elif "event" not in line:
