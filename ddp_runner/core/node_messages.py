@@ -137,13 +137,15 @@ class Look:
     """Follower -> coordinator, each :data:`LOOK_EVERY_S` and at once when something has happened.
 
     ``now_ns``: the follower's clock. ``can_fork`` and ``spare_for``: what waits there; the device
-    that a spare can serve, "*" for any, and empty where there is none.
+    that a spare can serve, "*" for any, and empty where there is none. ``round_trip_s``: from its newest
+    look that was answered to the answer.
     """
 
     number: int
     now_ns: int
     can_fork: bool
     spare_for: str
+    round_trip_s: float
     ranks: dict[str, RankLook]
 
 

@@ -30,6 +30,19 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """Another machine than the coordinator's. ``number`` below 0: it waits for a place.
+
+    ``round_trip_s``: of its newest look and the answer; None: it is not there.
+    """
+
+    number: int
+    host: str
+    is_there: bool
+    round_trip_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
     """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
 
@@ -65,6 +78,7 @@ class RunView:
     doing_s: float = 0.0
     name: str = ""
     trackers: Mapping[str, str] = field(default_factory=dict)
+    nodes: tuple[NodeView, ...] = ()
 
 
 def status_record(view: RunView) -> dict[str, object]:

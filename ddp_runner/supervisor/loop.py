@@ -338,6 +338,7 @@ class _Loop:
             restarts=supervisor.recorder.accounting.restarts,
             now_ns=self._clock.monotonic_ns(),
             trackers=self._trackers.links(),
+            nodes=() if self._others is None else self._others.views(),
         )
 
     def _finish(self) -> int:

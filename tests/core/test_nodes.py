@@ -182,7 +182,9 @@ def test_messages_between_nodes_come_back_as_they_were():
         resident_bytes=9,
         written_bytes=8,
     )
-    look = Look(number=3, now_ns=5, can_fork=True, spare_for="*", ranks={"2": rank})
+    look = Look(
+        number=3, now_ns=5, can_fork=True, spare_for="*", round_trip_s=0.01, ranks={"2": rank}
+    )
     assert decode_from_node(encode_for_node(look), allowed=FROM_FOLLOWER) == look
     beat = Beat(number=3, generation=2, committed_step=9, is_fault_free=True)
     assert decode_from_node(encode_for_node(beat), allowed=FROM_COORDINATOR) == beat
@@ -246,7 +248,9 @@ def test_the_stacks_of_many_ranks_fit_into_a_frame(ranks, letter):
         stack=stack,
     )
     ranks_looks = {str(1000 + rank): look for rank in range(ranks)}
-    whole = Look(number=1, now_ns=2**62, can_fork=True, spare_for="*", ranks=ranks_looks)
+    whole = Look(
+        number=1, now_ns=2**62, can_fork=True, spare_for="*", round_trip_s=0.01, ranks=ranks_looks
+    )
     assert len(encode_for_node(whole)) < FRAME_BYTES_MAX
     assert set(stack) == {letter}
     assert len(stack) == 8_000 or ranks == 64 or (ranks, letter) == (2, "\U0001f600")

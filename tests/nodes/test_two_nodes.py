@@ -22,6 +22,9 @@ def test_a_rank_lost_on_either_node_costs_no_step_and_no_bit(nodes, one_machine)
     first, second = nodes.start(0, SLOW, *harms), nodes.start(1, SLOW, *harms)
     first.wait_for_step(5)
     stays = second.rank_pid(2), first.rank_pid(0)
+    (node,) = first.status()["nodes"]
+    assert (node["number"], node["is_there"]) == (1, True)
+    assert 0 < node["round_trip_s"] < 3
     for run, rank, step in ((second, 3, 12), (first, 1, 20)):
         os.kill(run.rank_pid(rank), signal.SIGKILL)
         first.wait_for_step(step)

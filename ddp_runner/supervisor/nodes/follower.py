@@ -128,7 +128,7 @@ class Follower:
         self._looked_ns: dict[int, int] = {}
         # From when the newest look was sent that the coordinator has heard.
         self.lease_from_ns = clock.monotonic_ns()
-        self._looked_at_s = 0.0
+        self._looked_at_s = self._round_trip_s = 0.0
         self.failed = ""  # why this machine can have no ranks any more
 
     @property
@@ -178,6 +178,7 @@ class Follower:
         if sent_ns is None:
             return
         self.lease_from_ns = sent_ns
+        self._round_trip_s = round((self._clock.monotonic_ns() - sent_ns) / 1e9, 4)
         self._looked_ns = {look: at for look, at in self._looked_ns.items() if look > number}
         for handle in self.handles:
             handle.slot.set(Cell.LEASE_NS, sent_ns + int(self.lease_s * 1e9))
@@ -360,6 +361,7 @@ class Follower:
                 number=self._looks,
                 now_ns=self._clock.monotonic_ns(),
                 can_fork=self._node.can_fork,
+                round_trip_s=self._round_trip_s,
                 spare_for=device,
                 ranks={str(handle.rank): self._look_at(handle, now_s) for handle in self.handles},
             )

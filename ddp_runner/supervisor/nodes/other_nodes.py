@@ -42,6 +42,7 @@ from ddp_runner.core.node_messages import (
     decode_from_node,
     encode_for_node,
 )
+from ddp_runner.observe.view import NodeView
 from ddp_runner.supervisor.nodes.admission import (
     LossCount,
     Meeting,
@@ -200,6 +201,18 @@ class OtherNodes:
             if now_s > since_s + GREETING_TIME_S:
                 self._drop(link)
         yield from self._fill()
+
+    def views(self) -> tuple[NodeView, ...]:
+        """For people: who is there, and how far away."""
+        return tuple(
+            NodeView(
+                number=node.number,
+                host=node.host,
+                is_there=node.is_there,
+                round_trip_s=node.round_trip_s if node.is_there else None,
+            )
+            for node in (*self.nodes, *self.spares)
+        )
 
     def forgive(self, now_s: float) -> None:
         """Hold nothing against anybody that happened while this process did not run itself."""

@@ -103,7 +103,7 @@ class RemoteNode:
         self.link: NodeLink | None = None
         self.broken = ""  # why nothing more can be sent to it
         self.newest: NewestCheckpoint | None = None  # of its folder, when it came
-        self.heard_at_s = self.looked_at_s = 0.0
+        self.heard_at_s = self.looked_at_s = self.round_trip_s = 0.0
         self.behind_ns = 0  # what its clock is behind ours, by its newest look
         self._started = dict.fromkeys(ranks, 0)  # processes that were asked for, of each rank
         self._clock = clock
@@ -170,6 +170,7 @@ class RemoteNode:
         now_ns = self._clock.monotonic_ns()
         self.looked_at_s, self.behind_ns = now_ns / 1e9, now_ns - look.now_ns
         self._can_fork, self._spare_for = look.can_fork, look.spare_for
+        self.round_trip_s = look.round_trip_s
         for text, one in look.ranks.items():
             rank = int(text)
             if rank in self._processes:

@@ -11,7 +11,7 @@ from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
-from ddp_runner.observe.view import RankView, RunView
+from ddp_runner.observe.view import NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 
@@ -28,6 +28,7 @@ def run_view(
     restarts: int,
     now_ns: int,
     trackers: Mapping[str, str],
+    nodes: tuple[NodeView, ...] = (),
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
@@ -74,6 +75,7 @@ def run_view(
         grad_norm=first.metrics.get("grad_norm"),
         inexact_reasons=tuple(facts.inexact_reasons),
         trackers=trackers,
+        nodes=nodes,
     )
 
 
