@@ -101,7 +101,11 @@ class Way:
     def _turn(self, key):
         if key.fileobj is self._door:
             near, _ = self._door.accept()
-            far = socket.create_connection(("127.0.0.1", self._to_port))
+            try:
+                far = socket.create_connection(("127.0.0.1", self._to_port))
+            except ConnectionRefusedError:  # the coordinator is not there yet
+                near.close()
+                return
             self._open += [near, far]
             self._selector.register(near, selectors.EVENT_READ, far)
             self._selector.register(far, selectors.EVENT_READ, near)
@@ -135,7 +139,7 @@ def way(nodes):
 
 def test_a_stall_of_the_old_link_alone_costs_a_repair(nodes, way, one_machine):
     """The machine dials again at once; while its silent link still counts it is asked to wait."""
-    words = (SLOW, "recovery.node_silent_s=2")
+    words = (SLOW, "recovery.node_silent_s=4")
     first = nodes.start(0, *words)
     second = nodes.start(1, *words, "--rdzv-endpoint", f"127.0.0.1:{way.port}")
     first.wait_for_step(10)

@@ -559,6 +559,11 @@ class _Reading:
         self._before(key)
         return self._store.get(key)
 
+    def multi_get(self, keys):
+        for key in keys:
+            self._before(key)
+        return self._store.multi_get(keys)
+
 
 def _held_up(me, port):
     """Rank 1 differs, and is held up when all others can see that and it cannot yet."""
