@@ -11,6 +11,7 @@ from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.scenarios.harness import poll
 
 SLOW = "task.pace_s=0.05"
+SLOWER = "task.pace_s=0.15"  # a machine is started again before the run is over
 
 
 def _hello(supervisor, *, host="a", number=None, parked=None):
@@ -74,21 +75,20 @@ def test_a_machine_that_is_lost_all_the_time_is_used_last():
 
 def test_a_spare_machine_takes_the_place_of_one_that_is_lost(nodes, one_machine):
     """The lost one then waits in its turn; one that is asked to stop while it waits leaves alone."""
-    first = nodes.start(0, SLOW)
+    first = nodes.start(0, SLOWER)
     poll(lambda: "importing" in first.console, what="the coordinator, whose port it is")
-    second = nodes.start(1, SLOW, gives_number=False)
+    second = nodes.start(1, SLOWER, gives_number=False)
     poll(lambda: "this is node 1" in second.console, what="two nodes")
-    spare = nodes.start(2, SLOW, gives_number=False)
+    spare = nodes.start(2, SLOWER, gives_number=False)
     poll(lambda: "this machine waits" in spare.console, what="a spare")
     first.wait_for_step(8)
     stays = first.rank_pid(0), first.rank_pid(1)
     second.signal(signal.SIGKILL)
     second.assert_gone()
     poll(lambda: "this is node 1" in spare.console, what="the spare in its place")
-    second = nodes.start(1, SLOW, gives_number=False)
-    first.wait_for_step(30)
-    assert (first.rank_pid(0), first.rank_pid(1)) == stays
+    second = nodes.start(1, SLOWER, gives_number=False)
     poll(lambda: "this machine waits" in second.console, what="the other one as a spare")
+    assert (first.rank_pid(0), first.rank_pid(1)) == stays
     second.signal(signal.SIGTERM)
     assert second.wait() == 75, second.console
     assert (first.wait(), spare.wait()) == (0, 0), first.console + spare.console
