@@ -97,40 +97,43 @@ class FaultsPanel:
         for row in rows:
             if row.id not in self._rows:
                 with self._place:
-                    self._rows[row.id] = _Row(row)
+                    self._rows[row.id] = _Row()
             self._rows[row.id].update(row)
 
 
 class _Row:
-    def __init__(self, row: FaultRow) -> None:
-        who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
-        phase = f" in {row.phase}" if row.phase else ""
-        self._item = ui.expansion(f"step {count(max(0, row.step))}: {row.text}").classes(
-            "w-full ddp-fault"
-        )
+    """What stands in it may change while the incident is open: the culprit is known last."""
+
+    def __init__(self) -> None:
+        self._item = ui.expansion().classes("w-full ddp-fault")
         self._item.move(target_index=0)
         self._item.props("dense-toggle expand-separator header-class=q-px-xs role=listitem")
         with self._item, ui.column().classes("gap-1 w-full"):
-            when = time.strftime(_ROWS_LOCAL, time.localtime(row.at_s))
-            ui.label(f"{when}, {row.kind}, {who}{phase}; cause: {row.origin or 'unknown'}")
+            self._said = ui.label("")
             self._plan = ui.label("")
             ui.label("What followed").classes("ddp-small")
             self._followed = ui.label("").classes("ddp-mono")
-            if row.detail:
-                ui.label("Traceback").classes("ddp-small")
-                ui.label(row.detail).classes("ddp-mono")
+            self._title = ui.label("Traceback").classes("ddp-small")
+            self._detail = ui.label("").classes("ddp-mono")
         self._shown: tuple[Any, ...] = ()
 
     def update(self, row: FaultRow) -> None:
-        now = (row.outcome, row.plan, len(row.followed))
+        now = (row.outcome, row.plan, row.text, len(row.followed))
         if now == self._shown:
             return
         self._shown = now
+        who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
+        phase = f" in {row.phase}" if row.phase else ""
+        when = time.strftime(_ROWS_LOCAL, time.localtime(row.at_s))
+        self._item.set_text(f"step {count(max(0, row.step))}: {row.text}")
         caption = f"{row.plan}; {row.outcome}" if row.plan else row.outcome
         self._item.props["caption"] = caption
         self._item.update()
+        self._said.set_text(f"{when}, {row.kind}, {who}{phase}; cause: {row.origin or 'unknown'}")
         victims = (
             f"; lost their peer: ranks {', '.join(map(str, row.victims))}" if row.victims else ""
         )
         self._plan.set_text(f"plan: {row.plan or '-'}{victims}; {row.outcome}")
         self._followed.set_text("\n".join(row.followed) or "nothing yet")
+        self._title.set_visibility(bool(row.detail))
+        self._detail.set_text(row.detail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ddp_runner.observe.format import count, duration, rank_list
@@ -14,6 +14,7 @@ ROWS_MAX = 5_000
 MARKS_MAX = 20_000
 _FOLLOWED_MAX = 200  # of one fault
 _PLANS = {"GiveUp": "give up"}
+_VICTIM = "collective_failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,9 @@ class FaultRow:
     steps_lost: int = 0
     victims: tuple[int, ...] = ()
     followed: list[str] = field(default_factory=list)
+    others: dict[tuple[int, str], Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # of its incident
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class FaultRows:
     step: int = 0  # the newest that an event has named
     launches: int = 0
     started_s: float | None = None  # of the newest launch
+    resumed_step: int = 0  # of the newest launch, too
     command: tuple[str, ...] = ()
     _of_cause: dict[int, FaultRow] = field(default_factory=dict)
 
@@ -94,12 +99,14 @@ class FaultRows:
         self.started_s = at_s
         words = event.get("command")
         self.command = tuple(map(str, words)) if isinstance(words, list) else ()
-        resumed = whole(event.get("resumed_step"), 0)
-        self.step = resumed
+        self.step = self.resumed_step = resumed = whole(event.get("resumed_step"), 0)
         self._mark("start", resumed, at_s, f"resumed at step {resumed}" if resumed else "started")
 
     def _fault(self, event: Mapping[str, Any], at_s: float, row: FaultRow | None) -> None:
         if row is not None:  # of the same incident
+            row.others[_who(event)] = event
+            if row.kind == _VICTIM:
+                self._blame(row, event)
             return
         is_tolerated = event.get("event") == "fault_tolerated"
         found = FaultRow(
@@ -121,9 +128,26 @@ class FaultRows:
         self._of_cause[found.id] = found
         self._mark("fault", found.step, at_s, found.text)
 
+    def _blame(self, row: FaultRow, event: Mapping[str, Any]) -> None:
+        """The row is of that fault: who noticed first may only have lost its peer."""
+        was = row.text
+        row.kind, row.rank = str(event.get("kind", "")), whole(event.get("rank"))
+        row.step = whole(event.get("step"), row.step)
+        for name in ("phase", "text", "origin", "detail"):
+            setattr(row, name, str(event.get(name, "")))
+        for place in range(len(self.marks) - 1, -1, -1):
+            mark = self.marks[place]
+            if mark.at_s < row.at_s:
+                break
+            if (mark.kind, mark.at_s, mark.text) == ("fault", row.at_s, was):
+                self.marks[place] = replace(mark, step=max(0, row.step), text=row.text)
+
     def _plan(self, event: Mapping[str, Any], row: FaultRow | None) -> None:
         if row is None:
             return
+        culprit = row.others.get((whole(event.get("culprit"), row.rank), str(event.get("kind"))))
+        if culprit is not None and _who(culprit) != (row.rank, row.kind):
+            self._blame(row, culprit)
         name = str(event.get("plan", ""))
         row.victims = _ranks(event, "victims")
         replaced, dropped = _ranks(event, "replaced"), _ranks(event, "dropped")
@@ -149,6 +173,10 @@ class FaultRows:
         if lost:
             self._mark("roll back", step - lost, at_s, f"{count(lost)} steps are done again{of}")
         self._mark("repair", step - lost, at_s, f"{what} after {duration(seconds or 0)}{of}")
+
+
+def _who(event: Mapping[str, Any]) -> tuple[int, str]:
+    return whole(event.get("rank")), str(event.get("kind"))
 
 
 def _ranks(event: Mapping[str, Any], key: str) -> tuple[int, ...]:

@@ -151,8 +151,8 @@ def _line(one: Series, name: str, *, colour: str, axis: str, look: Look, origin_
     figure: Figure = {
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "markers",
-        "name": name,
-        "x": xs,
+        "name": html.escape(name),
+        "x": [None if math.isnan(x) else x for x in xs],
         "y": [None if math.isnan(y) else y for y in ys],
         "yaxis": axis,
         "line": {"color": colour, "width": 1.6},
@@ -226,7 +226,7 @@ def _layout(look: Look, height: int) -> Figure:
         "hovermode": "closest",
         "dragmode": "zoom",
         "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": "#8A8A8A"},
-        "uirevision": "kept",  # a new point does not undo a zoom
+        "uirevision": f"time {look.by_time}",  # a new point does not undo a zoom, another axis does
     }
 
 
