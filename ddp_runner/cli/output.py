@@ -15,3 +15,8 @@ def show(text: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     line = printable(text).replace("\n", "\\n")
     print(line.encode(encoding, errors="backslashreplace").decode(encoding))
+
+
+def is_unicode() -> bool:
+    """Whether standard output takes more than ASCII."""
+    return "utf" in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()

@@ -6,14 +6,20 @@ import os
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.arguments import LOG_DIR, parse_small
-from ddp_runner.cli.output import show
+from ddp_runner.cli.arguments import LOG_DIR, SmallArguments, parse_small
+from ddp_runner.cli.output import is_unicode, show
+from ddp_runner.cli.report_comparison import compare
+from ddp_runner.cli.report_file import write_html
 from ddp_runner.cli.runs import NAME, log_dir_of
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.observe.format import byte_size, count, duration, percent
+from ddp_runner.observe.history.run_history import RunHistory
 from ddp_runner.observe.progress_report import fault_sentence
+from ddp_runner.observe.reports.ended_run import EndedRun
+from ddp_runner.observe.reports.improvements import improvements
+from ddp_runner.observe.reports.text_report import curve_lines, improvement_lines, time_lines
 from ddp_runner.observe.summary import FaultRecord, RunSummary, read_summary
 from ddp_runner.start import COMMAND
 from ddp_runner.system.run_files import from_json, read_lines, read_small
@@ -22,28 +28,42 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-HELP = f"""Usage:  {COMMAND} report [--name NAME | -l DIR]
+HELP = f"""Usage:  {COMMAND} report [--name NAME | -l DIR] [--html FILE]
+        {COMMAND} report --compare A B
 
-Shows how a run ended: result, time, faults and their repair.
+Shows how a run ended: result, curves, where the time went, what to improve
+first, faults and their repair.
 
       --name NAME           the run in logs/NAME [the newest run]
-  -l, --log-dir DIR         the run in DIR"""
+  -l, --log-dir DIR         the run in DIR
+      --html FILE           writes one file for a browser instead, to send to
+                            somebody: curves, timeline, faults, settings
+      --compare A B         two runs side by side; names, or log folders"""
+_HTML, _COMPARE = ("--html", ""), "--compare"
 _RANKS_SHOWN_MAX = 8  # of more, the fastest, the middle one and the slowest
 _FAULTS_SHOWN_MAX = 20
-_LABEL_COLUMNS = 12
+_LABEL_COLUMNS, _CURVE_LABELS = 12, 17
 _ENDED = (RunState.DONE.value, RunState.FAILED.value)
 
 
 def run(words: Sequence[str]) -> int:
     """Print the report. Raises BadInputError where there is no run to report on."""
-    arguments = parse_small(words, valued=(LOG_DIR, NAME))
+    arguments = parse_small(words, valued=(LOG_DIR, NAME, _HTML), switches=(_COMPARE,), words_max=2)
     if arguments.wants_help:
         print(HELP)
         return ExitCode.DONE
+    if _COMPARE in arguments.switches:
+        _refuse_beside_compare(arguments)
+        return compare(arguments.words)
+    if arguments.words:
+        raise BadInputError(arguments.words[0], "", "unexpected word; --help shows the usage")
     directory = log_dir_of(arguments)
+    if (file := arguments.values.get("--html")) is not None:
+        return write_html(directory, file)
     text = str(directory)
     try:
-        lines = tuple(summary_lines(read_summary(directory / "summary.json")))
+        summary = read_summary(directory / "summary.json")
+        lines = tuple(summary_lines(summary))
     except FileNotFoundError:
         return _report_unfinished(text, directory)
     except (OSError, ValueError, TypeError, OverflowError, AttributeError) as error:  # not by us
@@ -52,7 +72,26 @@ def run(words: Sequence[str]) -> int:
         ) from error
     for line in (*lines, *event_lines(directory / "events.jsonl")):
         show(line)
+    history = RunHistory(directory)
+    history.read()
+    run = EndedRun.of(history, summary)
+    unicode = is_unicode()
+    show("")
+    for line in (
+        *curve_lines(run.curves, labels=_CURVE_LABELS, unicode=unicode),
+        *time_lines(summary.time_s, wall_s=summary.wall_s, labels=_CURVE_LABELS, unicode=unicode),
+        *improvement_lines(improvements(run), labels=_CURVE_LABELS),
+    ):
+        show(line)
     return ExitCode.DONE
+
+
+def _refuse_beside_compare(arguments: SmallArguments) -> None:
+    beside = sorted(arguments.values)
+    if beside:
+        raise BadInputError(_COMPARE, "", f"takes two runs, and no {beside[0]}")
+    if len(arguments.words) != 2:
+        raise BadInputError(_COMPARE, " ".join(arguments.words), "needs two runs: --compare A B")
 
 
 def _report_unfinished(text: str, directory: Path) -> int:
@@ -106,7 +145,6 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
         *((name.replace("_", " "), f"{value:.4f}") for name, value in summary.figures.items()),
         ("wall time", duration(summary.wall_s)),
         ("goodput", percent(summary.goodput)),
-        ("time in", _times(summary)),
         ("own time", _own_times(summary)),
         ("memory", _memory(summary)),
         ("exact", _exact(summary)),
@@ -126,23 +164,6 @@ def _trained(summary: RunSummary) -> str:
     return (
         f"{count(summary.steps)} steps, {summary.epochs} epochs, {count(summary.samples)} samples "
         f"on {summary.world_size} ranks"
-    )
-
-
-def _times(summary: RunSummary) -> str:
-    times = summary.time_s
-    shares = (
-        ("start-up", times.startup),
-        ("steps", times.productive),
-        ("data wait", times.data_wait),
-        ("checkpoints", times.checkpoint),
-        ("comparisons", times.comparison),
-        ("evaluation", times.evaluation),
-        ("recovery", times.recovery),
-        ("lost steps", times.lost),
-    )
-    return (
-        ", ".join(f"{name} {duration(seconds)}" for name, seconds in shares if seconds > 0) or "-"
     )
 
 

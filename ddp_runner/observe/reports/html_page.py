@@ -1,0 +1,219 @@
+"""A run as one page of HTML to send to somebody: curves, timeline, faults, settings. Text of a run is only text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ddp_runner.core.secrets import masked, masked_words
+from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate
+from ddp_runner.observe.history.fault_rows import FaultRow
+from ddp_runner.observe.history.figures import Look, curves_figure, timeline_figure
+from ddp_runner.observe.history.json_lines import number, whole
+from ddp_runner.observe.history.run_history import RunHistory, RunStanding
+from ddp_runner.observe.reports.ended_run import EndedRun
+from ddp_runner.observe.reports.html_frame import page, table, text
+from ddp_runner.observe.reports.improvements import improvements
+from ddp_runner.observe.reports.text_report import time_parts
+from ddp_runner.observe.summary import RunSummary
+
+FAULTS_SHOWN_MAX = 500
+_WRITTEN = "%Y-%m-%d %H:%M:%S"
+
+
+def html_report(
+    run: RunHistory, summary: RunSummary | None, *, plotly: str, now_s: float, version: str
+) -> str:
+    """The file. ``run`` has been read; ``summary`` is None of a run that goes on or was killed."""
+    state = run.state
+    parts = (
+        _head(state),
+        _improve(summary, run),
+        _training(run),
+        *_faults(run),
+        '<h2>Timeline</h2><div class=plot id=timeline role=img aria-label="Timeline"></div>',
+        _time(summary),
+        _ranks(run, summary),
+        _settings(run),
+        _foot(run, now_s, version),
+    )
+    figures = {
+        "steps": _curves(run, Look()),
+        "time": _curves(run, Look(by_time=True)),
+        "timeline": _timeline(run, now_s),
+    }
+    return page(title=state.name, body="\n".join(parts), figures=figures, plotly=plotly)
+
+
+def _foot(run: RunHistory, now_s: float, version: str) -> str:
+    return (
+        f"<p class=small>Written {_utc(now_s)} by ddp_runner {text(version)} from {text(run.folder)}. "
+        "Plotly's script is inside; this file fetches nothing.</p>"
+    )
+
+
+def _curves(run: RunHistory, look: Look) -> dict[str, Any]:
+    curves, marks = run.metrics.curves, run.faults.marks
+    light = curves_figure(curves, marks, look)
+    dark = curves_figure(curves, marks, replace(look, dark=True))
+    return _both(light, dark)
+
+
+def _timeline(run: RunHistory, now_s: float) -> dict[str, Any]:
+    until_s = now_s if run.state.is_live else run.timeline.last_s
+    light, dark = (
+        timeline_figure(run.timeline, dark=dark, now_s=until_s) for dark in (False, True)
+    )
+    return _both(light, dark)
+
+
+def _both(light: Mapping[str, Any], dark: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "data": light["data"],
+        "light": light["layout"],
+        "dark": dark["layout"],
+        "config": light["config"],
+    }
+
+
+def _head(state: RunStanding) -> str:
+    total = f" / {count(state.max_steps)}" if state.max_steps else ""
+    shown = (
+        ("step", f"{count(state.step)}{total}"),
+        ("loss", "-" if state.loss is None else figure(state.loss)),
+        ("samples/s", "-" if state.samples_per_s is None else rate(state.samples_per_s)),
+        ("time", "-" if state.elapsed_s is None else duration(state.elapsed_s)),
+        ("faults", count(state.faults)),
+        ("goodput", "-" if state.goodput is None else percent(state.goodput)),
+        ("ranks", count(state.world_size)),
+        ("exact", "no" if state.inexact_reasons else "yes"),
+    )
+    grid = "".join(
+        f"<div><span class=small>{text(name)}</span><span>{text(value)}</span></div>"
+        for name, value in shown
+    )
+    reasons = "".join(f"<li>{text(reason)}</li>" for reason in state.inexact_reasons)
+    inexact = f"<p>Not exact:</p><ul>{reasons}</ul>" if reasons else ""
+    return (
+        f"<header><h1>{text(state.name)}</h1><span class=state>{text(state.what)}</span>"
+        f"<span class=small>{text(state.title)}</span>"
+        "<button type=button>dark or light</button></header>"
+        f"<div class=figures>{grid}</div>{inexact}"
+    )
+
+
+def _improve(summary: RunSummary | None, run: RunHistory) -> str:
+    if summary is None:
+        said = "<p>What to improve is known once the run has ended.</p>"
+    else:
+        found = improvements(EndedRun.of(run, summary))
+        said = "".join(
+            f"<li>{text(one.what)}<br><span class=mono>{text(one.change)}</span></li>"
+            for one in found
+        )
+        said = (
+            f"<ol>{said}</ol>"
+            if found
+            else "<p>Nothing stands out: data, saves, ranks and restarts took little.</p>"
+        )
+    return f"<h2>What to improve first</h2>{said}"
+
+
+def _training(run: RunHistory) -> str:
+    note = "a sample of the logged steps is drawn" if run.metrics.curves.is_thinned else ""
+    return (
+        "<h2>Training</h2><p>over <button type=button data-axis=steps>steps</button> "
+        "<button type=button data-axis=time>time</button> "
+        f"<span class=small>Drag to zoom, double-click to go back. {note}</span></p>"
+        '<div class=plot id=curves role=img aria-label="Curves"></div>'
+    )
+
+
+def _faults(run: RunHistory) -> Iterator[str]:
+    rows = run.faults.rows
+    yield f"<h2>Faults: {count(len(rows)) if rows else 'none'}</h2>"
+    for row in reversed(rows[-FAULTS_SHOWN_MAX:]):
+        yield _fault(row)
+    if len(rows) > FAULTS_SHOWN_MAX:
+        yield f"<p>and {count(len(rows) - FAULTS_SHOWN_MAX)} older ones</p>"
+
+
+def _fault(row: FaultRow) -> str:
+    who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
+    phase = f" in {row.phase}" if row.phase else ""
+    caption = f"{row.plan}; {row.outcome}" if row.plan else row.outcome
+    victims = f"; lost their peer: ranks {', '.join(map(str, row.victims))}" if row.victims else ""
+    said = f"{row.kind}, {who}{phase}; cause: {row.origin or 'unknown'}{victims}"
+    parts = [
+        f"<details><summary>step {count(max(0, row.step))}: {text(row.text)}<br>",
+        f"<span class=small>{text(caption)}</span></summary>",
+        f"<p>{_utc(row.at_s)}, {text(said)}</p>",
+        f"<p class=small>What followed</p><div class=mono>{text(chr(10).join(row.followed) or 'nothing')}</div>",
+    ]
+    if row.detail:
+        parts.append(f"<p class=small>Traceback</p><div class=mono>{text(row.detail)}</div>")
+    return "".join([*parts, "</details>"])
+
+
+def _time(summary: RunSummary | None) -> str:
+    if summary is None or summary.wall_s <= 0:
+        return ""
+    lines = [
+        f"<div class=share><span>{text(name)}</span>"
+        f'<i style="width:{min(100.0, 100 * seconds / summary.wall_s):.2f}%"></i>'
+        f"<span>{duration(seconds)} ({percent(seconds / summary.wall_s)})</span></div>"
+        for name, seconds in time_parts(summary.time_s)
+    ]
+    return f"<h2>Where the time went</h2>{''.join(lines)}"
+
+
+def _ranks(run: RunHistory, summary: RunSummary | None) -> str:
+    own = {str(rank): value for rank, value in run.metrics.curves.newest("step_s").items()}
+    if summary is not None:
+        own |= dict(summary.own_step_s)
+    stragglers = {} if summary is None else summary.stragglers
+    rows: list[tuple[object, ...]] = []
+    for rank in run.state.ranks:
+        name = str(whole(rank.get("rank"), 0))
+        wait, own_s = number(rank.get("data_wait_share")), own.get(name)
+        slow = f"{stragglers[name]:.1f} times as slow as the others" if name in stragglers else ""
+        rows.append(
+            (
+                name,
+                rank.get("device", ""),
+                byte_size(whole(rank.get("rss_bytes"), 0)),
+                "-" if wait is None else percent(wait),
+                "-" if own_s is None else f"{own_s * 1e3:.1f} ms",
+                slow,
+            )
+        )
+    titles = ("rank", "device", "memory", "data wait", "own time a step", "")
+    return f"<h2>Ranks</h2>{table(titles, rows)}" if rows else ""
+
+
+def _settings(run: RunHistory) -> str:
+    rows = run.settings()
+    shown: list[tuple[bool, tuple[object, ...]]] = [
+        (row.differs, (row.key, _written(masked(row.value, row.key)), _written(row.default)))
+        for row in rows
+    ]
+    titles = ("setting", "value", "default")
+    changed = table(titles, [cells for differs, cells in shown if differs])
+    rest = table(titles, [cells for differs, cells in shown if not differs])
+    command = " ".join(masked_words(run.faults.command))
+    return (
+        f"<h2>Settings</h2><div class=mono>{text(command)}</div>{changed}"
+        f"<details><summary>those that have their defaults</summary>{rest}</details>"
+    )
+
+
+def _written(value: object) -> str:
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(str, value)) or "(empty)"
+    return "(empty)" if value == "" else str(value)
+
+
+def _utc(at_s: float) -> str:
+    return time.strftime(_WRITTEN, time.gmtime(at_s)) + " UTC"

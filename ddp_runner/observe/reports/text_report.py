@@ -1,0 +1,69 @@
+"""Lines for a terminal about a run that was read: curves, where the time went, what to change first. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from textwrap import wrap
+
+from ddp_runner.observe.format import count, duration, figure, percent
+from ddp_runner.observe.history.metrics_history import Curves
+from ddp_runner.observe.reports.improvements import Improvement
+from ddp_runner.observe.reports.text_charts import bar, sparkline
+from ddp_runner.observe.summary import TimeShares
+
+CURVE_COLUMNS, BAR_COLUMNS = 40, 30
+IMPROVEMENTS_SHOWN_MAX = 3
+_LINE_COLUMNS = 79
+_SHOWN = ("loss", "validation_loss", "grad_norm", "samples_per_s", "tokens_per_s")
+_TIME_NAMES = {
+    "startup": "start-up",
+    "productive": "steps",
+    "data_wait": "data wait",
+    "checkpoint": "checkpoints",
+    "comparison": "comparisons",
+    "evaluation": "evaluation",
+    "recovery": "recovery",
+    "lost": "lost steps",
+}
+
+
+def curve_lines(curves: Curves, *, labels: int, unicode: bool) -> Iterator[str]:
+    """A line for each of the main figures: name, curve, first and last value."""
+    for name in _SHOWN:
+        series = curves.of_run(name)
+        known = [value for value in series.values if math.isfinite(value)]
+        if len(known) < 2:
+            continue
+        drawn = sparkline(series.values, columns=CURVE_COLUMNS, unicode=unicode)
+        title = name.replace("_per_s", "/s").replace("_", " ")
+        arrow = "→" if unicode else "->"
+        ends = f"{figure(known[0])} {arrow} {figure(known[-1])}"
+        yield f"{title:<{labels}}{drawn}  {ends}, {count(len(known))} points"
+
+
+def time_lines(time_s: TimeShares, *, wall_s: float, labels: int, unicode: bool) -> Iterator[str]:
+    """A bar for each part of the time, longest first."""
+    shares = sorted(time_parts(time_s), key=lambda one: -one[1])
+    for number, (name, seconds) in enumerate(shares if wall_s > 0 else ()):
+        drawn = bar(seconds / wall_s, columns=BAR_COLUMNS, unicode=unicode)
+        label = "where it went" if number == 0 else ""
+        text = f"{name:<12} {duration(seconds):>8} {percent(seconds / wall_s):>4}  {drawn}"
+        yield f"{label:<{labels}}{text}".rstrip()
+
+
+def time_parts(time_s: TimeShares) -> list[tuple[str, float]]:
+    """The parts of the time that there were, by the names that people are shown, in the order of a run."""
+    parts = [(shown, float(getattr(time_s, name))) for name, shown in _TIME_NAMES.items()]
+    return [(shown, seconds) for shown, seconds in parts if seconds > 0]
+
+
+def improvement_lines(found: Sequence[Improvement], *, labels: int) -> Iterator[str]:
+    """What to change first, the setting below what it costs; a line that says so where nothing stands out."""
+    if not found:
+        yield f"{'improve':<{labels}}nothing stands out: data, saves, ranks and restarts took little"
+    for number, one in enumerate(found[:IMPROVEMENTS_SHOWN_MAX]):
+        label = "improve" if number == 0 else ""
+        yield f"{label:<{labels}}{number + 1}. {one.what}"
+        for line in wrap(f"-> {one.change}", max(30, _LINE_COLUMNS - labels - 3)):
+            yield f"{'':<{labels}}   {line}"
