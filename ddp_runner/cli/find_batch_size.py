@@ -95,7 +95,7 @@ class _Search:
     def perform(self, folder: Path) -> ExitCode:
         """Try sizes and show each; then what to use."""
         self._show_begin()
-        ranks = self._plan.world_size
+        ranks = self._plan.computing_devices
         share = batch_search.share_of_rank(self._asked, world_size=ranks)
         while True:
             size = batch_search.next_size(self._tried, first=self._asked.batch_size, share=share)
@@ -131,7 +131,7 @@ class _Search:
             "recovery.warm_spare=false",
             "recovery.max_restarts=1",
             *own_limit,
-            ranks=self._plan.world_size,
+            ranks=self._plan.computing_devices,
             folder=folder,
             look=watch.look,
         )
@@ -190,7 +190,7 @@ class _Search:
         say_now(f"{size:>9,}  {peak:>14}  {share:>5}  {rate:>9}  {fmt.printable(says)}")
 
     def _show_end(self) -> None:
-        found, ranks = batch_search.largest(self._tried), self._plan.world_size
+        found, ranks = batch_search.largest(self._tried), self._plan.computing_devices
         say_now("")
         if not found:
             self.exit_code = ExitCode.FAILED

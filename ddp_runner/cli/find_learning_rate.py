@@ -99,7 +99,7 @@ def _refuse_other_run(plan: LaunchPlan, entry: Entry) -> None:
     """What its own run would say as well, but with a cure that names folders of the test."""
     settings = plan.settings
     old = {} if entry.manifest is None else entry.manifest.meaning
-    key_now = resume_key(settings, world_size=plan.world_size)
+    key_now = resume_key(settings, world_size=plan.computing_devices)
     given = {**key_now, **task_resume_key(settings, like=old)}
     new = aligned(old, {key: v for key, v in given.items() if key in old})
     if changes := difference({key: old[key] for key in new}, new):
@@ -144,7 +144,7 @@ class _Test:
             f"optim.schedule_steps={end}",
             f"run.max_steps={end}",
             f"run.resume={begin.path or 'none'}",
-            ranks=self._plan.world_size,
+            ranks=self._plan.computing_devices,
             folder=folder,
             look=self._look,
         )

@@ -209,7 +209,7 @@ def _settings(words: Sequence[str]) -> Settings:
         raise BadInputError(parsed.finding.option, "", expected)
     settings = asked_settings(parsed, dict(os.environ))
     with contextlib.suppress(BadInputError):  # of the machine: the run says so itself
-        return plan_launch(parsed, words=words).settings
+        return plan_launch(parsed, words=words, has_modes=False).settings
     return settings
 
 

@@ -76,7 +76,7 @@ def run(words: Sequence[str]) -> int:
     script = _script(sorted_words)
     arguments = parse_train(_settings(sorted_words, script))
     keys = take_keys(arguments.files)
-    plan = plan_launch(arguments, words=words)
+    plan = plan_launch(arguments, words=words, has_modes=False)
     plan = replace(plan, notes=(*keys, *plan.notes))
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
+from ddp_runner.cli.modes import choose, placed, with_backend
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help
@@ -30,6 +31,7 @@ from ddp_runner.core.batch_sizes import refuse_wrong_shares
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
+from ddp_runner.core.modes import mode_problems, refuse_of_processes
 from ddp_runner.core.node_options import node_options
 from ddp_runner.core.placing import ENGINE, engine_options
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
@@ -75,6 +77,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
     if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
         refuse_without_supervisor(plan.settings, world_size=rank.world_size)
+        refuse_of_processes(plan.settings, world_size=rank.world_size)
         outside = _rank_module()
         return int(outside.main(plan, rank, cores=core_count()))
     ignored = what_is_ignored(os.environ)
@@ -163,11 +166,17 @@ def _page(option: str) -> str:
     return train_help() if option == "--help" else settings_help()
 
 
-def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPlan:
-    """Decide devices, preset and settings. Touches nothing. Raises BadInputError."""
+def plan_launch(
+    arguments: TrainArguments, *, words: Sequence[str], has_modes: bool = True
+) -> LaunchPlan:
+    """Decide devices, preset and settings. Touches nothing. Raises BadInputError.
+
+    ``has_modes``: what is run is a task, which may also be one rank over several devices.
+    """
     environment = dict(os.environ)
-    several = None
-    if plain_rank(environment) is None:  # who is one rank has its machines from its launcher
+    several, choice = None, None
+    is_rank = plain_rank(environment) is not None
+    if not is_rank:  # who is one rank has its machines from its launcher
         several = node_options(dict(arguments.nodes), environment)
     if several is not None:
         arguments = replace(arguments, assignments=with_nproc(arguments.assignments, environment))
@@ -179,42 +188,48 @@ def plan_launch(arguments: TrainArguments, *, words: Sequence[str]) -> LaunchPla
     if asked.run.device != "cpu":
         found = find_gpus(environment, torch_build())
     devices = _planned(asked, found=found, cores=cores)
+    if has_modes and not is_rank:
+        choice = choose(asked, devices, machines=1 if several is None else several.most)
+        devices = placed(devices, choice.mode)
     resolved = resolve(
         files=(*at_home, *arguments.files),
         environment=environment,
         command_line=arguments.assignments,
         preset=preset_name(devices, is_test=asked.run.test),
     )
-    notes = check_relations(resolved.settings)
-    _refuse_lacking(resolved.settings)
-    refuse_missing(resolved.settings, environment)
+    settings = resolved.settings if choice is None else with_backend(resolved.settings, choice)
+    notes = check_relations(settings)
+    _refuse_lacking(settings)
+    refuse_missing(settings, environment)
     own_devices = devices
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
-    refuse_wrong_shares(resolved.settings.data, world_size=world_size)
-    for spec in resolved.settings.run.inject:
+    refuse_wrong_shares(settings.data, world_size=world_size)
+    for spec in settings.run.inject:
         parse_injection(spec, world_size=world_size)
+    computing = sum(1 + len(place.others) for place in devices)
     return LaunchPlan(
-        settings=resolved.settings,
+        settings=settings,
         origins=resolved.origin,
         devices=devices,
         world_size=world_size,
-        threads_per_rank=threads_per_rank(resolved.settings, devices=own_devices, cores=cores),
-        resume_key=resume_key(resolved.settings, world_size=world_size),
-        settings_digest=digest(resolved.settings),
+        threads_per_rank=threads_per_rank(settings, devices=own_devices, cores=cores),
+        resume_key=resume_key(settings, world_size=computing),
+        settings_digest=digest(settings),
         time_limit=time_limit(
-            max_time_s=resolved.settings.run.max_time,
+            max_time_s=settings.run.max_time,
             job_end=environment.get("SLURM_JOB_END_TIME", ""),
             now_utc_s=time.time(),
-            stop_timeout_s=resolved.settings.recovery.stop_timeout_s,
+            stop_timeout_s=settings.recovery.stop_timeout_s,
         ),
         command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
         nodes=several,
+        mode="" if choice is None else choice.words,
         notes=(
             *place_notes(own_devices, found=found, cores=cores),
-            *_kept_variables(resolved.settings, devices, environment),
-            *spare_notes(resolved.settings, devices),
+            *_kept_variables(settings, devices, environment),
+            *spare_notes(settings, devices),
             *(f"{path} lies under these settings" for path in at_home),
             *resolved.notes,
             *notes,
@@ -281,7 +296,7 @@ def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[Dev
     """The devices; a contradiction between settings is reported before a missing GPU is."""
     run = settings.run
     is_shared = names_a_gpu_twice(run.gpus) and settings.ddp.backend == "nccl"
-    if (run.gpus and run.device == "cpu") or is_shared:
+    if (run.gpus and run.device == "cpu") or is_shared or mode_problems(settings):
         check_relations(settings)
     return plan_devices(settings, found=found, cores=cores)
 
@@ -309,6 +324,7 @@ def place_notes(
         return (
             *(
                 f"rank {rank} -> GPU {place.visible_index} ({place.name})"
+                + (f" and {', '.join(place.others)}" if place.others else "")
                 for rank, place in enumerate(devices)
             ),
             *(

@@ -127,6 +127,11 @@ class BadWeightError(ValueError):
     """A weight that is negative or not finite; its text is the number."""
 
 
+def not_shareable(why: str) -> FaultError:
+    """The error of a batch that cannot be cut into parts for several devices."""
+    return _user_error(f"a batch cannot be shared out over the devices of a rank: {why}")
+
+
 def _read_weight(weight: object, *, like: Tensor) -> Tensor:
     """As a float scalar. Raises BadWeightError where it is known, without a look at a device, to be none."""
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():

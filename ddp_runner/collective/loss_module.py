@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_runner.collective.data_parallel import loss_over_devices
 from ddp_runner.collective.loss import Loss, LossForm, LossOutput, read_loss
 
 
@@ -48,8 +49,11 @@ class LossModule(nn.Module):
         rank: int,
         is_relaid: Callable[[], bool] = lambda: False,
         form: LossForm,
+        others: Sequence[torch.device] = (),
     ) -> None:
+        """``others``: devices that have parts of each batch, beside ``device``."""
         super().__init__()
+        self._devices = (device, *others)
         self._is_relaid = is_relaid
         self.model = model
         self.form = form
@@ -74,7 +78,7 @@ class LossModule(nn.Module):
         self, batch: Any, weight: float, votes: Tensor, loss_limit: float, count: float
     ) -> Tensor:
         """The weighted loss of ``batch``; ``count``: its samples."""
-        output = read_loss(self._loss(self.model, batch))
+        output = read_loss(self._computed(batch, int(count)))
         self.has_graph = self.has_graph or output.value.requires_grad
         share: Tensor | float = weight  # of the whole step that this batch is
         if output.weight is not None:
@@ -103,6 +107,11 @@ class LossModule(nn.Module):
             carried = torch.cat([carried, self._beside(output, weight=weight, share=share)])
         return weighted + torch.dot(self.signal, carried)
 
+    def _computed(self, batch: Any, count: int) -> Any:
+        if len(self._devices) == 1:
+            return self._loss(self.model, batch)
+        return loss_over_devices(self._loss, self.model, batch, devices=self._devices, count=count)
+
     def _beside(self, output: LossOutput, *, weight: float, share: Tensor | float) -> Tensor:
         """The numbers beside the loss: means over the step's samples once they are summed; the weight last."""
         found = [
@@ -125,8 +134,9 @@ class Alone:
         device: torch.device,
         rank: int,
         form: LossForm = PLAIN_FORM,
+        others: Sequence[torch.device] = (),
     ) -> None:
-        self._module = LossModule(model, loss, device=device, rank=rank, form=form)
+        self._module = LossModule(model, loss, device=device, rank=rank, form=form, others=others)
 
     def forward(
         self,

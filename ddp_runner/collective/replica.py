@@ -76,10 +76,20 @@ class Replica:
         is_relaid: Callable[[], bool] = lambda: False,
         device: DeviceProgress | None = None,
         form: LossForm = PLAIN_FORM,
+        others: Sequence[torch.device] = (),
     ) -> None:
-        """``is_relaid``: whether a step has changed the shape or type of a buffer. ``form``: of the loss."""
+        """``is_relaid``: whether a step has changed the shape or type of a buffer. ``form``: of the loss.
+
+        ``others``: devices that have parts of each batch, beside the group's own.
+        """
         module = LossModule(
-            model, loss, device=group.device, rank=group.rank, is_relaid=is_relaid, form=form
+            model,
+            loss,
+            device=group.device,
+            rank=group.rank,
+            is_relaid=is_relaid,
+            form=form,
+            others=others,
         )
         self.agreed_form = form
         self._wrap(module, group=group, settings=settings, slot=slot, device=device)

@@ -68,7 +68,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             data.accumulation data.global_batch_size data.largest_samples data.validation_fraction
         """,
         OnResume.REPORTED: """
-            run.epochs run.max_steps run.device run.nproc_per_node run.threads_per_rank
+            run.epochs run.max_steps run.device run.nproc_per_node run.mode run.threads_per_rank
             run.deterministic run.matmul_precision run.channels_last data.micro_batch_size data.shares optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
@@ -158,7 +158,7 @@ class Surroundings:
     """What follows from settings and machine together. ``threads``: of a rank, 0 on a GPU.
 
     ``task_file``: its SHA-256, empty for a built-in task.
-    ``own_task_reads_model``: the task is the user's and is given all settings.
+    ``own_task_reads_model``: the task is the user's and is given all settings. ``devices``: of a rank.
     """
 
     total_steps: int
@@ -170,6 +170,7 @@ class Surroundings:
     torch: str
     task_file: str = ""
     own_task_reads_model: bool
+    devices: int = 1
 
 
 def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
@@ -191,7 +192,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written[TASK_FILE] = f"sha256:{found.task_file[:16]}"
     return {
         **written,
-        "data.micro_batch_size": micro_batch(settings.data),
+        "data.micro_batch_size": micro_batch(settings.data, devices=found.devices),
         "data.shares": _shares(settings.data.shares),
         TOTAL_STEPS: found.total_steps,
         "ranks": found.ranks,
@@ -212,6 +213,8 @@ def _shares(shares: Sequence[int]) -> list[object]:
 
 def resume_key(settings: Settings, *, world_size: int) -> dict[str, JsonValue]:
     """What must not change between a checkpoint and the run that resumes from it.
+
+    ``world_size``: of ranks, or of all their devices where they have more than one.
 
     Task and its arguments, model, data, global batch, seed and the kind of optimizer: a change of any
     of them makes another run. Rates, schedules, intervals and folders may change. Keys are dotted names.

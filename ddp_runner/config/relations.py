@@ -16,6 +16,8 @@ from ddp_runner.core.batch_sizes import SHARES, cut, global_batch
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import names_a_gpu_twice
+from ddp_runner.core.modes import OPTION as MODE
+from ddp_runner.core.modes import mode_problems
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import DataSettings, Settings
@@ -38,6 +40,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_core_problems(settings),
             *_compile_problems(settings),
             *device_problems(settings),
+            *mode_problems(settings),
             *_output_problems(settings),
             *_input_problems(settings),
         ]
@@ -68,6 +71,8 @@ def refuse_for_loops(settings: Settings) -> None:
         wrong.append(("data.preload", "true"))
     if data.shares:
         wrong.append((SHARES, ",".join(map(str, data.shares))))
+    if settings.run.mode in ("single", "data_parallel"):
+        wrong.append((MODE, settings.run.mode))
     expected = "is for a task: the loop of a program has its own data, so leave it out"
     raise_problems([BadInputError(key, value, expected) for key, value in wrong])
 

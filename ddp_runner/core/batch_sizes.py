@@ -11,13 +11,13 @@ SHARES = "data.shares"
 
 
 def global_batch(data: DataSettings, *, world_size: int) -> int:
-    """Samples of a step over all ranks."""
+    """Samples of a step over all ranks. ``world_size``: of them, or of all their devices."""
     return data.global_batch_size or data.batch_size * data.accumulation * world_size
 
 
-def micro_batch(data: DataSettings) -> int:
-    """Most samples of one forward pass."""
-    return data.micro_batch_size or data.batch_size
+def micro_batch(data: DataSettings, *, devices: int = 1) -> int:
+    """Most samples of one forward pass, on all ``devices`` of a rank together."""
+    return (data.micro_batch_size or data.batch_size) * devices
 
 
 def evaluation_batch(data: DataSettings) -> int:

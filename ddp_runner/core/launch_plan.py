@@ -19,12 +19,14 @@ class DevicePlan:
     """Where one rank computes.
 
     ``device`` is what torch calls it in that process (``cpu``, ``cuda:1``); ``visible_index``
-    counts within CUDA_VISIBLE_DEVICES as the command found it, None for the CPU.
+    counts within CUDA_VISIBLE_DEVICES as the command found it, None for the CPU. ``others``: devices
+    that the rank also computes on, which have parts of its batches.
     """
 
     device: str
     name: str
     visible_index: int | None
+    others: tuple[str, ...] = ()
 
 
 def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
@@ -45,7 +47,7 @@ class LaunchPlan:
 
     ``origins`` says by dotted key where each setting came from. ``resume_key`` is what a resumed
     checkpoint must agree with. ``notes`` are lines to show people once, before training. ``time_limit``: when the launch
-    is to stop. ``script`` and
+    is to stop. ``mode``: how several devices are used and why, in words. ``script`` and
     ``loop``: the program that is run in place of a task, of which one at most is not None. ``nodes``: the
     machines, each with ``ranks_per_node`` of the ranks in order; None: this one alone.
     """
@@ -63,6 +65,12 @@ class LaunchPlan:
     script: ScriptPlan | None = None
     loop: LoopPlan | None = None
     nodes: NodeOptions | None = None
+    mode: str = ""
+
+    @property
+    def computing_devices(self) -> int:
+        """Devices that have a part of each step: one a rank, or more."""
+        return sum(1 + len(place.others) for place in self.devices)
 
     @property
     def ranks_per_node(self) -> int:

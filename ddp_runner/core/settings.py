@@ -78,6 +78,10 @@ class RunSettings:
     visible one. A GPU that is named twice is shared by two ranks over gloo, which is slow."""
     nproc_per_node: Literal["auto"] | Positive = "auto"
     """The number of ranks. auto: one per GPU, or up to 2 on the CPU."""
+    mode: Literal["auto", "single", "data_parallel", "distributed"] = "auto"
+    """How several devices are used. distributed: a rank for each. data_parallel: one rank shares each of
+    its batches out over all. single: one rank on one device. auto: distributed where ranks can
+    meet, else data_parallel, else single; the start block says why."""
     threads_per_rank: NonNegative = 0
     """Threads that one operation of torch uses in each rank. 0: the cores divided by the ranks, on
     GPUs at most 8."""

@@ -31,7 +31,7 @@ class StartFacts:
     ``checkpoint_bytes``: about one file, for all of which there are
     ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
     ``schedule`` (in words) are the settings'; else a program's own. ``begun_with``: what of ``--init-from``
-    was loaded, in lines.
+    was loaded, in lines. ``mode``: how several devices are used and why; each rank has so many ``devices``.
     """
 
     ranks: int
@@ -56,11 +56,15 @@ class StartFacts:
     left_out: int = 0
     machines: int = 1
     begun_with: tuple[str, ...] = ()
+    mode: str = ""
+    devices: int = 1
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
     """The lines, at most 79 columns wide but for names without a space."""
     rows = [("ranks", [_place(facts)])]
+    if facts.mode:
+        rows.append(("mode", [facts.mode]))
     if facts.is_task:
         rows.append(("precision", [_precision(settings, facts)]))
     rows.append(("model", [_parameters(facts)]))
@@ -120,6 +124,8 @@ def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
         return
     own, rest = divmod(whole, facts.ranks)
     ranks = f" x {facts.ranks} rank{'' if facts.ranks == 1 else 's'}"
+    if facts.devices > 1:
+        ranks += f", shared out over {facts.devices} devices"
     if rest:
         most = min(own + 1, part or own + 1)
         over = f"{fmt.count(whole)} over {facts.ranks} ranks, at most {fmt.count(most)} at once"

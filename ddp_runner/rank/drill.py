@@ -49,6 +49,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         world_size=int(spec["world_size"]),
         local_world_size=int(spec["local_world_size"]),
         device=str(spec["device"]),
+        other_devices=tuple(spec.get("other_devices", ())),
         loads=True,
         preload=tuple(spec["preload"]),
     )

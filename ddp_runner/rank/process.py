@@ -71,6 +71,8 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         device_free_bytes=int(spec["device_free_bytes"]),
         preload=tuple(spec["preload"]),
         log_folder=int(spec.get("log_folder", 0)),
+        other_devices=tuple(spec.get("other_devices", ())),
+        mode=str(spec.get("mode", "")),
     )
     slot = _map_slot(board, rank_info)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun

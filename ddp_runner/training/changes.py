@@ -9,7 +9,6 @@ from typing import Any
 
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.config.identity import RATE_KEYS, TOTAL_STEPS
-from ddp_runner.core.batch_sizes import micro_batch
 from ddp_runner.core.messages import TuningChanged
 from ddp_runner.core.settings import OptimSettings, Settings
 from ddp_runner.training.components.lr_schedule import (
@@ -82,7 +81,7 @@ def tuning_of_changed(
     old = loaded.manifest.recipe
     changed = {key for key in old if key in recipe and old[key] != recipe[key]}
     if "data.micro_batch_size" in changed:
-        tuning = replace(tuning, micro_batch_size=micro_batch(settings.data))
+        tuning = replace(tuning, micro_batch_size=int(recipe["data.micro_batch_size"]))
     if any(key.startswith("run.compile") for key in changed):
         tuning = replace(tuning, may_compile=True)
     if {"ddp.find_unused_parameters", "ddp.static_graph"} & changed:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ddp_runner import config
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.apart import NeedsOthersError, stand_apart
+from ddp_runner.collective.data_parallel import loss_over_devices
 from ddp_runner.collective.loss import read_loss
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError, FaultError
@@ -124,6 +125,7 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
         world_size=plan.world_size,
         local_world_size=plan.world_size,
         device=plan.devices[0].device,
+        other_devices=plan.devices[0].others,
         loads=True,
     )
     logger = DDPLogger(rank=0, debug=settings.run.debug)
@@ -187,7 +189,7 @@ def _compute(built: _Built, micro_batch: MicroBatch) -> tuple[float, MemoryFacts
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with state.precision.autocast():
-            output = read_loss(built.workload.task.loss(state.model, batch))
+            output = read_loss(_loss(built.workload, state.model, batch, len(micro_batch.indices)))
         kept.update(_storages((output.value,), device))
     state.precision.scaler.scale(output.value).backward()  # type: ignore[no-untyped-call]
     value = output.value if output.weight is None else output.value / output.weight
@@ -208,6 +210,14 @@ def _compute(built: _Built, micro_batch: MicroBatch) -> tuple[float, MemoryFacts
         samples=len(micro_batch.indices),
         peak=torch.cuda.max_memory_allocated(device) if is_on_gpu else None,
         available=torch.cuda.get_device_properties(device).total_memory if is_on_gpu else None,
+    )
+
+
+def _loss(workload: TaskWorkload, model: nn.Module, batch: Any, count: int) -> Any:
+    if not workload.other_devices:
+        return workload.task.loss(model, batch)
+    return loss_over_devices(
+        workload.task.loss, model, batch, devices=workload.devices, count=count
     )
 
 

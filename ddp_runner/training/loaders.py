@@ -79,7 +79,7 @@ def make_loader(
             position=state.stream,
             rank=rank_info.rank,
             world_size=rank_info.world_size,
-            micro_batch_size=micro_batch(data),
+            micro_batch_size=micro_batch(data, devices=rank_info.devices),
             on_wait=on_wait,
             log=runtime.logger.info,
             collate_fn=datasets.collate,
@@ -99,7 +99,7 @@ def make_loader(
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         total_steps=workload.length.total_steps,
-        micro_batch_size=micro_batch(data),
+        micro_batch_size=micro_batch(data, devices=rank_info.devices),
         seed=settings.run.seed,
         num_workers=data.num_workers,
         local_world_size=rank_info.local_world_size,
@@ -163,7 +163,8 @@ def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
     batch_size = parts.state.tuning.evaluation_batch_size
     rank, step = runtime.rank_info.rank, parts.state.committed_step
     # The same samples however few fit at once, so that the figures can be compared.
-    asked = settings.log.evaluate_batches * settings.data.batch_size * runtime.rank_info.world_size
+    devices = runtime.rank_info.computing_devices
+    asked = settings.log.evaluate_batches * settings.data.batch_size * devices
     order = WholeOrder(
         seed=settings.run.seed,
         dataset_size=min(asked, workload.validation_samples) or workload.validation_samples,

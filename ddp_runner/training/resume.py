@@ -181,9 +181,8 @@ def _refuse_other_resume_key(settings: Settings, workload: Workload, loaded: Loa
     # With the salts of the file, without which no secret could be compared.
     new = config.aligned(old, {**workload.resume_key, **config.task_resume_key(settings, like=old)})
     if changes := config.difference(old, new):
-        ways = config.ways_on(
-            settings, old=old, new=new, world_size=int(str(workload.recipe["ranks"]))
-        )
+        devices = int(str(workload.recipe["ranks"])) * len(workload.devices)
+        ways = config.ways_on(settings, old=old, new=new, world_size=devices)
         raise BadInputError(
             "--resume",
             settings.run.resume,

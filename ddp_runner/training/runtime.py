@@ -33,6 +33,7 @@ from ddp_runner.core.messages import (
     RepairedInPlace,
     TuningChanged,
 )
+from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.progress_line import ProgressLine
@@ -62,6 +63,18 @@ class RankInfo:
     device_free_bytes: int = 0
     preload: tuple[str, ...] = ()
     log_folder: int = 0  # ranks with the same number write their logs into one folder
+    other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches
+    mode: str = ""  # how several devices are used and why, in words; empty: nobody chose
+
+    @property
+    def devices(self) -> int:
+        """How many devices have a part of each of this rank's batches."""
+        return 1 + len(self.other_devices)
+
+    @property
+    def computing_devices(self) -> int:
+        """Of all ranks: the ``batch_size`` is that of each."""
+        return self.world_size * self.devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +226,7 @@ def _logger(path: Path, *, rank: int, debug: bool) -> DDPLogger:
 
 def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntime:
     """The surroundings of a trainer that a script or a notebook has made."""
+    refuse_of_processes(settings, world_size=world_size)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     rank_info = RankInfo(
         rank=rank,

@@ -38,6 +38,7 @@ class StepRules:
     total_steps: int
     optim: OptimSettings
     device: torch.device
+    others: tuple[torch.device, ...] = ()  # which have parts of each batch
     watch_use: bool = False  # count the steps in which every parameter was used
 
     @property
@@ -349,7 +350,9 @@ def own_share(
     What forward changes beside that is the caller's to take back.
     """
     form = state.tuning.loss_form
-    alone = Alone(state.model, loss, device=rules.device, rank=rules.rank, form=form)
+    alone = Alone(
+        state.model, loss, device=rules.device, rank=rules.rank, form=form, others=rules.others
+    )
     notes = ShareNotes.of(state)
     accumulate(
         state,

@@ -53,7 +53,7 @@ class TaskSteps:
         self._drills = parts.drills
         self._group = group
         self._guard = guard
-        self._adapt_rules = AdaptRules.of(settings)
+        self._adapt_rules = AdaptRules.of(settings, devices=len(workload.devices))
         state.buffers.forget_agreement()
         if workload.norms.names:
             refuse_unequal(
@@ -275,6 +275,7 @@ class TaskSteps:
             is_relaid=self._state.buffers.is_relaid,
             device=self._parts.device,
             form=tuning.loss_form,
+            others=workload.other_devices,
         )
         self._stepper = Stepper(
             self._state, self._replica, rules=self._rules(), slot=self._runtime.slot
@@ -289,6 +290,7 @@ class TaskSteps:
             total_steps=workload.length.total_steps,
             optim=self._settings.optim,
             device=workload.device,
+            others=workload.other_devices,
             watch_use=self._adapt_rules.watch_use(self._state.tuning),
         )
 

@@ -135,6 +135,8 @@ def block_of(parts: Built) -> tuple[str, ...]:
         schedule=schedule_words(settings.optim, total_steps=workload.length.total_steps),
         left_out=_left_out(state),
         begun_with=state.begun_with,
+        mode=parts.runtime.rank_info.mode,
+        devices=len(workload.devices),
     )
     return start_block(settings, facts)
 

@@ -71,7 +71,13 @@ class Workload:
     settings_digest: str
     parameters: int
     device_free_bytes: int = 0  # before this process took any of it
+    other_devices: tuple[torch.device, ...] = ()  # which have parts of each batch
     notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """All that this rank computes on; the model is on the first."""
+        return (self.device, *self.other_devices)
 
     @property
     def later_names(self) -> frozenset[str]:
@@ -157,7 +163,7 @@ def build_workload(
     task = load_task(settings)
     datasets = task.build_datasets()
     _refuse_no_monitor(settings, datasets)
-    global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.world_size)
+    global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.computing_devices)
     if global_batch < rank_info.world_size:
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
@@ -180,7 +186,7 @@ def build_workload(
     groups = task.layer_groups() if isinstance(task, HasLayerGroups) else {}
     layers = layer_plan(model, settings.optim, groups=groups, total_steps=length.total_steps)
     layers.begin(model)
-    key = dict(config.resume_key(settings, world_size=rank_info.world_size))
+    key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
     key |= described(task, settings)
@@ -201,6 +207,7 @@ def build_workload(
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
+        other_devices=tuple(map(torch.device, rank_info.other_devices)),
         notes=(*_notes_of(datasets), *_notes_on_files(settings, model, layers)),
     )
     state = _empty_state(settings, model, device, workload=workload)
@@ -238,6 +245,7 @@ def _recipe(
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         torch=versions()["torch"],
         task_file=task_sha256(settings.run.task),
+        devices=rank_info.devices,
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )
     return dict(config.recipe(settings, found))
@@ -430,7 +438,7 @@ def _empty_state(
             ),
         ),
         tuning=Tuning(
-            micro_batch_size=batch_sizes.micro_batch(settings.data),
+            micro_batch_size=batch_sizes.micro_batch(settings.data, devices=len(workload.devices)),
             evaluation_batch_size=batch_sizes.evaluation_batch(settings.data),
             find_unused_parameters=searches_at_first(settings.ddp),
         ),

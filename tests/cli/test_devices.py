@@ -13,6 +13,7 @@ from ddp_runner.cli import doctor
 from ddp_runner.cli.devices import VisibleGpus, find_gpus, parse_query, plan_devices, visible
 from ddp_runner.cli.machine import TorchBuild, core_count, cpu_quota, torch_build
 from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.probing import Probed
 from ddp_runner.cli.train import place_notes, plan_launch, preset_name, threads_per_rank
 from ddp_runner.config import resolve
 from ddp_runner.core.faults import BadInputError
@@ -216,6 +217,7 @@ def test_the_mapping_of_ranks_to_gpus_is_reported():
 
 def _launch(monkeypatch, *words):
     monkeypatch.setattr("ddp_runner.cli.train.find_gpus", lambda *_: VisibleGpus(gpus=GPUS))
+    monkeypatch.setattr("ddp_runner.cli.modes.installed_nccl", lambda: "2.28.9")
     return plan_launch(parse_train(words), words=words)
 
 
@@ -246,6 +248,62 @@ def test_ranks_that_share_a_gpu_meet_over_gloo_and_it_is_reported(monkeypatch):
     apart = _launch(monkeypatch, "-g", "0,1")
     assert not any("shared" in note for note in apart.notes)
     assert group_backend(apart.settings, is_on_gpu=True) == "cpu:gloo,cuda:nccl"
+
+
+def test_ranks_and_their_devices_follow_the_mode(monkeypatch):
+    """One rank on the first GPU, one over all of them, or one for each; the plan says which, and why."""
+    single = _launch(monkeypatch, "run.mode=single")
+    assert [place.device for place in single.devices] == ["cuda:0"]
+    assert (single.world_size, single.mode) == (1, "single: as asked, one rank on a GPU")
+    over_all = _launch(monkeypatch, "run.mode=data_parallel", "-b", "8")
+    assert over_all.world_size == 1
+    assert over_all.devices[0].others == ("cuda:1", "cuda:2")
+    assert over_all.notes[0] == "rank 0 -> GPU 0 (NVIDIA H200) and cuda:1, cuda:2"
+    assert group_backend(over_all.settings, is_on_gpu=True) == "cpu:gloo,cuda:nccl"
+    each = _launch(monkeypatch, "-b", "8")
+    assert (each.world_size, each.mode) == (3, "distributed: 3 GPUs, NCCL 2.28.9")
+    assert each.resume_key == over_all.resume_key
+    on_cpu = _launch(monkeypatch, "run.mode=data_parallel", "--cpu", "-n", "2")
+    assert (on_cpu.world_size, on_cpu.devices[0].others) == (1, ("cpu",))
+    assert on_cpu.threads_per_rank == core_count()
+
+
+@pytest.mark.parametrize(
+    ("works", "mode", "backend", "ranks"),
+    [
+        (("nccl", "gloo"), "distributed: 3 GPUs, NCCL 2.21.5 was tried", "cpu:gloo,cuda:nccl", 3),
+        (("gloo",), "distributed: 3 GPUs, NCCL was tried and does not", "gloo", 3),
+        ((), "data_parallel: 3 GPUs, and neither NCCL nor gloo works", "gloo", 1),
+    ],
+)
+def test_a_library_that_is_not_known_is_tried_first(monkeypatch, works, mode, backend, ranks):
+    """NCCL, then gloo, then one rank over all GPUs: whatever the ranks have found to work."""
+    tried = []
+
+    def probe(*, backend, devices, environment):
+        tried.append(backend)
+        is_fine = backend.rpartition(":")[2] in works
+        return Probed(failure="" if is_fine else "it hangs", nccl="2.21.5" if is_fine else "")
+
+    monkeypatch.setattr("ddp_runner.cli.modes.probe", probe)
+    monkeypatch.setattr("ddp_runner.cli.train.find_gpus", lambda *_: VisibleGpus(gpus=GPUS))
+    monkeypatch.setattr("ddp_runner.cli.modes.installed_nccl", lambda: "")
+    plan = plan_launch(parse_train(()), words=())
+    assert plan.mode.startswith(mode)
+    assert group_backend(plan.settings, is_on_gpu=True) == backend
+    assert plan.world_size == ranks
+    assert tried == (["cpu:gloo,cuda:nccl"] if "nccl" in works else ["cpu:gloo,cuda:nccl", "gloo"])
+    plan_launch(parse_train(("run.mode=distributed",)), words=())
+    plan_launch(parse_train(("-g", "1")), words=())
+    assert len(tried) <= 2, "nothing is tried where nothing depends on it"
+
+
+def test_single_with_several_gpus_is_one_line_with_the_cure(monkeypatch, capsys):
+    """Exit code 2, nothing touched."""
+    assert main(["run.mode=single", "--gpus", "0,1,2,3", "--task", "bytes"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "give one, or run.mode=distributed" in said
 
 
 def test_nccl_is_never_given_two_ranks_on_one_gpu(monkeypatch, capsys):

@@ -66,6 +66,12 @@ def test_the_block_says_what_runs_row_by_row():
             "ranks",
             "1 on the CPU, gloo, 2 threads",
         ),
+        ({"mode": "single: there is one GPU"}, "mode", "single: there is one GPU"),
+        (
+            {"ranks": 1, "devices": 4, "global_batch": 128, "micro_batch_size": 128},
+            "global batch",
+            "128 = 128 x 1 rank, shared out over 4 devices",
+        ),
         ({"machines": 2}, "ranks", "4 on 2 machines, NVIDIA H100 80GB HBM3, nccl"),
         (
             {"ranks": 2, "device": "the CPU", "backend": "gloo", "threads": 1},

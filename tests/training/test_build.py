@@ -354,6 +354,8 @@ def test_a_run_on_a_gpu_is_exact_only_where_its_kernels_repeat():
     assert "run.deterministic=true" in why_a_device_varies(gpu, is_deterministic=False)
     assert why_a_device_varies(gpu, is_deterministic=True) == ""
     assert why_a_device_varies(torch.device("cpu"), is_deterministic=False) == ""
+    assert "another order" in why_a_device_varies(gpu, is_deterministic=True, devices=2)
+    assert why_a_device_varies(torch.device("cpu"), is_deterministic=True, devices=2) == ""
 
 
 CONVOLUTIONS = """

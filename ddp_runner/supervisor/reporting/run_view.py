@@ -40,7 +40,7 @@ def run_view(
     known = [rate for rate in rates if rate is not None]
     rate = known[0] if known else None
     remaining = max(0, total - step)
-    batch = global_batch(plan.settings.data, world_size=plan.world_size)
+    batch = global_batch(plan.settings.data, world_size=plan.computing_devices)
     by_steps_s = remaining * step_s if step_s and total else None
     eta_s = remaining * batch / rate if rate else by_steps_s
     per_epoch = facts.steps_per_epoch

@@ -203,14 +203,14 @@ class AdaptRules:
     micro_batch_size_max: int
 
     @classmethod
-    def of(cls, settings: Settings) -> AdaptRules:
-        """As the settings have it."""
+    def of(cls, settings: Settings, *, devices: int = 1) -> AdaptRules:
+        """As the settings have it, of a rank with so many ``devices``."""
         ddp, data = settings.ddp, settings.data
         auto = ddp.find_unused_parameters == "auto"
         return cls(
             relax_after_steps=ddp.relax_after_steps if auto else 0,
             regrow_after_steps=settings.memory.regrow_micro_batch,
-            micro_batch_size_max=micro_batch(data),
+            micro_batch_size_max=micro_batch(data, devices=devices),
         )
 
     def watch_use(self, tuning: Tuning) -> bool:

@@ -101,6 +101,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
                 total_steps=workload.length.total_steps,
                 optim=settings.optim,
                 device=workload.device,
+                others=workload.other_devices,
             ),
             slot=runtime.slot,
             step=step,

@@ -86,7 +86,11 @@ class FirstStep:
         state = self._state
         state.is_rehearsed = self._is_first = True
         settings, device = self._parts.settings.run, self._parts.workload.device
-        varies = why_a_device_varies(device, is_deterministic=settings.deterministic)
+        varies = why_a_device_varies(
+            device,
+            is_deterministic=settings.deterministic,
+            devices=len(self._parts.workload.devices),
+        )
         if varies and self._group.rank == 0:
             report_inexact(self._parts, varies)
         if lacks_bytes:
@@ -204,9 +208,16 @@ def _known_in(state: TrainState) -> set[str]:
     return found
 
 
-def why_a_device_varies(device: torch.device, *, is_deterministic: bool) -> str:
-    """Why steps computed twice on ``device`` may differ in their last bits; "" where they do not."""
-    if device.type == "cpu" or is_deterministic:
+def why_a_device_varies(device: torch.device, *, is_deterministic: bool, devices: int = 1) -> str:
+    """Why steps computed twice on ``device``, one of so many of a rank, may differ in their last bits; or ""."""
+    if device.type == "cpu":
+        return ""
+    if is_deterministic and devices > 1:
+        return (
+            f"{devices} GPUs of one rank finish their backward in another order each time, in which the"
+            " gradients of a weight that is used in two places are added"
+        )
+    if is_deterministic:
         return ""
     return (
         "kernels of a GPU add in another order each time (attention, scatters, NCCL's choice of an"

@@ -1,0 +1,73 @@
+"""The modes of a run: the same training by one rank, by one rank over several devices, by two ranks."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import torch
+
+from tests.scenarios.harness import Run
+from tests.scenarios.workload import HOLD_NAME
+
+STEPS = 24
+TASK = f"{Path(__file__).with_name('alike.py')}:AlikeTask"
+SETTINGS = (
+    *("--max-steps", STEPS, "num_workers=0", "save_every_steps=8", "keep_last=9", "--audit"),
+    *("evaluate_interval=3", "recovery.hang_min_s=20", "run.threads_per_rank=1"),
+    *("optim.schedule=constant", "optim.ema_decay=0.9"),
+)
+OVER_TWO = (*SETTINGS, "-b", 8, "run.mode=data_parallel")
+TWO_RANKS = (*SETTINGS, "-b", 8)
+
+
+def weights(outputs, name="final.pt"):
+    return torch.load(outputs.checkpoints / name, weights_only=True)
+
+
+def assert_alike(one, other):
+    """Within what a sum in another order has, their averages too."""
+    for name in ("final.pt", "final_ema.pt"):
+        found, wanted = weights(one, name), weights(other, name)
+        assert found.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6)
+
+
+def resumed_from(outputs, folder, step, settings):
+    """A run of other settings that goes on from a checkpoint of ``outputs``, in a folder of its own."""
+    checkpoints = Path(folder) / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for path in outputs.checkpoints.glob(f"step_{step:08d}.*"):
+        shutil.copy(path, checkpoints)
+    with Run(folder, *settings, task=TASK) as run:
+        assert run.wait() == 0, run.console
+    assert f"resumed at step {step}" in " ".join(run.console.split()), run.console
+    return run
+
+
+def test_modes_agree_survive_a_kill_and_resume_one_another(tmp_path):
+    """One rank over two devices is lost amid training and goes on from the newest checkpoint; its
+    weights are those of two ranks and of one, and each goes on from the other's files."""
+    hold = tmp_path / "over" / HOLD_NAME
+    hold.parent.mkdir()
+    hold.write_text("25", encoding="utf-8")  # two parts a step: beyond step 8, before step 16
+    with Run(hold.parent, *OVER_TWO, task=TASK) as over:
+        over.wait_for_checkpoint(8)
+        over.signal(signal.SIGKILL, over.rank_pid(0))
+        hold.unlink()
+        assert over.wait() == 0, over.console
+    summary = over.summary()
+    assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"], summary["faults"]
+    again = [line["step"] for line in over.audit_lines(0) if line["generation"] == 2]
+    assert again == list(range(9, STEPS + 1))
+    assert "data_parallel: as asked, one rank over 2 parts of the CPU" in over.console
+    with Run(tmp_path / "two", *TWO_RANKS, task=TASK) as two:
+        assert two.wait() == 0, two.console
+    assert_alike(over, two)
+    with Run(tmp_path / "one", *SETTINGS, "-b", 16, "run.mode=single", world=1, task=TASK) as one:
+        assert one.wait() == 0, one.console
+    assert_alike(one, two)
+    assert_alike(resumed_from(two, tmp_path / "from_two", 16, OVER_TWO), two)
+    assert_alike(resumed_from(over, tmp_path / "from_over", 16, TWO_RANKS), two)
