@@ -150,6 +150,20 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """Follower -> coordinator, each ``log.gpu_watch_s``: what its ranks and GPUs use.
+
+    ``cpu_share``: cores, by rank. ``gpus``: records of a GpuReading, the newest of ``gpus_count`` looks,
+    ``gpus_age_s`` old; None: there was no look.
+    """
+
+    cpu_share: dict[str, float]
+    gpus: list[dict[str, Any]]
+    gpus_count: int
+    gpus_age_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
     """Coordinator -> follower, the answer to Look ``number``: how the run stands."""
 
@@ -319,6 +333,7 @@ NodeMessage = (
     | Folders
     | Refused
     | Look
+    | Watched
     | Beat
     | StartRank
     | RankStarted
@@ -343,6 +358,7 @@ FROM_FOLLOWER = (
     Question,
     Folders,
     Look,
+    Watched,
     RankStarted,
     RankGone,
     FromRank,

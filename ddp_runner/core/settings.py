@@ -370,6 +370,8 @@ class LogSettings:
     trackers: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
     """Where metrics are written beside metrics.jsonl, by processes that are no ranks. csv: metrics.csv.
     tensorboard, wandb: of these, each an extra of that name. Empty: nowhere."""
+    gpu_watch_s: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds between looks at what GPUs and ranks use: memory, temperature, power, clocks, CPU. 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

@@ -72,6 +72,7 @@ class MemoryManager:
         self._peaks = dict.fromkeys(
             ("peak_rss_bytes", "peak_loader_bytes", "peak_device_bytes", "peak_device_permille"), 0
         )
+        self._newest: Reading | None = None
         self._oom_kills: int | None = None
         self._collected_at_s = time.monotonic()
         self._collect_cost_s = 0.0
@@ -119,6 +120,10 @@ class MemoryManager:
         self._measure()
         return dict(self._peaks)
 
+    def newest(self) -> Reading:
+        """What the newest look has found, which was ``memory_check_interval`` steps ago at most."""
+        return self._measure() if self._newest is None else self._newest
+
     def room_bytes(self) -> int:
         """Host memory that may still be taken, below every limit that is known."""
         reading = self._measure()
@@ -144,7 +149,7 @@ class MemoryManager:
 
     def _measure(self) -> Reading:
         """One reading, kept in the peaks."""
-        reading = self._read((*self._loader_pids(), *self._pids_beside()))
+        reading = self._newest = self._read((*self._loader_pids(), *self._pids_beside()))
         total_bytes = reading.device_total_bytes or 1
         for name, size in (
             ("peak_rss_bytes", max(reading.rss_bytes, reading.rss_peak_bytes)),

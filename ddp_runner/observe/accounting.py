@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddp_runner.core import events
 from ddp_runner.core.board import SlotReading
@@ -230,13 +231,18 @@ class RunAccounting:
         """How the run ended. ``reading`` is rank 0's slot, ``finished`` what the ranks reported."""
         report: Mapping[str, object] = finished[0].report if finished else {}
         first_step_s = self.first_step_s if self.first_step_s is not None else now_s
-        return RunSummary(
+        steps = finished[0].step if finished else reading.committed_step
+        samples = _integer(report, "samples", reading.samples)
+        rates = self._rates(
+            report, steps=steps, samples=samples, ranks=world_size, seconds=now_s - first_step_s
+        )
+        summary = RunSummary(
             run_id=facts.run_id,
             status=status,
             exit_code=int(exit_code),
-            steps=finished[0].step if finished else reading.committed_step,
+            steps=steps,
             epochs=_integer(report, "epochs", reading.committed_step // max(1, steps_per_epoch)),
-            samples=_integer(report, "samples", reading.samples),
+            samples=samples,
             tokens=_finite(report.get("tokens")),
             stop_reason=str(report.get("stop_reason") or status.value),
             world_size=world_size,
@@ -276,6 +282,30 @@ class RunAccounting:
             stragglers={str(rank): factor for rank, factor in facts.stragglers.items()},
             name=facts.name,
         )
+        return replace(summary, **rates)
+
+    def _rates(
+        self,
+        report: Mapping[str, object],
+        *,
+        steps: int,
+        samples: int,
+        ranks: int,
+        seconds: float,
+    ) -> dict[str, Any]:
+        """Of this launch: what its steps had on average, over its time since the first of them."""
+        done = steps - (self._launch_step or 0)
+        if done <= 0 or seconds <= 0.0:
+            return {}
+        share = done / steps / seconds
+        rates = {"samples_per_s": samples * share} if samples else {}
+        tokens = _finite(report.get("all_tokens"))
+        if tokens is not None:
+            rates["tokens_per_s"] = tokens * share
+            flops, peak = (_finite(report.get(one)) for one in ("flops_per_token", "peak_flops"))
+            if flops is not None and peak:
+                rates["flops_utilization"] = tokens * share * flops / (peak * ranks)
+        return {name: round(value, 6) for name, value in rates.items()}
 
     def _shares(self, reading: SlotReading, *, startup_s: float) -> TimeShares:
         return TimeShares(

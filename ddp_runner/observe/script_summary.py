@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from ddp_runner.core.exits import RunStatus
 
@@ -40,6 +41,9 @@ class ScriptSummary:
     wall_s: float
     attempts: tuple[AttemptRecord, ...]
     name: str = ""
+    # Means and peaks by log.gpu_watch_s, of each GPU and each rank.
+    gpus: Mapping[str, object] = field(default_factory=dict)
+    rank_use: Mapping[str, object] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, object]:
         """The content of summary.json."""

@@ -141,6 +141,13 @@ class RunSummary:
     stop_reason: str = ""  # end, target_loss, early_stopping; else what status says
     trackers: Mapping[str, str] = field(default_factory=dict)  # where each has written to
     name: str = ""  # of the run, as its folders have it; empty in files from before there was one
+    # Of this launch, from its first step to its end, with all that came between. None: nobody counts them.
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    flops_utilization: float | None = None  # of the devices' peak; None where that is not known
+    # Means and peaks by log.gpu_watch_s, of each GPU and each rank.
+    gpus: Mapping[str, object] = field(default_factory=dict)
+    rank_use: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def called(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+
+from ddp_runner.core.gpu_reading import GpuReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,7 +13,8 @@ class RankView:
     """One rank. ``step`` is the newest committed one; ``None`` stands for "not known yet".
 
     ``building`` is what it builds while its phase is ``startup``.
-    ``data_wait_share`` is the share of step time spent waiting for data, 0 to 1.
+    ``data_wait_share`` is the share of step time spent waiting for data, 0 to 1. ``loader_bytes``: what its
+    loader workers hold of their own; ``cpu_share``: cores that it and they use.
     """
 
     rank: int
@@ -27,6 +30,21 @@ class RankView:
     loss: float | None = None
     samples_per_s: float | None = None
     data_wait_share: float | None = None
+    loader_bytes: int | None = None
+    cpu_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuView:
+    """A GPU that ``ranks`` compute on, of machine ``node``.
+
+    ``age_s``: of what its driver has said; None where only the ranks themselves know anything of it.
+    """
+
+    node: int
+    ranks: tuple[int, ...]
+    age_s: float | None
+    reading: GpuReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +97,13 @@ class RunView:
     name: str = ""
     trackers: Mapping[str, str] = field(default_factory=dict)
     nodes: tuple[NodeView, ...] = ()
+    gpus: tuple[GpuView, ...] = ()
 
 
 def status_record(view: RunView) -> dict[str, object]:
     """What status.json holds of ``view``, and a few figures more."""
-    return {**asdict(view), "ranks": [asdict(rank) for rank in view.ranks]}
+    gpus = [
+        {"node": gpu.node, "ranks": gpu.ranks, "age_s": gpu.age_s, **gpu.reading.to_record()}
+        for gpu in view.gpus
+    ]
+    return {**asdict(replace(view, gpus=())), "gpus": gpus}

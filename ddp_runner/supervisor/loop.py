@@ -35,6 +35,7 @@ from ddp_runner.supervisor.processes.resources import StorePlace, remove_tempora
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
+from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
 from ddp_runner.supervisor.script_supervisor import ScriptSupervisor
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
@@ -214,6 +215,13 @@ class _Loop:
             clock=clock,
             say=supervisor.recorder.say,
         )
+        self._watch = RunWatch.of(
+            self._plan,
+            node=self._node.ranks[0] // self._plan.ranks_per_node,
+            clock=clock,
+            say=supervisor.recorder.say,
+        )
+        supervisor.recorder.figures_of = self._watch.figures
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
@@ -252,7 +260,8 @@ class _Loop:
                 self._supervisor.on_message(*received)
         for ended in self._node.reap():
             is_tracker = self._trackers.ended(ended.pid, how=ended.how)
-            if not is_tracker and not self._after_save.took(ended):
+            is_ours = is_tracker or self._watch.took(ended) or self._after_save.took(ended)
+            if not is_ours:
                 self._supervisor.on_ended(ended)
         self._after_save.look()
         self._look_at_nodes()
@@ -304,6 +313,10 @@ class _Loop:
         if now_s - self._memory_at_s >= 1.0:
             self._memory_at_s = now_s
             self._world.measure_memory()
+        if self._others is not None:
+            for number, message in self._others.watched():
+                self._watch.hear(number, message)
+        self._watch.look(self._world.ranks)
         accounting = self._supervisor.recorder.accounting
         if accounting.first_step_s is None:
             first_ns = self._world.ranks[0].slot.get(Cell.FIRST_STEP_NS)
@@ -339,6 +352,7 @@ class _Loop:
             now_ns=self._clock.monotonic_ns(),
             trackers=self._trackers.links(),
             nodes=() if self._others is None else self._others.views(),
+            watch=self._watch,
         )
 
     def _finish(self) -> int:
@@ -348,6 +362,7 @@ class _Loop:
         assert ending is not None
         if self._others is not None:
             self._others.announce_end(exit_code=int(ending.exit_code), line=ending.reason)
+        self._watch.end()
         stays = set(self._trackers.pids)
         if self._after_save.is_owed:
             beside = (self._after_save.pid, self._node.guardian.pid)
@@ -375,8 +390,12 @@ class _Loop:
         )
         self._trackers.end(int(ending.exit_code))
         end_descendants(timeout_s=10.0)
-        if isinstance(summary, RunSummary) and supervisor.facts.kept is None:
-            summary = replace(summary, trackers=self._trackers.links())
+        self._watch.close()
+        if summary is not None and supervisor.facts.kept is None:
+            gpus, rank_use = self._watch.summary(self._world.ranks)
+            summary = replace(summary, gpus=gpus, rank_use=rank_use)
+            if isinstance(summary, RunSummary):
+                summary = replace(summary, trackers=self._trackers.links())
         outputs.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()

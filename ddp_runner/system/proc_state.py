@@ -39,6 +39,12 @@ def is_stopped(pid: int | None) -> bool:
     return stat_fields(pid)[:1] == ["T"]
 
 
+def cpu_ticks(pid: int) -> int | None:
+    """Time that all threads of the process have computed, in ticks (SC_CLK_TCK); None where there is none."""
+    fields = stat_fields(pid)
+    return int(fields[11]) + int(fields[12]) if len(fields) > 12 else None
+
+
 def stat_fields(pid: int | None) -> list[str]:
     """What the kernel says of a process from its state on, proc(5); empty where there is none."""
     try:

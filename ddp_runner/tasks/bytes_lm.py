@@ -61,6 +61,11 @@ class BytesTask:
             dropout=shape.dropout,
         )
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Bytes that a sample is trained to predict."""
+        return self._model.seq_len
+
     def build_datasets(self) -> Datasets:
         """Windows of ``seq_len + 1`` bytes, train and validation split by file.
 

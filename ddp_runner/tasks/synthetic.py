@@ -138,6 +138,11 @@ class SyntheticTask:
             dropout=shape.dropout,
         )
 
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens that a sample is trained to predict."""
+        return self._model.seq_len
+
     def build_datasets(self) -> Datasets:
         """``dataset_size`` sequences to train on and a tenth as many others to validate on."""
         size = self._model.dataset_size

@@ -94,6 +94,16 @@ class NamesLoss(Protocol):
 
 
 @runtime_checkable
+class CountsTokens(Protocol):
+    """A task of which all samples have equally many tokens may also say how many, for tokens per second.
+
+    Where its loss is ``Weighted``, the sum of weights counts instead.
+    """
+
+    tokens_per_sample: float
+
+
+@runtime_checkable
 class HasLayerGroups(Protocol):
     """A task may also name parts of its model, for ``optim.train_layers`` and ``optim.unfreeze``."""
 

@@ -32,6 +32,7 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes, WrapAgainError
+from ddp_runner.training.use_figures import UseFigures
 
 WRAPS_MAX = 3  # of one step
 
@@ -280,6 +281,7 @@ class TaskSteps:
         self._stepper = Stepper(
             self._state, self._replica, rules=self._rules(), slot=self._runtime.slot
         )
+        self._use = UseFigures(self._parts, world_size=self._group.world_size)
 
     def _rules(self) -> StepRules:
         workload = self._workload
@@ -345,6 +347,7 @@ class TaskSteps:
             values["loss_scale"] = result.loss_scale
         if self._state.tokens is not None:
             values["tokens"] = self._state.tokens
+        values.update(self._use.take(seconds=seconds))
         self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
         parts = "".join(f"{name} {number:.4f}  " for name, number in result.parts.items())
         self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))

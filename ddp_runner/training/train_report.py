@@ -21,10 +21,11 @@ from ddp_runner.core.settings import Settings
 from ddp_runner.observe.start_block import StartFacts, start_block
 from ddp_runner.training.components.lr_schedule import schedule_words
 from ddp_runner.training.last_save import checkpoint_room
-from ddp_runner.training.rank_context import Feed, RankParts
+from ddp_runner.training.rank_context import Feed, RankParts, TaskParts
 from ddp_runner.training.resume import is_complete
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.use_figures import speed_report
 from ddp_runner.training.workload import TaskWorkload, Workload
 
 NOTES_MAX, NOTE_CHARACTERS_MAX = 30, 500  # a user's task makes some of them
@@ -51,6 +52,7 @@ class TrainReport:
     leaks: tuple[Mapping[str, object], ...]
     sample: str
     stop_reason: str = ""
+    speed: Mapping[str, float] = field(default_factory=dict)  # of use_figures.speed_report
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
 
@@ -193,6 +195,7 @@ def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
         leaks=parts.memory.suspected_leaks,
         sample="",
         stop_reason=_stop_reason(parts, reason),
+        speed=speed_report(parts) if isinstance(parts, TaskParts) else {},
     )
 
 
@@ -224,5 +227,6 @@ def finished_message(report: TrainReport, rank: int) -> Finished:
             "leaks": [dict(leak) for leak in report.leaks],
             "sample": report.sample,
             "stop_reason": report.stop_reason,
+            **report.speed,
         },
     )

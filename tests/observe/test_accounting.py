@@ -392,3 +392,17 @@ def test_of_thousands_of_injections_the_newest_are_listed():
     for step in range(INJECTED_KEPT + 5):
         account.take(events.Injected(kind="stop", rank=0, step=step, phase="data"), now_s=1.0)
     assert [one.step for one in summary(account).injected] == [*range(5, INJECTED_KEPT + 5)]
+
+
+def test_rates_are_those_of_this_launch_over_all_its_time():
+    """Steps of before a resume are none of it; tokens and peak come from the ranks, or there is no rate."""
+    account = RunAccounting(began_s=90.0)
+    account.take(events.WorldFormed(generation=1, step=10), now_s=100.0)
+    account.first_step_s = 100.0
+    assert summary(account).samples_per_s == pytest.approx(10 * 8 / 100)
+    assert summary(account).tokens_per_s is None
+    report = {"samples": 160, "all_tokens": 3200.0, "flops_per_token": 6.0, "peak_flops": 96.0}
+    known = summary(account, finished=[finished(**report)])
+    assert known.tokens_per_s == pytest.approx(10 * 160 / 100)
+    assert known.flops_utilization == pytest.approx(16 * 6 / (96 * 2))
+    assert summary(account, reading=reading(committed_step=10)).samples_per_s is None

@@ -76,6 +76,15 @@ def test_the_last_status_and_the_journal_agree_with_the_summary(fault_free, worl
     lines = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     logged = {record["step"] for record in map(json.loads, lines) if "loss" in record}
     assert {1, 20, 40, STEPS} <= logged
+    used = [record for record in map(json.loads, lines) if "step_s" in record]
+    assert all(record["rss_bytes"] > 50_000_000 for record in used)
+    assert summary["samples_per_s"] > 0
+    assert (summary["tokens_per_s"], summary["flops_utilization"]) == (
+        None,
+        None,
+    )  # who counts them?
+    assert set(summary["rank_use"]) == {str(rank) for rank in range(world)}
+    assert all(use["rss_bytes"]["peak"] > 50_000_000 for use in summary["rank_use"].values())
 
 
 @WORLDS

@@ -22,6 +22,7 @@ from ddp_runner.core.messages import (
     Finished,
     Form,
     Formed,
+    LoaderWorkers,
     Message,
     Ready,
     RepairedInPlace,
@@ -279,6 +280,8 @@ class Follower:
                 handle.machine.advance(RankEvent.GOT_FORMED)
             case Finished():
                 handle.machine.advance(RankEvent.GOT_FINISHED)
+            case LoaderWorkers(pids=pids):
+                handle.loader_pids = pids
             case RepairedInPlace(kernel_kills=kernel_kills):
                 for _ in range(kernel_kills):  # a loader worker's, not a rank's
                     self._node.claim_kernel_kill(self._clock.monotonic())

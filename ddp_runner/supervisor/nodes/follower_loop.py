@@ -40,6 +40,7 @@ from ddp_runner.supervisor.processes.children import end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace
+from ddp_runner.supervisor.reporting.run_watch import RunWatch
 from ddp_runner.supervisor.signal_box import INSISTENT, SAVE_SIGNAL, STOP_SIGNALS, SignalBox
 from ddp_runner.system import parent_death
 from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
@@ -125,6 +126,8 @@ class _FollowerLoop:
         self._ends: RunEnds | None = None
         self._lost = ""  # why the link is of no more use
         self._name = new_term()
+        # Asks for GPUs once there are ranks here, of which it then says what they use.
+        self._watch: RunWatch | None = None
         self._bell: Bell | None = None  # where others try whether they reach this machine
         selector.register(signals, selectors.EVENT_READ, None)
 
@@ -163,6 +166,8 @@ class _FollowerLoop:
 
     def close(self) -> None:
         """Every process has ended."""
+        if self._watch is not None:
+            self._watch.close()
         if self._link is not None:
             self._link.close()
         if self._node is not None:
@@ -300,10 +305,20 @@ class _FollowerLoop:
                 clock=self._clock,
             )
         self._follower.welcomed(keeps_parked=welcome.keeps_parked)
+        if count:
+            self._watch_as(welcome.node)
         if self._stop.is_at_once:
             self._report(EndWanted())
         if self._stop.reason is not None:  # it came before there was anybody to hear of it
             self._report_stop(self._stop.reason)
+
+    def _watch_as(self, number: int) -> None:
+        """Look at the ranks here from now on; the process that asks for GPUs stays who it is."""
+        before = self._watch
+        if before is None:
+            self._watch = RunWatch.of(self._plan, node=number, clock=self._clock, say=self._say)
+        else:
+            self._watch = RunWatch(self._plan, node=number, reader=before.reader, clock=self._clock)
 
     def _started_node(self, ranks: range, store_at: StorePlace) -> Node:
         node = Node(
@@ -377,8 +392,7 @@ class _FollowerLoop:
             elif (received := self._node.receive(*key.data)) is not None:
                 self._follower.on_message(*received)
         follower = self._follower  # by now: it may have another number
-        for ended in self._node.reap():
-            follower.on_ended(ended)
+        self._reap(follower)
         follower.advance()
         if follower.failed:
             self._report(Said(text=f"no ranks can be started: {follower.failed}", level="ERROR"))
@@ -391,6 +405,15 @@ class _FollowerLoop:
         since_s = self._clock.monotonic() - follower.lease_from_ns / 1e9
         if since_s > follower.lease_s:
             raise LinkLostError(f"it has not answered for {since_s:.1f} s")
+
+    def _reap(self, follower: Follower) -> None:
+        """What has ended here, and what those that live use."""
+        assert self._node is not None
+        for ended in self._node.reap():
+            if self._watch is None or not self._watch.took(ended):
+                follower.on_ended(ended)
+        if self._watch is not None and self._watch.look(follower.handles):
+            self._report(self._watch.watched())
 
     def _hear(self) -> None:
         assert self._link is not None
@@ -427,8 +450,7 @@ class _FollowerLoop:
             ):
                 self._follower.on_message(*received)
         if self._node is not None and self._follower is not None:
-            for ended in self._node.reap():
-                self._follower.on_ended(ended)
+            self._reap(self._follower)
             self._follower.look_at_parked(self._clock.monotonic())
 
     def _report(self, message: NodeMessage) -> None:

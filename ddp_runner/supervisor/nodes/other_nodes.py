@@ -38,6 +38,7 @@ from ddp_runner.core.node_messages import (
     Said,
     SaveWanted,
     StopWanted,
+    Watched,
     Welcome,
     decode_from_node,
     encode_for_node,
@@ -151,6 +152,7 @@ class OtherNodes:
         self._is_announced = False
         self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
         self._strangers: dict[NodeLink, float] = {}  # and when they came
+        self._watched: dict[int, Watched] = {}  # that nobody has asked for yet
         listening.setblocking(False)
         selector.register(listening, selectors.EVENT_READ, (self, None))
 
@@ -213,6 +215,11 @@ class OtherNodes:
             )
             for node in (*self.nodes, *self.spares)
         )
+
+    def watched(self) -> tuple[tuple[int, Watched], ...]:
+        """What machines have reported since the last call of what they use, by their numbers."""
+        found, self._watched = tuple(self._watched.items()), {}
+        return found
 
     def forgive(self, now_s: float) -> None:
         """Hold nothing against anybody that happened while this process did not run itself."""
@@ -286,6 +293,8 @@ class OtherNodes:
                 if node.is_of_now(rank, process):
                     node.processes[rank].pid = pid
                     yield NodeSaid(node=node, message=message)
+            case Watched():
+                self._watched[node.number] = message
             case Said() | StopWanted() | SaveWanted() | EndWanted() | Folders() | Reached():
                 yield NodeSaid(node=node, message=message)
             case _:

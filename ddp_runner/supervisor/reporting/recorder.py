@@ -17,6 +17,8 @@ from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.system.clock import Clock
 
+STEP_SECONDS = "step_s"  # stands in each line of a step
+
 
 class Recorder:
     """Owned by the supervisor's loop. Hands each event to its sinks: facts, accounting, journal and console.
@@ -36,6 +38,8 @@ class Recorder:
         self.on_saved: Callable[[str], None] = (
             _nobody_asks  # with the path of each checkpoint, once
         )
+        # What a logged step of a rank has beside what the rank has reported.
+        self.figures_of: Callable[[int], Mapping[str, float]] = _nothing_more
 
     @property
     def may_write(self) -> bool:
@@ -59,8 +63,10 @@ class Recorder:
         self.outputs.show_line(line)
 
     def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
-        """One logged step."""
-        self.outputs.metrics(step, rank, values)
+        """One logged step, or what an evaluation after it has found."""
+        is_step = STEP_SECONDS in values  # an evaluation's line has its own figures alone
+        more = self.figures_of(rank) if is_step else {}
+        self.outputs.metrics(step, rank, {**values, **more})
 
     def begun(self, plan: LaunchPlan, ready: Sequence[messages.Ready]) -> None:
         """The run begins, with what its ranks have built."""
@@ -141,6 +147,12 @@ class Recorder:
         for repaired, cause in repairs:
             self.record(repaired, cause=cause)
         self.saved_unreported()
+
+
+def _nothing_more(rank: int) -> Mapping[str, float]:
+    """What ``figures_of`` is while nobody looks."""
+    del rank
+    return {}
 
 
 def _nobody_asks(path: str) -> None:

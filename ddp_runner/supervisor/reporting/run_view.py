@@ -14,6 +14,7 @@ from ddp_runner.core.phases import Stage
 from ddp_runner.observe.view import NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
+from ddp_runner.supervisor.reporting.run_watch import RunWatch
 
 
 def run_view(
@@ -29,6 +30,7 @@ def run_view(
     now_ns: int,
     trackers: Mapping[str, str],
     nodes: tuple[NodeView, ...] = (),
+    watch: RunWatch | None = None,
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
@@ -64,7 +66,7 @@ def run_view(
         doing=doing[0],
         doing_s=round(doing[1], 3),
         ranks=tuple(
-            _rank_view(handle, reading, now_ns)
+            _rank_view(handle, reading, now_ns, watch)
             for handle, reading in zip(handles, readings, strict=True)
         ),
         title=plan.title,
@@ -76,6 +78,7 @@ def run_view(
         inexact_reasons=tuple(facts.inexact_reasons),
         trackers=trackers,
         nodes=nodes,
+        gpus=() if watch is None else watch.gpus(handles),
     )
 
 
@@ -97,8 +100,11 @@ def _state(handle: RankHandle) -> str:
     return str(_SHOWN_AS.get(handle.state, handle.state).value)
 
 
-def _rank_view(handle: RankHandle, reading: SlotReading, now_ns: int) -> RankView:
+def _rank_view(
+    handle: RankHandle, reading: SlotReading, now_ns: int, watch: RunWatch | None
+) -> RankView:
     share = handle.metrics.get("samples_per_s")
+    loader_bytes = handle.metrics.get("loader_bytes")
     return RankView(
         rank=handle.rank,
         pid=handle.pid or 0,
@@ -115,6 +121,8 @@ def _rank_view(handle: RankHandle, reading: SlotReading, now_ns: int) -> RankVie
         loss=_known_loss(reading),
         samples_per_s=share,
         data_wait_share=handle.metrics.get("data_wait_share"),
+        loader_bytes=None if loader_bytes is None else int(loader_bytes),
+        cpu_share=None if watch is None else watch.cpu_share(handle.rank),
     )
 
 

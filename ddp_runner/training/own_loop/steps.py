@@ -37,6 +37,7 @@ from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.saving import ROOM_SHARE_MAX
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import StepResult, Votes, agreed_stop, as_signals
+from ddp_runner.training.use_figures import memory_figures
 
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
 _BEFORE_STEPS = -1  # in the place of a micro-step, for functions that are called between steps
@@ -87,6 +88,7 @@ class LoopSteps:
         self._held: tuple[dict[str, Tensor], dict[str, Kept]] | None = None
         self._given_up = False  # the step in hand, for a state that is now an older one
         self._logged_at_ns = time.monotonic_ns()
+        self._watches = parts.settings.log.gpu_watch_s > 0
         self._logged_step = max(0, self._state.committed_step)
         self._waited_ns = 0
         self._state.buffers.forget_agreement()
@@ -407,8 +409,9 @@ class LoopSteps:
         }
         if not math.isnan(result.loss):
             values[LOSS] = result.loss
+        more = memory_figures(self._parts.memory) if self._watches else {}
         self._logged_at_ns, self._logged_step, self._waited_ns = now_ns, result.step, 0
-        self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))
+        self._runtime.report(Metrics(rank=self._rank, step=result.step, values={**values, **more}))
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self._runtime.logger.progress(shown, step=result.step)
 

@@ -1,0 +1,252 @@
+"""What the ranks of a run and their GPUs use: looks now and then, and keeps means and peaks. Waits for nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ddp_runner.core.gpu_reading import GpuReading, GpuTally, Tally
+from ddp_runner.core.launch_plan import LaunchPlan
+from ddp_runner.core.node_messages import Watched
+from ddp_runner.observe.view import GpuView
+from ddp_runner.supervisor.processes.children import Ended
+from ddp_runner.supervisor.processes.gpu_reader import GpuReader, Say
+from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.system.clock import Clock
+from ddp_runner.system.proc_state import cpu_ticks
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_FRESH_INTERVALS = 3  # an older reading is none of the step that is logged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Readings:
+    """Of a machine's GPUs: how many there were so far, and the newest, of ``at_s``."""
+
+    count: int
+    at_s: float
+    gpus: tuple[GpuReading, ...]
+
+
+_NONE = _Readings(count=0, at_s=float("-inf"), gpus=())
+
+
+class RunWatch:
+    """Owned by a supervisor's loop, which calls :meth:`look` at each tick; ``node``: the number of this machine.
+
+    With ``log.gpu_watch_s=0`` it looks at nothing and has nothing to say.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, *, node: int, reader: GpuReader | None, clock: Clock
+    ) -> None:
+        self._plan = plan
+        self._here = node
+        self.reader = reader
+        self._clock = clock
+        self.interval_s = plan.settings.log.gpu_watch_s
+        self._is_on = self.interval_s > 0
+        self._has_ended = False
+        self._looked_at_s = float("-inf")
+        self._tallied: dict[int, int] = {}  # of each node's readings, so many
+        self._spent: dict[int, int] = {}  # ticks of each process at the newest look
+        self._cpu_share: dict[int, float] = {}
+        self._ranks: dict[int, Tally] = {}
+        self._gpus: dict[tuple[int, int], GpuTally] = {}
+        self._others: dict[int, _Readings] = {}  # by node
+
+    @classmethod
+    def of(cls, plan: LaunchPlan, *, node: int, clock: Clock, say: Say) -> RunWatch:
+        """With a process that asks the GPU driver where ranks of this machine compute on GPUs."""
+        interval_s = plan.settings.log.gpu_watch_s
+        on_gpu = any(place.visible_index is not None for place in plan.devices)
+        reader = GpuReader(interval_s, clock=clock, say=say) if interval_s and on_gpu else None
+        return cls(plan, node=node, reader=reader, clock=clock)
+
+    def look(self, handles: Sequence[RankHandle]) -> bool:
+        """Look at the ranks of this machine and their GPUs, where that is due; whether it was."""
+        if not self._is_on or self._has_ended:
+            return False
+        if self.reader is not None:
+            self.reader.look()
+        now_s = self._clock.monotonic()
+        since_s = now_s - self._looked_at_s
+        if since_s < self.interval_s:
+            return False
+        self._looked_at_s = now_s
+        spent: dict[int, int] = {}
+        for handle in handles:
+            if self._node_of(handle.rank) == self._here and handle.pid is not None:
+                self._measure(handle, since_s, spent)
+            self._tally(handle)
+        self._spent = spent
+        self._tally_gpus(handles)
+        return True
+
+    def hear(self, node: int, message: Watched) -> None:
+        """What another machine has seen of its own."""
+        self._cpu_share.update(
+            {int(rank): float(share) for rank, share in message.cpu_share.items()}
+        )
+        if message.gpus_age_s is not None:
+            self._others[node] = _Readings(
+                count=message.gpus_count,
+                at_s=self._clock.monotonic() - message.gpus_age_s,
+                gpus=tuple(GpuReading.from_record(record) for record in message.gpus),
+            )
+
+    def watched(self) -> Watched:
+        """What this machine has to say to another one that decides."""
+        mine = self._readings(self._here)
+        age_s = self._clock.monotonic() - mine.at_s
+        return Watched(
+            cpu_share={str(rank): share for rank, share in self._cpu_share.items()},
+            gpus=[gpu.to_record() for gpu in mine.gpus],
+            gpus_count=mine.count,
+            gpus_age_s=age_s if mine.count else None,
+        )
+
+    def cpu_share(self, rank: int) -> float | None:
+        """Cores that a rank and its loader workers have used between the two newest looks; None: unknown."""
+        return self._cpu_share.get(rank)
+
+    def figures(self, rank: int) -> dict[str, float]:
+        """What a logged step of a rank has beside what the rank knows: CPU, and its GPU as the driver sees it."""
+        share = self._cpu_share.get(rank)
+        found = {} if share is None else {"cpu_share": round(share, 3)}
+        index, node = self._plan.devices[rank].visible_index, self._node_of(rank)
+        readings = self._readings(node)
+        if self._clock.monotonic() - readings.at_s < _FRESH_INTERVALS * self.interval_s:
+            for gpu in readings.gpus:
+                if gpu.index == index:
+                    found.update(gpu.figures())
+        return found
+
+    def gpus(self, handles: Sequence[RankHandle]) -> tuple[GpuView, ...]:
+        """Each GPU that ranks compute on: as its driver sees it where that is known, else as its ranks do."""
+        if not self._is_on:
+            return ()
+        now_s, found = self._clock.monotonic(), []
+        metrics_of = {handle.rank: handle.metrics for handle in handles}
+        for (node, index), ranks in self._ranks_of_gpus().items():
+            # A rank says what is on its first device.
+            on_it = [one for one in ranks if self._plan.devices[one].visible_index == index]
+            metrics = [metrics_of.get(rank, {}) for rank in on_it]
+            known = self._readings(node)
+            reading = next((one for one in known.gpus if one.index == index), None)
+            age_s = None if reading is None else round(max(0.0, now_s - known.at_s), 1)
+            if reading is None:
+                reading = _as_ranks_see(index, self._plan.devices[ranks[0]].name, metrics)
+            found.append(
+                GpuView(
+                    node=node, ranks=tuple(ranks), age_s=age_s, reading=reading.with_torch(metrics)
+                )
+            )
+        return tuple(found)
+
+    def summary(self, handles: Sequence[RankHandle]) -> tuple[dict[str, object], dict[str, object]]:
+        """Of summary.json: what GPUs (``0``, or ``NODE:0`` with several machines) and ranks have used.
+
+        Of a run that was shorter than an interval it is what its ranks have reported last.
+        """
+        if not self._is_on:
+            return {}, {}
+        for handle in handles:
+            if handle.rank not in self._ranks:
+                self._tally(handle)
+        if not self._gpus:
+            self._tally_gpus(handles)
+        many = self._plan.nodes is not None
+        gpus: dict[str, object] = {
+            f"{node}:{index}" if many else str(index): tally.record()
+            for (node, index), tally in sorted(self._gpus.items())
+        }
+        return gpus, {str(rank): tally.record() for rank, tally in sorted(self._ranks.items())}
+
+    def took(self, ended: Ended) -> bool:
+        """Whether a child that was reaped was the GPUs' reader."""
+        reader = self.reader
+        if reader is None:
+            return False
+        return reader.ended(ended.pid, how=ended.how, exit_code=ended.exit_code)
+
+    def close(self) -> None:
+        """Let go of the reader, whose process has been ended."""
+        if self.reader is not None:
+            self.reader.close()
+
+    def end(self) -> None:
+        """The run has ended: nothing is looked at any more."""
+        self._has_ended = True
+        if self.reader is not None:
+            self.reader.end()
+
+    def _node_of(self, rank: int) -> int:
+        return rank // self._plan.ranks_per_node
+
+    def _readings(self, node: int) -> _Readings:
+        if node != self._here:
+            return self._others.get(node, _NONE)
+        reader = self.reader
+        if reader is None or reader.read_at_s is None:
+            return _NONE
+        return _Readings(count=reader.count, at_s=reader.read_at_s, gpus=reader.gpus)
+
+    def _ranks_of_gpus(self) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, place in enumerate(self._plan.devices):
+            if place.visible_index is not None:
+                others = [int(name.rpartition(":")[2]) for name in place.others]
+                for index in (place.visible_index, *others):
+                    found.setdefault((self._node_of(rank), index), []).append(rank)
+        return found
+
+    def _measure(self, handle: RankHandle, since_s: float, spent: dict[int, int]) -> None:
+        assert handle.pid is not None
+        used = 0
+        is_known = handle.pid in self._spent
+        for pid in (handle.pid, *handle.loader_pids):
+            ticks = cpu_ticks(pid)
+            if ticks is not None:
+                spent[pid] = ticks
+                used += ticks - self._spent.get(pid, ticks)
+        if is_known:
+            self._cpu_share[handle.rank] = max(0, used) / _TICKS_PER_S / since_s
+        else:
+            self._cpu_share.pop(handle.rank, None)
+
+    def _tally(self, handle: RankHandle) -> None:
+        rss_bytes = handle.rss_bytes or handle.metrics.get("rss_bytes")
+        if rss_bytes:
+            self._ranks.setdefault(handle.rank, Tally()).add(
+                {
+                    "rss_bytes": rss_bytes,
+                    "loader_bytes": handle.metrics.get("loader_bytes"),
+                    "cpu_share": self._cpu_share.get(handle.rank),
+                }
+            )
+
+    def _tally_gpus(self, handles: Sequence[RankHandle]) -> None:
+        """Each reading once; where no driver is asked, what the ranks have reported."""
+        counts = {node: self._readings(node).count for node in (self._here, *self._others)}
+        for view in self.gpus(handles):
+            is_new = counts.get(view.node, 0) > self._tallied.get(view.node, 0)
+            if (is_new or view.age_s is None) and _says_anything(view.reading):
+                key = (view.node, view.reading.index)
+                self._gpus.setdefault(key, GpuTally()).add(view.reading)
+        self._tallied = counts
+
+
+def _as_ranks_see(index: int, name: str, metrics: Sequence[Mapping[str, float]]) -> GpuReading:
+    used = [one["device_used_bytes"] for one in metrics if "device_used_bytes" in one]
+    total = [one["device_total_bytes"] for one in metrics if "device_total_bytes" in one]
+    return replace(
+        GpuReading(index=index, name=name),
+        memory_used_bytes=int(max(used)) if used else None,
+        memory_total_bytes=int(max(total)) if total else None,
+    )
+
+
+def _says_anything(reading: GpuReading) -> bool:
+    return reading.memory_used_bytes is not None or bool(reading.problems)
