@@ -23,6 +23,7 @@ _MODULE_OF_COMMAND = {
     "configure": "ddp_runner.cli.configure",
     "demo": "ddp_runner.cli.demo",
     "check": "ddp_runner.cli.check",
+    "bench": "ddp_runner.cli.bench",
     "docs": "ddp_runner.cli.docs",
     "page": "ddp_runner.cli.page",
     "run": "ddp_runner.cli.run",

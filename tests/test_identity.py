@@ -23,7 +23,7 @@ from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.core.faults import BadInputError
 
 OTHER_VALUES = {
-    "log.trackers": "csv",
+    "log.trackers": "csv", "log.profile": "steps=1",
     "run.compile_mode": "max-autotune", "ddp.gradient_dtype": "bf16", "memory.activation_checkpointing": "all",
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",
     "run.gpus": "1", "recovery.drill_at": "3", "run.nproc_per_node": "3", "run.inject": "kill", "data.on_bad_sample": "substitute",

@@ -247,6 +247,13 @@ GROUPS = (
                 says="train a copy at rates that grow, show the curve and a suggestion "
                 "[1e-7:10:100]",
             ),
+            Option(
+                long="--profile",
+                key="log.profile",
+                metavar="steps=A:B[,memory]",
+                default="none",
+                says="write a torch trace and a table of operations of these steps, for each rank",
+            ),
             Option(long="--debug", key="run.debug", says="verbose logs and checks; slow"),
             Option(
                 long="--audit",

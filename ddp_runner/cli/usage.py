@@ -27,6 +27,7 @@ COMMANDS = {
     "configure": "asks for the settings that matter most, and writes them to a file",
     "check": "is your own task exact under every kill? a table of what holds",
     "demo": "watch ranks being killed, and the weights come out the same",
+    "bench": "what a step's time is made of, what bounds it, what to try",
     "docs": "show the documentation in a browser",
     "page": "watch runs in a browser while they train",
 }

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
+from ddp_runner.core.step_times import PHASE_NAMES
 
 PARTS_MAX = 32  # named numbers beside a loss
 # What the run's own lines of metrics have.
 _OWN_NAMES = {"loss", "learning_rate", "grad_norm", "epoch", "tokens", "loss_scale"} | {
-    *("samples_per_s", "data_wait_share", "step_s")
+    *("samples_per_s", "data_wait_share", "step_s"),
+    *PHASE_NAMES,
 }
 EXPECTED = (
     "a scalar tensor, the mean loss of the batch; nor (loss, {name: number}),"

@@ -18,6 +18,8 @@ from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import names_a_gpu_twice
 from ddp_runner.core.modes import OPTION as MODE
 from ddp_runner.core.modes import mode_problems
+from ddp_runner.core.profile import OPTION as PROFILE
+from ddp_runner.core.profile import parse_profile, refuse_beyond_end
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import DataSettings, Settings
@@ -41,6 +43,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_compile_problems(settings),
             *device_problems(settings),
             *mode_problems(settings),
+            *_profile_problems(settings),
             *_output_problems(settings),
             *_input_problems(settings),
         ]
@@ -73,6 +76,8 @@ def refuse_for_loops(settings: Settings) -> None:
         wrong.append((SHARES, ",".join(map(str, data.shares))))
     if settings.run.mode in ("single", "data_parallel"):
         wrong.append((MODE, settings.run.mode))
+    if settings.log.profile:
+        wrong.append((PROFILE, settings.log.profile))
     expected = "is for a task: the loop of a program has its own data, so leave it out"
     raise_problems([BadInputError(key, value, expected) for key, value in wrong])
 
@@ -251,6 +256,17 @@ def device_problems(settings: Settings) -> list[BadInputError]:
                 )
             )
     return problems
+
+
+def _profile_problems(settings: Settings) -> list[BadInputError]:
+    text, run = settings.log.profile, settings.run
+    try:
+        asked = parse_profile(text)
+        if run.max_steps:  # else the data says how long the run is
+            refuse_beyond_end(asked, text=text, total_steps=run.max_steps)
+    except BadInputError as problem:
+        return [problem]
+    return []
 
 
 def _output_problems(settings: Settings) -> list[BadInputError]:

@@ -94,7 +94,7 @@ def phase_deadline_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> 
             _deadline_of_own_work_s(look, pace, settings), COMPARISON_FACTOR * pace.comparison_s
         )
         return min(known_s, settings.checkpoint_timeout_s)
-    if look.phase in (Phase.CHECKPOINT, Phase.COMPARE):  # as much to read, for both
+    if look.phase in (Phase.CHECKPOINT, Phase.COMPARE, Phase.PROFILE):  # as much to read or write
         return settings.checkpoint_timeout_s
     return _deadline_of_own_work_s(look, pace, settings)
 

@@ -21,6 +21,7 @@ class Phase(IntEnum):
     FINISHED = 10
     COMPARE = 11  # what the ranks have, their replicas or what must be made up for
     COMPILE = 12  # a model's code, within forward or backward
+    PROFILE = 13  # a profiler begins, or writes
 
     @property
     def label(self) -> str:

@@ -367,6 +367,12 @@ class LogSettings:
     """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """What the console shows. auto: live on a terminal, otherwise plain lines."""
+    profile: str | None = None
+    """Steps, counted from 1, of which each rank writes a trace of torch's profiler and a table of its
+    operations: steps=10:15. With ,memory also the allocator's history, of a GPU. none: no steps."""
+    phase_times: bool = False
+    """Add to the metrics how long data, forward, backward, communication and optimizer of a step take. On
+    GPUs each is waited for, which costs time."""
     trackers: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
     """Where metrics are written beside metrics.jsonl, by processes that are no ranks. csv: metrics.csv.
     tensorboard, wandb: of these, each an extra of that name. Empty: nowhere."""

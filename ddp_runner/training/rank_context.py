@@ -15,6 +15,7 @@ from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.exactness.drill_notes import Drills
 from ddp_runner.training.exactness.same_data import SameData
+from ddp_runner.training.profiling import StepProfile
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.saving import Saving
@@ -57,3 +58,4 @@ class TaskParts(RankParts):
     on_wait: Callable[[], None]
     same_data: SameData
     compiler: Compiler
+    profile: StepProfile

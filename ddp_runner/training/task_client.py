@@ -84,6 +84,7 @@ class TaskClient:
     def conclude(self, group: Group, reason: StopReason) -> None:
         """Make the report. Raises FaultError where the replicas ended with different weights."""
         parts = self._parts
+        parts.profile.conclude()
         report = report_of(parts, reason)
         if reason is StopReason.COMPLETED and group.rank == 0:
             publish_final(parts)

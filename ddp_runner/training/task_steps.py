@@ -29,6 +29,7 @@ from ddp_runner.training.evaluation import Validation
 from ddp_runner.training.exactness.first_step import FirstStep, report_inexact
 from ddp_runner.training.exactness.stream_check import StreamWatch
 from ddp_runner.training.guard import NumericsGuard
+from ddp_runner.training.phase_times import phase_values
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import Stepper, StepResult, StepRules, Votes, WrapAgainError
@@ -84,6 +85,7 @@ class TaskSteps:
 
     def close(self) -> None:
         """Unwrap the model and close the audit file."""
+        self._parts.profile.leave()
         self._workload.norms.peers = None
         self._parts.compiler.turn(on=False)
         self._replica.close()
@@ -115,6 +117,8 @@ class TaskSteps:
 
     def take(self, step: int) -> list[MicroBatch]:
         """Give this rank's share of ``step``, also of a former one; blocks until it is loaded."""
+        if step == self._state.committed_step:  # not a former one, which is computed once more
+            self._parts.profile.before(step)
         self._turn_to_data(step)
         return self._arrived(self._loader.take(step))
 
@@ -192,6 +196,7 @@ class TaskSteps:
 
     def after(self, step: StepInHand, result: StepResult, *, due: DueActions) -> Outcome:
         """Take in a step that was made; may say so, skip it for good or go back to an older state."""
+        self._parts.profile.after(result.step)
         self._waited_ns += step.waited_ns
         self._trained_samples += self._workload.global_batch
         epoch = self._workload.length.epoch_of(result.step - 1)
@@ -348,6 +353,9 @@ class TaskSteps:
         if self._state.tokens is not None:
             values["tokens"] = self._state.tokens
         values.update(self._use.take(seconds=seconds))
+        values |= phase_values(
+            self._runtime.slot, self._trained_samples // self._workload.global_batch
+        )
         self._logged_at_ns, self._trained_samples, self._waited_ns = now_ns, 0, 0
         parts = "".join(f"{name} {number:.4f}  " for name, number in result.parts.items())
         self._runtime.report(Metrics(rank=self._rank, step=result.step, values=values))

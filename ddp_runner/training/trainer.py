@@ -29,7 +29,9 @@ from ddp_runner.training.exactness.same_data import SameData
 from ddp_runner.training.fork_safety import make_forks_safe
 from ddp_runner.training.given import with_task_named
 from ddp_runner.training.loaders import make_loader, waiting, watch_memory
+from ddp_runner.training.phase_times import timed
 from ddp_runner.training.preloading import preloaded
+from ddp_runner.training.profiling import step_profile
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import is_complete, take_up
@@ -68,6 +70,8 @@ class DDPTrainer:
             config = configuration.from_flat(with_task_named(config or {}))
         self.settings = config
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
+        if self.settings.log.phase_times:
+            self._runtime.slot = timed(self._runtime.slot, self._runtime.rank_info.device)
         self._runtime.logger.hidden = (
             *secret_texts(self.settings.task),
             *environment_secrets(os.environ),
@@ -122,6 +126,12 @@ class DDPTrainer:
             self._log_old_order(state)
             same_data.compare_with(loaded, workload, state)
             self._look_back(loaded, workload, state, progress)
+        profile = step_profile(
+            settings,
+            self._runtime,
+            device=workload.device,
+            total_steps=workload.length.total_steps,
+        )
         stages.enter(Stage.NONE)
         slot.set(Cell.TOTAL_STEPS, workload.length.total_steps)
         loader = make_loader(
@@ -155,6 +165,7 @@ class DDPTrainer:
             on_wait=on_wait,
             same_data=same_data,
             compiler=Compiler(settings.run, state.model, slot=slot),
+            profile=profile,
             device=device_progress(slot, workload.device, warn=self._runtime.logger.warning)
             if self._runtime.is_watched
             else NoDeviceProgress(),

@@ -1,0 +1,170 @@
+"""``bench``: a short run beside the real one, and what a step's time is made of, bound by, and may gain from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ddp_runner.cli.output import show
+from ddp_runner.cli.parser import parse_train
+from ddp_runner.cli.scratch import in_temporary_folder, say_now
+from ddp_runner.cli.train import plan_launch
+from ddp_runner.cli.trials import Trial, steps_of, train
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.plain_rank import plain_rank
+from ddp_runner.core.step_times import STEP, Part, Verdict, judge, parts_of, slowness
+from ddp_runner.start import COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from ddp_runner.core.launch_plan import LaunchPlan
+
+STEPS, WARM_UP = 30, 5
+_STEPS_MIN, _STEPS_MAX = 5, 10_000
+HELP = f"""Usage:  {COMMAND} bench [OPTIONS of train] [--steps N] [--json]
+
+Trains some steps in a folder of its own, with the settings and on the devices
+that training would have, and shows what a step's time is made of: data, forward,
+backward, communication and optimizer, what bounds it and what to try. The run
+itself, if there is one, is left alone.
+
+      --steps N             steps that are measured, after {WARM_UP} that are not [{STEPS}]
+      --json                one JSON object, for programs"""
+_VALUED, _JSON = "--steps", "--json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The words of train, and what is asked beside them."""
+
+    words: tuple[str, ...]
+    steps: int = STEPS
+    is_json: bool = False
+    wants_help: bool = False
+
+
+def run(words: Sequence[str]) -> int:
+    """Measure and show; the exit code. Raises BadInputError."""
+    asked = split_off(words)
+    if asked.wants_help:
+        print(HELP)
+        return ExitCode.DONE
+    arguments = parse_train(asked.words)
+    if plain_rank(os.environ) is not None or arguments.nodes:
+        raise BadInputError("bench", "", "is for one machine, and starts its ranks itself")
+    if arguments.finding.option or arguments.is_dry:
+        option = arguments.finding.option or "--dry-run"
+        raise BadInputError(option, "", "and bench are two commands: give one of them")
+    plan = plan_launch(arguments, words=asked.words)
+    bench = _Bench(plan, asked)
+    code = in_temporary_folder("bench", bench.perform, keep=False, say=_to_standard_error)
+    return bench.exit_code if code is ExitCode.DONE else code
+
+
+def split_off(words: Sequence[str]) -> Asked:
+    """The options of this command, and the words that are those of train. Raises BadInputError."""
+    others: list[str] = []
+    steps, is_json, wants_help = STEPS, False, False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        written, has_value, value = word.partition("=")
+        if word in ("--help", "-h"):
+            wants_help = True
+        elif word == _JSON:
+            is_json = True
+        elif written == _VALUED:
+            text = value if has_value else (rest.pop(0) if rest else "")
+            steps = _steps(text)
+        else:
+            others.append(word)
+    return Asked(words=tuple(others), steps=steps, is_json=is_json, wants_help=wants_help)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not _STEPS_MIN <= int(text) <= _STEPS_MAX:
+        expected = f"must be a whole number from {_STEPS_MIN} to {_STEPS_MAX}"
+        raise BadInputError(_VALUED, text, expected)
+    return int(text)
+
+
+def _to_standard_error(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class _Bench:
+    """One measurement, in one folder."""
+
+    def __init__(self, plan: LaunchPlan, asked: Asked) -> None:
+        self._plan = plan
+        self._asked = asked
+        self.exit_code = ExitCode.DONE
+
+    def perform(self, folder: Path) -> ExitCode:
+        """Train, then show."""
+        if not self._asked.is_json:
+            ranks = self._plan.world_size
+            say_now(
+                f"bench: {self._asked.steps} steps after {WARM_UP} on {ranks} rank{'s' * (ranks > 1)}"
+                f" ({self._plan.mode})"
+            )
+        trial = train(
+            self._asked.words,
+            f"run.max_steps={WARM_UP + self._asked.steps}",
+            "run.resume=none",
+            "log.phase_times=true",
+            "recovery.warm_spare=false",
+            ranks=self._plan.computing_devices,
+            folder=folder,
+            look=lambda _: False,
+        )
+        records = measured(trial.log_dir)
+        if trial.exit_code != ExitCode.DONE or not records:
+            self._fail(trial)
+            return ExitCode.DONE
+        self._show(records)
+        return ExitCode.DONE
+
+    def _fail(self, trial: Trial) -> None:
+        is_bad = trial.exit_code == ExitCode.BAD_USAGE
+        self.exit_code = ExitCode.BAD_USAGE if is_bad else ExitCode.FAILED
+        print(f"ddp_runner: error: {trial.error}", file=sys.stderr)
+
+    def _show(self, records: Sequence[Mapping[str, float]]) -> None:
+        parts = parts_of(records)
+        verdict = judge(
+            parts,
+            self._plan.settings,
+            ranks=self._plan.world_size,
+            is_on_gpu=self._plan.devices[0].visible_index is not None,
+            slow=slowness(records),
+        )
+        if self._asked.is_json:
+            found = {"parts": [asdict(part) for part in parts], **asdict(verdict)}
+            print(json.dumps(found))
+            return
+        for line in table(parts, verdict):
+            show(line)
+
+
+def measured(log_dir: Path) -> list[dict[str, Any]]:
+    """A record for each step and rank, those of the first steps left out."""
+    steps = steps_of(log_dir)
+    return [one for step, records in steps.items() if step > WARM_UP for one in records]
+
+
+def table(parts: Sequence[Part], verdict: Verdict) -> list[str]:
+    """The lines that people read."""
+    lines = ["", f" {'ms a step':<15}{'median':>9}{'middle half':>20}{'share':>8}"]
+    for part in parts:
+        name = "the step" if part.name == STEP else part.name.removesuffix("_ms")
+        spread = f"{part.low_ms:.2f} to {part.high_ms:.2f}"
+        lines.append(f" {name:<15}{part.median_ms:>9.2f}{spread:>20}{part.share:>8.0%}")
+    lines += ["", f" bound by {verdict.bound}: {verdict.why}", " to try:"]
+    return [*lines, *(f"   {words:<28} {why}" for words, why in verdict.tries)]
