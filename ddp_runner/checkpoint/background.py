@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_runner.checkpoint.snapshot import HostMemory, Snapshot, borrowed
+from ddp_runner.checkpoint.snapshot import HostMemory, Rooms, Snapshot, borrowed
 from ddp_runner.checkpoint.store import Saved
 
-Write = Callable[[dict[str, Any]], Saved]
+Write = Callable[[dict[str, Any]], Saved | None]  # None of a copy that is to be no file
 
 
 class BackgroundSave:
@@ -102,18 +102,19 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def result(self) -> Saved | None:
-        """What was saved, once it has ended; None where it was dropped. Raises what the save raised."""
+        """What was saved, once it has ended; None where it was dropped, or is no file. Raises what the save raised."""
+        assert not self._thread.is_alive(), "result() before the end"
         if self._failure is not None:
             raise self._failure
-        assert self._saved is not None or not self._is_proven, "result() before the end"
         return self._saved
 
 
 class BackgroundSaver:
     """Holds at most one save and the memory for its copy; a further one waits for the first's end."""
 
-    def __init__(self) -> None:
-        self.memory = HostMemory()
+    def __init__(self, rooms: Rooms | None = None) -> None:
+        """``rooms``: the memory for copies, where it is not this process's own."""
+        self.memory = HostMemory(rooms)
         self._save: BackgroundSave | None = None
 
     @property

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +24,29 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
+class Rooms(Protocol):
+    """Memory that is somebody else's, for a copy and the one before it."""
+
+    def make_room(self, sizes: Sequence[int]) -> list[_Storage]:
+        """A piece for each size, in order. Raises OSError where there is none."""
+        ...
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """The same for all copies that there will be, ahead of them."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """What is held."""
+        ...
+
+
 class HostMemory:
     """Room for one copy of a state, kept from copy to copy. Only one copy may be alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, rooms: Rooms | None = None) -> None:
+        """``rooms``: where copies are made; None: in memory of this process."""
+        self._rooms = rooms
         self._pieces: list[_Storage] = []
         self._making: threading.Thread | None = None
 
@@ -37,10 +56,17 @@ class HostMemory:
         What it does not know is left in place, for the store to refuse. Raises RuntimeError (of torch's allocator) when there is no memory for it; then nothing is held.
         """
         self._wait_made()
-        walk = _Walk(self._pieces, steady=_keys(steady))
-        self._pieces = []
+        if self._rooms is None:
+            pieces, self._pieces = self._pieces, []
+        else:
+            try:
+                pieces = self._rooms.make_room(storage_sizes(state))
+            except OSError as error:
+                raise MemoryError(error.strerror) from error
+        walk = _Walk(pieces, steady=_keys(steady))
         content = {key: walk.tree(value) for key, value in state.items()}
-        self._pieces = walk.pieces
+        if self._rooms is None:
+            self._pieces = walk.pieces
         return Snapshot(content, walk)
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
@@ -56,8 +82,11 @@ class HostMemory:
             self._making.start()
 
     def _make(self, sizes_bytes: Sequence[int]) -> None:
-        with contextlib.suppress(RuntimeError, MemoryError):
-            self._pieces = [_room(size, pinned=can_pin()) for size in sizes_bytes]
+        with contextlib.suppress(RuntimeError, MemoryError, OSError):
+            if self._rooms is None:
+                self._pieces = [_room(size, pinned=can_pin()) for size in sizes_bytes]
+            else:
+                self._rooms.reserve(sizes_bytes)
 
     def _wait_made(self) -> None:
         if self._making is not None:
@@ -67,6 +96,8 @@ class HostMemory:
     def size_bytes(self) -> int:
         """What is held."""
         self._wait_made()
+        if self._rooms is not None:
+            return self._rooms.size_bytes
         return sum(piece.nbytes() for piece in self._pieces)
 
 

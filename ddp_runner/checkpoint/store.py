@@ -140,8 +140,7 @@ class CheckpointStore:
             monitored=monitored,
             meaning=meaning,
             settings_digest=settings_digest,
-            versions={"python": platform.python_version(), "torch": str(torch.__version__)},
-            created_utc=_utc("%Y-%m-%dT%H:%M:%SZ"),
+            **made_here(),
             reason=reason,
             pace=dict(pace),
             order=order,
@@ -466,6 +465,12 @@ def _storage_fault(error: OSError, path: Path, *, step: int, room: str) -> Fault
     place = "" if where in (path, path.parent) else f" (at {where})"
     cause = f"{path}{place}: {error.strerror or error}{room}"
     return FaultError(_fault(FaultKind.STORAGE_FAILED, cause, step=step))
+
+
+def made_here() -> dict[str, Any]:
+    """What a manifest says of when, and by what, its state was captured."""
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return {"versions": versions, "created_utc": _utc("%Y-%m-%dT%H:%M:%SZ")}
 
 
 def _utc(form: str) -> str:

@@ -92,7 +92,8 @@ ON_RESUME: Mapping[str, OnResume] = {
             memory.memory_check_interval memory.cleanup_interval memory.max_memory_gb
             memory.regrow_micro_batch memory.activation_checkpointing memory.warn_share memory.react_share memory.limit_share
             memory.leak_window_steps memory.leak_mb_per_1000_steps
-            checkpoint.save_interval checkpoint.save_every_steps checkpoint.keep_last
+            checkpoint.save_interval checkpoint.save_every_steps checkpoint.memory_every
+            checkpoint.keep_last
             checkpoint.keep_every checkpoint.after_save
             checkpoint.after_save_grace_s checkpoint.monitor checkpoint.only_trained
             checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps

@@ -18,6 +18,8 @@ WRITING_SHARE_MAX = 0.5  # of the time: a disk that is busy with one save must b
 PRIOR_FAULT_S = 4 * 3600.0  # one fault in so long is assumed beside those seen
 USUAL_STEPS = 64  # the newest without a save beside them, whose mean is the usual one
 USUAL_STEPS_MIN = 8
+COPY_SHARE_MAX = 0.005  # of the time, for copies in memory that are no files
+FIRST_COPY_S = 5.0
 _NEWEST_SHARE = 0.5  # of the newest cost in the smoothed one
 
 
@@ -169,3 +171,14 @@ class CheckpointInterval:
         names = [each.name for each in fields(SaveCost)]
         if self._cost is None and all(name in record for name in names):
             self._cost = SaveCost(**{name: float(record[name]) for name in names})
+
+
+class CopyInterval(CheckpointInterval):
+    """When the next copy in memory is due: so seldom that all of them cost a small share of the time."""
+
+    def interval_s(self, *, now_s: float, step_s: float) -> float:
+        """The interval by what is known now."""
+        del now_s
+        if self._cost is None:
+            return max(FIRST_COPY_S, STEPS_MIN * step_s)
+        return max(INTERVAL_MIN_S, STEPS_MIN * step_s, self._cost.training_s / COPY_SHARE_MAX)

@@ -268,6 +268,14 @@ class Plan(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTaken(Event):
+    """No rank was left: the world goes on from the copy in memory of ``step``."""
+
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired(Event):
     """The world trains again, from ``step`` on, after the incident of ``culprit``.
 

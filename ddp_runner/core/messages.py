@@ -169,6 +169,7 @@ class Ready:
     device_free_bytes: int = 0
     block: tuple[str, ...] = ()
     is_given_all: bool = False
+    is_from_memory: bool = False  # it has taken its state from a copy in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -332,6 +332,9 @@ class CheckpointSettings:
     save_every_steps: Literal["auto"] | NonNegative = "auto"
     """Steps between checkpoints. auto: by time, from what a save costs and how often one was
     needed. 0: none by steps."""
+    memory_every: Literal["auto"] | NonNegative = "auto"
+    """Steps between copies of the state in the supervisor's memory, to go on from where all ranks end at
+    once. Each save makes one too. auto: by time, so that copies cost at most 0.5 % of it. 0: none, ever."""
     keep_last: Positive = 3
     """How many of the newest checkpoints are kept; the best one is kept beside them."""
     keep_every: NonNegative = 0

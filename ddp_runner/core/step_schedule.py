@@ -48,6 +48,7 @@ class DueActions:
     log: bool
     evaluate: bool
     save: bool
+    copy: bool = False  # in memory, without a file
 
 
 def due_after(
@@ -82,6 +83,9 @@ def due_after(
         log=at_end or committed_step == 1 or _divides(log.log_interval, committed_step),
         evaluate=evaluate and not at_end,
         save=save and not at_end,
+        copy=checkpoint.memory_every != "auto"
+        and _divides(checkpoint.memory_every, committed_step)
+        and not at_end,
     )
 
 

@@ -84,6 +84,9 @@ class RunAccounting:
                 self.incident(event, event_id=-1 if cause is None else cause)
             case events.TuningChanged(fault_free=True, plain_retry=True):
                 self.plain_retry(event.rank)
+            case events.CopyTaken(step=step):
+                for fault in self._open:
+                    fault.action += f" (in memory, of step {step})"
             case events.RepairedInPlace():
                 self._minor.repair(event, now_s)
             case events.FaultTolerated():

@@ -70,6 +70,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         short_of_memory_in=str(spec["short_of_memory_in"]),
         device_free_bytes=int(spec["device_free_bytes"]),
         preload=tuple(spec["preload"]),
+        memory_slots=tuple(spec["memory_slots"]),
         log_folder=int(spec.get("log_folder", 0)),
         other_devices=tuple(spec.get("other_devices", ())),
         mode=str(spec.get("mode", "")),

@@ -177,6 +177,9 @@ class Supervisor:
                 handle.ready = message
                 handle.device_free_bytes = handle.device_free_bytes or message.device_free_bytes
                 self.facts.steps_per_epoch = message.steps_per_epoch
+                if message.is_from_memory:
+                    taken = events.CopyTaken(rank=message.rank, step=message.committed_step)
+                    self.recorder.record(taken)
                 handle.machine.advance(RankEvent.GOT_READY)
                 if handle.membership is Membership.REJOINING:
                     self._repair.returning.got_ready(handle)

@@ -118,7 +118,8 @@ def _complete_audits(
 def _prepare_source(parts: RankParts, *, has_trained: bool) -> None:
     """Before anybody gets the newest step."""
     runtime = parts.runtime
-    if runtime.rank_info.loads and not has_trained:
+    is_new = runtime.rank_info.loads and not has_trained
+    if is_new and not parts.progress.is_from_memory:  # which is of after this was done
         # INVARIANT left-before-shared: whoever has the state of this run finds no other branch.
         # Broken if: it is sent first; should this rank die then, nobody loads it, and leaves that.
         # Guarded by: test_a_rank_that_dies_leaving_the_other_branch_has_a_successor.

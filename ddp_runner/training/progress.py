@@ -15,6 +15,7 @@ class Progress:
     figures: dict[str, float] = field(default_factory=dict)
     checkpoint: str = ""
     checkpoint_step: int = -1
+    is_from_memory: bool = False  # this process began with a copy of this launch's own
     changed_task: str = ""  # its file, where the checkpoint that was loaded is of another one
 
     def monitored(self, monitor: str, *, smoothed: float | None) -> float | None:

@@ -20,6 +20,7 @@ from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.changes import note_changes, tuning_of_changed
 from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
+from ddp_runner.training.memory_copies import open_slots
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -63,6 +64,36 @@ def load_start(
     start_fresh(settings, state)
     note_begin(settings, workload, state)
     return None
+
+
+def load_copy(
+    settings: Settings,
+    workload: Workload,
+    state: TrainState,
+    store: CheckpointStore,
+    *,
+    runtime: Runtime,
+) -> Loaded | None:
+    """Fill ``state`` from the copy that a rank of this launch has left in memory, where that is the newest.
+
+    None where a file is as new, or there is no copy that is whole.
+    """
+    slots = open_slots(runtime.rank_info)
+    if slots is None or slots.newest_step is None:
+        return None
+    files = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
+    loaded, wrong = slots.load() if slots.newest_step > files else (None, [])
+    for line in wrong:
+        runtime.logger.warning(line)
+    if loaded is None or loaded.manifest.step <= files:
+        # INVARIANT one-course: what is gone back to lies on the course that the run has taken since.
+        # Broken if: a state is taken from a file, and a copy in memory of a later step stays.
+        # Guarded by: test_a_copy_that_is_damaged_is_refused.
+        slots.clear()
+        return None
+    saved = completed_in_run(settings, workload, state, store, loaded)
+    _restore(settings, state, saved, where=str(loaded.path))
+    return loaded
 
 
 def leave_other_branch(
@@ -118,6 +149,10 @@ def take_up(
     if not runtime.rank_info.loads:
         return TakenUp(loaded=None, progress=progress)
     entering(Stage.CHECKPOINT)
+    loaded = load_copy(settings, workload, state, store, runtime=runtime)
+    if loaded is not None:
+        progress.is_from_memory = True
+        return TakenUp(loaded=loaded, progress=progress)
     loaded = load_start(settings, workload, state, store)
     if loaded is not None or settings.run.init_from:
         warn_of_values(state, runtime.logger.warning)

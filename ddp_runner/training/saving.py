@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_runner import config
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
 from ddp_runner.checkpoint.snapshot import size_in_memory, storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
@@ -28,15 +27,17 @@ from ddp_runner.core.save_requests import SaveRequests
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import last_save_due, saves_to_skip
 from ddp_runner.memory.manager import MemoryManager
-from ddp_runner.training.described import about_file
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.last_save import BEFORE_END, LastSave
+from ddp_runner.training.memory_copies import COPIES_HELD, MemoryCopies
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.save_content import SaveContent
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.workload import Workload, versions
+from ddp_runner.training.workload import Workload
 
 INTERVAL = "interval"  # the reason of a save between others
+COPY = "copy"  # of one that is no file, but stays in memory
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
 ROOM_SHARE_MAX = 0.5  # of the memory that is left, for a copy of the state
 
@@ -63,16 +64,23 @@ class Saving:
         self._store = store
         self._memory = memory
         self._runtime = runtime
-        self._settings_record = config.record_to_show(settings)
         self._progress = progress
-        self._data = data
+        self.content = SaveContent(
+            settings=settings,
+            workload=workload,
+            state=state,
+            runtime=runtime,
+            progress=progress,
+            data=data,
+        )
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
-        self._saver = BackgroundSaver()
+        self._copies = MemoryCopies(settings, runtime)
+        self._saver = BackgroundSaver(self._copies.slots)
+        self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save
-        self._compare_s: float | None = (
-            None  # what training waited to have it proven; None: not yet
-        )
+        # What training waited to have it proven; None: not yet.
+        self._compare_s: float | None = None
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
@@ -81,7 +89,7 @@ class Saving:
         self._interval = CheckpointInterval(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the interval
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
-        self._reserves = pins_copies(workload.device)
+        self._reserves = pins_copies(workload.device) or self._copies.slots is not None
         state.before_change = self._release_state
 
     def due(self, reason: str) -> None:
@@ -104,6 +112,15 @@ class Saving:
                 step=step,
             )
             self._put_off = reason
+
+    def copy(self) -> None:
+        """As :meth:`due`, without a file: into memory that outlives this process, where there is some.
+
+        Nothing happens while a save is under way.
+        """
+        self._collect(timeout_s=0.0)
+        if self._copies.slots is not None and not self._saver.is_busy:
+            self._begin(COPY)
 
     def put_off(self, reason: str) -> None:
         """Save not now but at a later boundary: :meth:`asks` says so until it has come."""
@@ -129,7 +146,7 @@ class Saving:
             return False
         save.drop()
         self._begun_step = 0
-        return True
+        return not self._is_copying
 
     def has_to_make_up(self) -> bool:
         """Whether the newest save that was due is on no disk, nor on its way there.
@@ -164,6 +181,15 @@ class Saving:
             return True
         return self._saves_by_time and self._is_time()
 
+    def asks_copy(self) -> bool:
+        """Between two steps: whether the state should be copied into memory after the next."""
+        step_s = self._runtime.slot.get(Cell.STEP_NS) / 1e9
+        return not self._saver.is_busy and self._copies.is_time(step_s=step_s)
+
+    def forget_copies(self) -> None:
+        """The state is to be an older one: no copy in memory may be gone back to."""
+        self._copies.forget()
+
     def covered_step(self) -> int:
         """Up to which step what was wanted is written, on its way, or refused by the disk."""
         if self._failures and not self.save_requests.is_open:
@@ -181,6 +207,9 @@ class Saving:
 
     def compared(self, compare_s: float) -> None:
         """So long training has waited for the comparison of the replicas, for a save's sake."""
+        self._copies.compared(compare_s)
+        if self._is_copying:
+            return
         self._interval.compared(compare_s)
         if (
             self._compare_s is None
@@ -189,7 +218,12 @@ class Saving:
 
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
-        self._interval.stepped(step_s, beside_save=self._saver.is_busy)
+        is_busy = self._saver.is_busy
+        is_copying, is_saving = is_busy and self._is_copying, is_busy and not self._is_copying
+        if not is_copying:
+            self._interval.stepped(step_s, beside_save=is_saving)
+        if not is_saving:
+            self._copies.stepped(step_s, beside_copy=is_copying)
         if self._reserves:
             self._reserves = False
             self._reserve()
@@ -217,10 +251,7 @@ class Saving:
             raise FaultError(refusal)
 
     def save_alone(self) -> Fault:
-        """Save at the end of the run, without the other ranks, and report what became of it.
-
-        Returns why this process ends.
-        """
+        """Save at the end of the run, alone, and report what became of it; why this process ends."""
         state = self._state
         reported_step, cause, is_its_own = self._progress.checkpoint_step, "", True
         try:
@@ -281,37 +312,48 @@ class Saving:
         self._interval.began(now_s=time.monotonic() - age_s)
 
     def _begin(self, reason: str) -> None:
-        self._begun_step, self._compare_s = self._state.committed_step, None
-        self._put_off = ""
-        self.save_requests.begun()
-        self._interval.began(now_s=time.monotonic())
+        self._is_copying = reason == COPY
+        self._copies.begun()
+        if self._is_copying:
+            self._begun_step = 0
+        else:
+            self._begun_step, self._compare_s = self._state.committed_step, None
+            self._put_off = ""
+            self.save_requests.begun()
+            self._interval.began(now_s=time.monotonic())
         began_ns = self._enter()
         try:
             self._start_saving(reason)
         except (RuntimeError, MemoryError) as error:
             cause = f"no checkpoint could be begun ({type(error).__name__}: {error})"
-            self._failed(self._disk_faults.storage_failed(cause))
+            if not self._is_copying:
+                self._failed(self._disk_faults.storage_failed(cause))
         finally:
             self._leave(began_ns)
 
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
-        state, steady = self._content(), self._state.steady_tensors()
-        write = self.writer(reason, self._store)
+        state, steady = self.content.for_file(), self._state.steady_tensors()
+        facts = self._facts(reason)
+        to_file = None if self._is_copying else partial(self._store.save, **facts)
         if self._has_room_for(state):
             try:
-                self._saver.begin(state, steady=steady, write=write)
+                self._saver.begin(state, steady=steady, write=self._copies.sealing(facts, to_file))
             except (RuntimeError, MemoryError) as error:
                 self._say_waiting(f"no copy of the state can be made ({error})")
             else:
                 return
-        self._saver.begin_borrowing(state, steady=steady, write=write)
+        if to_file is not None:
+            self._saver.begin_borrowing(state, steady=steady, write=to_file)
 
     def _has_room_for(self, state: Mapping[str, Any]) -> bool:
         """Whether a copy of the state fits beside it."""
         if self._saver.memory.size_bytes:
             return True
         needed_bytes = size_in_memory(state)
+        if self._copies.slots is not None and not self._fits(COPIES_HELD * needed_bytes):
+            self._copies.do_without(needed_bytes)
+            self._saver = BackgroundSaver()
         if self._fits(needed_bytes):
             return True
         self._say_waiting(
@@ -324,8 +366,9 @@ class Saving:
 
     def _reserve(self) -> None:
         """After the first step, when the optimizer has its state: have the first save wait for no memory."""
-        sizes_bytes = storage_sizes(self._content())
-        if self._fits(sum(sizes_bytes)):
+        sizes_bytes = storage_sizes(self.content.for_file())
+        copies = 1 if self._copies.slots is None else COPIES_HELD
+        if self._fits(copies * sum(sizes_bytes)):
             self._saver.memory.reserve(sizes_bytes)
 
     def _say_waiting(self, why: str) -> None:
@@ -335,39 +378,17 @@ class Saving:
             )
         self._said_waiting = True
 
-    def captured(self) -> dict[str, Any]:
-        """The whole state as a file has it; references, not copies."""
-        return {**self._state.capture(), "versions": versions()}
-
-    def _content(self) -> dict[str, Any]:
-        """The same, without what the settings leave out of checkpoints."""
-        return {**self._state.capture_for_file(), "versions": versions()}
-
     def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""
-        step = self._state.committed_step
-        return partial(
-            store.save,
-            step=step,
-            epoch=self._workload.length.epoch_of(step),
-            samples=self._state.samples,
-            run_id=self._runtime.run_id,
-            meaning=dict(self._workload.resume_key),
-            settings_digest=self._workload.settings_digest,
-            recipe=dict(self._workload.recipe),
-            changes=self._state.changes,
-            data=self._data(),
-            about=about_file(self._state, loss=self._progress.loss, settings=self._settings_record),
-            monitored=self._monitored(),
-            reason=reason,
-            pace=self._interval.to_record(now_s=time.monotonic()),
-            order=self._state.order_version,
-        )
+        return partial(store.save, **self._facts(reason))
+
+    def _facts(self, reason: str) -> dict[str, Any]:
+        return self.content.facts(reason, pace=self._interval.to_record(now_s=time.monotonic()))
 
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
         began_ns = self._enter()
         try:
-            return self.writer(reason, store)(self._content())
+            return self.writer(reason, store)(self.content.for_file())
         finally:
             self._leave(began_ns)
 
@@ -392,6 +413,9 @@ class Saving:
 
     def _conclude(self, ended: BackgroundSave) -> None:
         """Report a save between others: one that the disk refused costs a warning, and a pause."""
+        if self._is_copying:
+            self._copies.ended(ended)
+            return
         try:
             saved = ended.result()
         except FaultError as error:
@@ -452,10 +476,6 @@ class Saving:
                 is_rescued=is_rescued,
             )
         )
-
-    def _monitored(self) -> float | None:
-        monitor, smoothed = self._settings.checkpoint.monitor, self._state.monitor.smoothed
-        return self._progress.monitored(monitor, smoothed=smoothed)
 
     def _release_state(self) -> None:
         """Called before anything changes what a copy may still be reading."""

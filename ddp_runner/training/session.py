@@ -139,7 +139,11 @@ class Session:
         self._step = StepInHand(
             micro_batches=micro_batches,
             waited_ns=int(self._loader.waited_s * 1e9),
-            votes=Votes(stop=self._runtime.stop_asked(), save=self._wants_save()),
+            votes=Votes(
+                stop=self._runtime.stop_asked(),
+                save=self._wants_save(),
+                copy=self.group.rank == 0 and self._saving.asks_copy(),
+            ),
             began_ns=began_ns,
             aside_ns=self._aside_ns(),
         )
@@ -191,7 +195,13 @@ class Session:
         if outcome is Outcome.WENT_BACK or result.stop is not None or self._maker.at_end:
             return result.stop  # the end of the run compares, evaluates and saves by itself
         save_now = self._may_save(wanted=due.save or result.save)
-        return self._run_due(evaluate_now=due.evaluate, save_now=save_now, compare_now=due.compare)
+        copy_now = not save_now and (due.copy or result.copy) and self._state.monitor.is_calm
+        return self._run_due(
+            evaluate_now=due.evaluate,
+            save_now=save_now,
+            copy_now=copy_now,
+            compare_now=due.compare or copy_now,
+        )
 
     def _due(self, step: int) -> DueActions:
         due = due_after(
@@ -259,10 +269,12 @@ class Session:
         if self._state.improvement.is_over and not evaluate_now:  # a run that has ended, or was to
             return StopReason.COMPLETED
         save_now = self._may_save(wanted=(is_undone and due.save) or answers[0][1] or is_lost)
-        return self._run_due(evaluate_now=evaluate_now, save_now=save_now, compare_now=False)
+        return self._run_due(
+            evaluate_now=evaluate_now, save_now=save_now, copy_now=False, compare_now=False
+        )
 
     def _run_due(
-        self, *, evaluate_now: bool, save_now: bool, compare_now: bool
+        self, *, evaluate_now: bool, save_now: bool, copy_now: bool, compare_now: bool
     ) -> StopReason | None:
         """What is due at this boundary. What is to be saved is compared too."""
         if evaluate_now:
@@ -273,6 +285,8 @@ class Session:
         self._state.boundary_done_step = self._state.committed_step
         if save_now and self.group.rank == 0:
             self._saving.due(INTERVAL)
+        if copy_now and self.group.rank == 0:
+            self._saving.copy()
         if save_now or compare_now:
             self._guard.begin_comparison()
         return None

@@ -27,6 +27,8 @@ from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from ddp_runner.training.state import TrainState
 
+COPY_VOTE = 0.5  # of rank 0 alone; a vote for a save is 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
@@ -53,6 +55,7 @@ class Votes:
 
     stop: StopReason | None = None
     save: bool = False
+    copy: bool = False  # in memory, without a file: only rank 0 votes for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ class StepResult:
     waited_ns: int = field(compare=False)  # this rank's own, for its peers in the reduction
     stop: StopReason | None
     save: bool
+    copy: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)  # named numbers beside the loss
     without_weight: bool = False  # skipped: no sample of any rank counts
 
@@ -184,7 +188,8 @@ class Stepper:
             broken_ranks=_ranks_in(int(agreed.signals[Signal.TROUBLE])),
             waited_ns=self._replica.waited_ns(),
             stop=agreed_stop(agreed.signals),
-            save=agreed.signals[Signal.SAVE] > 0,
+            save=agreed_save(agreed.signals[Signal.SAVE]),
+            copy=agreed.signals[Signal.SAVE] > 0,
             parts=means.parts,
             without_weight=means.weight == 0,
         )
@@ -376,12 +381,17 @@ def as_signals(votes: Votes, device: torch.device) -> Tensor:
     values = [0.0] * len(Signal)
     values[Signal.PREEMPT] = float(votes.stop is StopReason.PREEMPTED)
     values[Signal.INTERRUPT] = float(votes.stop is StopReason.INTERRUPTED)
-    values[Signal.SAVE] = float(votes.save)
+    values[Signal.SAVE] = 1.0 if votes.save else COPY_VOTE * votes.copy
     return torch.tensor(values, device=device)
 
 
 def _ranks_in(mask: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
+
+
+def agreed_save(votes: float) -> bool:
+    """Whether the sum of all votes has one for a file, and not only that for a copy in memory."""
+    return votes > (1.0 + COPY_VOTE) / 2
 
 
 def agreed_stop(signals: Sequence[float]) -> StopReason | None:

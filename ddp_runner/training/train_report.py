@@ -173,6 +173,7 @@ def ready_message(parts: RankParts, run_id: str, *, is_first: bool) -> Ready:
         ends_in_silence=ends_in_silence(workload.backend),
         device_free_bytes=workload.device_free_bytes,
         block=block_of(parts) if shows else (),
+        is_from_memory=is_first and parts.progress.is_from_memory,
         is_given_all=not isinstance(workload, TaskWorkload)
         or bool(getattr(workload.task, "takes_settings", False)),
     )

@@ -37,8 +37,8 @@ from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.processes.resources import (
     BoardMemory,
     ProgramMemory,
-    SharedSamples,
     StorePlace,
+    shared_memory,
 )
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -71,7 +71,7 @@ class Node:
         self._settings_record = config.to_record(plan.settings)
         self._program = None if plan.loop is None else ProgramMemory(plan.loop)
         self.store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
-        self._samples = SharedSamples(is_wanted=plan.settings.data.preload)
+        self._shared = shared_memory(plan.settings)
         self._memory = BoardMemory(plan.world_size)
         # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
@@ -423,7 +423,8 @@ class Node:
         for slot in self._slots:
             slot.release()
         self._memory.close()
-        self._samples.close()
+        for memory in self._shared.values():
+            memory.close()
         if self._program is not None:
             self._program.close()
 
@@ -434,7 +435,7 @@ class Node:
             "settings": self._settings_record,
             "store_host": self.store_at.host,
             "store_port": self.store_at.port,
-            "preload": self._samples.record,
+            **{name: memory.record for name, memory in self._shared.items()},
             **({} if self._program is None else {"program": self._program.record}),
         }
 

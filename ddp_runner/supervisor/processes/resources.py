@@ -11,6 +11,7 @@ from pathlib import Path
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.script import LoopPlan
+from ddp_runner.core.settings import Settings
 from ddp_runner.system.run_files import left_over
 
 LOOPBACK = "127.0.0.1"
@@ -97,14 +98,13 @@ class BoardMemory:
         os.close(self.descriptor)
 
 
-class SharedSamples:
-    """Where ranks put the samples that they share. ``record``: its files, for training and validation.
+class SharedMemory:
+    """Memory files that ranks share, such as samples, or copies of the state. ``record``: how ranks open them.
 
     They have no name, and are this process's: no rank's end takes them along.
     """
 
-    def __init__(self, *, is_wanted: bool) -> None:
-        names = ("training_samples", "validation_samples") if is_wanted else ()
+    def __init__(self, *names: str) -> None:
         self._descriptors = [os.memfd_create(name) for name in names]
         self.record = [f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors]
 
@@ -112,6 +112,13 @@ class SharedSamples:
         """No rank comes any more."""
         for descriptor in self._descriptors:
             os.close(descriptor)
+
+
+def shared_memory(settings: Settings) -> dict[str, SharedMemory]:
+    """What the ranks of a machine share, by the name under which they are sent its record."""
+    samples = ("training_samples", "validation_samples") if settings.data.preload else ()
+    copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
+    return {"preload": SharedMemory(*samples), "memory_slots": SharedMemory(*copies)}
 
 
 class ProgramMemory:

@@ -62,6 +62,8 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
                 ),
                 "INFO",
             )
+        case events.CopyTaken(step=step):
+            yield f"no rank was left: the copy in memory is of step {step}", "INFO"
         case events.Straggler(rank=rank, factor=factor):
             words = f"rank {rank} takes {factor:.1f} times as long as the others for its own work"
             yield words, "WARNING"

@@ -139,7 +139,7 @@ class Drills:
     def _begin_writing(self, step: int) -> None:
         if self._saver is not None:
             return  # the one of an earlier drill is still being written: this one is left out
-        state = self._saving.captured()
+        state = self._saving.content.captured()
         problem = self._lacks_memory(size_in_memory(state))
         if not problem:
             folder = self._folder / folder_name(step) / STATE_FOLDER

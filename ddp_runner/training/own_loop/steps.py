@@ -36,7 +36,7 @@ from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
 from ddp_runner.training.saving import ROOM_SHARE_MAX
 from ddp_runner.training.session import Outcome, StepInHand
-from ddp_runner.training.step import StepResult, Votes, agreed_stop, as_signals
+from ddp_runner.training.step import StepResult, Votes, agreed_save, agreed_stop, as_signals
 from ddp_runner.training.use_figures import memory_figures
 
 _COUNTED_TO = 4096  # steps, modulo which ranks show each other where they are: exact in float32
@@ -392,7 +392,8 @@ class LoopSteps:
             broken_ranks=(),
             waited_ns=self._replica.waited_ns() if has_updated else 0,
             stop=agreed_stop(signals),
-            save=signals[Signal.SAVE] > 0,
+            save=agreed_save(signals[Signal.SAVE] * self._group.world_size),  # it is their mean
+            copy=signals[Signal.SAVE] > 0,
         )
 
     def _log(self, result: StepResult) -> None:

@@ -1,0 +1,306 @@
+"""Copies of a state in memory that outlives whoever made them: two places, one of which is always whole.
+
+The memory has no name and belongs to the supervisor, which hands it to every rank of its machine: a
+rank that is killed leaves it as it is. Never touches a disk; never decides when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import mmap
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
+from ddp_runner.checkpoint.store import Loaded
+
+if TYPE_CHECKING:
+    from ddp_runner.core.settings import JsonValue
+
+_HEADER_BYTES = 4096
+_ALIGNED_TO = 64
+_EMPTY = b"\0" * _HEADER_BYTES
+_NO_DIGEST = "0" * 64
+
+Checksum = Callable[[Tensor], str]  # over the bytes of a tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What a slot holds, once all of it is there; ``checksum`` is over the payload and what describes it."""
+
+    step: int
+    sealed: int  # counts up: the newest has the highest
+    payload_bytes: int
+    described_bytes: int
+    checksum: str
+
+    def to_bytes(self) -> bytes:
+        text = json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
+        sealed = hashlib.sha256(text).hexdigest().encode() + b" " + text + b"\n"
+        return sealed.ljust(_HEADER_BYTES, b"\0")
+
+    @classmethod
+    def from_bytes(cls, header: bytes) -> _Header | None:
+        """None of a slot that holds nothing whole."""
+        digest, _, text = header.rstrip(b"\0\n").partition(b" ")
+        if not text or hashlib.sha256(text).hexdigest().encode() != digest:
+            return None
+        return cls(**json.loads(text))
+
+
+class _Slot:
+    """One memory file: a header, the bytes of the tensors, and how the state is built of them."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._memory: mmap.mmap | None = None
+        self._sizes: tuple[int, ...] = ()
+        self._pieces: list[torch.UntypedStorage] = []
+        self._begin = self._end = 0  # addresses of the mapped payload
+        self._is_pinned = False
+
+    @property
+    def header(self) -> _Header | None:
+        """None where there is nothing whole."""
+        return _Header.from_bytes(os.pread(self._descriptor, _HEADER_BYTES, 0))
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of the machine's memory."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def clear(self) -> None:
+        """From here on it holds nothing."""
+        if os.fstat(self._descriptor).st_size:
+            os.pwrite(self._descriptor, _EMPTY, 0)
+
+    def make_room(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """A piece of memory for each size, the same ones as last time where the sizes are the same.
+
+        Raises OSError where the machine has no memory for it.
+        """
+        self.clear()
+        if tuple(sizes) == self._sizes and self._memory is not None:
+            return self._pieces
+        self._unpin()
+        self._pieces, self._memory, self._sizes = [], None, ()
+        places, end = _places(sizes)
+        # Asked for now: memory that is not there would end this process when it is written to.
+        os.posix_fallocate(self._descriptor, 0, end)
+        os.ftruncate(self._descriptor, end)
+        memory = mmap.mmap(self._descriptor, end)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._begin, self._end = whole.data_ptr(), whole.data_ptr() + end
+        self._pieces = [
+            _piece(memory, place, size) for place, size in zip(places, sizes, strict=True)
+        ]
+        self._memory, self._sizes = memory, tuple(sizes)
+        self._pin()
+        return self._pieces
+
+    def _pin(self) -> None:
+        """Where the state is on a device: have it copy at the speed of its bus, beside what it computes."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            size = self._end - self._begin
+            driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = driver.cudaHostRegister(self._begin, size, 0)
+            self._is_pinned = int(status) == 0  # else it copies more slowly
+
+    def _unpin(self) -> None:
+        """Before the memory is another."""
+        if self._is_pinned:
+            driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            driver.cudaHostUnregister(self._begin)
+            self._is_pinned = False
+
+    def seal(
+        self, content: Mapping[str, Any], *, step: int, sealed: int, checksum: Checksum
+    ) -> None:
+        """Say that the pieces hold ``content``, which is of ``step``, and nothing will change them.
+
+        What of it lies elsewhere is added. Raises OSError where there is no memory for that.
+        """
+        assert self._memory is not None, "seal() follows make_room()"
+        described = io.BytesIO()
+        _Describer(described, begin=self._begin, end=self._end).dump(dict(content))
+        payload_bytes, text = len(self._memory), described.getbuffer()
+        written = 0
+        while written < len(text):
+            written += os.pwrite(self._descriptor, text[written:], payload_bytes + written)
+        header = _Header(
+            step=step,
+            sealed=sealed,
+            payload_bytes=payload_bytes,
+            described_bytes=len(text),
+            checksum=_checksum_of(self._memory, text, checksum),
+        )
+        # INVARIANT sealed-last: a slot says what it holds only once all of that is in it.
+        # Broken if: the header is written before the last piece, or stays while a piece is written.
+        # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one.
+        os.pwrite(self._descriptor, header.to_bytes(), 0)
+
+    def read(self, checksum: Checksum) -> tuple[_Header, dict[str, Any]] | str:
+        """What it holds, copied out of it; or why it is of no use."""
+        header = self.header
+        if header is None:
+            return "it is empty, or was being written"
+        end = header.payload_bytes + header.described_bytes
+        if os.fstat(self._descriptor).st_size < end:
+            return "it is shorter than it says"
+        with contextlib.closing(mmap.mmap(self._descriptor, end)) as memory:
+            text = bytearray(memory[header.payload_bytes :])
+            with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
+                if _checksum_of(payload, text, checksum) != header.checksum:
+                    return "its bytes are not those that were written"
+            return header, _Builder(io.BytesIO(text), memory).load()
+
+
+class MemorySlots:
+    """The two slots of a machine. Ranks of one machine may all have them; one at a time writes.
+
+    ``checksum`` is over the bytes of a tensor of uint8.
+    """
+
+    def __init__(self, descriptors: Sequence[int], *, checksum: Checksum) -> None:
+        self._slots = [_Slot(one) for one in descriptors]
+        self._checksum = checksum
+        self._writing: _Slot | None = None
+
+    @property
+    def newest_step(self) -> int | None:
+        """Of the newest copy that is whole, as far as its header says; None where there is none."""
+        found = self._by_age()
+        return None if not found else found[-1][0].step
+
+    @property
+    def size_bytes(self) -> int:
+        """What both take of the machine's memory."""
+        return sum(slot.size_bytes for slot in self._slots)
+
+    def make_room(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+        """Memory for the next copy, a piece for each size; the newest whole copy stays as it is.
+
+        Raises OSError where the machine has none.
+        """
+        by_age = self._by_age()
+        newest = by_age[-1][1] if by_age else None
+        self._writing = next(slot for slot in self._slots if slot is not newest)
+        return self._writing.make_room(sizes)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make room for the next copies, ahead of them. Raises OSError where the machine has none."""
+        by_age = self._by_age()
+        for slot in self._slots:
+            if not by_age or slot is not by_age[-1][1]:
+                slot.make_room(sizes)
+
+    def seal(self, content: Mapping[str, Any], facts: Mapping[str, JsonValue]) -> None:
+        """The copy in hand is whole, and sound. ``facts``: the arguments of :class:`Manifest` for it."""
+        slot, self._writing = self._writing, None
+        assert slot is not None, "seal() follows make_room()"
+        by_age = self._by_age()
+        slot.seal(
+            {**content, _FACTS: dict(facts)},
+            step=int(str(facts["step"])),
+            sealed=by_age[-1][0].sealed + 1 if by_age else 1,
+            checksum=self._checksum,
+        )
+
+    def clear(self) -> None:
+        """Nothing of what they hold may be gone back to."""
+        for slot in self._slots:
+            slot.clear()
+
+    def load(self) -> tuple[Loaded | None, list[str]]:
+        """The newest copy that is whole, of which nothing is theirs; and what is wrong with newer ones."""
+        wrong: list[str] = []
+        for header, slot in reversed(self._by_age()):
+            found = slot.read(self._checksum)
+            if isinstance(found, str):
+                wrong.append(f"the copy in memory of step {header.step} is of no use: {found}")
+                continue
+            _, content = found
+            facts = content.pop(_FACTS)
+            manifest = Manifest(
+                **facts, file=checkpoint_name(header.step), size_bytes=0, sha256=_NO_DIGEST
+            )
+            where = Path(f"memory of step {header.step}")
+            return Loaded(state=content, manifest=manifest, path=where), wrong
+        return None, wrong
+
+    def _by_age(self) -> list[tuple[_Header, _Slot]]:
+        found = [(slot.header, slot) for slot in self._slots]
+        whole = [(header, slot) for header, slot in found if header is not None]
+        return sorted(whole, key=lambda one: one[0].sealed)
+
+
+_FACTS = "facts of the copy"
+
+
+class _Describer(pickle.Pickler):
+    """Writes how a state is built of tensors; of those that lie in the slot only where."""
+
+    def __init__(self, out: io.BytesIO, *, begin: int, end: int) -> None:
+        super().__init__(out, protocol=4)
+        self._begin, self._end = begin, end
+
+    def persistent_id(self, value: object) -> object:
+        if type(value) is not Tensor:
+            return None
+        storage = value.untyped_storage() if value.layout is torch.strided else None
+        if storage is None or not self._begin <= storage.data_ptr() < self._end:
+            return None
+        place = storage.data_ptr() - self._begin
+        kind = str(value.dtype).removeprefix("torch.")
+        offset = value.storage_offset()
+        return place, storage.nbytes(), kind, offset, tuple(value.shape), value.stride()
+
+
+class _Builder(pickle.Unpickler):
+    """Builds the state; tensors that shared memory share it again."""
+
+    def __init__(self, text: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(text)
+        self._memory = memory
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_load(self, found: Any) -> Tensor:
+        place, size, kind, offset, shape, stride = found
+        if place not in self._storages:
+            own = bytearray(self._memory[place : place + size])
+            self._storages[place] = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
+        empty = torch.empty(0, dtype=getattr(torch, kind))
+        return empty.set_(self._storages[place], offset, shape, stride)
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each piece begins, and where the last one ends."""
+    places, end = [], _HEADER_BYTES
+    for size in sizes:
+        places.append(end)
+        end += -(-size // _ALIGNED_TO) * _ALIGNED_TO
+    return places, end
+
+
+def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    found = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=place)
+    return found.untyped_storage()
+
+
+def _checksum_of(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> str:
+    """Over all but the header, which has it."""
+    parts = (memoryview(payload)[_HEADER_BYTES:], text)
+    return " ".join(checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p))

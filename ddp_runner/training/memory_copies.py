@@ -1,0 +1,98 @@
+"""Copies of the state that outlive the ranks: the memory they are made in, and when the next one is due."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddp_runner.checkpoint.background import BackgroundSave
+from ddp_runner.checkpoint.left_out import start_sha256
+from ddp_runner.checkpoint.memory_slots import MemorySlots
+from ddp_runner.checkpoint.store import Saved, made_here
+from ddp_runner.core.checkpoint_interval import CopyInterval
+from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.training.runtime import RankInfo, Runtime
+
+COPIES_HELD = 2  # the one in hand, and a whole one
+
+
+def open_slots(info: RankInfo) -> MemorySlots | None:
+    """The memory of this rank's supervisor; None where it has none for copies, or there is no supervisor."""
+    try:
+        descriptors = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in info.memory_slots]
+    except OSError:  # it has just ended, and so does this rank
+        return None
+    return MemorySlots(descriptors, checksum=tensor_hash) if descriptors else None
+
+
+class MemoryCopies:
+    """One rank's. All calls come from the training thread, but for what :meth:`sealing` returns."""
+
+    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+        self.slots = open_slots(runtime.rank_info)
+        self._logger = runtime.logger
+        self._is_by_time = settings.checkpoint.memory_every == "auto"
+        self._interval = CopyInterval(now_s=time.monotonic())
+        self._compare_s = 0.0
+
+    def is_time(self, *, step_s: float) -> bool:
+        """Whether a copy is due by the clock. A save makes one too."""
+        if self.slots is None or not self._is_by_time:
+            return False
+        return self._interval.is_due(now_s=time.monotonic(), step_s=step_s)
+
+    def begun(self) -> None:
+        """A copy is being made, for a file or for itself."""
+        self._interval.began(now_s=time.monotonic())
+        self._compare_s = 0.0
+
+    def compared(self, compare_s: float) -> None:
+        """So long training has waited for the comparison that proves the one in hand."""
+        self._compare_s = compare_s
+        self._interval.compared(compare_s)
+
+    def stepped(self, step_s: float, *, beside_copy: bool) -> None:
+        """A step has taken so long, less what it waited for a copy."""
+        if self.slots is not None:
+            self._interval.stepped(step_s, beside_save=beside_copy)
+
+    def ended(self, copy: BackgroundSave) -> None:
+        """The one in hand, which is no file, has ended; without it the one before is still there."""
+        try:
+            copy.result()
+        except (MemoryError, OSError, RuntimeError) as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._logger.warning(f"no copy of the state could be kept in memory ({cause})")
+        self._interval.measured(blocked_s=copy.blocked_s, write_s=math.inf)
+
+    def do_without(self, needed_bytes: int) -> None:
+        """There is no room for two copies of a state of this size: none outlives the ranks."""
+        self._logger.warning(
+            f"no room in memory for {COPIES_HELD} copies of the state"
+            f" ({COPIES_HELD * needed_bytes / 1e9:.2f} GB): where all ranks end at once, the run goes on"
+            " from the newest file (checkpoint.memory_every=0 does not ask for them)"
+        )
+        self.slots = None
+
+    def sealing(
+        self, facts: Mapping[str, JsonValue], write: Callable[[dict[str, Any]], Saved] | None
+    ) -> Callable[[dict[str, Any]], Saved | None]:
+        """What a thread does with a copy that is proven: say that it is whole, then ``write`` the file."""
+        slots = self.slots
+
+        def seal(content: dict[str, Any]) -> Saved | None:
+            if slots is not None:
+                start = start_sha256(content)
+                slots.seal(content, {**facts, "start_sha256": start, **made_here()})
+            return None if write is None else write(content)
+
+        return seal
+
+    def forget(self) -> None:
+        """The state is to be an older one: nothing of the course that is left may be gone back to."""
+        if self.slots is not None:
+            self.slots.clear()

@@ -1,0 +1,69 @@
+"""All ranks end at once: the run goes on from what they have left in memory, with the same weights."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.processes import poll
+from tests.scenarios.conftest import WITHOUT_WORKERS
+from tests.scenarios.harness import Run
+from tests.scenarios.test_attached import final, run_loop
+
+NO_FILES = ("save_every_steps=0", "save_interval=0")
+
+
+def kill_all(run, world=2):
+    """At one moment; returns once the run has gone on from a copy."""
+    before = len(run.events("copy_taken"))
+    run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in range(world)))
+    poll(lambda: len(run.events("copy_taken")) > before, what=f"a copy: {run.console}")
+
+
+def test_all_ranks_are_lost_again_and_again_without_any_file(tmp_path, made_once):
+    """Each time the newest copy is taken: few steps are done again, and no bit differs."""
+    with Run(tmp_path, *WITHOUT_WORKERS, *NO_FILES, "memory_every=4", "task.pace_s=0.05") as run:
+        for step in (6, 14, 15, 23):
+            run.wait_for_step(step)
+            kill_all(run)
+        run.wait_for_step(30)
+        run.signal(signal.SIGKILL, run.rank_pid(0))  # the next rank 0 copies beside what it finds
+        run.wait_for_step(36)
+        kill_all(run)
+        assert run.wait() == 0, run.console
+        run.assert_nothing_left()
+    summary, calm = run.summary(), made_once(*WITHOUT_WORKERS, world=2)
+    assert (summary["exact"], summary["weights_sha256"]) == (True, calm.digest)
+    lost = [fault for fault in summary["faults"] if fault["all_ranks_dead"]]
+    assert len(lost) >= 4, "one may come while the one before is still being repaired"
+    assert all(0 <= fault["steps_lost"] <= 8 for fault in lost)
+    assert all("from the newest checkpoint (in memory, of step" in one["action"] for one in lost)
+    assert "no rank was left: the copy in memory is of step 4" in run.console
+
+
+def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):
+    """Its scheduler, average and plain values with it."""
+    with run_loop(tmp_path / "calm") as calm:
+        assert calm.wait() == 0, calm.console
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "harm_0_14_forward").write_text("import time; time.sleep(60)")
+    with run_loop(tmp_path / "run", options=(*NO_FILES, "memory_every=4", "hang_min_s=30")) as run:
+        poll((tmp_path / "run" / "done_harm_0_14_forward").exists, what="step 14")
+        kill_all(run)
+        assert run.wait() == 0, run.console
+    assert run.events("copy_taken")[0]["step"] == 12
+    assert run.summary()["exact"] is True
+    assert final(tmp_path / "run") == final(tmp_path / "calm")
+
+
+def test_without_copies_the_newest_file_is_taken(tmp_path, made_once):
+    """Control: ``memory_every=0`` has no memory and no copy."""
+    with Run(tmp_path, *WITHOUT_WORKERS, "memory_every=0", "task.pace_s=0.05") as run:
+        run.wait_for_checkpoint(10)
+        run.wait_for_step(14)
+        run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)))
+        assert run.wait() == 0, run.console
+    assert not run.events("copy_taken")
+    assert run.digest == made_once(*WITHOUT_WORKERS, world=2).digest
+    (fault,) = run.summary()["faults"]
+    assert fault["steps_lost"] > 0
+    assert fault["action"].endswith("from the newest checkpoint")
