@@ -214,6 +214,7 @@ class _Check:
             "checkpoint.after_save=none",
             "log.display=plain",
             "log.trackers=",
+            "log.page=false",
             *more,
         ]
         began_s = time.monotonic()

@@ -187,6 +187,16 @@ GROUPS = (
                 says="for a last save that the checkpoints' disk refuses; otherwise the logs",
             ),
             Option(
+                long="--page",
+                key="log.page",
+                says="show the run in a browser, live; needs the extra page",
+            ),
+            Option(
+                long="--page-can-inject",
+                key="log.page_can_inject",
+                says="let that page end or stop ranks, to see them replaced",
+            ),
+            Option(
                 long="--preset",
                 metavar="NAME",
                 says="settings of presets/NAME.yaml, which lie under those of --config",

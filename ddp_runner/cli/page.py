@@ -20,22 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HELP = f"""Usage:  {COMMAND} page [-l DIR] [--port N] [--host ADDRESS]
+        {COMMAND} train --page ...
 
 Shows runs in a browser while they train, until Ctrl-C: curves with every fault
-and repair, faults, timeline, ranks and their logs, checkpoints, settings.
+and repair, faults, timeline, ranks and their logs, checkpoints, settings. Who
+came by the printed link can save, stop and start runs. `train --page` serves
+the page beside a run, which then needs no second command.
 
   -l, --log-dir DIR         a run's log folder, or a folder of such [logs]
       --port N              [8080]
       --host ADDRESS        who may reach it [127.0.0.1: this machine]; from
-                            elsewhere only with the token of the link printed"""
-_PORT, _HOST = ("--port", ""), ("--host", "")
+                            elsewhere only with the token of the link printed
+      --page-can-inject     let it end or stop ranks, to see them replaced"""
+_PORT, _HOST, _CAN_INJECT = ("--port", ""), ("--host", ""), "--page-can-inject"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TOKEN_BYTES = 24
 
 
 def run(words: Sequence[str]) -> int:
     """The command; the exit code. Raises BadInputError."""
-    asked = parse_small(words, valued=(LOG_DIR, _PORT, _HOST))
+    asked = parse_small(words, valued=(LOG_DIR, _PORT, _HOST), switches=(_CAN_INJECT,))
     if asked.wants_help:
         print(HELP)
         return ExitCode.DONE
@@ -55,18 +59,30 @@ def run(words: Sequence[str]) -> int:
         print("without the token it can be looked at from this machine, and changes nothing")
     sys.stdout.flush()
     import_module("ddp_runner.cli.live_page.site").serve(
-        root, host=host, port=port, token=token, is_open=is_open
+        root,
+        host=host,
+        port=port,
+        token=token,
+        is_open=is_open,
+        can_inject=_CAN_INJECT in asked.switches,
     )
     return ExitCode.DONE
 
 
 def refuse_if_missing() -> None:
     """Raise BadInputError where the extra is not installed."""
-    if util.find_spec("nicegui") is None:
-        wanted = "`pip install 'ddp_runner[page]'`"
-        if start.IS_CHECKOUT:
-            wanted = f"`{COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
-        raise BadInputError("page", "", f"NiceGUI is not installed for {sys.executable}: {wanted}")
+    if missing := how_to_install():
+        raise BadInputError("page", "", missing)
+
+
+def how_to_install() -> str:
+    """What is missing, and the command that brings it; empty where it is there."""
+    if util.find_spec("nicegui") is not None:
+        return ""
+    wanted = "`pip install 'ddp_runner[page]'`"
+    if start.IS_CHECKOUT:
+        wanted = f"`{COMMAND} environment --extra page`, or `pip install 'nicegui>=3,<4'`"
+    return f"NiceGUI is not installed for {sys.executable}: {wanted}"
 
 
 def _port(given: str, host: str) -> int:

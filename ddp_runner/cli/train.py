@@ -16,6 +16,7 @@ from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.modes import choose, placed, with_backend
+from ddp_runner.cli.page import how_to_install
 from ddp_runner.cli.parser import TrainArguments, parse_train
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help
@@ -230,6 +231,7 @@ def plan_launch(
             *place_notes(own_devices, found=found, cores=cores),
             *_kept_variables(settings, devices, environment),
             *spare_notes(settings, devices),
+            *page_notes(settings),
             *(f"{path} lies under these settings" for path in at_home),
             *resolved.notes,
             *notes,
@@ -290,6 +292,12 @@ def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str,
     if isinstance(wanted, bool) or devices[0].visible_index is not None:
         return ()
     return (f"recovery.warm_spare={wanted} is for GPUs; on the CPU it means true",)
+
+
+def page_notes(settings: Settings) -> tuple[str, ...]:
+    """What keeps the page from being shown; the run goes on without it."""
+    missing = how_to_install() if settings.log.page else ""
+    return (f"no page, the run goes on without it: {missing}",) if missing else ()
 
 
 def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:

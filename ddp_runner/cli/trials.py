@@ -39,6 +39,7 @@ _OVERRIDES = (
     *(
         "log.trackers=",
         "log.profile=none",
+        "log.page=false",
         "log.display=plain",
         "log.log_interval=1",
         "log.evaluate_interval=0",

@@ -98,6 +98,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             checkpoint.after_save_grace_s checkpoint.monitor checkpoint.only_trained
             checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps
             log.evaluate_batches log.display log.trackers log.gpu_watch_s log.profile log.phase_times
+            log.page log.page_port log.page_can_inject
             recovery.max_restarts recovery.restart_window_s recovery.no_progress_generations
             recovery.min_ranks recovery.slot_failures_max recovery.regrow_after
             recovery.backoff_first_s recovery.backoff_max_s recovery.startup_timeout_s

@@ -59,6 +59,11 @@ def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
     if settings.log.trackers:
         expected = "needs a supervisor, which starts their processes: start with ddp_runner train"
         raise BadInputError("log.trackers", ",".join(settings.log.trackers), expected)
+    if settings.log.page:
+        expected = (
+            "needs a supervisor, which starts it: start `ddp_runner page` beside, and leave it out"
+        )
+        raise BadInputError("log.page", "true", expected)
     if settings.data.preload and world_size > 1:
         expected = (
             "needs a supervisor, whose memory the ranks share: start with ddp_runner train -n"
@@ -270,6 +275,10 @@ def _profile_problems(settings: Settings) -> list[BadInputError]:
 
 
 def _output_problems(settings: Settings) -> list[BadInputError]:
+    wrong = []
+    if settings.log.page_can_inject and not settings.log.page:
+        expected = "is about the page beside the run: give --page too, or leave it out"
+        wrong.append(BadInputError("log.page_can_inject", "true", expected))
     folders = [
         ("--log-dir", settings.run.log_dir),
         ("--checkpoint-dir", settings.run.checkpoint_dir),
@@ -277,7 +286,8 @@ def _output_problems(settings: Settings) -> list[BadInputError]:
     if settings.checkpoint.rescue_dir:
         folders.append(("--rescue-dir", settings.checkpoint.rescue_dir))
     found = [(option, value, unwritable_reason(Path(value))) for option, value in folders]
-    return [BadInputError(option, value, reason) for option, value, reason in found if reason]
+    wrong += [BadInputError(option, value, reason) for option, value, reason in found if reason]
+    return wrong
 
 
 def unwritable_reason(folder: Path) -> str:

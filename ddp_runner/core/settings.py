@@ -381,6 +381,13 @@ class LogSettings:
     tensorboard, wandb: of these, each an extra of that name. Empty: nowhere."""
     gpu_watch_s: Annotated[float, Field(ge=0)] = 5.0
     """Seconds between looks at what GPUs and ranks use: memory, temperature, power, clocks, CPU. 0: none."""
+    page: bool = False
+    """Serve the live page beside the run, on this machine, by a process that is no rank and ends with the
+    run. Needs the extra page; without it the run goes on."""
+    page_port: Annotated[int, Field(ge=1, le=65_535)] = 8080
+    """TCP port of that page, or the next one that is free."""
+    page_can_inject: bool = False
+    """Let that page end or stop ranks and loader workers, to see them replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

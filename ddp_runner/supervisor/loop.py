@@ -28,11 +28,12 @@ from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
 from ddp_runner.supervisor.nodes.other_nodes import OtherNodes, Place
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.processes.after_save import AfterSave
-from ddp_runner.supervisor.processes.children import end_descendants
+from ddp_runner.supervisor.processes.children import Ended, end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
 from ddp_runner.supervisor.reporting.outputs import Outputs
+from ddp_runner.supervisor.reporting.page_keeper import PageKeeper
 from ddp_runner.supervisor.reporting.run_facts import Ending
 from ddp_runner.supervisor.reporting.run_view import run_view
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
@@ -222,6 +223,12 @@ class _Loop:
             say=supervisor.recorder.say,
         )
         supervisor.recorder.figures_of = self._watch.figures
+        self._page = PageKeeper(
+            self._plan.settings.log,
+            Path(self._plan.settings.run.log_dir),
+            say=supervisor.recorder.say,
+            announce=supervisor.outputs.announce,
+        )
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
@@ -259,15 +266,23 @@ class _Loop:
             elif (received := self._node.receive(*key.data)) is not None:
                 self._supervisor.on_message(*received)
         for ended in self._node.reap():
-            is_tracker = self._trackers.ended(ended.pid, how=ended.how)
-            is_ours = is_tracker or self._watch.took(ended) or self._after_save.took(ended)
-            if not is_ours:
-                self._supervisor.on_ended(ended)
+            self._take_ended(ended)
         self._after_save.look()
         self._look_at_nodes()
         self._look_at_clock()
         self._supervisor.advance()
         self._show()
+
+    def _take_ended(self, ended: Ended) -> None:
+        """A child was reaped: of those beside the run, or of the run itself."""
+        is_beside = (
+            self._trackers.ended(ended.pid, how=ended.how)
+            or self._page.ended(ended.pid, how=ended.how)
+            or self._watch.took(ended)
+            or self._after_save.took(ended)
+        )
+        if not is_beside:
+            self._supervisor.on_ended(ended)
 
     def _hear_node(self, link: NodeLink | None) -> None:
         """The door for other machines, or the link to one of them, is ready."""
@@ -337,6 +352,7 @@ class _Loop:
             self._folders.look()
             if self._supervisor.facts.kept is None:
                 self._trackers.look()
+                self._page.look()
 
     def _view(self) -> RunView:
         supervisor = self._supervisor

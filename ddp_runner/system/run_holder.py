@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
+from ddp_runner.system.proc_state import stat_fields
 from ddp_runner.system.run_directories import LOG_LOCK_NAME
 
 _LOCKS = Path("/proc/locks")
@@ -32,6 +34,25 @@ def signal_holder(folder: Path, pid: int, number: signal.Signals) -> bool:
     # INVARIANT only-the-holder: a pid from a file is signalled only while its process holds the lock.
     # Broken if: the lock is looked up before the process is pinned, or by the number alone.
     # Guarded by: test_who_does_not_hold_the_folder_is_never_signalled.
+    return _signal_pinned(pid, number, lambda: holder_of(folder) == pid)
+
+
+def signal_below_holder(folder: Path, holder: int, pid: int, number: signal.Signals) -> bool:
+    """The same to a child of ``holder``, or a child of such a one: a rank, or a process that loads for it."""
+
+    def is_below() -> bool:
+        parents = (parent := _parent(pid), _parent(parent))
+        return holder > 1 and holder in parents and holder_of(folder) == holder
+
+    return _signal_pinned(pid, number, is_below)
+
+
+def _parent(pid: int) -> int:
+    fields = stat_fields(pid) if pid > 1 else []
+    return int(fields[1]) if len(fields) > 1 else 0
+
+
+def _signal_pinned(pid: int, number: signal.Signals, is_it: Callable[[], bool]) -> bool:
     if pid <= 1:
         return False
     try:
@@ -39,7 +60,7 @@ def signal_holder(folder: Path, pid: int, number: signal.Signals) -> bool:
     except OSError:
         return False
     try:
-        if holder_of(folder) != pid:
+        if not is_it():
             return False
         signal.pidfd_send_signal(pinned, number)
     except OSError:

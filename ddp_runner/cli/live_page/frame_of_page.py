@@ -32,6 +32,12 @@ body { font-family: system-ui, sans-serif; font-size: 15px; }
 a.ddp-card:hover { border-color: #0072B2; }
 a:focus-visible, button:focus-visible, [tabindex]:focus-visible { outline: 3px solid #E69F00 !important;
             outline-offset: 2px; }
+.ddp-form { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr));
+            gap: 0.8rem 1.4rem; width: 100%; }
+.ddp-command { position: sticky; bottom: 0; z-index: 1; padding: 0.6rem 0; border-top: 2px solid #0072B2;
+               background: var(--q-dark-page, #fff); }
+body:not(.body--dark) .ddp-command { background: #fff; }
+.ddp-problem { color: #D55E00; font-weight: 600; }
 .ddp-plot { width: 100%; min-width: 0; }
 .q-tab-panel { padding: 0.6rem 0 !important; }
 .q-table td, .q-table th { font-variant-numeric: tabular-nums; }

@@ -8,6 +8,7 @@ from urllib.parse import quote
 from nicegui import run, ui
 
 from ddp_runner.cli.live_page.access import ACTIONS
+from ddp_runner.cli.live_page.actions import INJECTIONS
 from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, draw_time_shares
 from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
 from ddp_runner.cli.live_page.overview import figures_of
@@ -15,12 +16,14 @@ from ddp_runner.cli.live_page.ranks_panel import RanksPanel
 from ddp_runner.cli.live_page.training_panel import CurvesPanel, FaultsPanel
 from ddp_runner.observe.format import duration, rate
 from ddp_runner.observe.history.figures import timeline_figure
+from ddp_runner.observe.history.json_lines import whole
 from ddp_runner.observe.history.run_history import RunHistory
 
 _EVERY_S = 0.3
 _TIMELINE_EVERY_S = 2.0
 _TABS = ("training", "timeline", "ranks", "checkpoints", "settings")
 _FIGURES = ("step", "loss", "samples/s", "time left", "elapsed", "faults", "goodput", "ranks")
+_BUTTON = "dense outline no-caps"
 _ACT = """
 const answer = await fetch('{path}', {{method: 'POST', credentials: 'same-origin'}});
 return (await answer.text()).slice(0, 300);
@@ -30,8 +33,9 @@ return (await answer.text()).slice(0, 300);
 class OneRun:
     """The page at ``/run/NAME``, for one browser."""
 
-    def __init__(self, key: str, one: RunHistory) -> None:
+    def __init__(self, key: str, one: RunHistory, *, can_inject: bool) -> None:
         self._key = key
+        self._can_inject = can_inject
         self._run = one
         self._timeline_drawn: tuple[object, ...] = ()
 
@@ -75,10 +79,10 @@ class OneRun:
             self._doing = ui.label("").classes("ddp-small")
             ui.space()
             with ui.row().classes("gap-2") as self._actions:
-                ui.button("save now", on_click=lambda: self._ask("save")).props(
-                    "dense outline no-caps"
-                )
-                ui.button("stop", on_click=self._ask_stop).props("dense outline no-caps")
+                ui.button("save now", on_click=lambda: self._ask("save")).props(_BUTTON)
+                ui.button("stop", on_click=self._ask_stop).props(_BUTTON)
+                if self._can_inject:
+                    ui.button("inject", on_click=self._ask_fault).props(_BUTTON)
         self._bar = ui.linear_progress(0.0, show_value=False, size="6px").props(
             'aria-label="Progress"'
         )
@@ -89,11 +93,28 @@ class OneRun:
             ui.label(
                 "Stop after this step? The run saves, and the same command goes on from there."
             )
+            ui.label(
+                "Stopped now, it saves nothing: the same command goes on from its newest checkpoint."
+            ).classes("ddp-small")
             with ui.row():
-                ui.button("stop", on_click=lambda: dialog.submit(True)).props("no-caps")
-                ui.button("go on", on_click=lambda: dialog.submit(False)).props("flat no-caps")
+                ui.button("stop", on_click=lambda: dialog.submit("stop")).props("no-caps")
+                ui.button("stop now", on_click=lambda: dialog.submit("end")).props(_BUTTON)
+                ui.button("go on", on_click=lambda: dialog.submit("")).props("flat no-caps")
+        if what := await dialog:
+            await self._ask(str(what))
+
+    async def _ask_fault(self) -> None:
+        ranks = [whole(rank.get("rank")) for rank in self._run.state.ranks]
+        with ui.dialog() as dialog, ui.card():
+            ui.label("Cause a fault, to see it repaired")
+            kinds = {kind: says for kind, (says, _) in INJECTIONS.items()}
+            kind = ui.select(kinds, value="kill", label="fault").classes("w-full")
+            rank = ui.select(ranks, value=ranks[-1] if ranks else None, label="rank")
+            with ui.row():
+                ui.button("do it", on_click=lambda: dialog.submit(True)).props("no-caps")
+                ui.button("leave it", on_click=lambda: dialog.submit(False)).props("flat no-caps")
         if await dialog:
-            await self._ask("stop")
+            await self._ask(f"inject?kind={kind.value}&rank={rank.value}")
 
     async def _ask(self, what: str) -> None:
         path = f"{ACTIONS}{quote(self._key, safe='')}/{what}"

@@ -47,14 +47,17 @@ class _Card:
 class Overview:
     """The page at ``/``."""
 
-    def __init__(self, runs: KnownRuns) -> None:
+    def __init__(self, runs: KnownRuns, *, can_start: bool) -> None:
         self._runs = runs
+        self._can_start = can_start
         self._order: list[str] = []
         self._cards: dict[str, _Card] = {}
 
     async def build(self) -> None:
         """Draw it, and keep it up to date."""
         frame = Frame("Runs", home=False)
+        if self._can_start:
+            ui.link("Start a run", "/start")
         self._place = ui.column().classes("w-full gap-2").props("role=list")
         await self._update()
         client = ui.context.client

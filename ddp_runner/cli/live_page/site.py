@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import PlainTextResponse
+from fastapi import FastAPI
 from nicegui import ui
 
-from ddp_runner.cli.live_page.access import ACTIONS, Access
+from ddp_runner.cli.live_page.access import Access
+from ddp_runner.cli.live_page.actions import Actions
 from ddp_runner.cli.live_page.frame_of_page import Frame
 from ddp_runner.cli.live_page.known_runs import KnownRuns
 from ddp_runner.cli.live_page.one_run import OneRun
 from ddp_runner.cli.live_page.overview import Overview
-from ddp_runner.system.run_holder import signal_holder
-
-_SIGNALS = {"save": signal.SIGUSR2, "stop": signal.SIGINT}
-_SAYS = {
-    "save": "asked to save after this step",
-    "stop": "asked to stop after this step; it saves",
-}
+from ddp_runner.cli.live_page.run_starter import RunStarter
+from ddp_runner.cli.live_page.start_page import StartPage
+from ddp_runner.observe.history.run_history import ROOT
 
 
-def serve(root: Path, *, host: str, port: int, token: str, is_open: bool) -> None:
+def serve(
+    root: Path, *, host: str, port: int, token: str, is_open: bool, can_inject: bool = False
+) -> None:
     """Serve the runs in ``root`` until SIGINT or SIGTERM."""
-    app = site(KnownRuns(root))
+    app = site(KnownRuns(root), can_inject=can_inject)
     guarded = Access(app, token=token, port=port, is_open=is_open)
     # A run of this program may be in the same terminal: nothing but trouble is printed.
     uvicorn.run(guarded, host=host, port=port, log_level="error", ws_ping_interval=20.0)
 
 
-def site(runs: KnownRuns) -> FastAPI:
+def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
     """The application without its guard."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    # A folder that is a run's own holds no others.
+    starter = None if ROOT in runs.all() else RunStarter(runs.root)
+    Actions(app, runs, can_inject=can_inject, starter=starter)
 
     async def overview() -> None:
         ui.page_title("runs")
-        await Overview(runs).build()
+        await Overview(runs, can_start=starter is not None).build()
 
     async def one_run(key: str) -> None:
         found = runs.get(key)
@@ -46,20 +46,17 @@ def site(runs: KnownRuns) -> FastAPI:
         if found is None:
             Frame("There is no such run", home=True)
         else:
-            await OneRun(key, found).build()
+            await OneRun(key, found, can_inject=can_inject).build()
 
-    async def act(request: Request) -> PlainTextResponse:
-        key, what = request.path_params["key"], request.path_params["what"]
-        found = runs.get(key)
-        if found is None or what not in _SIGNALS:
-            return PlainTextResponse("there is no such run, or nothing such to do", 404)
-        found.read_status()
-        if not signal_holder(found.folder, found.state.pid, _SIGNALS[what]):
-            return PlainTextResponse("the run is not alive on this machine", 409)
-        return PlainTextResponse(_SAYS[what])
+    async def start() -> None:
+        ui.page_title("start a run")
+        if starter is None:
+            Frame("No run is started from this page", home=True)
+        else:
+            await StartPage(starter).build()
 
-    app.add_route(ACTIONS + "{key}/{what}", act, methods=["POST"])
     ui.page("/")(overview)
     ui.page("/run/{key}")(one_run)
+    ui.page("/start")(start)
     ui.run_with(app, title="ddp_runner", show_welcome_message=False, reconnect_timeout=10.0)
     return app

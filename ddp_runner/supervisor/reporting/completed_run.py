@@ -20,6 +20,9 @@ _SAYS_NOTHING = (
     "run.resume",
     "log.display",
     "log.trackers",
+    "log.page",
+    "log.page_port",
+    "log.page_can_inject",
 )
 
 

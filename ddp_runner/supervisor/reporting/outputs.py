@@ -150,6 +150,10 @@ class Outputs:
         """A line on the console only: it stands, or will stand, in its rank's log."""
         self._display.line(line.text, level=line.level)
 
+    def announce(self, text: str) -> None:
+        """A line on the console that must stand in no file."""
+        self._display.line(text, level="INFO")
+
     def keep_words(self, rank: int, text: str) -> None:
         """Put what a rank said before it had a log file into that file, now that it has ended."""
         if self._files is not None and text:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 
@@ -30,6 +31,21 @@ if CHROMIUM is None or DRIVER is None:
 
 poll = functools.partial(processes.poll, every_s=0.1)  # each look takes time from the browser
 OPENS_WITHIN_S = 10.0
+VIEWS = ("training", "timeline", "ranks", "checkpoints", "settings")
+_POINTS = """
+const plot = document.querySelector('.ddp-curves');
+const shown = (plot && plot.data || []).find(one => one.name === arguments[0]);
+return shown ? shown.x.length : 0;
+"""
+# Whether the shown panel has had its content for three looks: what is drawn late moves what is below.
+_IS_STILL = """
+const panel = document.querySelector('.q-tab-panel');
+const plot = panel && panel.querySelector('.js-plotly-plot');
+const now = panel ? panel.innerText.length + ' ' + panel.scrollHeight + ' ' + Boolean(plot && plot.data) : '';
+window.looks = now === window.seen ? (window.looks || 0) + 1 : 0;
+window.seen = now;
+return now !== '' && window.looks >= 3;
+"""
 _TEXT = "return document.body.innerText"
 
 
@@ -82,6 +98,7 @@ class Page:
 
 @contextlib.contextmanager
 def browser(width, *, height=1100, dark=False):
+    """A window of that width; what it writes is removed with it."""
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for word in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
@@ -93,12 +110,14 @@ def browser(width, *, height=1100, dark=False):
         options.add_argument(f"--window-size={width},{height}")
     if dark:
         options.add_argument("--force-dark-mode")
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        driver.implicitly_wait(5)  # a panel is drawn when its tab is opened
-        yield driver
-    finally:
-        driver.quit()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        service = webdriver.ChromeService(DRIVER, env={**os.environ, "TMPDIR": folder})
+        driver = webdriver.Chrome(options=options, service=service)
+        try:
+            driver.implicitly_wait(5)  # a panel is drawn when its tab is opened
+            yield driver
+        finally:
+            driver.quit()
 
 
 def click_tab(driver, name):
@@ -115,3 +134,34 @@ def shows(driver, text, *, within_s=OPENS_WITHIN_S):
         timeout_s=within_s,
         what=f"{text!r} on the page",
     )
+
+
+def click_button(driver, text, *, within=None):
+    """The button of that text, which may be in a dialog that is just opening."""
+    place = within or driver
+    poll(lambda: _clicked(place, text), timeout_s=OPENS_WITHIN_S, what=f"the button {text!r}")
+
+
+def _clicked(place, text):
+    found = [one for one in place.find_elements("tag name", "button") if one.text == text]
+    if not found or not found[0].is_displayed():
+        return False
+    found[0].click()
+    return True
+
+
+def points(driver, name):
+    """How many points that trace of the curves has."""
+    return driver.execute_script(_POINTS, name)
+
+
+def pictures(driver, folder, width, *, views=VIEWS):
+    """A picture of each view, once it has been drawn; nothing may be wider than the window."""
+    for view in views:
+        click_tab(driver, view)
+        poll(lambda: driver.execute_script(_IS_STILL), timeout_s=OPENS_WITHIN_S, what="still view")
+        widths = driver.execute_script(
+            "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        )
+        assert widths[0] <= widths[1], f"{view} at {width}"
+        driver.save_screenshot(str(folder / f"{view}_{width}.png"))

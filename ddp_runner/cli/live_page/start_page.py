@@ -1,0 +1,123 @@
+"""The form that a run is started from: every setting with type, range and meaning, and the command that it is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from nicegui import ui
+
+from ddp_runner.cli.live_page.access import ACTIONS
+from ddp_runner.cli.live_page.frame_of_page import Frame
+from ddp_runner.cli.live_page.run_starter import SETTINGS, RunStarter
+from ddp_runner.cli.usage import shown_default
+from ddp_runner.config.fields import FieldSpec, Kind, known_fields
+from ddp_runner.config.meanings import meanings
+from ddp_runner.core.faults import BadInputError
+
+_FIRST = (
+    *("run.task", "data.path", "run.name", "run.max_steps", "run.epochs"),
+    *("data.batch_size", "optim.learning_rate", "run.nproc_per_node", "run.device"),
+)
+_WAIT_S = 15.0
+_POST = """
+const answer = await fetch('{path}', {{method: 'POST', credentials: 'same-origin', body: {body}}});
+return [answer.status, (await answer.text()).slice(0, 2000)];
+"""
+
+
+class StartPage:
+    """The page at ``/start``, for one browser."""
+
+    def __init__(self, starter: RunStarter) -> None:
+        self._starter = starter
+        self._inputs: dict[str, Any] = {}
+
+    async def build(self) -> None:
+        """Draw it."""
+        frame = Frame("Start a run", home=True)
+        ui.label("What is left empty is as its default.").classes("ddp-small")
+        with ui.element("div").classes("ddp-form"):
+            for key in _FIRST:
+                self._field(key)
+        for section in dict.fromkeys(key.partition(".")[0] for key in SETTINGS):
+            keys = [key for key in SETTINGS if key.startswith(f"{section}.") and key not in _FIRST]
+            self._section(section, keys)
+        with ui.column().classes("w-full gap-1 ddp-command").props("role=status"):
+            ui.label("This runs:").classes("ddp-small")
+            self._command = ui.label("").classes("ddp-mono")
+            self._problem = ui.label("").classes("ddp-mono ddp-problem").props("role=alert")
+            with ui.row().classes("items-center gap-3"):
+                self._button = ui.button("start", on_click=self._start).props("no-caps")
+                ui.link("All runs", "/")
+        self._show()
+        client = ui.context.client
+        await client.connected()
+        if not client.is_deleted:
+            await frame.ask_browser()
+
+    def _section(self, section: str, keys: list[str]) -> None:
+        """Its fields are made when it is opened: a hundred and more are much for a telephone."""
+        with ui.expansion(section).classes("w-full").props("dense expand-separator") as item:
+            place = ui.element("div").classes("ddp-form")
+        is_made = False
+
+        def make() -> None:
+            nonlocal is_made
+            if not is_made:
+                is_made = True
+                with place:
+                    for key in keys:
+                        self._field(key)
+
+        item.on_value_change(make)
+
+    def _field(self, key: str) -> None:
+        spec, says = known_fields()[key], meanings().get(key, "")
+        label = f"{key} = {shown_default(spec)}"
+        with ui.column().classes("gap-0"):
+            words = _words(spec)
+            if words:
+                field: Any = ui.select(["", *words], value="", label=label)
+            else:
+                field = ui.input(label)
+            field.props("dense stack-label").classes("w-full")
+            ui.label(f"{says} {'' if words else spec.expected() + '.'}").classes("ddp-small")
+        field.on_value_change(self._show)
+        self._inputs[key] = field
+
+    def _values(self) -> dict[str, str]:
+        found = {key: str(field.value or "").strip() for key, field in self._inputs.items()}
+        return {key: value for key, value in found.items() if value}
+
+    def _show(self) -> None:
+        """The command, or what is wrong with it: nothing is touched yet."""
+        try:
+            self._command.set_text(self._starter.shown(self._starter.words(self._values())))
+            problem = ""
+        except BadInputError as error:
+            problem = str(error)
+        self._problem.set_text(problem)
+        self._button.set_enabled(not problem)
+
+    async def _start(self) -> None:
+        body = json.dumps(json.dumps(self._values())).replace("<", "\\u003c")
+        self._button.set_enabled(False)
+        try:
+            script = _POST.format(path=f"{ACTIONS}start", body=body)
+            status, said = await ui.run_javascript(script, timeout=_WAIT_S)
+        except TimeoutError:
+            status, said = 0, "no answer came: the list of runs shows whether it has begun"
+        self._button.set_enabled(True)
+        if status == 200:
+            ui.notify(str(said))
+            ui.navigate.to("/")
+        else:
+            self._problem.set_text(str(said))
+
+
+def _words(spec: FieldSpec) -> tuple[str, ...]:
+    """The values to choose from, where there is nothing else."""
+    if spec.kind is Kind.SWITCH:
+        return ("true", "false", *spec.choices)
+    return spec.choices if spec.kind is Kind.CHOICE else ()
