@@ -21,6 +21,7 @@ from ddp_runner.observe.summary import (
     RunSummary,
     TimeShares,
 )
+from ddp_runner.observe.view import FaultView
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +70,30 @@ class RunAccounting:
     def faults_total(self) -> int:
         """Incidents, and faults that ranks repaired themselves, also those that are not listed."""
         return len(self.faults) + len(self._minor.repaired) + self._minor.left_out
+
+    def newest_faults(self, count: int, *, now_s: float) -> tuple[FaultView, ...]:
+        """The newest that were repaired, or are to be, oldest first."""
+        found = [
+            FaultView(
+                text=_said_of(one.incident.culprit.rank, one.incident.culprit.cause),
+                step=one.incident.culprit.step,
+                age_s=now_s - one.began_s,
+                repaired_s=None if one.recovered_s is None else one.recovered_s - one.began_s,
+                is_being_repaired=any(one is open_one for open_one in self._open),
+            )
+            for one in self.faults[-count:]
+        ]
+        found += [
+            FaultView(
+                text=_said_of(one.rank, one.cause),
+                step=one.step,
+                age_s=now_s - self.began_s - one.detected_s,
+                repaired_s=one.seconds.get("total", 0.0),
+                is_being_repaired=False,
+            )
+            for one in self._minor.newest_repaired(count)
+        ]
+        return tuple(sorted(found, key=lambda one: -one.age_s)[-count:])
 
     def take(  # noqa: C901, PLR0912 - one row an event
         self, event: events.Event, *, now_s: float, cause: int | None = None
@@ -342,6 +367,13 @@ class RunAccounting:
             action=fault.action,
             injected=fault.injected,
         )
+
+
+def _said_of(rank: int, cause: str) -> str:
+    """What has happened to whom, in one line."""
+    first = cause.split("\n", maxsplit=1)[0]
+    who = f"rank {rank}"
+    return first if rank < 0 or first.startswith((f"{who} ", f"{who}'")) else f"{who}: {first}"
 
 
 def _integer(report: Mapping[str, object], name: str, otherwise: int) -> int:

@@ -1,118 +1,53 @@
-"""Layout of the live display: a view and a width in, lines of coloured spans out. Draws nothing."""
+"""Layout of the live display: a view and a size in, lines of coloured spans out. Draws nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from ddp_runner.observe import format as fmt
+from ddp_runner.observe.frame_spans import (
+    ROLE_OF_STATE,
+    UNICODE,
+    Glyphs,
+    Line,
+    Role,
+    Span,
+    cut,
+    spread,
+)
+from ddp_runner.observe.frame_table import rank_table
+from ddp_runner.observe.sparkline import sparkline
+from ddp_runner.observe.unusual import DATA_WAIT_MANY, gpu_trouble
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
-    from ddp_runner.observe.view import RankView, RunView
+    from ddp_runner.observe.view import FaultView, NodeView, RunView
 
-AGE_SHOWN_FROM_S = 1.0
 WIDTH_MIN = 40
 _WIDTH_MAX = 120  # wider lines are harder to read, not easier
+_TABLE_LINES_MIN = 4
+_ROWS_KEPT = 7  # of ranks, before there are lines about older faults
+_NODES_NAMED_MAX = 3
+_FAULTS_MAX = 3
+_CURVE_COLUMNS_MAX = 60
+_STALE_S = 20.0  # a driver's last word is that old: it is said
+_LINES_ALWAYS = 6  # blank, header, bar, figures, blank, titles
 
 
-class Role(Enum):
-    """What a span means; the painter gives each meaning one colour."""
-
-    PLAIN = "plain"
-    QUIET = "quiet"  # labels and what is as expected
-    STRONG = "strong"
-    GOOD = "good"
-    BUSY = "busy"  # on its way to being good
-    CARE = "care"  # being repaired, or worth a look
-    BAD = "bad"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A piece of one line."""
-
-    text: str
-    role: Role = Role.PLAIN
-
-
-Line = list[Span]
-
-ROLE_OF_STATE = {
-    "running": Role.GOOD,
-    "training": Role.GOOD,
-    "done": Role.GOOD,
-    "finished": Role.GOOD,
-    "waiting": Role.QUIET,
-    "starting": Role.BUSY,
-    "ready": Role.BUSY,
-    "forming": Role.BUSY,
-    "stopping": Role.BUSY,
-    "saving": Role.BUSY,
-    "recovering": Role.CARE,
-    "restarting": Role.CARE,
-    "faulted": Role.BAD,
-    "dead": Role.BAD,
-    "lost": Role.BAD,
-    "failed": Role.BAD,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glyphs:
-    """What a progress bar is made of."""
-
-    full: str
-    half: str
-    rest: str
-
-
-UNICODE = Glyphs(full="━", half="╸", rest="━")
-ASCII = Glyphs(full="=", half="-", rest=".")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Column:
-    title: str
-    width: int
-    right: bool = True
-    gap: int = 1
-
-
-_COLUMNS = (
-    _Column(title="rank", width=4, gap=1),
-    _Column(title="device", width=6, right=False),
-    _Column(title="state", width=10, right=False),
-    _Column(title="step", width=7),
-    _Column(title="phase", width=10, right=False, gap=2),
-    _Column(title="", width=4),
-    _Column(title="loss", width=7),
-    _Column(title="samples/s", width=9),
-    _Column(title="data", width=4),
-    _Column(title="memory", width=7),
-)
-_DROP_ORDER = ("data", "memory", "samples/s", "device", "loss", "")
-
-
-def frame(view: RunView, *, width: int, ranks_max: int, glyphs: Glyphs = UNICODE) -> list[Line]:
-    """The display as lines of at most ``width`` columns, with at most ``ranks_max`` rank rows."""
+def frame(view: RunView, *, width: int, lines_max: int, glyphs: Glyphs = UNICODE) -> list[Line]:
+    """The display as at most ``lines_max`` lines (10 at least) of at most ``width`` columns."""
     width = max(WIDTH_MIN, min(width - 1, _WIDTH_MAX))
-    columns, gap = _fitting(width)
-    shown, hidden = _chosen(view.ranks, ranks_max)
-    lines = [
-        [],
-        _header(view, width),
-        _bar(view, width, glyphs),
-        _figures(view, width),
-        [],
-        _titles(columns, gap),
-        *(_row(rank, columns, gap) for rank in shown),
-    ]
-    if hidden:
-        lines.append([Span(f" {_hidden_note(hidden)}", Role.QUIET)])
-    return lines
+    lines_max = max(_LINES_ALWAYS + _TABLE_LINES_MIN, lines_max)
+    lines = [[], _header(view, width), _bar(view, width, glyphs), _figures(view, width)]
+    # What there is to say beside goes before rows of ranks, but for some that are always there.
+    rows = min(len(view.ranks), _ROWS_KEPT)
+    for line in _beside(view, width, glyphs):
+        if len(lines) + 2 + rows < lines_max:
+            lines.append(cut(line, width))
+    lines.append([])
+    table = rank_table(view, width=width, lines_max=lines_max - len(lines))
+    return [*lines, *(cut(line, width) for line in table)]
 
 
 def _header(view: RunView, width: int) -> Line:
@@ -122,7 +57,7 @@ def _header(view: RunView, width: int) -> Line:
         Span(f"  generation {view.generation}  ", Role.QUIET),
         Span(fmt.clock(view.elapsed_s)),
     ]
-    return _spread(left, right, width)
+    return spread(left, right, width)
 
 
 def _bar(view: RunView, width: int, glyphs: Glyphs) -> Line:
@@ -155,12 +90,22 @@ def _figures(view: RunView, width: int) -> Line:
     ]
     if view.epochs is None:
         pairs = [("optimizer steps", fmt.count(view.step))]
-    left = [span for pair in pairs for span in _labelled(*pair)]
-    if view.faults_total == 0 and view.restarts == 0:
-        return _spread(left, [Span("no faults", Role.QUIET)], width)
     faults = f"{view.faults_total} fault{'' if view.faults_total == 1 else 's'}"
     restarts = f"{view.restarts} restart{'' if view.restarts == 1 else 's'}"
-    return _spread(left, [Span(f"{faults}, {restarts}", Role.CARE)], width)
+    right = Span(f"{faults}, {restarts}", Role.CARE)
+    if view.faults_total == 0 and view.restarts == 0:
+        right = Span("no faults", Role.QUIET)
+    if view.flops_utilization is not None:
+        pairs.append(("of peak", fmt.percent(view.flops_utilization)))
+    if view.tokens_per_s is not None:
+        pairs.append(("tokens/s", fmt.rate(view.tokens_per_s)))
+    left: Line = []
+    room = width - len(right.text) - 1
+    for pair in pairs:  # a whole one, or none of it
+        labelled = _labelled(*pair)
+        room -= sum(len(span.text) for span in labelled)
+        left += labelled if room >= 0 else []
+    return spread(left, [right], width)
 
 
 def _labelled(label: str, value: str) -> Line:
@@ -174,98 +119,85 @@ def epoch_text(view: RunView) -> str:
     return f"{min(view.epoch + 1, view.epochs)}/{view.epochs}"
 
 
-def _titles(columns: Sequence[_Column], gap: int) -> Line:
-    return [Span(_cells(columns, [column.title for column in columns], gap), Role.QUIET)]
+def _beside(view: RunView, width: int, glyphs: Glyphs) -> Iterable[Line]:
+    """The lines that are there only where there is something to say, the most important first."""
+    faults = view.faults[-_FAULTS_MAX:][::-1]
+    yield from (_fault(fault) for fault in faults[:1])
+    if view.nodes:
+        yield _nodes(view)
+    yield from _slow(view)
+    if len(view.losses) > 1:
+        yield _curve(view, width, glyphs)
+    yield from (_fault(fault) for fault in faults[1:])
 
 
-def _row(rank: RankView, columns: Sequence[_Column], gap: int) -> Line:
-    # The age of a start is that of all its stages; the bar has the seconds of each.
-    aged = rank.phase_age_s >= AGE_SHOWN_FROM_S and not rank.building
-    cells = {
-        "rank": (str(rank.rank), Role.STRONG),
-        "device": (rank.device, Role.QUIET),
-        "state": (rank.state, ROLE_OF_STATE.get(rank.state, Role.PLAIN)),
-        "step": (fmt.count(rank.step), Role.PLAIN),
-        "phase": (_phase(rank), Role.PLAIN),
-        "": (_age(rank.phase_age_s) if aged else "", Role.CARE),
-        "loss": ("-" if rank.loss is None else fmt.figure(rank.loss), Role.PLAIN),
-        "samples/s": (
-            "-" if rank.samples_per_s is None else fmt.rate(rank.samples_per_s),
-            Role.PLAIN,
-        ),
-        "data": _data_cell(rank.data_wait_share),
-        "memory": (fmt.byte_size(rank.rss_bytes) if rank.rss_bytes else "-", Role.PLAIN),
-    }
+def _fault(fault: FaultView) -> Line:
+    is_open = fault.repaired_s is None
+    repair = "not repaired" if is_open else f"repaired in {fmt.duration(fault.repaired_s or 0.0)}"
+    if fault.is_being_repaired:
+        repair = "being repaired"
     return [
-        Span(_pad(cells[column.title][0], column, gap), cells[column.title][1])
-        for column in columns
+        Span(" fault ", Role.QUIET),
+        Span(f"{fmt.duration(fault.age_s)} ago  ", Role.CARE if is_open else Role.PLAIN),
+        Span(f"{repair}  ", Role.CARE if is_open else Role.GOOD),
+        Span(f"step {fmt.count(fault.step)}: {fault.text}"),
     ]
 
 
-def _phase(rank: RankView) -> str:
-    if rank.state in ("waiting", "starting") and rank.phase == "idle":
-        return "-"
-    if rank.phase == "startup" and rank.building:
-        return rank.building.rpartition(" ")[2]
-    return rank.phase
+def _nodes(view: RunView) -> Line:
+    """The other machines, where there are many those that are gone and the farthest; the display is the coordinator's."""
+    members = [node for node in view.nodes if node.number >= 0]
+    spares = [node for node in view.nodes if node.number < 0]
+    gone = [node for node in members if not node.is_there]
+    there = [node for node in members if node.is_there]
+    line = [Span(" nodes ", Role.QUIET), Span(f"{len(there) + 1} of {len(members) + 1} are there")]
+    named = gone[:_NODES_NAMED_MAX]
+    line += [Span(f", node {node.number} is not", Role.BAD) for node in named]
+    if len(gone) > _NODES_NAMED_MAX:
+        line.append(Span(f" and {len(gone) - _NODES_NAMED_MAX} more", Role.BAD))
+    if len(there) <= _NODES_NAMED_MAX:
+        line += [Span(f", node {node.number} {node.host}{_trip(node)}") for node in there]
+    else:
+        far = max(there, key=lambda node: node.round_trip_s or 0.0)
+        line.append(Span(f", the farthest is node {far.number} {far.host}{_trip(far)}"))
+    if spares:
+        line.append(Span(f", {len(spares)} more wait{'s' if len(spares) == 1 else ''} for a place"))
+    return line
 
 
-def _age(seconds: float) -> str:
-    return f"{seconds:.0f}s" if seconds < 999.5 else f"{seconds / 60:.0f}m"
+def _trip(node: NodeView) -> str:
+    return "" if node.round_trip_s is None else f" {node.round_trip_s * 1000:.1f} ms"
 
 
-def _data_cell(share: float | None) -> tuple[str, Role]:
-    if share is None:
-        return "-", Role.PLAIN
-    return fmt.percent(share), Role.CARE if share >= 0.2 else Role.PLAIN
+def _slow(view: RunView) -> Iterable[Line]:
+    """Who is slow or waits for data, and GPUs that something is wrong with; nothing where all is well."""
+    words: Line = []
+    waits = [(rank.data_wait_share or 0.0, rank.rank) for rank in view.ranks]
+    share, rank = max(waits, default=(0.0, 0))
+    if share >= DATA_WAIT_MANY:
+        words.append(
+            Span(f"rank {rank} waits {fmt.percent(share)} of a step for data  ", Role.CARE)
+        )
+    for slow, factor in sorted(view.stragglers.items(), key=lambda one: -one[1])[:2]:
+        words.append(Span(f"rank {slow} takes {factor:.1f} times as long  ", Role.CARE))
+    if words:
+        yield [Span(" slow ", Role.QUIET), *words]
+    trouble = gpu_trouble(view)
+    if trouble:
+        first = min(trouble)
+        more = f" and {len(trouble) - 1} more" if len(trouble) > 1 else ""
+        text = f"rank {first}{more}: {trouble[first].said}"
+        yield [Span(" gpu ", Role.QUIET), Span(text, Role.CARE)]
+    oldest_s = max((gpu.age_s or 0.0 for gpu in view.gpus), default=0.0)
+    if oldest_s >= _STALE_S:
+        text = f"the driver's last reading is {fmt.duration(oldest_s)} old"
+        yield [Span(" gpu ", Role.QUIET), Span(text, Role.CARE)]
 
 
-def _cells(columns: Sequence[_Column], texts: Sequence[str], gap: int) -> str:
-    return "".join(_pad(text, column, gap) for text, column in zip(texts, columns, strict=True))
-
-
-def _pad(text: str, column: _Column, gap: int) -> str:
-    text = text[: column.width]
-    padded = text.rjust(column.width) if column.right else text.ljust(column.width)
-    return " " * (column.gap + gap) + padded
-
-
-def _fitting(width: int) -> tuple[list[_Column], int]:
-    """The columns that fit, least important dropped first, and the extra gap between them."""
-    columns = list(_COLUMNS)
-    for title in ("nothing", *_DROP_ORDER):
-        columns = [column for column in columns if column.title != title]
-        needed = sum(column.width + column.gap for column in columns)
-        if needed <= width:
-            return columns, min(2, (width - needed) // len(columns))
-    return columns, 0
-
-
-def _chosen(ranks: Sequence[RankView], ranks_max: int) -> tuple[list[RankView], list[RankView]]:
-    """The rows to show (those in trouble first, then by rank) and those left out."""
-    if len(ranks) <= ranks_max:
-        return list(ranks), []
-    kept = max(1, ranks_max - 1)  # one line stands for the others
-    urgent = (Role.BAD, Role.CARE, Role.BUSY)
-    order = {role: place for place, role in enumerate(urgent)}
-    by_need = sorted(
-        ranks, key=lambda r: (order.get(ROLE_OF_STATE.get(r.state, Role.PLAIN), 9), r.rank)
-    )
-    shown = {rank.rank for rank in by_need[:kept]}
-    return [r for r in ranks if r.rank in shown], [r for r in ranks if r.rank not in shown]
-
-
-def _hidden_note(hidden: Sequence[RankView]) -> str:
-    states = sorted({rank.state for rank in hidden})
-    return f"and {len(hidden)} more: {', '.join(states)}"
-
-
-def _spread(left: Line, right: Line, width: int) -> Line:
-    """``left`` and ``right`` at the two ends; what does not fit is cut from the end of ``left``."""
-    room = width - sum(len(span.text) for span in right) - 1
-    kept: Line = []
-    for span in left:
-        text = span.text[: max(0, room)]
-        kept.append(Span(text, span.role))
-        room -= len(text)
-    return [*kept, Span(" " * (room + 1)), *right]
+def _curve(view: RunView, width: int, glyphs: Glyphs) -> Line:
+    losses = [loss for _, loss in view.losses]
+    first, low = fmt.figure(losses[0]), fmt.figure(min(losses))
+    label = f"  from {first}, lowest {low}"
+    room = min(_CURVE_COLUMNS_MAX, width - len(label) - 7)
+    curve = sparkline(view.losses, width=room, levels=glyphs.levels)
+    return [Span(" loss ", Role.QUIET), Span(curve, Role.GOOD), Span(label, Role.QUIET)]

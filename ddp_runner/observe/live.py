@@ -15,7 +15,8 @@ from rich.segment import Segment
 from rich.style import Style
 
 from ddp_runner.observe.format import printable
-from ddp_runner.observe.frame import ASCII, UNICODE, Glyphs, Line, Role, Span, frame
+from ddp_runner.observe.frame import frame
+from ddp_runner.observe.frame_spans import ASCII, UNICODE, Glyphs, Line, Role, Span
 from ddp_runner.observe.progress_report import summary_block
 from ddp_runner.observe.terminal import ConsoleWriter, HeldLines, marked
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ddp_runner.observe.view import RunView
 
 REFRESHES_PER_S = 4.0
-_FRAME_LINES = 7  # of the frame, without the rows of the ranks
+_FRAME_SHARE = 0.75  # of the terminal's lines at most: the rest is for what scrolls above
 _FINISH_TIMEOUT_S = 2.0
 _LINES_WAIT_S = 1.0  # longest that a line waits for an update to come along
 _STYLES = {
@@ -118,9 +119,8 @@ class LiveDisplay:
             return
         self._drawn_at_s = now_s
         width, height = self._console.size
-        lines = frame(
-            view, width=width, ranks_max=max(1, height - _FRAME_LINES), glyphs=self._glyphs
-        )
+        lines_max = min(height - 1, int(height * _FRAME_SHARE))
+        lines = frame(view, width=width, lines_max=lines_max, glyphs=self._glyphs)
         if lines != self._frame.lines or len(self._held):
             self._frame.lines = lines
             self._draw()

@@ -66,6 +66,11 @@ class MinorFaults:
         """What ranks repaired within a generation: the first of them, and the last."""
         return [*self._first, *self._last]
 
+    def newest_repaired(self, count: int) -> list[FaultRecord]:
+        """The last of those, oldest first."""
+        last = list(self._last)[-count:]
+        return [*self._first[max(0, len(self._first) - count + len(last)) :], *last]
+
     @property
     def tolerated(self) -> list[FaultRecord]:
         """What needed no repair, oldest first."""

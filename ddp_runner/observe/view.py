@@ -14,7 +14,7 @@ class RankView:
 
     ``building`` is what it builds while its phase is ``startup``.
     ``data_wait_share`` is the share of step time spent waiting for data, 0 to 1. ``loader_bytes``: what its
-    loader workers hold of their own; ``cpu_share``: cores that it and they use.
+    loader workers hold of their own; ``cpu_share``: cores that it and they use. ``node``: its machine's number.
     """
 
     rank: int
@@ -32,6 +32,7 @@ class RankView:
     data_wait_share: float | None = None
     loader_bytes: int | None = None
     cpu_share: float | None = None
+    node: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,20 @@ class GpuView:
     ranks: tuple[int, ...]
     age_s: float | None
     reading: GpuReading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultView:
+    """A fault that was repaired, or that is: ``age_s`` since it was noticed, ``repaired_s`` until all trained again.
+
+    ``repaired_s`` None: it is being repaired, or never was.
+    """
+
+    text: str
+    step: int
+    age_s: float
+    repaired_s: float | None
+    is_being_repaired: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +82,9 @@ class RunView:
     ``trackers``: where to find what each has written. ``logged_step`` is the newest step that the ranks reported metrics for, with its
     ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1;
     ``epochs`` is None where nobody knows of any. ``doing`` is
-    what the start is at, for ``doing_s`` by now; empty once the first step is done.
+    what the start is at, for ``doing_s`` by now; empty once the first step is done. ``faults``: the newest, oldest
+    first. ``stragglers``: how many times as long as the others a rank takes. ``losses``: steps of the whole run with
+    their loss, for a curve.
     """
 
     run_id: str
@@ -98,6 +115,11 @@ class RunView:
     trackers: Mapping[str, str] = field(default_factory=dict)
     nodes: tuple[NodeView, ...] = ()
     gpus: tuple[GpuView, ...] = ()
+    tokens_per_s: float | None = None
+    flops_utilization: float | None = None
+    faults: tuple[FaultView, ...] = ()
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    losses: tuple[tuple[int, float], ...] = ()
 
 
 def status_record(view: RunView) -> dict[str, object]:
@@ -106,4 +128,6 @@ def status_record(view: RunView) -> dict[str, object]:
         {"node": gpu.node, "ranks": gpu.ranks, "age_s": gpu.age_s, **gpu.reading.to_record()}
         for gpu in view.gpus
     ]
-    return {**asdict(replace(view, gpus=())), "gpus": gpus}
+    record = asdict(replace(view, gpus=(), losses=()))
+    del record["losses"]  # those of metrics.jsonl
+    return {**record, "gpus": gpus}

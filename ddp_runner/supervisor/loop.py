@@ -54,6 +54,7 @@ PAUSE_S = (
     1.0  # between two turns: this process did not run, and other machines are not blamed for it
 )
 STATUS_INTERVAL_S = 0.5
+FAULTS_SHOWN = 3
 _QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
 
 
@@ -369,6 +370,10 @@ class _Loop:
             trackers=self._trackers.links(),
             nodes=() if self._others is None else self._others.views(),
             watch=self._watch,
+            faults=supervisor.recorder.accounting.newest_faults(
+                FAULTS_SHOWN, now_s=self._clock.monotonic()
+            ),
+            losses=supervisor.recorder.losses.points(),
         )
 
     def _finish(self) -> int:

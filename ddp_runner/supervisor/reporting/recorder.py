@@ -11,12 +11,14 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
 from ddp_runner.observe.console import ConsoleLine
+from ddp_runner.observe.loss_history import LossHistory
 from ddp_runner.supervisor.reporting.completed_run import lines_of_kept
 from ddp_runner.supervisor.reporting.event_log import EventLog, lines_of_begin
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.system.clock import Clock
 
+LOSS = "loss"
 STEP_SECONDS = "step_s"  # stands in each line of a step
 
 
@@ -35,6 +37,7 @@ class Recorder:
         self.accounting = RunAccounting(began_s=clock.monotonic())
         self._event_log = EventLog(outputs)
         self._published = published
+        self.losses = LossHistory()
         self.on_saved: Callable[[str], None] = (
             _nobody_asks  # with the path of each checkpoint, once
         )
@@ -64,6 +67,8 @@ class Recorder:
 
     def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
         """One logged step, or what an evaluation after it has found."""
+        if LOSS in values:
+            self.losses.add(step, values[LOSS])
         is_step = STEP_SECONDS in values  # an evaluation's line has its own figures alone
         more = self.figures_of(rank) if is_step else {}
         self.outputs.metrics(step, rank, {**values, **more})

@@ -11,7 +11,7 @@ from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
-from ddp_runner.observe.view import NodeView, RankView, RunView
+from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
@@ -31,6 +31,8 @@ def run_view(
     trackers: Mapping[str, str],
     nodes: tuple[NodeView, ...] = (),
     watch: RunWatch | None = None,
+    faults: tuple[FaultView, ...] = (),
+    losses: tuple[tuple[int, float], ...] = (),
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
@@ -66,7 +68,7 @@ def run_view(
         doing=doing[0],
         doing_s=round(doing[1], 3),
         ranks=tuple(
-            _rank_view(handle, reading, now_ns, watch)
+            _rank_view(handle, reading, now_ns, watch, handle.rank // plan.ranks_per_node)
             for handle, reading in zip(handles, readings, strict=True)
         ),
         title=plan.title,
@@ -79,6 +81,11 @@ def run_view(
         trackers=trackers,
         nodes=nodes,
         gpus=() if watch is None else watch.gpus(handles),
+        tokens_per_s=first.metrics.get("tokens_per_s"),
+        flops_utilization=first.metrics.get("flops_utilization"),
+        faults=faults,
+        stragglers=facts.stragglers,
+        losses=losses,
     )
 
 
@@ -101,7 +108,7 @@ def _state(handle: RankHandle) -> str:
 
 
 def _rank_view(
-    handle: RankHandle, reading: SlotReading, now_ns: int, watch: RunWatch | None
+    handle: RankHandle, reading: SlotReading, now_ns: int, watch: RunWatch | None, node: int
 ) -> RankView:
     share = handle.metrics.get("samples_per_s")
     loader_bytes = handle.metrics.get("loader_bytes")
@@ -122,6 +129,7 @@ def _rank_view(
         samples_per_s=share,
         data_wait_share=handle.metrics.get("data_wait_share"),
         loader_bytes=None if loader_bytes is None else int(loader_bytes),
+        node=node,
         cpu_share=None if watch is None else watch.cpu_share(handle.rank),
     )
 

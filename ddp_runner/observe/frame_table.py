@@ -1,0 +1,256 @@
+"""The table of ranks in the live display: a row each, or where they are too many a row for neighbours. Draws nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ddp_runner.observe import format as fmt
+from ddp_runner.observe.frame_spans import ROLE_OF_STATE, Line, Role, Span
+from ddp_runner.observe.unusual import DATA_WAIT_MANY, in_groups, unusual
+from ddp_runner.observe.view import GpuView, RankView, RunView
+
+AGE_SHOWN_FROM_S = 1.0
+_GROUPS_MAX = 8
+_HOT_C = 85.0
+Cell = tuple[str, Role]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    title: str
+    width: int
+    right: bool = True
+    gap: int = 1
+
+
+_COLUMNS = (
+    _Column(title="rank", width=4, gap=1),
+    _Column(title="device", width=6, right=False),
+    _Column(title="state", width=10, right=False),
+    _Column(title="step", width=7),
+    _Column(title="phase", width=10, right=False, gap=2),
+    _Column(title="", width=4),
+    _Column(title="loss", width=7),
+    _Column(title="samples/s", width=9),
+    _Column(title="data", width=4),
+    _Column(title="memory", width=7),
+    _Column(title="cpu", width=4),
+    _Column(title="gpu", width=4),
+    _Column(title="gpu mem", width=7),
+    _Column(title="temp", width=4),
+)
+_WHY = _Column(title="differs by", width=17, right=False, gap=2)
+_SAME_EVERYWHERE = ("loss", "samples/s")  # the figures above the table have them
+_DROP_ORDER = ("temp", "cpu", "gpu mem", "gpu", "data", "memory", "samples/s", "device", "loss", "")
+_DROP_ORDER_ON_GPUS = (
+    *("samples/s", "cpu", "temp", "loss", "memory", "", "gpu mem", "data", "device", "gpu"),
+)
+
+
+def rank_table(view: RunView, *, width: int, lines_max: int) -> list[Line]:
+    """Its title and rows, at most ``lines_max`` (3 at least) lines of ``width`` columns."""
+    room = max(2, lines_max - 1)
+    gpus = {rank: gpu for gpu in view.gpus for rank in gpu.ranks}
+    if len(view.ranks) <= room:
+        labels = [str(rank.rank) for rank in view.ranks]
+        columns, gap = _fitting(width, labels, view, gpus)
+        rows = [_row(rank, gpus.get(rank.rank)) for rank in view.ranks]
+        return [_titles(columns, gap), *(_line(row, columns, gap) for row in rows)]
+    return _summed_up(view, gpus, width=width, room=room)
+
+
+def _summed_up(view: RunView, gpus: Mapping[int, GpuView], *, width: int, room: int) -> list[Line]:
+    """A row for each group of ranks, and below it those that differ from the others."""
+    odd = unusual(view)
+    groups = in_groups(view.ranks, max(1, min(_GROUPS_MAX, room // 2)))
+    labels = [f"{group[0].rank}-{group[-1].rank}" for group in groups]
+    columns = _fitting_groups(width, labels, view, gpus)
+    lines = [_titles(columns, 0)]
+    for label, group in zip(labels, groups, strict=True):
+        lines.append(_line(_group_row(label, group, gpus), columns, 0))
+    left = room - len(groups) - 1
+    if not odd:
+        return [*lines, [Span(f" all {len(view.ranks)} ranks are alike", Role.QUIET)]]
+    shown = odd[:left] if len(odd) <= left else odd[: max(0, left)]
+    more = len(odd) - len(shown)
+    title = f" {len(odd)} of {len(view.ranks)} ranks differ from the others"
+    if more:
+        title += f"; {more} more than are shown" if shown else f": {_kinds(odd)}"
+    lines.append([Span(title, Role.CARE)])
+    for rank, why in sorted(shown, key=lambda one: one[0].rank):
+        lines.append(_line(_row(rank, gpus.get(rank.rank), why=why), columns, 0))
+    return lines
+
+
+def _kinds(odd: Sequence[tuple[RankView, str]]) -> str:
+    return ", ".join(dict.fromkeys(why for _, why in odd))
+
+
+def _row(rank: RankView, gpu: GpuView | None, why: str = "") -> dict[str, Cell]:
+    # The age of a start is that of all its stages; the bar has the seconds of each.
+    aged = rank.phase_age_s >= AGE_SHOWN_FROM_S and not rank.building
+    rate = "-" if rank.samples_per_s is None else fmt.rate(rank.samples_per_s)
+    return {
+        "rank": (str(rank.rank), Role.STRONG),
+        "device": (rank.device, Role.QUIET),
+        "state": (rank.state, ROLE_OF_STATE.get(rank.state, Role.PLAIN)),
+        "step": (fmt.count(rank.step), Role.PLAIN),
+        "phase": (_phase(rank), Role.PLAIN),
+        "": (_age(rank.phase_age_s) if aged else "", Role.CARE),
+        "loss": ("-" if rank.loss is None else fmt.figure(rank.loss), Role.PLAIN),
+        "samples/s": (rate, Role.PLAIN),
+        "data": _data_cell(rank.data_wait_share),
+        "memory": (fmt.byte_size(rank.rss_bytes) if rank.rss_bytes else "-", Role.PLAIN),
+        "cpu": _cpu_cell(rank.cpu_share),
+        **_gpu_cells([] if gpu is None else [gpu]),
+        _WHY.title: (why, Role.CARE),
+    }
+
+
+def _group_row(
+    label: str, group: Sequence[RankView], gpus: Mapping[int, GpuView]
+) -> dict[str, Cell]:
+    """Of neighbours: how most of them are, and of a figure the one that is worth a look."""
+    state, states = _most([rank.state for rank in group])
+    phase, _ = _most([_phase(rank) for rank in group])
+    role = ROLE_OF_STATE.get(state, Role.PLAIN)
+    known = [rank.loss for rank in group if rank.loss is not None]
+    rates = [rank.samples_per_s for rank in group if rank.samples_per_s is not None]
+    waits = [rank.data_wait_share for rank in group if rank.data_wait_share is not None]
+    shares = [rank.cpu_share for rank in group if rank.cpu_share is not None]
+    youngest_s = min(rank.phase_age_s for rank in group)
+    is_aged = youngest_s >= AGE_SHOWN_FROM_S and not any(rank.building for rank in group)
+    devices = {rank.device.partition(":")[0] for rank in group}
+    most_bytes = max(rank.rss_bytes for rank in group)
+    return {
+        "rank": (label, Role.STRONG),
+        "device": (devices.pop() if len(devices) == 1 else "mixed", Role.QUIET),
+        "state": (state if states == len(group) else f"{states} {state}", role),
+        "step": (fmt.count(min(rank.step for rank in group)), Role.PLAIN),
+        "phase": (phase, Role.PLAIN),
+        "": (_age(youngest_s) if is_aged else "", Role.CARE),
+        "loss": (fmt.figure(known[0]) if known else "-", Role.PLAIN),
+        "samples/s": (fmt.rate(fmean(rates)) if rates else "-", Role.PLAIN),
+        "data": _data_cell(max(waits, default=None)),
+        "memory": (fmt.byte_size(most_bytes) if most_bytes else "-", Role.PLAIN),
+        "cpu": _cpu_cell(fmean(shares) if shares else None),
+        **_gpu_cells(
+            list({id(gpu): gpu for rank in group if (gpu := gpus.get(rank.rank))}.values())
+        ),
+        _WHY.title: ("", Role.PLAIN),
+    }
+
+
+def _gpu_cells(gpus: Sequence[GpuView]) -> dict[str, Cell]:
+    """Of several the mean use, and of memory and temperature the highest."""
+    readings = [gpu.reading for gpu in gpus]
+    uses = [one.use for one in readings if one.use is not None]
+    taken = [one.memory_used_bytes for one in readings if one.memory_used_bytes is not None]
+    warm = [one.temperature_c for one in readings if one.temperature_c is not None]
+    hot = Role.CARE if warm and max(warm) >= _HOT_C else Role.PLAIN
+    return {
+        "gpu": (fmt.percent(fmean(uses)) if uses else "-", Role.PLAIN),
+        "gpu mem": (fmt.byte_size(max(taken)) if taken else "-", Role.PLAIN),
+        "temp": (f"{max(warm):.0f}" if warm else "-", hot),
+    }
+
+
+def _most(values: Sequence[str]) -> tuple[str, int]:
+    """The commonest, the first of them where several are, and how often."""
+    return Counter(values).most_common(1)[0]
+
+
+def _phase(rank: RankView) -> str:
+    if rank.state in ("waiting", "starting") and rank.phase == "idle":
+        return "-"
+    if rank.phase == "startup" and rank.building:
+        return rank.building.rpartition(" ")[2]
+    return rank.phase
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.0f}s" if seconds < 999.5 else f"{seconds / 60:.0f}m"
+
+
+def _data_cell(share: float | None) -> Cell:
+    if share is None:
+        return "-", Role.PLAIN
+    return fmt.percent(share), Role.CARE if share >= DATA_WAIT_MANY else Role.PLAIN
+
+
+def _cpu_cell(share: float | None) -> Cell:
+    """Cores, as people know them from top: 150% is one and a half."""
+    return ("-" if share is None else fmt.percent(share)), Role.PLAIN
+
+
+def _titles(columns: Sequence[_Column], gap: int) -> Line:
+    return [Span("".join(_pad(column.title, column, gap) for column in columns), Role.QUIET)]
+
+
+def _line(row: Mapping[str, Cell], columns: Sequence[_Column], gap: int) -> Line:
+    return [Span(_pad(row[one.title][0], one, gap), row[one.title][1]) for one in columns]
+
+
+def _pad(text: str, column: _Column, gap: int) -> str:
+    text = text[: column.width]
+    padded = text.rjust(column.width) if column.right else text.ljust(column.width)
+    return " " * (column.gap + gap) + padded
+
+
+def _fitting(
+    width: int, labels: Sequence[str], view: RunView, gpus: Mapping[int, GpuView]
+) -> tuple[list[_Column], int]:
+    """The columns that fit and have anything to show, least important dropped first, and a gap between them."""
+    columns = _known(labels, view, gpus)
+    for title in ("nothing", *(_DROP_ORDER_ON_GPUS if gpus else _DROP_ORDER)):
+        columns = [column for column in columns if column.title != title]
+        needed = _needed(columns)
+        if needed <= width:
+            return columns, min(2, (width - needed) // len(columns))
+    return columns, 0
+
+
+def _fitting_groups(
+    width: int, labels: Sequence[str], view: RunView, gpus: Mapping[int, GpuView]
+) -> list[_Column]:
+    """The same for groups, of which a last column says what is unusual: it has all the room that is left."""
+    known = _known(labels, view, gpus)
+    columns = [one for one in known if one.title not in _SAME_EVERYWHERE]
+    for title in ("nothing", *(_DROP_ORDER_ON_GPUS if gpus else _DROP_ORDER)):
+        columns = [column for column in columns if column.title != title]
+        needed = _needed([*columns, _WHY])
+        if needed <= width:
+            return [*columns, replace(_WHY, width=_WHY.width + width - needed)]
+    return columns
+
+
+def _needed(columns: Sequence[_Column]) -> int:
+    return sum(column.width + column.gap for column in columns)
+
+
+def _known(labels: Sequence[str], view: RunView, gpus: Mapping[int, GpuView]) -> list[_Column]:
+    longest = max((len(label) for label in labels), default=0)
+    return [
+        replace(column, width=max(column.width, longest)) if column.title == "rank" else column
+        for column in _COLUMNS
+        if _is_known(column.title, view, gpus)
+    ]
+
+
+def _is_known(title: str, view: RunView, gpus: Mapping[int, GpuView]) -> bool:
+    """Whether any rank has such a figure, of those that not every run has."""
+    readings = [gpu.reading for gpu in gpus.values()]
+    match title:
+        case "cpu":
+            return any(rank.cpu_share is not None for rank in view.ranks)
+        case "gpu":
+            return any(one.use is not None for one in readings)
+        case "gpu mem":
+            return any(one.memory_used_bytes is not None for one in readings)
+        case "temp":
+            return any(one.temperature_c is not None for one in readings)
+        case _:
+            return True

@@ -1,0 +1,32 @@
+"""The course of the loss over a whole run in a bounded number of points, for a line in the terminal."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+POINTS_MAX = 240
+
+
+class LossHistory:
+    """Owned by the supervisor's loop. Every rank reports the same loss of a step; the last word counts."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._losses: list[float] = []
+
+    def add(self, step: int, loss: float) -> None:
+        """A logged step. Those from it on that were done before are done again, and count no more."""
+        if not math.isfinite(loss):
+            return
+        first = bisect_left(self._steps, step)
+        del self._steps[first:], self._losses[first:]
+        self._steps.append(step)
+        self._losses.append(loss)
+        if len(self._steps) > POINTS_MAX:  # every second one goes, and the newest stays
+            self._steps[:-1] = self._steps[:-1:2]
+            self._losses[:-1] = self._losses[:-1:2]
+
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """Steps and their losses, oldest first."""
+        return tuple(zip(self._steps, self._losses, strict=True))
