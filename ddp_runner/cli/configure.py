@@ -14,8 +14,9 @@ from rich.prompt import InvalidResponse, Prompt
 from rich.text import Text
 
 from ddp_runner.cli.arguments import parse_small
-from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
+from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.doctor import check_gpus, check_memory
+from ddp_runner.cli.gpus import VisibleGpus
 from ddp_runner.cli.machine import core_count, torch_build
 from ddp_runner.cli.train import preset_name
 from ddp_runner.config import SettingsError, check_relations, resolve

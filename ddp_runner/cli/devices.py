@@ -1,11 +1,12 @@
-"""Which GPUs are visible, and which rank computes where. Asks nvidia-smi; imports no torch."""
+"""Which GPUs are visible, and which rank computes where. Asks their vendor's tools; imports no torch."""
 
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ddp_runner.cli.amd_gpus import find_amd_gpus
+from ddp_runner.cli.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.placing import AUTO_CPU_RANKS
@@ -21,26 +22,6 @@ _QUERY_TIMEOUT_S = 30.0
 CPU_RANKS_MAX = 64  # or one a core: each takes some 200 MB, and a share of a core
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """A GPU of this machine; ``index`` is nvidia-smi's, ``memory`` is its text (``143771 MiB``)."""
-
-    index: int
-    uuid: str
-    name: str
-    memory: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisibleGpus:
-    """GPUs in the order in which torch counts them; ``why_none`` says why there are none."""
-
-    gpus: tuple[Gpu, ...] = ()
-    why_none: str = ""
-    is_surprising: bool = False  # a GPU could be expected here: people should hear of it
-    is_unsupported: bool = False  # torch was built for GPUs that this runner cannot use
-
-
 def find_gpus(environment: Mapping[str, str], build: TorchBuild | None) -> VisibleGpus:
     """The GPUs that a rank's torch would see under ``environment``."""
     if build is None:
@@ -48,15 +29,17 @@ def find_gpus(environment: Mapping[str, str], build: TorchBuild | None) -> Visib
     if build.other:
         return VisibleGpus(
             why_none=f"torch {build.version} is built for {build.other}, "
-            "and only NVIDIA's GPUs (CUDA) can be used",
+            "and only NVIDIA's (CUDA) and AMD's GPUs (ROCm) can be used",
             is_unsupported=True,
         )
+    if build.hip:
+        return find_amd_gpus(environment)
     if not build.cuda:
         return VisibleGpus(why_none=f"torch {build.version} is a build without CUDA")
     present = _present()
     if isinstance(present, VisibleGpus):
         return present
-    return visible(present, environment.get("CUDA_VISIBLE_DEVICES"))
+    return visible(present, environment.get(CUDA_VISIBLE))
 
 
 def _present() -> tuple[Gpu, ...] | VisibleGpus:
@@ -84,31 +67,6 @@ def parse_query(text: str) -> tuple[Gpu, ...]:
             name = ", ".join(cells[2:-1])
             found.append(Gpu(index=int(cells[0]), uuid=cells[1], name=name, memory=cells[-1]))
     return tuple(sorted(found, key=lambda gpu: gpu.index))
-
-
-def visible(present: Sequence[Gpu], mask: str | None) -> VisibleGpus:
-    """Apply CUDA_VISIBLE_DEVICES as CUDA does: indices or UUID prefixes, up to the first bad."""
-    if mask is None:
-        return VisibleGpus(gpus=tuple(present))
-    chosen: list[Gpu] = []
-    for entry in (part.strip() for part in mask.split(",")):
-        gpu = _named(present, entry)
-        if gpu is None or gpu in chosen:
-            break
-        chosen.append(gpu)
-    return VisibleGpus(
-        gpus=tuple(chosen),
-        why_none="" if chosen else f"CUDA_VISIBLE_DEVICES={mask!r} hides every GPU",
-    )
-
-
-def _named(present: Sequence[Gpu], entry: str) -> Gpu | None:
-    if entry.isdecimal():
-        return next((gpu for gpu in present if gpu.index == int(entry)), None)
-    if entry.startswith("MIG-"):
-        return Gpu(index=-1, uuid=entry, name="MIG slice", memory="")
-    matches = [gpu for gpu in present if entry and gpu.uuid.lower().startswith(entry.lower())]
-    return matches[0] if len(matches) == 1 else None
 
 
 def plan_devices(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:

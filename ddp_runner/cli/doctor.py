@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_runner.cli.amd_checks import amd_checks
 from ddp_runner.cli.arguments import (
     CHECKPOINT_DIR,
     JSON,
@@ -24,8 +25,9 @@ from ddp_runner.cli.arguments import (
     parse_small,
 )
 from ddp_runner.cli.checks import Check, Verdict, graded
-from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
+from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.gpu_checks import gpu_checks
+from ddp_runner.cli.gpus import VisibleGpus
 from ddp_runner.cli.machine import TorchBuild, core_count, torch_build
 from ddp_runner.cli.output import show
 from ddp_runner.cli.probing import check_collectives, probe
@@ -226,6 +228,8 @@ def check_torch() -> Check:
     if build is None:
         return Check(name="torch", verdict=Verdict.FAIL, found="missing", cure="pip install torch")
     kind = build.other or (f"CUDA {build.cuda}" if build.cuda else "without CUDA")
+    if build.hip:
+        kind = f"ROCm {build.hip}"
     return Check(name="torch", verdict=Verdict.OK, found=f"{build.version}, {kind}")
 
 
@@ -237,11 +241,15 @@ def check_together(tried: Tried, seen: VisibleGpus, build: TorchBuild) -> Iterat
         with _saying("trying the collectives, which takes some seconds", is_shown=tried.is_shown):
             probed = probe(backend=tried.backend, devices=devices, environment=os.environ)
     gpus = [seen.gpus[p.visible_index] for p in tried.places if p.visible_index is not None]
-    if gpus:
+    library = "RCCL" if build.hip else "NCCL"
+    if build.hip:
+        rccl, takes_rccl = probed.nccl if probed else "", bool(gpus) and tried.backend != "gloo"
+        yield from amd_checks(os.environ, rccl=rccl, takes_rccl=takes_rccl)
+    elif gpus:
         nccl, takes_nccl = probed.nccl if probed else "", tried.backend != "gloo"
         yield from gpu_checks(gpus, build, nccl=nccl, takes_nccl=takes_nccl)
     if probed:
-        yield check_collectives(tried.backend, devices, probed)
+        yield check_collectives(tried.backend, devices, probed, library=library)
 
 
 @contextmanager
@@ -259,13 +267,14 @@ def _saying(text: str, *, is_shown: bool) -> Iterator[None]:
 def check_gpus(seen: VisibleGpus) -> Check:
     """The GPUs that ranks would see."""
     if seen.gpus:
-        found = ", ".join(f"{i}: {gpu.name} {gpu.memory}" for i, gpu in enumerate(seen.gpus))
+        shown = [f"{i}: {gpu.name} {gpu.memory}".strip() for i, gpu in enumerate(seen.gpus)]
+        found = ", ".join(shown)
         return Check(name="GPUs", verdict=Verdict.OK, found=found)
     if seen.is_unsupported:
-        cure = "install a torch for CUDA, or train with --cpu"
+        cure = "install a torch for CUDA or ROCm, or train with --cpu"
         return Check(name="GPUs", verdict=Verdict.FAIL, found=seen.why_none, cure=cure)
     if seen.is_surprising:
-        cure = "make nvidia-smi work, or train with --cpu"
+        cure = "make the tool that shows GPUs work, or train with --cpu"
         return Check(name="GPUs", verdict=Verdict.WARN, found=seen.why_none, cure=cure)
     return Check(name="GPUs", verdict=Verdict.OK, found=f"none, trains on the CPU: {seen.why_none}")
 

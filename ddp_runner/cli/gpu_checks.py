@@ -14,7 +14,7 @@ from ddp_runner.observe.format import byte_size
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from ddp_runner.cli.devices import Gpu
+    from ddp_runner.cli.gpus import Gpu
     from ddp_runner.cli.machine import TorchBuild
 
 _COMMAND = "nvidia-smi"

@@ -14,13 +14,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """The installed torch, read from its files. ``cuda`` is "" for a build without.
+    """The installed torch, read from its files. ``cuda`` is "" for a build without, ``hip`` for one without ROCm.
 
-    ``other`` names the GPUs that it was built for where they are not NVIDIA's, as ``ROCm 6.2``.
+    ``other`` names the GPUs that it was built for where they are of neither, as ``XPU 20250101``.
     """
 
     version: str
     cuda: str
+    hip: str = ""
     other: str = ""
 
 
@@ -30,11 +31,12 @@ def torch_build() -> TorchBuild | None:
     if spec is None or spec.origin is None:
         return None
     text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    built_for = {"ROCm": _quoted(text, "hip"), "XPU": _quoted(text, "xpu")}
+    xpu = _quoted(text, "xpu")
     return TorchBuild(
         version=_quoted(text, "__version__"),
         cuda=_quoted(text, "cuda"),
-        other=next((f"{name} {number}" for name, number in built_for.items() if number), ""),
+        hip=_quoted(text, "hip"),
+        other=f"XPU {xpu}" if xpu else "",
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.gpu_checks import installed_nccl
+from ddp_runner.cli.machine import torch_build
 from ddp_runner.cli.probing import probe
 from ddp_runner.core.modes import (
     Collectives,
@@ -26,16 +27,25 @@ _NCCL, _GLOO = "cpu:gloo,cuda:nccl", "gloo"
 
 
 def find_collectives(devices: Sequence[str], environment: Mapping[str, str]) -> Collectives:
-    """By what ranks on ``devices`` can meet: known by NCCL's package, else tried, which takes some seconds."""
-    version = installed_nccl()
+    """By what ranks on ``devices`` can meet: known by NCCL's package, else tried, which takes some seconds.
+
+    Of ROCm there is RCCL, under NCCL's name; that it is there says little of whether a GPU can use it.
+    """
+    build = torch_build()
+    library = "RCCL" if build is not None and build.hip else "NCCL"
+    version = installed_nccl() if library == "NCCL" else ""
     if version:
         return Collectives(backend="nccl", found=f"NCCL {version}")
     tried = probe(backend=_NCCL, devices=devices, environment=environment)
     if not tried.failure:
-        return Collectives(backend="nccl", found=f"NCCL {tried.nccl} was tried and works")
+        return Collectives(backend="nccl", found=f"{library} {tried.nccl} was tried and works")
     if not probe(backend=_GLOO, devices=devices, environment=environment).failure:
-        return Collectives(backend="gloo", found="NCCL was tried and does not work, gloo does")
-    return Collectives(backend="", found="neither NCCL nor gloo works here (doctor says more)")
+        return Collectives(
+            backend="gloo", found=f"{library} was tried and does not work, gloo does"
+        )
+    return Collectives(
+        backend="", found=f"neither {library} nor gloo works here (doctor says more)"
+    )
 
 
 def choose(

@@ -109,10 +109,15 @@ def _why(code: int | None, output: int) -> str:
     return f"the check ended with {code}: {said}"
 
 
-def check_collectives(backend: str, devices: Sequence[str], probed: Probed) -> Check:
-    """Whether ranks on ``devices`` can do together what training and a repair need."""
+def check_collectives(
+    backend: str, devices: Sequence[str], probed: Probed, *, library: str = "NCCL"
+) -> Check:
+    """Whether ranks on ``devices`` can do together what training and a repair need.
+
+    ``library``: what the backend nccl is here.
+    """
     is_nccl = "nccl" in backend
-    shown = f"NCCL {probed.nccl}" if is_nccl else "gloo"
+    shown = f"{library} {probed.nccl}" if is_nccl else "gloo"
     count = len(devices)
     where = "" if devices[0] == "cpu" else f" on {', '.join(dict.fromkeys(devices))}"
     who = f"{shown}, {count} rank{'s' if count > 1 else ''}{where}"

@@ -12,8 +12,9 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ddp_runner.cli.devices import VisibleGpus, find_gpus, plan_devices
+from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
+from ddp_runner.cli.gpus import VisibleGpus
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
 from ddp_runner.cli.modes import choose, placed, with_backend
 from ddp_runner.cli.page import how_to_install

@@ -81,8 +81,13 @@ def _prepare(kind: SpareKind, settings: Settings, device: str) -> int:
     return 0
 
 
-def start_libraries() -> CudaDriver:
-    """Have CUDA's driver started and its libraries loaded. Raises RuntimeError if that holds memory."""
+def start_libraries() -> CudaDriver | None:
+    """Have CUDA's driver started and its libraries loaded. Raises RuntimeError if that holds memory.
+
+    None on ROCm, whose libraries come with torch, and of whose memory nobody is asked.
+    """
+    if torch.version.hip:
+        return None
     driver = CudaDriver()
     load_libraries()
     # INVARIANT no-context: a spare that serves every GPU holds no memory of any.
@@ -94,18 +99,18 @@ def start_libraries() -> CudaDriver:
     return driver
 
 
-def open_device(settings: Settings, device: torch.device, *, driver: CudaDriver) -> int:
+def open_device(settings: Settings, device: torch.device, *, driver: CudaDriver | None) -> int:
     """Open ``device`` and take first steps there; returns about how many bytes of it are held since.
 
     What others allocate there meanwhile is counted as well; 0 where the driver does not say.
     """
-    name = driver.uuid(device.index)
-    before = used_bytes(name)
+    name = "" if driver is None else driver.uuid(device.index)
+    before = used_bytes(name) if name else None
     torch.cuda.set_device(device)
     first_steps(settings, device)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    after = used_bytes(name)
+    after = used_bytes(name) if name else None
     return 0 if before is None or after is None else max(0, after - before)
 
 

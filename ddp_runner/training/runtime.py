@@ -251,9 +251,6 @@ def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntim
 def _local_device(settings: Settings, local_rank: int) -> str:
     if settings.run.device == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    if torch.version.hip:  # torch.cuda is then AMD's
-        expected = "torch is built for ROCm, and only NVIDIA's GPUs (CUDA) can be used; use cpu"
-        raise BadInputError("run.device", settings.run.device, expected)
     gpus = settings.run.gpus
     if gpus:
         return f"cuda:{gpus[local_rank % len(gpus)]}"

@@ -14,7 +14,7 @@ import yaml
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli.configure import QUESTIONS, Machine, ask_all, written
-from ddp_runner.cli.devices import Gpu, VisibleGpus
+from ddp_runner.cli.gpus import Gpu, VisibleGpus
 from ddp_runner.config import resolve
 
 ROOT = Path(__file__).resolve().parents[2]

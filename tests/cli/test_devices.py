@@ -10,7 +10,8 @@ import pytest
 
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor
-from ddp_runner.cli.devices import VisibleGpus, find_gpus, parse_query, plan_devices, visible
+from ddp_runner.cli.devices import find_gpus, parse_query, plan_devices
+from ddp_runner.cli.gpus import VisibleGpus, visible
 from ddp_runner.cli.machine import TorchBuild, core_count, cpu_quota, torch_build
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.probing import Probed
@@ -113,15 +114,16 @@ def test_a_torch_without_cuda_sees_no_gpu(fake_query):
     assert (found.gpus, found.is_surprising) == ((), False)
 
 
-@pytest.mark.parametrize("line", ["hip = '6.2.41133'", "xpu: Optional[str] = '20250101'"])
-def test_a_torch_for_other_gpus_is_refused_not_run_on_cpu(torch_version, line, capsys):
+def test_a_torch_for_other_gpus_is_refused_not_run_on_cpu(torch_version):
     """Its GPUs cannot be used: one line that says so, and what to do; with --cpu it trains."""
-    torch_version(f"__version__ = '2.9.0+other'\ncuda: Optional[str] = None\n{line}\n")
+    torch_version(
+        "__version__ = '2.9.0+other'\ncuda: Optional[str] = None\nxpu: Optional[str] = '20250101'\n"
+    )
     with pytest.raises(BadInputError) as caught:
         plan_launch(parse_train([]), words=[])
     reported = str(caught.value)
     assert reported.startswith("run.device=auto: torch 2.9.0+other is built for ")
-    assert reported.endswith("only NVIDIA's GPUs (CUDA) can be used; --cpu trains on the CPU")
+    assert reported.endswith("AMD's GPUs (ROCm) can be used; --cpu trains on the CPU")
     with pytest.raises(BadInputError, match=r"no GPU can be used: torch 2\.9\.0.other is built"):
         plan_launch(parse_train(["-g", "0"]), words=[])
     assert plan_launch(parse_train(["--cpu"]), words=[]).devices[0].device == "cpu"

@@ -17,7 +17,6 @@ import pytest
 from ddp_runner.__main__ import main
 from ddp_runner.cli import doctor, gpu_checks, probing
 from ddp_runner.cli.checks import Verdict
-from ddp_runner.cli.devices import Gpu, VisibleGpus
 from ddp_runner.cli.gpu_checks import (
     judge_driver,
     judge_memory,
@@ -27,6 +26,7 @@ from ddp_runner.cli.gpu_checks import (
     parse_memory,
     parse_peers,
 )
+from ddp_runner.cli.gpus import Gpu, VisibleGpus
 from ddp_runner.cli.machine import TorchBuild
 from ddp_runner.cli.probing import Probed, check_collectives, probe
 from ddp_runner.core.faults import BadInputError

@@ -149,3 +149,26 @@ def test_a_spare_waits_warm_and_small_for_what_becomes_of_it(spares, how):
         assert facts["exit"] == [0]
     else:
         assert facts["becomes"] is False
+
+
+@pytest.mark.parametrize(("hip", "starts"), [("6.4.43484", False), (None, True)])
+def test_on_rocm_a_spare_starts_no_driver_of_cuda(monkeypatch, hip, starts):
+    """Its libraries come with torch; a driver that is not there would end each spare at once."""
+    import torch
+
+    from ddp_runner.rank import spare
+
+    started = []
+
+    class Driver:
+        def __init__(self):
+            started.append(self)
+
+        def opened(self):
+            return []
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(spare, "CudaDriver", Driver)
+    monkeypatch.setattr(spare, "load_libraries", list)
+    assert spare.start_libraries() is (started[0] if starts else None)
+    assert bool(started) is starts
