@@ -48,7 +48,7 @@ def resumed_from(outputs, folder, step, settings):
 
 
 def test_modes_agree_survive_a_kill_and_resume_one_another(tmp_path):
-    """One rank over two devices is lost amid training and goes on from the newest checkpoint; its
+    """One rank over two devices is lost amid training and goes on from what was saved last; its
     weights are those of two ranks and of one, and each goes on from the other's files."""
     hold = tmp_path / "over" / HOLD_NAME
     hold.parent.mkdir()
@@ -61,7 +61,9 @@ def test_modes_agree_survive_a_kill_and_resume_one_another(tmp_path):
     summary = over.summary()
     assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"], summary["faults"]
     again = [line["step"] for line in over.audit_lines(0) if line["generation"] == 2]
-    assert again == list(range(9, STEPS + 1))
+    # From step 8's file, or from a copy in memory that is newer.
+    assert again[0] >= 9
+    assert again == list(range(again[0], STEPS + 1))
     assert "data_parallel: as asked, one rank over 2 parts of the CPU" in over.console
     with Run(tmp_path / "two", *TWO_RANKS, task=TASK) as two:
         assert two.wait() == 0, two.console
