@@ -110,6 +110,9 @@ class Outputs:
     def metrics(self, step, rank, values):
         pass
 
+    def announce(self, text):
+        self.said.append(("INFO", text))
+
     def keep_words(self, rank, text):
         pass
 
