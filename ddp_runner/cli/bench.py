@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ddp_runner.cli.output import show
@@ -138,9 +138,12 @@ class _Bench:
 
     def _show(self, records: Sequence[Mapping[str, float]]) -> None:
         parts = parts_of(records)
+        settings = self._plan.settings
+        if self._plan.devices[0].others:  # also where that was chosen here
+            settings = replace(settings, run=replace(settings.run, mode="data_parallel"))
         verdict = judge(
             parts,
-            self._plan.settings,
+            settings,
             ranks=self._plan.world_size,
             is_on_gpu=self._plan.devices[0].visible_index is not None,
             slow=slowness(records),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from dataclasses import dataclass
@@ -89,8 +90,10 @@ def judge_driver(banner: str, *, cuda: str) -> Check:
 
 def installed_nccl() -> str:
     """The version of the wheel that torch loads; "" where torch has its own inside."""
-    installed = {found.name: found.version for found in metadata.distributions()}
-    return next((installed[name] for name in _WHEELS if name in installed), "")
+    for name in _WHEELS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return ""
 
 
 def judge_nccl(version: str, *, cuda: str) -> Check:

@@ -159,7 +159,7 @@ def _tries_of_computation(settings: Settings, is_on_gpu: bool) -> tuple[tuple[st
         tries.append(("optim.precision=auto", "mixed precision, where the GPU is fast with it"))
     elif is_on_gpu and settings.run.matmul_precision == "highest":
         tries.append(("run.matmul_precision=high", "TF32 for what is left in float32"))
-    if not settings.run.compile:
+    if not settings.run.compile and settings.run.mode != "data_parallel":
         tries.append(("run.compile=true", "fewer and larger kernels"))
     if settings.memory.activation_checkpointing != "off":
         tries.append(("memory.activation_checkpointing=off", "each block is computed twice"))

@@ -80,6 +80,7 @@ def test_ranks_that_wait_for_a_slow_one_are_shown_which():
     ("given", "is_on_gpu", "absent", "present"),
     [
         ({"compile": True}, False, "run.compile=true", "--profile steps=10:15"),
+        ({"mode": "data_parallel"}, False, "run.compile=true", "--profile steps=10:15"),
         ({"precision": "fp32"}, True, "run.matmul_precision=high", "optim.precision=auto"),
         ({"precision": "bf16"}, True, "optim.precision=auto", "run.matmul_precision=high"),
         (

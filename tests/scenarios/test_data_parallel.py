@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.scenarios.harness import Run
-from tests.scenarios.workload import HOLD_NAME
+from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
 STEPS = 24
 TASK = f"{Path(__file__).with_name('alike.py')}:AlikeTask"
@@ -53,14 +53,17 @@ def test_modes_agree_survive_a_kill_and_resume_one_another(tmp_path):
     hold = tmp_path / "over" / HOLD_NAME
     hold.parent.mkdir()
     hold.write_text("25", encoding="utf-8")  # two parts a step: beyond step 8, before step 16
+    # Of the process that takes its place: an exception in the second part of a batch.
+    (hold.parent / TROUBLE_NAME).write_text("loss any raise 26", encoding="utf-8")
     with Run(hold.parent, *OVER_TWO, task=TASK) as over:
         over.wait_for_checkpoint(8)
         over.signal(signal.SIGKILL, over.rank_pid(0))
         hold.unlink()
         assert over.wait() == 0, over.console
     summary = over.summary()
-    assert [fault["kind"] for fault in summary["faults"]] == ["rank_killed"], summary["faults"]
-    again = [line["step"] for line in over.audit_lines(0) if line["generation"] == 2]
+    kinds = [fault["kind"] for fault in summary["faults"]]
+    assert kinds == ["rank_killed", "rank_raised"], summary["faults"]
+    again = [line["step"] for line in over.audit_lines(0) if line["generation"] > 1]
     # From step 8's file, or from a copy in memory that is newer.
     assert again[0] >= 9
     assert again == list(range(again[0], STEPS + 1))
