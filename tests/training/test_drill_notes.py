@@ -43,9 +43,8 @@ class Bench:
         workload = SimpleNamespace(
             length=SimpleNamespace(total_steps=100), device=CPU, norms=SimpleNamespace(names=())
         )
-        saving = SimpleNamespace(
-            captured=lambda: {**self.state.capture(), "versions": {}}, writer=self._writer
-        )
+        content = SimpleNamespace(captured=lambda: {**self.state.capture(), "versions": {}})
+        saving = SimpleNamespace(content=content, writer=self._writer)
         self.drills = Drills(
             from_flat({"task": "synthetic", "checkpoint_dir": str(folder), **settings}),
             workload,
