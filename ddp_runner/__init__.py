@@ -20,11 +20,13 @@ from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
     from ddp_runner.cli.launch import launch
+    from ddp_runner.cli.launch_async import launch_async
     from ddp_runner.collective.loss import Weighted
     from ddp_runner.core.faults import BadInputError
     from ddp_runner.core.settings import Settings
-    from ddp_runner.data.loader import SafeDataLoader
+    from ddp_runner.data.epoch_loader import SafeDataLoader
     from ddp_runner.memory.manager import MemoryManager
+    from ddp_runner.observe.gpu_watch import GpuWatch
     from ddp_runner.observe.logger import DDPLogger
     from ddp_runner.rank.attach import attach
     from ddp_runner.system.heartbeat import heartbeat
@@ -39,6 +41,7 @@ __all__ = [
     "DDPLogger",
     "DDPTrainer",
     "Datasets",
+    "GpuWatch",
     "MemoryManager",
     "SafeDataLoader",
     "Settings",
@@ -48,6 +51,7 @@ __all__ = [
     "attach",
     "heartbeat",
     "launch",
+    "launch_async",
 ]
 _HOME_OF_NAME = {
     "AttachedRun": "ddp_runner.training.own_loop.attached_run",
@@ -55,14 +59,16 @@ _HOME_OF_NAME = {
     "DDPLogger": "ddp_runner.observe.logger",
     "DDPTrainer": "ddp_runner.training.trainer",
     "Datasets": "ddp_runner.training.task",
+    "GpuWatch": "ddp_runner.observe.gpu_watch",
     "MemoryManager": "ddp_runner.memory.manager",
-    "SafeDataLoader": "ddp_runner.data.loader",
+    "SafeDataLoader": "ddp_runner.data.epoch_loader",
     "Settings": "ddp_runner.core.settings",
     "Task": "ddp_runner.training.task",
     "Weighted": "ddp_runner.collective.loss",
     "heartbeat": "ddp_runner.system.heartbeat",
     "attach": "ddp_runner.rank.attach",
     "launch": "ddp_runner.cli.launch",
+    "launch_async": "ddp_runner.cli.launch_async",
 }
 
 

@@ -84,11 +84,57 @@ def launch(
 
     Raises BadInputError for wrong settings and RuntimeError when called by the ranks themselves.
     """
+    refuse_in_rank("launch()")
+    with prepared(task, nproc=nproc, config=config, arguments=arguments) as ready:
+        return ready.result(_run_child(ready.words))
+
+
+def refuse_in_rank(called: str) -> None:
+    """Raise RuntimeError where the ranks of a launch import the file that has made it."""
     if os.environ.get(_LAUNCHED):
         raise RuntimeError(
-            "launch() was called while a rank imported this file; "
+            f"{called} was called while a rank imported this file; "
             "put the call under: if __name__ == '__main__':"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run that can be started: ``words`` for ``train``, and what its folders had before."""
+
+    words: Sequence[str]
+    settings: Settings
+    before: tuple[int, int] | None
+
+    @property
+    def log_dir(self) -> Path:
+        """Of the run."""
+        return Path(self.settings.run.log_dir).absolute()
+
+    def result(self, exit_code: int) -> RunResult:
+        """The run has ended."""
+        summary_file = self.log_dir / "summary.json"
+        changed = _identity(summary_file) not in (None, self.before)
+        return RunResult(
+            exit_code=exit_code,
+            summary=from_json(read_small(summary_file))
+            if changed
+            else _kept(summary_file, exit_code),
+            log_dir=self.log_dir,
+            checkpoint_dir=Path(self.settings.run.checkpoint_dir).absolute(),
+            settings=self.settings,
+        )
+
+
+@contextmanager
+def prepared(
+    task: str | type | None,
+    *,
+    nproc: int | Literal["auto"],
+    config: Mapping[str, object] | None,
+    arguments: Sequence[str],
+) -> Iterator[Prepared]:
+    """What :func:`launch` starts; its configuration file is gone afterwards. Raises BadInputError."""
     words = ["--nproc-per-node", str(nproc)]
     if task is not None:
         words += ["--task", task if isinstance(task, str) else task_spec(task)]
@@ -97,20 +143,8 @@ def launch(
     with _config_file({**config, **secrets}) as config_words:
         words += [*config_words, *arguments]
         settings = _settings(words)
-        log_dir = Path(settings.run.log_dir).absolute()
-        checkpoint_dir = Path(settings.run.checkpoint_dir).absolute()
-        summary_file = log_dir / "summary.json"
-        before = _identity(summary_file)
-        exit_code = _run_child(words)
-        changed = _identity(summary_file) not in (None, before)
-    summary = from_json(read_small(summary_file)) if changed else _kept(summary_file, exit_code)
-    return RunResult(
-        exit_code=exit_code,
-        summary=summary,
-        log_dir=log_dir,
-        checkpoint_dir=checkpoint_dir,
-        settings=settings,
-    )
+        summary_file = Path(settings.run.log_dir).absolute() / "summary.json"
+        yield Prepared(words=words, settings=settings, before=_identity(summary_file))
 
 
 def _with_task_named(config: Mapping[str, object]) -> dict[str, object]:
@@ -230,11 +264,14 @@ def _kept(file: Path, exit_code: int) -> dict[str, Any] | None:
     return summary if summary.get("status") == RunStatus.COMPLETED.value else None
 
 
+def child_command(words: Sequence[str]) -> list[str]:
+    """Our own interpreter with ``train`` and these words; it ends with this process."""
+    return [sys.executable, "-c", _BEGINS + _HEARS + _CHILD, str(os.getpid()), "train", *words]
+
+
 def _run_child(words: Sequence[str]) -> int:
     """Run ``train`` with ``words``; forwards output and interrupts."""
-    code = _BEGINS + _HEARS + _CHILD
-    command = [sys.executable, "-c", code, str(os.getpid()), "train", *words]
-    inherits = _writes_to_descriptor_1()
+    inherits = writes_to_descriptor_1()
     # INVARIANT no-run-without-a-waiter: an interrupt comes once there is a child to pass it on to.
     # Broken if: it may be raised inside Popen, which leaves a run behind that nobody waits for.
     # Guarded by: test_an_interrupt_while_the_run_is_started_reaches_it.
@@ -243,8 +280,8 @@ def _run_child(words: Sequence[str]) -> int:
         # A session of its own: the terminal's Ctrl-C then reaches the run once, through us, and not
         # a second time as a member of the foreground group, which would end it without saving.
         subprocess.Popen(  # noqa: S603 - our own interpreter
-            command,
-            env=_child_environment(),
+            child_command(words),
+            env=child_environment(),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=None if inherits else subprocess.PIPE,
@@ -314,7 +351,7 @@ def _wait(child: subprocess.Popen[str], held: set[signal.Signals]) -> int | None
         return None
 
 
-def _writes_to_descriptor_1() -> bool:
+def writes_to_descriptor_1() -> bool:
     """False in a notebook or under capture, where only ``sys.stdout`` reaches the reader."""
     try:
         return sys.stdout.fileno() == 1 and sys.stderr.fileno() == 2
@@ -322,7 +359,7 @@ def _writes_to_descriptor_1() -> bool:
         return False
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Our environment, able to import what this process can, marked for ``launch``."""
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     search = [PACKAGE_PARENT, *(part for part in before if part != PACKAGE_PARENT)]

@@ -275,6 +275,10 @@ class SafeDataLoader:
     def close(self) -> None:
         """End the workers, within about a second. May be called again."""
         self._closed = True
+        self.pause()
+
+    def pause(self) -> None:
+        """End the workers, within about a second; the next ``take`` starts others."""
         self._forget_given()
         self._end_pool(grace_s=_GRACE_S)
 

@@ -1,0 +1,143 @@
+"""``SafeDataLoader`` as programs use it without a run: iterated by epochs, like torch's DataLoader."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddp_runner.data import loader
+from ddp_runner.data.order import SampleOrder, WholeOrder
+from ddp_runner.data.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ddp_runner.data.loader_faults import LoadingRepaired
+
+_EPOCHS_MAX = 2**31
+
+
+class SafeDataLoader(loader.SafeDataLoader):
+    """Batches of a map-style dataset, epoch after epoch, whatever happens to the worker processes.
+
+    ``for batch in SafeDataLoader(dataset, batch_size=32, shuffle=True, num_workers=2):`` A batch is what
+    ``collate_fn`` makes of a list of samples (tensors of ``[batch_size, ...]`` by default). Each ``iter()`` begins
+    the next epoch, from 0 on; ``set_epoch`` chooses another one. Which samples a batch has depends on seed and
+    epoch alone, and so do the random numbers of a sample (python's, numpy's, torch's on the CPU), however many
+    workers there are. A worker that dies or hangs for ``timeout_s`` seconds is replaced and its batch loaded
+    again, with a RuntimeWarning; after two in a row there is one fewer, and at last samples are loaded in this process.
+
+    ``shuffle``, ``drop_last``, ``num_workers``, ``pin_memory``, ``prefetch_factor`` and ``persistent_workers`` are as torch's;
+    ``seed`` is that of order and samples. With ``world_size`` above 1 this is the part of ``rank`` of each
+    ``batch_size * world_size`` samples, and ``drop_last`` must be true, so that all ranks have equally many
+    batches. ``on_bad_sample``: ``stop``, or ``substitute`` another one, for at most ``max_bad_samples`` samples.
+
+    Raises TypeError for a dataset without a length or items by number, ValueError for numbers that do
+    not fit, and, while it is iterated, FaultError for a sample that cannot be loaded. Use it from the
+    main thread: workers end with the thread that has made them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        prefetch_factor: int = 2,
+        persistent_workers: bool = False,
+        timeout_s: float = 60.0,
+        on_bad_sample: Literal["stop", "substitute"] = "stop",
+        max_bad_samples: int = 10,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        size = _size_of(dataset)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: at least 1")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: 0 to {world_size - 1}, of world_size={world_size}")
+        if world_size > 1 and not drop_last:
+            raise ValueError(
+                "drop_last=False: must be true with several ranks, which else differ in batches"
+            )
+        if on_bad_sample not in {"stop", "substitute"}:
+            raise ValueError(f"on_bad_sample={on_bad_sample!r}: stop or substitute")
+        make = SampleOrder if drop_last else WholeOrder
+        order = make(
+            seed=seed, dataset_size=size, global_batch_size=batch_size * world_size, shuffle=shuffle
+        )
+        bad_max = max_bad_samples if on_bad_sample == "substitute" else 0
+        super().__init__(
+            dataset,
+            order=order,
+            rank=rank,
+            world_size=world_size,
+            total_steps=0,
+            micro_batch_size=batch_size,
+            seed=seed,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            timeout_s=timeout_s,
+            collate_fn=collate_fn,
+            on_repaired=_warn,
+            quarantine=Quarantine(seed=seed, dataset_size=size, bad_max=bad_max),
+        )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epoch = 0  # that the next iter() gives
+        self._persistent_workers = persistent_workers
+        self._steps_per_epoch = order.steps_per_epoch
+        self._iterations = 0
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self._steps_per_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the next ``iter()`` begin this epoch, 0 or more, as it always was with this seed."""
+        if not 0 <= epoch < _EPOCHS_MAX:
+            raise ValueError(f"epoch={epoch}: 0 to {_EPOCHS_MAX - 1}")
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the next epoch. An iterator that is not at its end ends with the next one."""
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        self._iterations += 1
+        return self._batches(epoch, self._iterations)
+
+    def _batches(self, epoch: int, iteration: int) -> Iterator[Any]:
+        first = epoch * self._steps_per_epoch
+        # Workers load ahead up to the end of this, which is that of the epoch unless they stay for the next.
+        epochs = _EPOCHS_MAX if self._persistent_workers else epoch + 1
+        self.total_steps = epochs * self._steps_per_epoch
+        try:
+            for step in range(first, first + self._steps_per_epoch):
+                if iteration != self._iterations:
+                    raise RuntimeError("another iterator of this loader has been made since")
+                for micro_batch in self.take(step):
+                    yield micro_batch.batch
+        finally:
+            if iteration == self._iterations and not self._persistent_workers:
+                self.pause()
+
+
+def _size_of(dataset: Any) -> int:
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no items by number (__getitem__): streams are for a run's Datasets"
+        )
+    with contextlib.suppress(TypeError, AttributeError):
+        return len(dataset)
+    raise TypeError(f"{type(dataset).__name__} has no length (__len__)")
+
+
+def _warn(repaired: LoadingRepaired) -> None:
+    text = f"{repaired.fault.cause}; {repaired.action} ({repaired.seconds:.2f} s)"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)

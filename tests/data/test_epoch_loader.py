@@ -1,0 +1,157 @@
+"""SafeDataLoader without a run: iterated by epochs like torch's, whatever happens to its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_runner import SafeDataLoader
+from ddp_runner.core.faults import FaultError, FaultKind
+
+SIZE = 23
+
+
+class Numbers:
+    """Each sample is its index, and a draw of torch's generator."""
+
+    def __init__(self, bad=()):
+        self._bad = bad
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        if index in self._bad:
+            raise ValueError(f"sample {index} is broken")
+        return torch.tensor([float(index), torch.rand(()).item()])
+
+
+def indices(batches):
+    return [[int(row[0]) for row in batch] for batch in batches]
+
+
+def killed_once(loader):
+    """An epoch whose worker is killed after the first batch."""
+    found = []
+    for number, batch in enumerate(loader):
+        if number == 0:
+            os.kill(loader.worker_pids[0], signal.SIGKILL)
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 4, 23])
+def test_it_gives_what_torch_gives(batch_size, drop_last):
+    """The same batches of the same samples in the same order, and as many."""
+    mine = SafeDataLoader(Numbers(), batch_size=batch_size, drop_last=drop_last)
+    theirs = DataLoader(Numbers(), batch_size=batch_size, drop_last=drop_last)
+    assert indices(mine) == indices(theirs)
+    assert len(mine) == len(theirs) == len(list(mine))
+    assert [batch.shape for batch in mine] == [batch.shape for batch in theirs]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_shuffled_epoch_has_each_sample_once(drop_last):
+    """Another order in each epoch, the same again for the same seed and epoch."""
+    loader = SafeDataLoader(Numbers(), batch_size=5, shuffle=True, seed=7, drop_last=drop_last)
+    first, second = indices(loader), indices(loader)
+    seen = [index for batch in first for index in batch]
+    assert len(set(seen)) == len(seen) == (20 if drop_last else SIZE)
+    assert first != second
+    loader.set_epoch(0)
+    assert indices(loader) == first
+    assert indices(SafeDataLoader(Numbers(), 5, shuffle=True, seed=8)) != first
+
+
+def test_workers_change_neither_order_nor_random_numbers():
+    """Nor does leaving an epoch in its middle, which ends its workers."""
+    with SafeDataLoader(Numbers(), batch_size=4, shuffle=True) as alone:
+        expected = [torch.cat(list(alone)) for _ in range(2)]
+    with SafeDataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2) as loader:
+        assert torch.equal(torch.cat(list(loader)), expected[0])
+        assert loader.worker_pids == ()
+        for number, _ in enumerate(loader):
+            if number == 1:
+                assert len(loader.worker_pids) == 2
+                break
+        loader.set_epoch(1)
+        assert torch.equal(torch.cat(list(loader)), expected[1])
+
+
+def test_a_worker_that_is_killed_costs_no_batch():
+    """It is replaced with a warning, and the epoch is the one without it; those that stay are kept."""
+    with SafeDataLoader(Numbers(), batch_size=4) as alone:
+        expected = torch.cat(list(alone))
+    loader = SafeDataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
+    with loader:
+        with pytest.warns(RuntimeWarning, match="killed"):
+            found = killed_once(loader)
+        assert torch.equal(torch.cat(found), expected)
+        (kept,) = loader.worker_pids
+        assert len(list(loader)) == len(loader)
+        assert loader.worker_pids == (kept,)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_bad_sample_stops_or_is_replaced():
+    """As in a run: named, or another one in its place for good."""
+    loader = SafeDataLoader(Numbers(bad=(6,)), batch_size=4)
+    with pytest.raises(FaultError, match="sample 6") as raised:
+        list(loader)
+    assert raised.value.fault.kind is FaultKind.BAD_SAMPLE
+    loader = SafeDataLoader(Numbers(bad=(6,)), batch_size=4, on_bad_sample="substitute")
+    first = indices(loader)
+    assert 6 not in first[1]
+    assert len(first[1]) == 4
+    assert indices(loader) == first
+
+
+def test_ranks_share_each_batch_out():
+    """Together they have each sample once, and equally many batches."""
+    parts = [
+        indices(SafeDataLoader(Numbers(), 3, shuffle=True, drop_last=True, rank=rank, world_size=2))
+        for rank in range(2)
+    ]
+    assert [len(part) for part in parts] == [3, 3]
+    seen = [index for part in parts for batch in part for index in batch]
+    assert len(set(seen)) == len(seen) == 18
+
+
+def test_an_iterator_ends_with_the_next_one():
+    """Both would take from the same workers."""
+    loader = SafeDataLoader(Numbers(), batch_size=4)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(RuntimeError, match="another iterator"):
+        next(first)
+    assert len(list(second)) == 5
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "said"),
+    [
+        (Stream(), {}, TypeError, "by number|no length"),
+        ({"a": 1}.values(), {}, TypeError, "by number"),
+        (Numbers(), {"batch_size": 0}, ValueError, "batch_size=0"),
+        (Numbers(), {"batch_size": 40, "drop_last": True}, ValueError, "fewer than one"),
+        (Numbers(), {"world_size": 2}, ValueError, "drop_last"),
+        (Numbers(), {"rank": 1}, ValueError, "rank=1"),
+        (Numbers(), {"on_bad_sample": "skip"}, ValueError, "stop or substitute"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(dataset, options, error, said):
+    """Before anything is loaded, with the reason."""
+    with pytest.raises(error, match=said):
+        SafeDataLoader(dataset, **options)
