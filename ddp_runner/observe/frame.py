@@ -16,7 +16,8 @@ from ddp_runner.observe.frame_spans import (
     spread,
 )
 from ddp_runner.observe.frame_table import rank_table
-from ddp_runner.observe.sparkline import sparkline
+from ddp_runner.observe.loss_history import by_steps
+from ddp_runner.observe.reports.text_charts import sparkline
 from ddp_runner.observe.unusual import DATA_WAIT_MANY, gpu_trouble
 
 if TYPE_CHECKING:
@@ -199,5 +200,6 @@ def _curve(view: RunView, width: int, glyphs: Glyphs) -> Line:
     first, low = fmt.figure(losses[0]), fmt.figure(min(losses))
     label = f"  from {first}, lowest {low}"
     room = min(_CURVE_COLUMNS_MAX, width - len(label) - 7)
-    curve = sparkline(view.losses, width=room, levels=glyphs.levels)
+    means = by_steps(view.losses, stretches=max(2, room))
+    curve = sparkline(means, columns=len(means), unicode=glyphs.unicode)
     return [Span(" loss ", Role.QUIET), Span(curve, Role.GOOD), Span(label, Role.QUIET)]

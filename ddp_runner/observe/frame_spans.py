@@ -50,16 +50,16 @@ ROLE_OF_STATE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glyphs:
-    """What a progress bar and a curve are made of."""
+    """What a progress bar is made of, and whether a curve may be of more than ASCII."""
 
     full: str
     half: str
     rest: str
-    levels: str
+    unicode: bool
 
 
-UNICODE = Glyphs(full="━", half="╸", rest="━", levels="▁▂▃▄▅▆▇█")
-ASCII = Glyphs(full="=", half="-", rest=".", levels="_.-:=+*#")  # higher is denser
+UNICODE = Glyphs(full="━", half="╸", rest="━", unicode=True)
+ASCII = Glyphs(full="=", half="-", rest=".", unicode=False)
 
 
 def spread(left: Line, right: Line, width: int) -> Line:

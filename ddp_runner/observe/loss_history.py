@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 
 POINTS_MAX = 240
 
@@ -30,3 +31,17 @@ class LossHistory:
     def points(self) -> tuple[tuple[int, float], ...]:
         """Steps and their losses, oldest first."""
         return tuple(zip(self._steps, self._losses, strict=True))
+
+
+def by_steps(points: Sequence[tuple[int, float]], *, stretches: int) -> list[float]:
+    """The mean loss of each of at most so many equal stretches of steps; one without a point is as the one before."""
+    first, last = points[0][0], points[-1][0]
+    columns = min(stretches, len(points))
+    found: list[list[float]] = [[] for _ in range(columns)]
+    for step, value in points:
+        place = (step - first) * columns // max(1, last - first)
+        found[min(columns - 1, place)].append(value)
+    means: list[float] = []
+    for values in found:
+        means.append(sum(values) / len(values) if values else means[-1])
+    return means

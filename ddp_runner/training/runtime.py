@@ -7,6 +7,7 @@ outside launcher, which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from ddp_runner.core.messages import (
 from ddp_runner.core.modes import refuse_of_processes
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.logger import DDPLogger
+from ddp_runner.training.plain_record import PlainRecord
 from ddp_runner.training.progress_line import ProgressLine
 from ddp_runner.training.quiet import quiet_torch
 
@@ -140,10 +142,23 @@ class LocalRuntime:
     store_timeout_s = STORE_TIMEOUT_S
 
     def __init__(
-        self, *, rank_info: RankInfo, log_dir: Path, debug: bool, line: ProgressLine | None = None
+        self,
+        *,
+        rank_info: RankInfo,
+        log_dir: Path,
+        debug: bool,
+        line: ProgressLine | None = None,
+        records_as: str | None = None,
     ) -> None:
-        """``line``: where a person sees how far it is; None for nowhere."""
+        """``line``: where a person sees how far it is; None for nowhere.
+
+        ``records_as``: rank 0 writes metrics.jsonl and summary.json for a run of that name; None: nobody does.
+        """
         self._line = line
+        self._records_as = records_as
+        self._log_dir = log_dir
+        self._began_s = time.monotonic()
+        self._record: PlainRecord | None = None
         self.rank_info = rank_info
         self.run_id = uuid.uuid4().hex[:12]
         self._memory = bytearray(SLOT_BYTES)
@@ -168,6 +183,17 @@ class LocalRuntime:
         if self._formed:
             raise RuntimeError("without a supervisor a broken generation is not formed again")
         self._formed = True
+        if self._records_as is not None and self.rank_info.rank == 0 and not ready.is_complete:
+            self._record = PlainRecord(
+                self._log_dir,
+                name=self._records_as,
+                run_id=self.run_id,
+                world_size=self.rank_info.world_size,
+                steps_per_epoch=ready.steps_per_epoch,
+                slot=self.slot,
+                began_s=self._began_s,
+                warn=self.logger.warning,
+            )
         alone = self.rank_info.world_size == 1
         membership = Membership(
             generation=self.generation,
@@ -190,13 +216,20 @@ class LocalRuntime:
         return StoreLink(host, port, timeout_s=self.store_timeout_s)
 
     def report(self, message: Message) -> None:
-        """Nobody listens; the log has what matters, and a person may see how far it is."""
+        """Nobody listens; files and the log have what matters, and a person may see how far it is."""
+        if self._record is not None:
+            self._record.take(without_secrets_in(message, self.logger.hidden))
         if self._line is not None and isinstance(message, Metrics):
             self._line.show(message.step, self.slot.get(Cell.TOTAL_STEPS), message.values)
         elif self._line is not None and isinstance(message, (Finished, Faulted)):
             self._line.finish()
         elif self._line is not None and isinstance(message, TuningChanged) and message.action:
             self._line.say(message.action)
+
+    def ended(self, error: BaseException) -> None:
+        """The training ends with ``error``."""
+        if self._record is not None:
+            self._record.ended(error)
 
     def stop_asked(self) -> StopReason | None:
         """Never: Ctrl-C raises KeyboardInterrupt in a plain script."""
@@ -245,6 +278,7 @@ def local_runtime(settings: Settings, rank: int, world_size: int) -> LocalRuntim
         log_dir=Path(settings.run.log_dir),
         debug=settings.run.debug,
         line=ProgressLine() if shows else None,
+        records_as=settings.run.name,
     )
 
 

@@ -35,12 +35,13 @@ from ddp_runner.training.profiling import step_profile
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import is_complete, take_up
-from ddp_runner.training.runtime import Runtime, local_runtime
+from ddp_runner.training.runtime import LocalRuntime, Runtime, local_runtime
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task_client import TaskClient
 from ddp_runner.training.train_report import TrainReport
+from ddp_runner.training.trainer_facts import info_of, performance_of
 from ddp_runner.training.workload import TaskWorkload, build_workload
 
 
@@ -78,15 +79,48 @@ class DDPTrainer:
         )
         self._rank_info = self._runtime.rank_info
         self._engine: Engine | None = None  # once there is something to train
+        self._parts: TaskParts | None = None  # the same
+
+    def info(self) -> dict[str, Any]:
+        """What is trained, where and how, as plain values; may be called at any time.
+
+        ``task``, ``name``, ``rank``, ``world_size``, ``device``, ``log_dir``, ``checkpoint_dir``, ``versions``; once
+        :meth:`train` has built it also ``run_id``, ``precision``, ``parameters`` and ``trained_parameters`` (numbers
+        in them), ``batch_size`` (samples that this rank computes at once), ``global_batch`` (samples of a step
+        over all ranks), ``total_steps``, ``steps_per_epoch`` and ``committed_step`` (steps that count so far).
+        """
+        return info_of(self.settings, self._runtime, self._parts)
+
+    def performance(self) -> dict[str, float | None]:
+        """How fast this process trains, and what it needs, since it began; may be called at any time.
+
+        ``steps`` that it made, ``train_s`` in them (seconds; the wait for data included, saves and evaluations
+        not), ``data_wait_s``, ``checkpoint_s``, ``comparison_s`` and ``evaluation_s``; ``steps_per_s``, ``samples_per_s``
+        and ``tokens_per_s`` over all ranks, ``flops_utilization`` (share of the GPUs' peak, 0 to 1) and
+        ``data_wait_share`` of ``train_s``; ``peak_rss_bytes``, ``peak_loader_bytes``, ``peak_device_bytes``. None: not known,
+        as all rates before the first step.
+        """
+        return performance_of(self._runtime, self._parts)
 
     def train(self) -> TrainReport:
         """Train until the end of the run or an agreed stop.
 
         Raises BadInputError for settings, data or a checkpoint that do not fit, and FaultError for
-        a fault that this process does not survive, or where the run ends without it.
+        a fault that this process does not survive, or where the run ends without it. Without a
+        supervisor rank 0 writes ``metrics.jsonl`` and ``summary.json`` into the log folder, and KeyboardInterrupt
+        ends the training as it is.
         """
+        try:
+            return self._train()
+        except BaseException as error:
+            if isinstance(self._runtime, LocalRuntime):
+                self._runtime.ended(error)
+            raise
+
+    def _train(self) -> TrainReport:
         with contextlib.ExitStack() as ending:
             parts, run_id = self._prepare(ending)
+            self._parts = parts
             task = TaskClient(parts)
             self._engine = engine = Engine(parts, task, run_id=run_id)
             ending.enter_context(engine)

@@ -9,14 +9,12 @@ import pytest
 from ddp_runner.core.gpu_reading import GpuReading
 from ddp_runner.observe.frame import frame
 from ddp_runner.observe.frame_spans import ASCII, UNICODE, Role
-from ddp_runner.observe.loss_history import POINTS_MAX, LossHistory
-from ddp_runner.observe.sparkline import sparkline
+from ddp_runner.observe.loss_history import POINTS_MAX, LossHistory, by_steps
 from ddp_runner.observe.unusual import in_groups, unusual
 from ddp_runner.observe.view import FaultView, GpuView, NodeView
 from tests.observe.views import rank_view, run_view
 
 MANY = 64
-LEVELS = UNICODE.levels
 
 
 def many(changed=None, **changes):
@@ -235,16 +233,15 @@ def test_faults_have_their_age_and_what_became_of_them():
 
 
 def test_the_curve_of_the_loss_falls_from_left_to_right():
-    """One character for each stretch of steps; a flat one is low, and one point is none."""
+    """Equal stretches of steps, however many points each has; one point is no curve."""
     falling = tuple((step, 9.0 - step) for step in range(1, 9))
-    assert sparkline(falling, width=8, levels=LEVELS) == "█▇▆▅▄▃▂▁"
-    assert sparkline(falling, width=4, levels=LEVELS) == "█▆▃▁"
-    assert sparkline(((1, 2.0), (2, 2.0)), width=8, levels=LEVELS) == "▁▁"
-    assert sparkline(((1, 2.0),), width=8, levels=LEVELS) == ""
-    uneven = ((0, 8.0), (1, 8.0), (100, 1.0))
-    assert sparkline(uneven, width=9, levels=LEVELS) == "██▁"
+    assert by_steps(falling, stretches=8) == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert by_steps(falling, stretches=4) == [7.5, 5.5, 3.5, 1.5]
+    assert by_steps(((0, 8.0), (1, 8.0), (100, 1.0)), stretches=9) == [8, 8, 1]
+    assert by_steps(((5, 1.0),), stretches=9) == [1]
     lines = shown(run_view(2, losses=falling), lines_max=20)
     assert " loss █▇▆▅▄▃▂▁  from 8.0000, lowest 1.0000" in lines
+    assert not any("lowest" in line for line in shown(run_view(2, losses=falling[:1])))
 
 
 def test_the_curve_of_a_long_run_forgets_what_is_done_again():
