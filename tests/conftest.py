@@ -72,3 +72,20 @@ def clean_imports(monkeypatch):
     for name in set(sys.modules) - before:
         if name.startswith(("ddp_runner_task_", "loading_")):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def huge_metrics(tmp_path_factory):
+    """The metrics of eight ranks and a hundred thousand steps, a tenth of which were done twice.
+
+    Tests that ask for it are of one ``xdist_group``, and leave it as it is: it is written once.
+    """
+    path = tmp_path_factory.mktemp("huge") / "metrics.jsonl"
+    form = '{"step":%d,"rank":%d,"utc":"2026-11-23T08:00:00.000Z","loss":%.1f,"step_s":0.5}\n'
+    with path.open("w") as file:
+        for launch, steps in ((0, range(1, 50_001)), (1, range(40_001, 100_001))):
+            for step in steps:
+                loss = -5.0 if step == 77_777 else step + launch / 2
+                file.write("".join([form % (step, rank, loss) for rank in range(8)]))
+    yield path
+    path.unlink()

@@ -176,7 +176,7 @@ class WorldFormed(Event):
     """Every rank trains, and there was nothing to repair. ``step``: from this one on."""
 
     generation: int
-    step: int = field(default=0, metadata=_UNWRITTEN)
+    step: int = 0
 
 
 # Faults and their repair.
@@ -287,7 +287,7 @@ class Repaired(Event):
     seconds: float
     culprit: faults.Fault = field(metadata=_UNWRITTEN)
     outcome: str = field(metadata=_UNWRITTEN)
-    step: int = field(metadata=_UNWRITTEN)
+    step: int
     productive_ns: int = field(metadata=_UNWRITTEN)
 
 

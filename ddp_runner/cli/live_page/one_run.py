@@ -57,9 +57,10 @@ class OneRun:
                 self._faults = FaultsPanel(self._run)
             with ui.tab_panel("timeline"):
                 self._timeline = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot")
+                ui.label("Dashed lines are generations.").classes("ddp-small")
                 draw_time_shares(self._run)
             with ui.tab_panel("ranks"):
-                self._ranks = RanksPanel(self._run)
+                self._ranks = RanksPanel(self._run, dark=dark)
             with ui.tab_panel("checkpoints"):
                 self._checkpoints = CheckpointsPanel(self._run)
             with ui.tab_panel("settings"):
@@ -134,15 +135,18 @@ class OneRun:
             case "timeline":
                 self._draw_timeline(dark=dark)
             case "ranks":
-                await self._ranks.update()
+                await self._ranks.update(dark=dark)
             case "checkpoints":
                 await self._checkpoints.update()
 
     def _show(self) -> None:
         state = self._run.state
         set_state(self._badge, state.what)
-        if self._doing.text != state.doing:
-            self._doing.set_text(state.doing)
+        doing = " · ".join(
+            one for one in (f"stage {state.stage}" if state.stage else "", state.doing) if one
+        )
+        if self._doing.text != doing:
+            self._doing.set_text(doing)
         share = min(1.0, state.step / state.max_steps) if state.max_steps > 0 else 0.0
         if abs(self._bar.value - share) > 1e-4:
             self._bar.set_value(share)
@@ -164,4 +168,6 @@ class OneRun:
         self._timeline_drawn = wanted
         timeline = self._run.timeline
         now_s = time.time() if self._run.state.is_live else timeline.last_s
-        self._timeline.update_figure(timeline_figure(timeline, dark=dark, now_s=now_s))
+        self._timeline.update_figure(
+            timeline_figure(timeline, dark=dark, now_s=now_s, nodes=self._run.nodes)
+        )

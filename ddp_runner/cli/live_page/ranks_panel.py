@@ -1,4 +1,7 @@
-"""The ranks as they stand, and their logs, followed live and searched. A log's lines are text, whatever they hold."""
+"""The ranks and devices as they stand, what they use over time, and their logs, followed live and searched.
+
+A log's lines are text, whatever they hold.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,29 @@ from typing import Any
 
 from nicegui import run, ui
 
-from ddp_runner.observe.format import byte_size, count, duration, percent, rate
-from ddp_runner.observe.history.json_lines import number, whole
+from ddp_runner.cli.live_page.training_panel import CurvesPanel
+from ddp_runner.observe.history.device_rows import (
+    GPU_COLUMNS,
+    RANK_COLUMNS,
+    Columns,
+    gpu_rows,
+    rank_rows,
+    shown_columns,
+)
 from ddp_runner.observe.history.log_lines import LINES_MAX, last_lines
 from ddp_runner.observe.history.run_history import RunHistory
 
-_COLUMNS = (
-    ("rank", "rank"),
-    ("state", "state"),
-    ("step", "step"),
-    ("phase", "phase"),
-    ("device", "device"),
-    ("memory", "memory"),
-    ("samples", "samples/s"),
-    ("wait", "data wait"),
-    ("own", "own time a step"),
-)
 _AT_END = "const e = getHtmlElement({id}); if (e) e.scrollTop = e.scrollHeight"
 
 
 class RanksPanel:
-    """A table, and below it one log."""
+    """Tables of ranks and GPUs, one log, and curves of what is used."""
 
-    def __init__(self, one: RunHistory) -> None:
+    def __init__(self, one: RunHistory, *, dark: bool) -> None:
         self._run = one
         self._shown: tuple[object, str] = (None, "")
-        columns = [
-            {"name": key, "label": label, "field": key, "align": "left", "sortable": True}
-            for key, label in _COLUMNS
-        ]
-        self._table = ui.table(columns=columns, rows=[], row_key="rank").classes("w-full")
-        self._table.props("flat dense hide-pagination :rows-per-page-options=[0]")
+        self._ranks = _Table(RANK_COLUMNS, key="rank")
+        self._gpus = _Table(GPU_COLUMNS, key="id")
         names = one.log_names()
         with ui.row().classes("items-center gap-3 w-full"):
             self._name = ui.select(names, value=names[0] if names else None, label="log")
@@ -46,14 +41,16 @@ class RanksPanel:
             self._note = ui.label("").classes("ddp-small")
         with ui.element("div").classes("ddp-log").props("tabindex=0 role=log") as self._box:
             self._text = ui.label("").classes("ddp-mono ddp-log-text")
+        self._curves = CurvesPanel(one, dark=dark, of_use=True)
 
-    async def update(self) -> None:
-        """Bring both up to date."""
-        rows = self._rows()
-        if rows != self._table.rows:
-            self._table.rows = rows
-            self._table.update()
+    async def update(self, *, dark: bool) -> None:
+        """Bring all up to date."""
+        own = self._run.metrics.curves.newest("step_s")
+        state = self._run.state
+        self._ranks.show(rank_rows(state.ranks, own_s=own, slow=state.stragglers))
+        self._gpus.show(gpu_rows(state.gpus))
         await self._log()
+        await self._curves.update(dark=dark)
 
     async def _log(self) -> None:
         names = self._run.log_names()
@@ -74,25 +71,23 @@ class RanksPanel:
         if self._follows.value:
             ui.run_javascript(_AT_END.format(id=self._box.id))
 
-    def _rows(self) -> list[dict[str, Any]]:
-        own = self._run.metrics.curves.newest("step_s")
-        return [_row(rank, own) for rank in self._run.state.ranks]
 
+class _Table:
+    """Rows that are sent where they change; columns that say nothing are left out, and all of an empty one."""
 
-def _row(rank: Any, own: dict[int, float]) -> dict[str, Any]:
-    number_ = whole(rank.get("rank"), 0)
-    samples, wait = number(rank.get("samples_per_s")), number(rank.get("data_wait_share"))
-    own_s = own.get(number_)
-    phase = str(rank.get("building") or rank.get("phase", ""))
-    age_s = number(rank.get("phase_age_s")) or 0.0
-    return {
-        "rank": number_,
-        "state": str(rank.get("state", "")),
-        "step": count(whole(rank.get("step"), 0)),
-        "phase": f"{phase} {duration(age_s)}" if age_s >= 2 else phase,
-        "device": str(rank.get("device", "")),
-        "memory": byte_size(whole(rank.get("rss_bytes"), 0)),
-        "samples": "-" if samples is None else rate(samples),
-        "wait": "-" if wait is None else percent(wait),
-        "own": "-" if own_s is None else f"{own_s * 1e3:.1f} ms",
-    }
+    def __init__(self, columns: Columns, *, key: str) -> None:
+        self._columns = columns
+        self._table = ui.table(columns=[], rows=[], row_key=key).classes("w-full")
+        self._table.props("flat dense hide-pagination :rows-per-page-options=[0]")
+        self._table.set_visibility(False)
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        if rows == self._table.rows:
+            return
+        self._table.set_visibility(bool(rows))
+        self._table.columns = [
+            {"name": key, "label": label, "field": key, "align": "left", "sortable": True}
+            for key, label in shown_columns(self._columns, rows)
+        ]
+        self._table.rows = rows
+        self._table.update()

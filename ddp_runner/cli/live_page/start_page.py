@@ -82,7 +82,8 @@ class StartPage:
             else:
                 field = ui.input(label)
             field.props("dense stack-label").classes("w-full")
-            ui.label(f"{says} {'' if words else spec.expected() + '.'}").classes("ddp-small")
+            legal = "" if words or spec.kind is Kind.TEXT else f" Legal: {spec.expected()}."
+            ui.label(f"{says}{legal}").classes("ddp-small")
         field.on_value_change(self._show)
         self._inputs[key] = field
 

@@ -9,7 +9,13 @@ from nicegui import events, run, ui
 
 from ddp_runner.observe.format import count
 from ddp_runner.observe.history.fault_rows import FaultRow
-from ddp_runner.observe.history.figures import Figure, Look, curves_figure
+from ddp_runner.observe.history.figures import (
+    Figure,
+    Look,
+    curves_figure,
+    extent,
+    points_max,
+)
 from ddp_runner.observe.history.run_history import RunHistory
 
 _FAULTS_SHOWN_MAX = 200
@@ -20,23 +26,52 @@ _ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"
 class CurvesPanel:
     """One browser's view of the curves: its smoothing, axis and zoom."""
 
-    def __init__(self, one: RunHistory, *, dark: bool) -> None:
+    def __init__(self, one: RunHistory, *, dark: bool, of_use: bool = False) -> None:
         self._run = one
         self._dark = dark
+        self._of_use = of_use
         self._drawn: tuple[object, ...] = ()
         self._version, self._drawn_s = -1, 0.0
         self._range: tuple[float, float] | None = None
+        self._revision = 0
         with ui.row().classes("items-center gap-4"):
             self._axis = ui.toggle({False: "steps", True: "time"}, value=False).props(
                 "dense no-caps"
             )
-            self._axis.props('aria-label="Axis"')
+            self._axis.props('aria-label="Axis"').on_value_change(self._show_all)
+            with ui.row().classes("gap-0"):
+                for icon, says, act in (
+                    ("zoom_in", "Zoom in", lambda: self._look_at(0.5, 0.0)),
+                    ("zoom_out", "Zoom out", lambda: self._look_at(2.0, 0.0)),
+                    ("chevron_left", "Earlier", lambda: self._look_at(1.0, -0.5)),
+                    ("chevron_right", "Later", lambda: self._look_at(1.0, 0.5)),
+                    ("zoom_out_map", "All of it", self._show_all),
+                ):
+                    button = ui.button(icon=icon, on_click=act).props("flat dense")
+                    button.props(f'aria-label="{says}"').tooltip(says)
             ui.label("smoothing").classes("ddp-small")
             self._smoothing = ui.slider(min=0, max=0.98, step=0.02, value=0).props("label")
             self._smoothing.style("width: 9rem").props('aria-label="Smoothing"')
             self._note = ui.label("").classes("ddp-small")
-        self._plot = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot ddp-curves")
+        self._plot = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot")
+        self._plot.classes("ddp-use" if of_use else "ddp-curves")
         self._plot.on("plotly_relayout", self._zoomed)
+
+    def _show_all(self) -> None:
+        self._range = None
+        self._revision += 1
+
+    def _look_at(self, factor: float, shift: float) -> None:
+        """Another part of the axis: so many times as wide, and moved by a share of its width."""
+        first, last = extent(self._run.metrics.curves, by_time=bool(self._axis.value))
+        low, high = self._range or (first, last)
+        middle, width = (low + high) / 2 + shift * (high - low), (high - low) * factor
+        if width >= last - first:
+            self._show_all()
+            return
+        low = min(max(middle - width / 2, first), last - width)
+        self._range = (low, low + width)
+        self._revision += 1
 
     def _zoomed(self, event: events.GenericEventArguments) -> None:
         args = event.args if isinstance(event.args, dict) else {}
@@ -50,16 +85,21 @@ class CurvesPanel:
         """Draw again what has changed."""
         self._dark = dark
         look = Look(
-            smoothing=float(self._smoothing.value), by_time=bool(self._axis.value), dark=dark
+            smoothing=float(self._smoothing.value),
+            by_time=bool(self._axis.value),
+            dark=dark,
+            of_use=self._of_use,
+            shown=self._range,
+            revision=self._revision,
         )
         now_s = time.monotonic()
         marks = self._run.faults.marks
-        at_once = (look, self._range, len(marks), marks[-1] if marks else None)
+        at_once = (look, len(marks), marks[-1] if marks else None)
         is_due = self._version != self._run.version and now_s >= self._drawn_s + _POINTS_EVERY_S
         if at_once == self._drawn and not is_due:
             return
         self._drawn, self._version, self._drawn_s = at_once, self._run.version, now_s
-        figure, is_thinned = await run.io_bound(self._figure, look, self._range)
+        figure, is_thinned = await run.io_bound(self._figure, look)
         if self._plot.is_deleted:
             return
         self._plot.update_figure(figure)
@@ -67,12 +107,13 @@ class CurvesPanel:
             "a sample of the logged steps is drawn; zoom in for all of them" if is_thinned else ""
         )
 
-    def _figure(self, look: Look, zoom: tuple[float, float] | None) -> tuple[Figure, bool]:
+    def _figure(self, look: Look) -> tuple[Figure, bool]:
         curves = self._run.metrics.curves
-        if zoom is not None and not look.by_time:
-            width = zoom[1] - zoom[0]
-            curves = self._run.metrics.window(zoom[0] - width, zoom[1] + width)
-        return curves_figure(curves, self._run.faults.marks, look), curves.is_thinned
+        if look.shown is not None and not look.by_time:
+            beside = (look.shown[1] - look.shown[0]) / 2
+            curves = self._run.metrics.window(look.shown[0] - beside, look.shown[1] + beside)
+        is_thinned = curves.is_thinned or curves.longest() > points_max(look)
+        return curves_figure(curves, self._run.faults.marks, look), is_thinned
 
 
 class FaultsPanel:

@@ -9,7 +9,7 @@ from typing import Any
 from ddp_runner.observe.format import count, duration, rank_list
 from ddp_runner.observe.history.json_lines import epoch_s, number, whole
 
-MARK_KINDS = ("fault", "repair", "save", "roll back", "injected", "start", "end")
+MARK_KINDS = ("fault", "repair", "save", "roll back", "injected", "stage", "start", "end")
 ROWS_MAX = 5_000
 MARKS_MAX = 20_000
 _FOLLOWED_MAX = 200  # of one fault
@@ -84,6 +84,9 @@ class FaultRows:
             case "injected":
                 text = f"--inject {event.get('kind')} into rank {event.get('rank')}"
                 self._mark("injected", whole(event.get("step")), at_s, text)
+            case "stage_begins":
+                first = whole(event.get("first_step"), whole(event.get("step"), self.step))
+                self._mark("stage", first, at_s, f"stage {event.get('stage')}")
             case "run_ends":
                 self._mark("end", self.step, at_s, f"ended: {event.get('status')}")
         if row is not None and len(row.followed) < _FOLLOWED_MAX:
@@ -162,10 +165,12 @@ class FaultRows:
 
     def _repaired(self, event: Mapping[str, Any], at_s: float, row: FaultRow | None) -> None:
         lost, seconds = whole(event.get("steps_lost"), 0), number(event.get("seconds"))
-        step = self.step
+        named = whole(event.get("step"))  # where training goes on
+        step = self.step if named < 0 else named + lost
         what = str(event.get("action") or "repaired")
         if row is not None:
-            row.repair_s, row.steps_lost, step = seconds, lost, row.step
+            row.repair_s, row.steps_lost = seconds, lost
+            step = row.step if named < 0 else step
             row.outcome = what if seconds is None else f"{what} in {duration(seconds)}"
             if lost:
                 row.outcome += f", {count(lost)} steps again"

@@ -27,10 +27,11 @@ MARK_STYLES = {
     "save": (_BLUE, "circle"),
     "roll back": (_PINK, "triangle-left"),
     "injected": (_ORANGE, "star"),
+    "stage": (_SKY, "hexagon"),
     "start": (_GREY, "diamond"),
     "end": (_GREY, "square"),
 }
-_DRAWN_THROUGH = ("fault", "roll back")  # as lines over all curves
+_DRAWN_THROUGH = ("fault", "roll back", "stage")  # as lines over all curves
 _SPAN_COLOURS = {STARTS: _GREY, TRAINS: _SKY, WAITS: _ORANGE, GONE: _RED}
 _TITLES = {
     "loss": "loss",
@@ -41,26 +42,75 @@ _TITLES = {
     "steps_per_s": "steps/s",
     "data_wait_share": "data wait (share)",
     "step_s": "own time a step (s)",
+    "rss_bytes": "host memory (GB)",
+    "device_used_bytes": "device memory (GB)",
+    "loader_bytes": "memory of loader workers (GB)",
+    "cpu_share": "cores in use",
+    "gpu_use": "GPU in use (share)",
+    "gpu_memory_used_bytes": "GPU memory, all processes (GB)",
+    "gpu_temperature_c": "GPU temperature (°C)",
+    "gpu_power_w": "GPU power (W)",
+    "gpu_clock_mhz": "GPU clock (MHz)",
+    "device_allocated_bytes": "memory of tensors (GB)",
+    "device_reserved_bytes": "memory that torch holds (GB)",
 }
+# What is used, in this order; the others say how it trains.
+OF_USE = (
+    *(
+        "rss_bytes",
+        "device_used_bytes",
+        "gpu_use",
+        "gpu_memory_used_bytes",
+        "device_allocated_bytes",
+    ),
+    *("device_reserved_bytes", "cpu_share", "loader_bytes"),
+    *("gpu_temperature_c", "gpu_power_w", "gpu_clock_mhz"),
+)
+_IN_BOTH = ("rss_bytes", "device_used_bytes")
+_PER_GB = 1e9
 _FIRST_SHOWN = ("loss", "learning_rate", "grad_norm", "samples_per_s", "steps_per_s")
-_NOT_SHOWN = ("epoch",)
+_NOT_SHOWN = ("epoch", "device_total_bytes")
 _LOSSES = ("loss", "validation_loss")
-_BY_RANK = ("step_s", "data_wait_share")
+_BY_RANK = ("step_s", "data_wait_share", *OF_USE)
 RANKS_DRAWN_MAX = 16
 _PANEL_PX, _MARKS_PX, _AROUND_PX = 190, 46, 90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How curves are wanted. ``by_time``: over hours since the first point, not steps."""
+    """How curves are wanted. ``by_time``: over hours since the first point, not steps. ``of_use``: of what is used.
+
+    ``shown``: that part of the axis, as number ``revision`` that was asked for by other means than the plot's own.
+    """
 
     smoothing: float = 0.0
     by_time: bool = False
+    of_use: bool = False
+    shown: tuple[float, float] | None = None
+    revision: int = 0
     dark: bool = False
 
 
-def panels(names: Sequence[str]) -> list[list[str]]:
+def points_max(look: Look) -> int:
+    """Of a curve: what is beside the shown part has as many more."""
+    return POINTS_MAX if look.shown is None else 2 * POINTS_MAX
+
+
+def extent(curves: Curves, *, by_time: bool) -> tuple[float, float]:
+    """The ends of the axis."""
+    every = [one for name in curves.names() for one in curves.ranks(name).values() if one.steps]
+    if by_time:
+        last_s = max((one.times[-1] for one in every), default=0.0)
+        return 0.0, max(0.0, last_s - _origin_s(curves)) / 3600
+    first = min((one.steps[0] for one in every), default=0)
+    return float(first), float(max((one.steps[-1] for one in every), default=1))
+
+
+def panels(names: Sequence[str], *, of_use: bool = False) -> list[list[str]]:
     """Which figures share a panel: the losses do, each other one has its own; in a fixed order."""
+    if of_use:
+        return [[name] for name in OF_USE if name in names]
+    names = [name for name in names if name not in OF_USE or name in _IN_BOTH]
     losses = [name for name in names if name in _LOSSES]
     others = [name for name in names if name not in (*losses, *_NOT_SHOWN)]
     ordered = sorted(others, key=lambda name: (_place(name), name))
@@ -73,7 +123,7 @@ def _place(name: str) -> int:
 
 def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
     """Panels over one axis, below a strip of marks; hovering over a mark shows its first cause."""
-    shown = panels(curves.names())
+    shown = _shown(curves, of_use=look.of_use)
     origin_s = _origin_s(curves)
     height = _PANEL_PX * max(1, len(shown)) + _MARKS_PX + _AROUND_PX
     inner = height - _AROUND_PX
@@ -86,6 +136,7 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
     }
     room = (1 - strip) / max(1, len(shown))
     data: list[Figure] = []
+    named: set[str] = set()
     for number, names in enumerate(shown):
         top = 1 - strip - number * room
         axis = f"y{number + 2}"
@@ -94,14 +145,23 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
             title=_TITLES.get(names[0], names[0].replace("_", " ")),
             domain=[top - room * 0.84, top],
         )
+        if (
+            names[0] in _BY_RANK
+        ):  # around a value that does not change there is room below zero, too
+            layout[f"yaxis{number + 2}"]["rangemode"] = "nonnegative"
         for name in names:
             is_named = len(names) > 1 or name in _BY_RANK  # else the axis says it
             lines = _lines(curves, name, axis, look, origin_s)
+            if is_named and name in _BY_RANK:  # each rank once, not in each panel
+                lines = [line | {"showlegend": line["legendgroup"] not in named} for line in lines]
+                named |= {line["legendgroup"] for line in lines}
             data += lines if is_named else [line | {"showlegend": False} for line in lines]
     layout["xaxis"] = _axis(look, title="hours" if look.by_time else "step") | {
         "anchor": f"y{len(shown) + 1}" if shown else "y",
         "tickformat": "" if look.by_time else ",d",
     }
+    if look.shown is not None:
+        layout["xaxis"] |= {"range": list(look.shown), "autorange": False}
     layout["shapes"] = _through(marks, look, origin_s)
     return {
         "data": [*data, *_mark_traces(marks, look, origin_s)],
@@ -118,6 +178,21 @@ _CONFIG = {
 }
 
 
+def _shown(curves: Curves, *, of_use: bool) -> list[list[str]]:
+    """The panels there are: loader workers that there are none of use nothing."""
+    found = panels(curves.names(), of_use=of_use)
+    return [names for names in found if names[0] not in OF_USE or _is_used(curves, names[0])]
+
+
+def is_anything_used(curves: Curves) -> bool:
+    """Whether the panels of what is used show anything."""
+    return bool(_shown(curves, of_use=True))
+
+
+def _is_used(curves: Curves, name: str) -> bool:
+    return any(any(one.values) for one in curves.ranks(name).values())
+
+
 def _origin_s(curves: Curves) -> float:
     firsts = [
         one.times[0]
@@ -130,24 +205,43 @@ def _origin_s(curves: Curves) -> float:
 
 def _lines(curves: Curves, name: str, axis: str, look: Look, origin_s: float) -> list[Figure]:
     by_rank = curves.ranks(name)
-    if name not in _BY_RANK or len(by_rank) <= 1:
+    if name not in _BY_RANK:
         colour = _ORANGE if name == "validation_loss" else _BLUE
         shown, one = name.replace("_", " "), curves.of_run(name)
         return [_line(one, shown, colour=colour, axis=axis, look=look, origin_s=origin_s)]
     ranks = sorted(by_rank.items())[:RANKS_DRAWN_MAX]
     colours = {rank: _LINE_COLOURS[rank % len(_LINE_COLOURS)] for rank, _ in ranks}
+    unit = _PER_GB if name.endswith("_bytes") else 1
     return [
-        _line(one, f"rank {rank}", colour=colours[rank], axis=axis, look=look, origin_s=origin_s)
-        | {"legendgroup": f"rank {rank}", "showlegend": name == _BY_RANK[0]}
+        _line(
+            one,
+            f"rank {rank}",
+            colour=colours[rank],
+            axis=axis,
+            look=look,
+            origin_s=origin_s,
+            unit=unit,
+        )
+        | {"legendgroup": f"rank {rank}"}
         for rank, one in ranks
     ]
 
 
-def _line(one: Series, name: str, *, colour: str, axis: str, look: Look, origin_s: float) -> Figure:
+def _line(
+    one: Series,
+    name: str,
+    *,
+    colour: str,
+    axis: str,
+    look: Look,
+    origin_s: float,
+    unit: float = 1,
+) -> Figure:
     xs: Sequence[float] = one.steps
     if look.by_time:
         xs = [(time_s - origin_s) / 3600 for time_s in one.times]
-    xs, ys = thinned(xs, smoothed(one.values, look.smoothing), points_max=POINTS_MAX)
+    values = [value / unit for value in one.values] if unit != 1 else one.values
+    xs, ys = thinned(xs, smoothed(values, look.smoothing), points_max=points_max(look))
     figure: Figure = {
         "type": "scatter",
         "mode": "lines" if len(xs) > 1 else "markers",
@@ -226,7 +320,7 @@ def _layout(look: Look, height: int) -> Figure:
         "hovermode": "closest",
         "dragmode": "zoom",
         "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)", "color": "#8A8A8A"},
-        "uirevision": f"time {look.by_time}",  # a new point does not undo a zoom, another axis does
+        "uirevision": f"{look.by_time} {look.revision}",  # a new point does not undo a zoom, another axis does
     }
 
 
@@ -241,12 +335,20 @@ def _axis(look: Look, *, title: str, domain: Sequence[float] | None = None) -> F
     return axis if domain is None else axis | {"domain": [max(0.0, domain[0]), min(1.0, domain[1])]}
 
 
-def timeline_figure(timeline: Timeline, *, dark: bool, now_s: float) -> Figure:
-    """A row a rank over seconds since the first start; generations as lines."""
+def timeline_figure(
+    timeline: Timeline, *, dark: bool, now_s: float, nodes: Mapping[int, int] | None = None
+) -> Figure:
+    """A row a rank over seconds since the first start; generations as lines. ``nodes``: the machine of each rank."""
     look = Look(dark=dark)
     spans = timeline.spans
     origin_s = min((span.begin_s for span in spans), default=now_s)
-    ranks = sorted({span.rank for span in spans})
+    of_rank = nodes or {}
+    ranks = sorted({span.rank for span in spans}, key=lambda rank: (of_rank.get(rank, 0), rank))
+    are_several = len(set(of_rank.values())) > 1
+    names = {
+        rank: f"node {of_rank.get(rank, 0)}, rank {rank}" if are_several else f"rank {rank}"
+        for rank in ranks
+    }
     data: list[Figure] = []
     for what, colour in _SPAN_COLOURS.items():
         of_kind = [span for span in spans if span.what == what]
@@ -263,7 +365,7 @@ def timeline_figure(timeline: Timeline, *, dark: bool, now_s: float) -> Figure:
                 "type": "bar",
                 "orientation": "h",
                 "name": what,
-                "y": [f"rank {span.rank}" for span in of_kind],
+                "y": [names[span.rank] for span in of_kind],
                 "base": [span.begin_s - origin_s for span in of_kind],
                 "x": lengths,
                 "text": texts,
@@ -277,8 +379,9 @@ def timeline_figure(timeline: Timeline, *, dark: bool, now_s: float) -> Figure:
     layout["xaxis"] = _axis(look, title="seconds since the first start")
     layout["yaxis"] = _axis(look, title="") | {
         "categoryorder": "array",
-        "categoryarray": [f"rank {rank}" for rank in reversed(ranks)],
+        "categoryarray": [names[rank] for rank in reversed(ranks)],
     }
+    firsts = [i for i in range(1, len(ranks)) if of_rank.get(ranks[i]) != of_rank.get(ranks[i - 1])]
     layout["shapes"] = [
         {
             "type": "line",
@@ -292,7 +395,22 @@ def timeline_figure(timeline: Timeline, *, dark: bool, now_s: float) -> Figure:
         }
         for at_s, _ in timeline.generations[-MARKS_MAX:]
     ]
+    layout["shapes"] += [_between(len(ranks) - first - 0.5, look) for first in firsts]
     return {"data": data, "layout": layout, "config": _CONFIG}
+
+
+def _between(row: float, look: Look) -> Figure:
+    """A line between two machines' ranks."""
+    return {
+        "type": "line",
+        "xref": "paper",
+        "yref": "y",
+        "x0": 0,
+        "x1": 1,
+        "y0": row,
+        "y1": row,
+        "line": {"color": "#E6E6E6" if look.dark else "#222222", "width": 1.5},
+    }
 
 
 def time_shares(summary: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -77,6 +77,11 @@ class Curves:
         """That figure of each rank."""
         return self._series.get(name, {})
 
+    def longest(self) -> int:
+        """How many points the series with most has."""
+        every = (one for ranks in self._series.values() for one in ranks.values())
+        return max((len(one.steps) for one in every), default=0)
+
     def of_run(self, name: str) -> Series:
         """The figure as the first rank has it; where that was given up, as the next one goes on."""
         found = Series()

@@ -48,6 +48,11 @@ class RunStanding:
     title: str
     doing: str = ""
     ranks: tuple[Mapping[str, Any], ...] = ()
+    gpus: tuple[Mapping[str, Any], ...] = ()
+    stage: str = ""
+    stragglers: Mapping[int, float] = field(
+        default_factory=dict
+    )  # how many times as slow as the others
     inexact_reasons: tuple[str, ...] = ()
 
 
@@ -144,6 +149,11 @@ class RunHistory:
             key=lambda name: (not name.startswith("rank_"), len(name), name),
         )
 
+    @property
+    def nodes(self) -> dict[int, int]:
+        """The machine of each rank, as far as it is known."""
+        return {whole(one.get("rank")): whole(one.get("node"), 0) for one in self.state.ranks}
+
     def _state(self) -> RunStanding:
         status, summary = self.status, self.summary
         pid = whole(status.get("pid"), 0)
@@ -153,7 +163,6 @@ class RunHistory:
             what = str(summary.get("status", what))
         elif not is_live and what not in _ENDED:
             what = "lost"
-        ranks = status.get("ranks")
         reasons = status.get("inexact_reasons") or summary.get("inexact_reasons")
         return RunStanding(
             name=str(status.get("name") or summary.get("name") or self.name),
@@ -171,9 +180,10 @@ class RunHistory:
             world_size=whole(status.get("world_size", summary.get("world_size")), 0),
             title=str(status.get("title", "")),
             doing=str(status.get("doing", "")),
-            ranks=tuple(one for one in ranks if isinstance(one, dict))
-            if isinstance(ranks, list)
-            else (),
+            ranks=_records(status.get("ranks")),
+            gpus=_records(status.get("gpus")),
+            stage=str(status.get("stage") or ""),
+            stragglers=_by_rank(status.get("stragglers") or summary.get("stragglers")),
             inexact_reasons=tuple(map(str, reasons)) if isinstance(reasons, list) else (),
         )
 
@@ -204,6 +214,17 @@ def runs_below(root: Path) -> dict[str, Path]:
 
 def _holds_a_run(folder: Path) -> bool:
     return any(is_regular(folder / name) for name in RECORDS)
+
+
+def _records(value: object) -> tuple[Mapping[str, Any], ...]:
+    found = value if isinstance(value, list) else ()
+    return tuple(one for one in found if isinstance(one, dict))
+
+
+def _by_rank(value: object) -> dict[int, float]:
+    found = value.items() if isinstance(value, dict) else ()
+    known = {str(rank): number(one) for rank, one in found}
+    return {int(rank): one for rank, one in known.items() if rank.isdecimal() and one is not None}
 
 
 def _record(path: Path) -> Mapping[str, Any]:

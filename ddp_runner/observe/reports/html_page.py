@@ -8,10 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_runner.core.secrets import masked, masked_words
-from ddp_runner.observe.format import byte_size, count, duration, figure, percent, rate
+from ddp_runner.observe.format import count, duration, figure, percent, rate
+from ddp_runner.observe.history.device_rows import (
+    GPU_COLUMNS,
+    RANK_COLUMNS,
+    Columns,
+    gpu_rows,
+    rank_rows,
+    shown_columns,
+)
 from ddp_runner.observe.history.fault_rows import FaultRow
-from ddp_runner.observe.history.figures import Look, curves_figure, timeline_figure
-from ddp_runner.observe.history.json_lines import number, whole
+from ddp_runner.observe.history.figures import (
+    Look,
+    curves_figure,
+    is_anything_used,
+    timeline_figure,
+)
 from ddp_runner.observe.history.run_history import RunHistory, RunStanding
 from ddp_runner.observe.reports.ended_run import EndedRun
 from ddp_runner.observe.reports.html_frame import page, table, text
@@ -43,6 +55,7 @@ def html_report(
         "steps": _curves(run, Look()),
         "time": _curves(run, Look(by_time=True)),
         "timeline": _timeline(run, now_s),
+        "use": _curves(run, Look(of_use=True)),
     }
     return page(title=state.name, body="\n".join(parts), figures=figures, plotly=plotly)
 
@@ -64,7 +77,8 @@ def _curves(run: RunHistory, look: Look) -> dict[str, Any]:
 def _timeline(run: RunHistory, now_s: float) -> dict[str, Any]:
     until_s = now_s if run.state.is_live else run.timeline.last_s
     light, dark = (
-        timeline_figure(run.timeline, dark=dark, now_s=until_s) for dark in (False, True)
+        timeline_figure(run.timeline, dark=dark, now_s=until_s, nodes=run.nodes)
+        for dark in (False, True)
     )
     return _both(light, dark)
 
@@ -170,27 +184,29 @@ def _time(summary: RunSummary | None) -> str:
 
 
 def _ranks(run: RunHistory, summary: RunSummary | None) -> str:
-    own = {str(rank): value for rank, value in run.metrics.curves.newest("step_s").items()}
+    own = run.metrics.curves.newest("step_s")
     if summary is not None:
-        own |= dict(summary.own_step_s)
-    stragglers = {} if summary is None else summary.stragglers
-    rows: list[tuple[object, ...]] = []
-    for rank in run.state.ranks:
-        name = str(whole(rank.get("rank"), 0))
-        wait, own_s = number(rank.get("data_wait_share")), own.get(name)
-        slow = f"{stragglers[name]:.1f} times as slow as the others" if name in stragglers else ""
-        rows.append(
-            (
-                name,
-                rank.get("device", ""),
-                byte_size(whole(rank.get("rss_bytes"), 0)),
-                "-" if wait is None else percent(wait),
-                "-" if own_s is None else f"{own_s * 1e3:.1f} ms",
-                slow,
-            )
-        )
-    titles = ("rank", "device", "memory", "data wait", "own time a step", "")
-    return f"<h2>Ranks</h2>{table(titles, rows)}" if rows else ""
+        own |= {int(rank): value for rank, value in summary.own_step_s.items() if rank.isdecimal()}
+    slow = run.state.stragglers
+    rows = rank_rows(run.state.ranks, own_s=own, slow=slow)
+    gpus = gpu_rows(run.state.gpus)
+    found = [
+        _table(columns, rows_)
+        for columns, rows_ in ((RANK_COLUMNS, rows), (GPU_COLUMNS, gpus))
+        if rows_
+    ]
+    if not found:
+        return ""
+    is_drawn = is_anything_used(run.metrics.curves)
+    plot = '<div class=plot id=use role=img aria-label="What is used"></div>' if is_drawn else ""
+    return f"<h2>Ranks and devices</h2>{''.join(found)}{plot}"
+
+
+def _table(columns: Columns, rows: list[dict[str, Any]]) -> str:
+    shown = shown_columns(columns, rows)
+    return table(
+        tuple(label for _, label in shown), [tuple(row[key] for key, _ in shown) for row in rows]
+    )
 
 
 def _settings(run: RunHistory) -> str:

@@ -58,13 +58,14 @@ def free_port():
 class Page:
     """The page's process over a folder."""
 
-    def __init__(self, folder, *words):
+    def __init__(self, folder, *words, cwd=None):
         self.port = free_port()
         self.base = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ddp_runner", "page", "-l", folder, "--port", str(self.port), *words],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
+            cwd=cwd,
             text=True,
         )  # fmt: skip
         printed = [self.process.stdout.readline() for _ in range(2)]

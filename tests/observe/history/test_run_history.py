@@ -122,30 +122,14 @@ def test_a_file_that_is_replaced_is_read_from_its_start(tmp_path):
     assert list(history.curves.of_run("loss").values) == [7.0]
 
 
-@pytest.fixture(scope="module")
-def huge(tmp_path_factory):
-    """Eight ranks and a hundred thousand steps, a tenth of which were done twice."""
-    path = tmp_path_factory.mktemp("huge") / "metrics.jsonl"
-    form = (
-        '{"step": %d, "rank": %d, "utc": "2026-11-23T08:00:00.000Z", "loss": %.1f, "step_s": 0.5}\n'
-    )
-    with path.open("w") as file:
-        for launch, steps in ((0, range(1, 50_001)), (1, range(40_001, 100_001))):
-            for step in steps:
-                loss = -5.0 if step == 77_777 else step + launch / 2
-                file.write("".join([form % (step, rank, loss) for rank in range(8)]))
-    yield path
-    path.unlink()
-
-
 of_huge = pytest.mark.xdist_group("huge metrics")  # it is written once
 
 
 @of_huge
-def test_a_huge_file_opens_in_under_two_seconds(huge):
+def test_a_huge_file_opens_in_under_two_seconds(huge_metrics):
     """And is a sample over all of it, in the order of its steps, the later of two launches where both were."""
-    assert huge.stat().st_size > 10 * READ_WHOLE_BYTES_MAX
-    history = MetricsHistory(huge)
+    assert huge_metrics.stat().st_size > 10 * READ_WHOLE_BYTES_MAX
+    history = MetricsHistory(huge_metrics)
     began_s = time.thread_time()  # of the processor: others may have it meanwhile
     assert history.read()
     figure = curves_figure(history.curves, [], Look())
@@ -162,9 +146,9 @@ def test_a_huge_file_opens_in_under_two_seconds(huge):
 
 
 @of_huge
-def test_a_stretch_of_a_huge_file_is_exact(huge):
+def test_a_stretch_of_a_huge_file_is_exact(huge_metrics):
     """Each step of it, as the later launch has it, and the spike that a sample may pass over."""
-    history = MetricsHistory(huge)
+    history = MetricsHistory(huge_metrics)
     history.read()
     window = history.window(77_700, 77_800)
     loss = window.of_run("loss")
@@ -177,19 +161,19 @@ def test_a_stretch_of_a_huge_file_is_exact(huge):
 
 
 @of_huge
-def test_what_is_appended_to_a_huge_file_is_shown(huge):
+def test_what_is_appended_to_a_huge_file_is_shown(huge_metrics):
     """The newest step is there at the next look."""
-    history = MetricsHistory(huge)
+    history = MetricsHistory(huge_metrics)
     history.read()
-    size = huge.stat().st_size
+    size = huge_metrics.stat().st_size
     try:
-        with huge.open("a") as file:
+        with huge_metrics.open("a") as file:
             file.write(json.dumps(point(100_001, loss=3.0)) + "\n")
         assert history.read()
         assert history.curves.of_run("loss").steps[-1] == 100_001
         assert history.window(99_999, 100_002).of_run("loss").values[-1] == 3.0
     finally:
-        os.truncate(huge, size)  # others read it, too
+        os.truncate(huge_metrics, size)  # others read it, too
 
 
 def test_thinning_keeps_a_single_spike():

@@ -226,6 +226,6 @@ def test_a_report_holds_no_tag_of_a_run(tmp_path):
         assert not [a for _, a in tags.found if "src" in a or "href" in a or any(k.startswith("on") for k in a)]  # fmt: skip
         assert "abcdefgh" not in page
         figures = json.loads(tags.text["figures"])
-        assert set(figures) == {"steps", "time", "timeline"}
+        assert set(figures) == {"steps", "time", "timeline", "use"}
         assert "<img" not in json.dumps(figures)
         assert "default-src 'none'" in page
