@@ -32,6 +32,9 @@ _STACK_LINE = re.compile(
     r'(?:Current thread|Thread) 0x[0-9a-f]+|  File ".*", line \d+ in |Extension modules: '
     r"|Fatal Python error: |  <no Python frame>"
 )
+# Torch's profiler (kineto) writes its own stages at a level above that of its errors, so that its setting
+# KINETO_LOG_LEVEL has only both or neither. Errors and warnings are shown.
+_PROFILER_STAGE = re.compile(r"(?:USDT|STAGE):\d{4}-\d\d-\d\d [\d:]+ \d+:\d+ \w+\.(?:cpp|h):\d+\] ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +174,9 @@ class LogTail:
         if record.level == RAW:
             if self._is_last_shown(record):
                 return True
-            return bool(record.lines[0].strip()) and not _STACK_LINE.match(record.lines[0])
+            first = record.lines[0]
+            is_for_the_file = _STACK_LINE.match(first) or _PROFILER_STAGE.match(first)
+            return bool(first.strip()) and not is_for_the_file
         if record.level == "STEP":
             return False
         return record.level != "DEBUG" or self._debug

@@ -71,6 +71,23 @@ def test_rank_0_is_shown_whole_and_others_only_where_they_warn(tmp_path, follow)
     assert follower.poll() == []
 
 
+def test_the_profilers_own_stages_stay_in_the_log(tmp_path, follow):
+    """Its errors are shown, and what a task prints that only begins so."""
+    follower = follow()
+    stamp = "2026-11-23 23:54:44 17837:17837"
+    append(
+        tmp_path,
+        0,
+        f"USDT:{stamp} SyncActivityProfilerHandler.cpp:52] profiler_start\n"
+        f"STAGE:{stamp} ActivityProfilerController.cpp:312] Completed Stage: Warm Up\n"
+        f"ERROR:{stamp} CuptiActivityApi.cpp:9] no permission\nUSDT: 5 of 10\n",
+    )
+    assert [text for _, text in follower.poll()] == [
+        f"ERROR:{stamp} CuptiActivityApi.cpp:9] no permission",
+        "USDT: 5 of 10",
+    ]
+
+
 def test_debug_shows_debug_records_of_rank_0(tmp_path, follow):
     """With debug on, rank 0's DEBUG records are shown, others' are not."""
     follower = follow(debug=True)

@@ -27,6 +27,7 @@ def test_ranks_are_traced_over_a_kill_to_the_same_weights(fault_free, tmp_path):
         table = (run.logs / f"profile_rank_{rank}.txt").read_text(encoding="utf-8")
         assert "c10d::allreduce_" in table
     assert "a snapshot is of a GPU's allocator" in run.console
+    assert "profiler_start" not in run.console
     metrics = (run.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [one for one in map(json.loads, metrics) if "learning_rate" in one]
     assert all(one["forward_ms"] > 0 for one in steps)
