@@ -20,6 +20,12 @@ import pytest
 from tests import processes
 from tests.scenarios.harness import ROOT
 
+# Where continuous integration has put what the environment lacks. What is in both is the environment's here.
+PACKAGES = os.environ.get("BROWSER_TESTS_PACKAGES", "")
+if PACKAGES and PACKAGES not in sys.path:
+    sys.path.append(PACKAGES)
+IMPORTS = os.pathsep.join(filter(None, (str(ROOT), PACKAGES)))  # of processes that are started
+
 pytest.importorskip("nicegui", reason="needs the extra page: pip install '.[page]'")
 webdriver = pytest.importorskip(
     "selenium.webdriver", reason="needs what drives the browser: pip install selenium"
@@ -63,7 +69,7 @@ class Page:
         self.base = f"http://127.0.0.1:{self.port}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ddp_runner", "page", "-l", folder, "--port", str(self.port), *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": IMPORTS},
             stdout=subprocess.PIPE,
             cwd=cwd,
             text=True,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cli.live_page.driven import (
+    IMPORTS,
     OPENS_WITHIN_S,
     Page,
     browser,
@@ -109,6 +110,7 @@ def test_a_killed_rank_is_seen_within_two_seconds(tmp_path):
         *("max_steps=100000", "task.samples=100000", "task.pace_s=0.05", "audit=true"),
         *("log_interval=5", "recovery.max_restarts=100"),
         *("--page", "--page-can-inject", f"log.page_port={free_port()}"),
+        environment={"PYTHONPATH": IMPORTS},
     ) as run:
         run.wait_for_step(30)
         with (run.logs / "rank_0.log").open("a") as log:

@@ -19,10 +19,10 @@ from tests.cli.live_page.driven import (
     points,
     poll,
     shows,
+    webdriver,
 )
 from tests.observe.history.test_run_history import KILLED, write
 
-webdriver = pytest.importorskip("selenium.webdriver")
 pytestmark = [pytest.mark.whole_run, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 OPENS_HUGE_WITHIN_S = 2.0
 _STEPS = """
