@@ -20,6 +20,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - 
 PACKAGE_PARENT = os.path.dirname(_PACKAGE)  # noqa: PTH120
 # Where launch() found what its program imports; searched last, behind the standard library.
 FOLDERS_VARIABLE = "DDP_RUNNER_FOLDERS"
+# Set for what launch() starts: the file with the program's settings, or "1" where it has given none.
+LAUNCHED_VARIABLE = "DDP_RUNNER_LAUNCHED"
 _INTERRUPTED = 130
 # How a person starts us: what stands beside the package in a checkout is not installed with it.
 _SCRIPT = "launch_training.sh"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.start import FOLDERS_VARIABLE, PACKAGE_PARENT
+from ddp_runner.start import FOLDERS_VARIABLE, LAUNCHED_VARIABLE, PACKAGE_PARENT
 from ddp_runner.system.run_files import from_json, read_small
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import Settings
 
-_LAUNCHED = "DDP_RUNNER_LAUNCHED"
 # The child ties its life to ours before it does anything else. Unlike subprocess's preexec_fn this
 # runs in a fresh interpreter, so that threads of this program cannot deadlock it.
 _HEARS = "import signal; signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]);"
@@ -86,12 +85,12 @@ def launch(
     """
     refuse_in_rank("launch()")
     with prepared(task, nproc=nproc, config=config, arguments=arguments) as ready:
-        return ready.result(_run_child(ready.words))
+        return ready.result(_run_child(ready))
 
 
 def refuse_in_rank(called: str) -> None:
     """Raise RuntimeError where the ranks of a launch import the file that has made it."""
-    if os.environ.get(_LAUNCHED):
+    if os.environ.get(LAUNCHED_VARIABLE):
         raise RuntimeError(
             f"{called} was called while a rank imported this file; "
             "put the call under: if __name__ == '__main__':"
@@ -100,9 +99,13 @@ def refuse_in_rank(called: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A run that can be started: ``words`` for ``train``, and what its folders had before."""
+    """A run that can be started: ``words`` for ``train``, and what its folders had before.
+
+    ``config_file``: what the program's settings were written to; empty where it gave none.
+    """
 
     words: Sequence[str]
+    config_file: str
     settings: Settings
     before: tuple[int, int] | None
 
@@ -144,7 +147,12 @@ def prepared(
         words += [*config_words, *arguments]
         settings = _settings(words)
         summary_file = Path(settings.run.log_dir).absolute() / "summary.json"
-        yield Prepared(words=words, settings=settings, before=_identity(summary_file))
+        yield Prepared(
+            words=words,
+            config_file=config_words[1] if config_words else "",
+            settings=settings,
+            before=_identity(summary_file),
+        )
 
 
 def _with_task_named(config: Mapping[str, object]) -> dict[str, object]:
@@ -269,8 +277,8 @@ def child_command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _BEGINS + _HEARS + _CHILD, str(os.getpid()), "train", *words]
 
 
-def _run_child(words: Sequence[str]) -> int:
-    """Run ``train`` with ``words``; forwards output and interrupts."""
+def _run_child(ready: Prepared) -> int:
+    """Run ``train``; forwards output and interrupts."""
     inherits = writes_to_descriptor_1()
     # INVARIANT no-run-without-a-waiter: an interrupt comes once there is a child to pass it on to.
     # Broken if: it may be raised inside Popen, which leaves a run behind that nobody waits for.
@@ -280,8 +288,8 @@ def _run_child(words: Sequence[str]) -> int:
         # A session of its own: the terminal's Ctrl-C then reaches the run once, through us, and not
         # a second time as a member of the foreground group, which would end it without saving.
         subprocess.Popen(  # noqa: S603 - our own interpreter
-            child_command(words),
-            env=child_environment(),
+            child_command(ready.words),
+            env=child_environment(ready.config_file),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=None if inherits else subprocess.PIPE,
@@ -359,8 +367,11 @@ def writes_to_descriptor_1() -> bool:
         return False
 
 
-def child_environment() -> dict[str, str]:
-    """Our environment, able to import what this process can, marked for ``launch``."""
+def child_environment(config_file: str) -> dict[str, str]:
+    """Our environment, able to import what this process can, marked for ``launch``.
+
+    The mark says which configuration nobody has written by hand: no ``.env`` is looked for beside it.
+    """
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     search = [PACKAGE_PARENT, *(part for part in before if part != PACKAGE_PARENT)]
     folders = [str(Path(folder).absolute()) for folder in sys.path if folder]
@@ -368,5 +379,5 @@ def child_environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(search),
         FOLDERS_VARIABLE: os.pathsep.join(folders),
-        _LAUNCHED: "1",
+        LAUNCHED_VARIABLE: config_file or "1",
     }

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ddp_runner.cli.launch import (
+    Prepared,
     RunResult,
     child_command,
     child_environment,
@@ -49,7 +50,7 @@ async def launch_async(
         ready = await _to_its_end(
             asyncio.to_thread(held.enter_context, preparing), when_cancelled=lambda: None
         )
-        child = _Child(ready.words)
+        child = _Child(ready)
         return ready.result(await _to_its_end(child.run(), when_cancelled=child.end_sooner))
 
 
@@ -75,8 +76,8 @@ async def _to_its_end(work: Coroutine[None, None, _T], *, when_cancelled: Callab
 class _Child:
     """The process of a run, and what it has been asked for."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = words
+    def __init__(self, ready: Prepared) -> None:
+        self._ready = ready
         self._process: asyncio.subprocess.Process | None = None
         self._asked: list[signal.Signals] = []
 
@@ -91,8 +92,8 @@ class _Child:
         """Start it, copy its output until it ends; its exit code."""
         inherits = writes_to_descriptor_1()
         self._process = process = await asyncio.create_subprocess_exec(
-            *child_command(self._words),
-            env=child_environment(),
+            *child_command(self._ready.words),
+            env=child_environment(self._ready.config_file),
             start_new_session=True,  # a terminal's Ctrl-C is for this program
             stdin=asyncio.subprocess.DEVNULL,
             stdout=None if inherits else asyncio.subprocess.PIPE,

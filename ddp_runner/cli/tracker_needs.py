@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.env_file import ENV_FILE, env_keys
+from ddp_runner.config.user_files import PRESETS_FOLDER
 from ddp_runner.core.faults import BadInputError
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ _OFFLINE = ("offline", "disabled", "dryrun")
 
 def take_keys(files: Sequence[Path]) -> tuple[str, ...]:
     """Set what a ``.env`` beside the configuration has and nobody has set; a line for people names it."""
-    keys = env_keys(files, os.environ)
+    # Beside the file that launch() has written others may have put theirs: it lies in /tmp. A preset's
+    # folder is one of the working folder.
+    by_program = Path(os.environ.get(start.LAUNCHED_VARIABLE, ""))
+    by_hand = [one for one in files if one != by_program and one.parent != Path(PRESETS_FOLDER)]
+    keys = env_keys(by_hand, os.environ)
     os.environ.update(keys)
     return (f"{ENV_FILE}: {', '.join(sorted(keys))}",) if keys else ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.cli import tracker_needs
-from ddp_runner.cli.tracker_needs import refuse_missing
+from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.config import resolve
 from ddp_runner.config.env_file import env_keys, parse_env
 from ddp_runner.core.faults import BadInputError
@@ -77,6 +77,23 @@ def test_an_env_file_gives_keys_alone_and_wins_over_nothing(tmp_path, monkeypatc
     (tmp_path / ".env").write_bytes(b"\xff\xfe")
     with pytest.raises(BadInputError, match="is no text"):
         env_keys([config], {})
+
+
+def test_keys_come_neither_from_beside_a_preset_nor_from_tmp(tmp_path, monkeypatch):
+    """launch() writes its configuration where anybody may put a .env; what is taken is named."""
+    project, others = tmp_path / "project", tmp_path / "tmp"
+    for folder in (project / "presets", others):
+        folder.mkdir(parents=True)
+        (folder / ".env").write_text("HF_TOKEN=of-somebody-else\nMY_PASSWORD=theirs\n")
+    (project / ".env").write_text("HF_TOKEN=mine\nWANDB_API_KEY=written\n")
+    monkeypatch.chdir(project)
+    environment = {"WANDB_API_KEY": "set", "DDP_RUNNER_LAUNCHED": str(others / "ddp_runner_x.yaml")}
+    monkeypatch.setattr(tracker_needs.os, "environ", environment)
+    files = (tracker_needs.Path("presets/small.yaml"), others / "ddp_runner_x.yaml")
+    assert take_keys(files) == (".env: HF_TOKEN",)
+    assert (environment["HF_TOKEN"], environment["WANDB_API_KEY"]) == ("mine", "set")
+    assert "MY_PASSWORD" not in environment
+    assert take_keys((others / "own.yaml",)) == (".env: MY_PASSWORD",)
 
 
 def test_values_of_variables_that_are_secrets_by_name():

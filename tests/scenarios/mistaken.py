@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,8 @@ class Secretive(NotedData):
         return replace(super().build_datasets(), notes=[f"read with {self._api_key}"])
 
     def loss(self, model, batch):
-        logging.getLogger("service").warning("logging in with %s", self._api_key)
+        given = (self._api_key, os.environ.get("SERVICE_TOKEN", "nothing"))
+        logging.getLogger("service").warning("logging in with %s and %s", *given)
         if Path("outage").exists():
             raise RuntimeError(f"the service refuses {self._api_key}")
         return super().loss(model, batch)

@@ -12,6 +12,7 @@ from tests.scenarios.harness import Run
 
 SECRETIVE = f"{Path(__file__).with_name('mistaken.py')}:Secretive"
 SECRET, OTHER = "hunter2-and-more", "another-one"
+KEPT = "hunter4-beside-the-configuration"
 LAUNCHED = "hunter3-of-launch"  # a test beside this one may have the other on a command line
 SETTINGS = ("-b", 8, "num_workers=1", "save_every_steps=2")
 
@@ -23,21 +24,27 @@ def files_with(folder, secret):
     return [path for path in files if secret.encode() in path.read_bytes()]
 
 
-def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path):
-    """From the environment, from a word; without faults, and in an exception that shows it."""
+def test_a_secret_is_nowhere_and_a_resume_needs_the_same_one(tmp_path, tmp_path_factory):
+    """From the environment, a word, a .env; without faults, and in an exception that shows it."""
     asked = {"DDP_RUNNER_TASK__API_KEY": SECRET}
-    with Run(tmp_path, *SETTINGS, "--max-steps", 4, task=SECRETIVE, variables=asked) as run:
+    beside = tmp_path_factory.mktemp("beside")
+    (beside / "run.yaml").write_text("max_steps: 4\n")
+    (beside / ".env").write_text(f"SERVICE_TOKEN={KEPT}\nDDP_RUNNER_TASK__API_KEY={OTHER}\n")
+    words = (*SETTINGS, "--config", beside / "run.yaml")
+    with Run(tmp_path, *words, task=SECRETIVE, variables=asked) as run:
         run.wait_for_event("world_formed")
         for process in run.processes():
             assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert run.wait() == 0, run.console
-    assert files_with(tmp_path, SECRET) == []
-    assert SECRET not in run.console
+    for secret in (SECRET, KEPT, OTHER):
+        assert files_with(tmp_path, secret) == []
+        assert secret not in run.console
     assert "read with ***" in run.console
+    assert ".env: SERVICE_TOKEN" in run.console
     recorded = yaml.safe_load((run.logs / "config.yaml").read_text(encoding="utf-8"))
     assert recorded["task"] == {"api_key": "***"}
     first = json.loads((run.checkpoints / "step_00000004.json").read_text(encoding="utf-8"))
-    assert "logging in with ***" in (run.logs / "rank_1.log").read_text(encoding="utf-8")
+    assert "logging in with *** and ***" in (run.logs / "rank_1.log").read_text(encoding="utf-8")
 
     words = (*SETTINGS, "--max-steps", 8)
     with Run(tmp_path, *words, f"task.api_key={OTHER}", task=SECRETIVE) as run:

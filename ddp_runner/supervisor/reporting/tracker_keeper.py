@@ -109,6 +109,7 @@ class TrackerKeeper:
                 self._start(one, self._clock.monotonic())
 
     def _start(self, one: _Kept, now_s: float) -> None:
+        one.started_at_s = now_s  # also of one that cannot be started, and so does not live long
         log = self._log_path(one)
         try:
             output = open_to_append_anywhere(log)
@@ -128,7 +129,6 @@ class TrackerKeeper:
                 start_new_session=True,
                 bufsize=0,
             )
-            one.started_at_s = now_s
         except OSError as error:
             self._failed(one, f"cannot be started: {error.strerror or error}")
         finally:

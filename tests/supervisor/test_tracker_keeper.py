@@ -1,0 +1,124 @@
+"""Who keeps the trackers waits for none: they hang, die, have no disk, and what they missed comes later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+
+from ddp_runner.core.tracking import STARTS_MAX, backoff_s
+from ddp_runner.supervisor.reporting import tracker_keeper
+from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
+from ddp_runner.system.clock import SYSTEM_CLOCK
+from tests.disks import small_disk
+from tests.observe.test_trackers import Files, rows, stands
+from tests.processes import poll
+from tests.supervisor.simulated import Clock
+
+
+class Kept:
+    """A keeper of ``csv`` over the files of a run in ``folder``; ``said`` is what it has shown."""
+
+    def __init__(self, folder, clock=None):
+        self.said = []
+        self.keeper = TrackerKeeper(
+            ["csv"],
+            folder,
+            clock=clock or SYSTEM_CLOCK,
+            say=lambda text, **_: self.said.append(text),
+        )
+
+    def ended(self, pid):
+        """Reap it, as the supervisor does, and say so."""
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        assert self.keeper.ended(pid, how=how)
+
+
+@pytest.fixture
+def files(tmp_path):
+    made = Files(tmp_path / "logs")
+    made.event("run_begins", run_id="abc", resumed_step=0)
+    made.steps(1, 3)
+    return made
+
+
+def test_a_tracker_that_hangs_is_waited_for_at_the_end_alone(files, monkeypatch):
+    """And there for a while; a resume writes what it has missed."""
+    monkeypatch.setattr(tracker_keeper, "END_WAIT_S", 0.2)
+    kept = Kept(files.folder)
+    kept.keeper.look()
+    (pid,) = kept.keeper.pids
+    poll(kept.keeper.links, what="its file", timeout_s=30.0)
+    os.kill(pid, signal.SIGSTOP)
+    files.steps(4, 6)
+    began_s = time.monotonic()
+    for _ in range(100):
+        kept.keeper.look()
+        assert kept.keeper.links() == {"csv": str(files.folder / "metrics.csv")}
+    kept.keeper.end(0)
+    assert time.monotonic() - began_s < 5.0
+    assert kept.said[-1] == "csv was not done within 0.2 s: a resume goes on there"
+    assert kept.keeper.pids == []
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert rows(files.folder) != stands(files.folder)
+    monkeypatch.undo()
+    again = Kept(files.folder)
+    again.keeper.look()
+    (pid,) = again.keeper.pids
+    again.keeper.end(0)
+    os.waitpid(pid, 0)
+    assert rows(files.folder) == stands(files.folder)
+
+
+def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path):
+    """It ends with the reason, another one is started later, and no row is missing or twice."""
+    with small_disk(tmp_path / "disk", size_kb=96):
+        files = Files(tmp_path / "disk" / "logs")
+        files.event("run_begins", run_id="abc", resumed_step=0)
+        files.steps(1, 100)
+        filler = tmp_path / "disk" / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(512)):
+                pass
+        kept = Kept(files.folder, clock=(clock := Clock()))
+        kept.keeper.look()
+        kept.ended(*kept.keeper.pids)
+        assert "the tracker csv has ended: exit code 1" in kept.said[-1]
+        kept.keeper.look()
+        assert kept.keeper.pids == []  # not due yet
+        filler.unlink()
+        clock.now_s += backoff_s(1)
+        kept.keeper.look()
+        (pid,) = kept.keeper.pids
+        kept.keeper.end(0)
+        os.waitpid(pid, 0)
+        assert rows(files.folder) == stands(files.folder)
+
+
+def test_a_tracker_that_cannot_start_is_given_up_and_the_run_goes_on(tmp_path):
+    """Each time after twice as long; a resume tries again."""
+    (tmp_path / "logs").write_text("a file in the place of the folder")
+    clock = Clock()
+    kept = Kept(tmp_path / "logs", clock=clock)
+    for number in range(1, STARTS_MAX + 1):
+        kept.keeper.look()
+        assert len(kept.said) == number
+        clock.now_s += backoff_s(number) * 0.9
+        kept.keeper.look()
+        assert len(kept.said) == number
+        clock.now_s += backoff_s(number) * 0.2
+    assert "is started again" in kept.said[-2]
+    assert "the run goes on without it" in kept.said[-1]
+    clock.now_s += 1_000_000.0
+    kept.keeper.look()
+    kept.keeper.end(0)
+    assert len(kept.said) == STARTS_MAX
+    again = Kept(tmp_path / "logs", clock=clock)
+    again.keeper.look()
+    assert "is started again" in again.said[-1]
