@@ -79,7 +79,7 @@ def test_an_env_file_gives_keys_alone_and_wins_over_nothing(tmp_path, monkeypatc
         env_keys([config], {})
 
 
-def test_keys_come_neither_from_beside_a_preset_nor_from_tmp(tmp_path, monkeypatch):
+def test_no_keys_are_taken_from_beside_a_preset_or_launchs_file(tmp_path, monkeypatch):
     """launch() writes its configuration where anybody may put a .env; what is taken is named."""
     project, others = tmp_path / "project", tmp_path / "tmp"
     for folder in (project / "presets", others):

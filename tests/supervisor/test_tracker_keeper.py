@@ -47,7 +47,7 @@ def files(tmp_path):
     return made
 
 
-def test_a_tracker_that_hangs_is_waited_for_at_the_end_alone(files, monkeypatch):
+def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files, monkeypatch):
     """And there for a while; a resume writes what it has missed."""
     monkeypatch.setattr(tracker_keeper, "END_WAIT_S", 0.2)
     kept = Kept(files.folder)
@@ -101,7 +101,7 @@ def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path):
         assert rows(files.folder) == stands(files.folder)
 
 
-def test_a_tracker_that_cannot_start_is_given_up_and_the_run_goes_on(tmp_path):
+def test_a_tracker_that_cannot_start_is_given_up(tmp_path):
     """Each time after twice as long; a resume tries again."""
     (tmp_path / "logs").write_text("a file in the place of the folder")
     clock = Clock()
