@@ -13,6 +13,7 @@ import contextlib
 import statistics
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from contenders import RANKS, SIZES, Contender, Size, machine, show_machine
@@ -24,11 +25,19 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """``off`` runs by another command where its name says so."""
+    """``off`` runs by another command where its name says so. ``needs``: modules of ``on``."""
 
     on: tuple[str, ...]
     off: tuple[str, ...] = ()
     other: str = "ddp_runner, off"
+    needs: tuple[str, ...] = ()
+
+    def lacks(self) -> list[str]:
+        """The modules that are not installed."""
+        return [name for name in self.needs if find_spec(name) is None]
+
+
+UNWATCHED = ("log.gpu_watch_s=0", "recovery.explosion_window=0", "log.trackers=")
 
 
 CASES = {
@@ -37,6 +46,12 @@ CASES = {
     "loss watch": Case(on=(), off=("recovery.explosion_window=0",)),
     "Weighted": Case(on=(f"run.task={TASK}Sums",), off=(f"run.task={TASK}Mean",)),
     "named losses": Case(on=(f"run.task={TASK}Named",), off=(f"run.task={TASK}Mean",)),
+    "watches and csv": Case(on=("log.gpu_watch_s=1", "log.trackers=csv"), off=UNWATCHED),
+    "watches and trackers": Case(
+        on=("log.gpu_watch_s=1", "log.trackers=csv,tensorboard,wandb"),
+        off=UNWATCHED,
+        needs=("tensorboard", "wandb"),
+    ),
     "compile": Case(on=("run.compile=true",)),
     "accumulation": Case(
         on=(f"data.accumulation={PARTS}",), off=(f"--accumulate={PARTS}",), other="plain, find"
@@ -83,6 +98,9 @@ def main() -> None:
     show_machine(machine())
     print(f"{RANKS} ranks, {asked.size}; above 1: faster with it; CPU below 1: less with it")
     for name in asked.cases:
+        if lacking := CASES[name].lacks():
+            print(f"{name:<24} left out: {', '.join(lacking)} not installed", flush=True)
+            continue
         ratios, cpu = measure(
             CASES[name], SIZES[asked.size], rounds=asked.rounds, slice_s=asked.slice_s
         )
