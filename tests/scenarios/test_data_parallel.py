@@ -6,9 +6,10 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.scenarios.harness import Run
+from tests.scenarios.harness import Run, poll
 from tests.scenarios.workload import HOLD_NAME, TROUBLE_NAME
 
 STEPS = 24
@@ -41,38 +42,62 @@ def resumed_from(outputs, folder, step, settings):
     checkpoints.mkdir(parents=True)
     for path in outputs.checkpoints.glob(f"step_{step:08d}.*"):
         shutil.copy(path, checkpoints)
-    with Run(folder, *settings, task=TASK) as run:
-        assert run.wait() == 0, run.console
+    run = trained(folder, *settings)
     assert f"resumed at step {step}" in " ".join(run.console.split()), run.console
     return run
 
 
-def test_modes_agree_survive_a_kill_and_resume_one_another(tmp_path):
-    """One rank over two devices is lost amid training and goes on from what was saved last; its
-    weights are those of two ranks and of one, and each goes on from the other's files."""
+def trained(folder, *settings, **options):
+    with Run(folder, *settings, task=TASK, **options) as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+@pytest.fixture
+def fault_free_over(tmp_path):
+    """One rank over two devices, undisturbed."""
+    return trained(tmp_path / "fault_free", *OVER_TWO)
+
+
+def test_one_rank_over_devices_ends_with_the_bits_without_faults(tmp_path, fault_free_over):
+    """It is killed and goes on from what was saved last; an exception in the second part of a batch;
+    and it is stopped and resumed."""
     hold = tmp_path / "over" / HOLD_NAME
     hold.parent.mkdir()
-    hold.write_text("25", encoding="utf-8")  # two parts a step: beyond step 8, before step 16
-    # Of the process that takes its place: an exception in the second part of a batch.
-    (hold.parent / TROUBLE_NAME).write_text("loss any raise 26", encoding="utf-8")
+    hold.write_text("25", encoding="utf-8")  # two parts a step: behind step 12
     with Run(hold.parent, *OVER_TWO, task=TASK) as over:
         over.wait_for_checkpoint(8)
+        over.wait_for_step(12)
+        # Of the process that takes its place, which is at step 22 then at the latest.
+        (hold.parent / TROUBLE_NAME).write_text("loss any raise 12", encoding="utf-8")
+        hold.write_text("20", encoding="utf-8")
         over.signal(signal.SIGKILL, over.rank_pid(0))
+        poll(lambda: len(over.events("repaired")) == 2, what="both repairs")
+        over.signal(signal.SIGTERM)
         hold.unlink()
-        assert over.wait() == 0, over.console
+        assert over.wait() == 75, over.console
+    assert "data_parallel: as asked, one rank over 2 parts of the CPU" in over.console
     summary = over.summary()
     kinds = [fault["kind"] for fault in summary["faults"]]
     assert kinds == ["rank_killed", "rank_raised"], summary["faults"]
     again = [line["step"] for line in over.audit_lines(0) if line["generation"] > 1]
     # From step 8's file, or from a copy in memory that is newer.
     assert again[0] >= 9
-    assert again == list(range(again[0], STEPS + 1))
-    assert "data_parallel: as asked, one rank over 2 parts of the CPU" in over.console
-    with Run(tmp_path / "two", *TWO_RANKS, task=TASK) as two:
-        assert two.wait() == 0, two.console
-    assert_alike(over, two)
-    with Run(tmp_path / "one", *SETTINGS, "-b", 16, "run.mode=single", world=1, task=TASK) as one:
-        assert one.wait() == 0, one.console
+    assert again == list(range(again[0], summary["steps"] + 1))
+    over = trained(hold.parent, *OVER_TWO)
+    assert over.digest == fault_free_over.digest
+    assert over.summary()["inexact_reasons"] == []
+
+
+def test_modes_agree_and_resume_one_another(tmp_path, fault_free_over):
+    """One rank over two devices, two ranks and one; and each goes on from the other's files, with half the
+    batch at a time where memory is short."""
+    two = trained(tmp_path / "two", *TWO_RANKS)
+    assert_alike(fault_free_over, two)
+    one = trained(tmp_path / "one", *SETTINGS, "-b", 16, "run.mode=single", world=1)
     assert_alike(one, two)
-    assert_alike(resumed_from(two, tmp_path / "from_two", 16, OVER_TWO), two)
-    assert_alike(resumed_from(over, tmp_path / "from_over", 16, TWO_RANKS), two)
+    short = ("--inject", "oom:rank=0,step=18,phase=forward")
+    from_two = resumed_from(two, tmp_path / "from_two", 16, (*OVER_TWO, *short))
+    assert [one["kind"] for one in from_two.summary()["faults"]] == ["out_of_memory"]
+    assert_alike(from_two, two)
+    assert_alike(resumed_from(fault_free_over, tmp_path / "from_over", 16, TWO_RANKS), two)
