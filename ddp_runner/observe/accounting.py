@@ -280,7 +280,7 @@ class RunAccounting:
             inexact_reasons=tuple(facts.inexact_reasons),
             exact_proof=ExactProof.of(facts.proved),
             wall_s=round(now_s - self.began_s, 3),
-            time_s=self._shares(reading, startup_s=first_step_s - self.began_s),
+            time_s=self.shares(reading, now_s=now_s),
             faults=tuple(
                 sorted(
                     [
@@ -335,7 +335,10 @@ class RunAccounting:
                 rates["flops_utilization"] = tokens * share * flops / (peak * ranks)
         return {name: round(value, 6) for name, value in rates.items()}
 
-    def _shares(self, reading: SlotReading, *, startup_s: float) -> TimeShares:
+    def shares(self, reading: SlotReading, *, now_s: float) -> TimeShares:
+        """Where the time went, up to now. ``reading``: of a rank that was there all along."""
+        first_step_s = self.first_step_s if self.first_step_s is not None else now_s
+        startup_s = first_step_s - self.began_s
         return TimeShares(
             startup=round(startup_s, 3),
             productive=round((reading.productive_ns - self._lost_ns) / 1e9, 3),

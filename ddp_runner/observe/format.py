@@ -101,6 +101,15 @@ def rank_list(ranks: tuple[int, ...] | list[int] | set[int]) -> str:
     return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
 
 
+def setting_value(value: object) -> str:
+    """As people write it; only what is empty is said."""
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(str, value)) or "(empty)"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return "(empty)" if value == "" else str(value)
+
+
 def printable(text: str) -> str:
     """``text`` as a terminal may show it: what is obeyed or not seen is written out (backslash, x1b).
 

@@ -66,6 +66,19 @@ class FaultRecord:
     times: int = 1
 
 
+# What people are shown of TimeShares, in the order of a run.
+TIME_NAMES = {
+    "startup": "start-up",
+    "productive": "steps",
+    "data_wait": "data wait",
+    "checkpoint": "checkpoints",
+    "comparison": "comparisons",
+    "evaluation": "evaluation",
+    "recovery": "recovery",
+    "lost": "lost steps",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
     """Where a run's seconds went. ``productive``: inside committed steps, without data wait.

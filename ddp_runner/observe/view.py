@@ -84,7 +84,7 @@ class RunView:
     ``epochs`` is None where nobody knows of any. ``doing`` is
     what the start is at, for ``doing_s`` by now; empty once the first step is done. ``faults``: the newest, oldest
     first. ``stragglers``: how many times as long as the others a rank takes. ``losses``: steps of the whole run with
-    their loss, for a curve.
+    their loss, for a curve. ``time_s`` and ``goodput``: as in the summary, up to now; None before the first step.
     """
 
     run_id: str
@@ -120,6 +120,8 @@ class RunView:
     faults: tuple[FaultView, ...] = ()
     stragglers: Mapping[int, float] = field(default_factory=dict)
     losses: tuple[tuple[int, float], ...] = ()
+    time_s: Mapping[str, float] = field(default_factory=dict)
+    goodput: float | None = None
 
 
 def status_record(view: RunView) -> dict[str, object]:

@@ -356,24 +356,24 @@ class _Loop:
                 self._page.look()
 
     def _view(self) -> RunView:
-        supervisor = self._supervisor
+        supervisor, now_s = self._supervisor, self._clock.monotonic()
+        accounting = supervisor.recorder.accounting
         return run_view(
             self._plan,
             self._world.ranks,
-            doing=supervisor.start.doing(self._clock.monotonic()),
+            doing=supervisor.start.doing(now_s),
             facts=supervisor.facts,
             state=supervisor.machine.state,
-            began_s=supervisor.recorder.accounting.began_s,
-            faults_total=supervisor.recorder.accounting.faults_total,
-            restarts=supervisor.recorder.accounting.restarts,
+            began_s=accounting.began_s,
+            faults_total=accounting.faults_total,
+            restarts=accounting.restarts,
             now_ns=self._clock.monotonic_ns(),
             trackers=self._trackers.links(),
             nodes=() if self._others is None else self._others.views(),
             watch=self._watch,
-            faults=supervisor.recorder.accounting.newest_faults(
-                FAULTS_SHOWN, now_s=self._clock.monotonic()
-            ),
+            faults=accounting.newest_faults(FAULTS_SHOWN, now_s=now_s),
             losses=supervisor.recorder.losses.points(),
+            time_s=accounting.shares(self._world.present[0].slot.read(), now_s=now_s),
         )
 
     def _finish(self) -> int:

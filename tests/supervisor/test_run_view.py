@@ -13,6 +13,7 @@ from ddp_runner.core.lifecycle import RankEvent, RunState
 from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
+from ddp_runner.observe.summary import TimeShares
 from ddp_runner.observe.view import status_record
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.rank_process import RankProcess
@@ -153,6 +154,15 @@ def test_the_remaining_time_comes_from_one_step_without_a_rate(handles):
     view = look(handles)
     assert view.eta_s == pytest.approx(10 * BATCH * WORLD / 40.0)
     assert (view.logged_step, view.learning_rate) == (10, 0.1)
+
+
+def test_goodput_is_of_the_time_since_the_first_step(handles):
+    """As in the summary; unknown before anything was done."""
+    view = look(handles, time_s=TimeShares(startup=1.0, productive=2.0))
+    assert (view.goodput, view.time_s["startup"]) == (0.5, 1.0)
+    assert status_record(view)["time_s"]["productive"] == 2.0
+    assert look(handles, time_s=TimeShares(startup=5.0)).goodput is None
+    assert (look(handles).goodput, look(handles).time_s) == (None, {})
 
 
 def test_a_complete_run_has_no_time_remaining(handles):

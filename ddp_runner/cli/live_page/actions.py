@@ -1,4 +1,4 @@
-"""What a page may do to a run, each asked for by POST and with the token: save, stop, inject, start. Draws nothing."""
+"""What a page may do, each asked for by POST and with the token: save, stop, inject, verify, start. Draws nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastapi.responses import PlainTextResponse
 from ddp_runner.cli.live_page.access import ACTIONS
 from ddp_runner.cli.live_page.known_runs import KnownRuns
 from ddp_runner.cli.live_page.run_starter import RunStarter
+from ddp_runner.cli.live_page.verification import Verifications
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.history.json_lines import whole
@@ -39,9 +40,16 @@ class Actions:
     """``starter`` None: no run is started from here."""
 
     def __init__(
-        self, app: FastAPI, runs: KnownRuns, *, can_inject: bool, starter: RunStarter | None
+        self,
+        app: FastAPI,
+        runs: KnownRuns,
+        verified: Verifications,
+        *,
+        can_inject: bool,
+        starter: RunStarter | None,
     ) -> None:
         self._runs = runs
+        self._verified = verified
         self._can_inject = can_inject
         self._starter = starter
         app.add_route(ACTIONS + "start", self._start, methods=["POST"])
@@ -50,15 +58,28 @@ class Actions:
     async def _act(self, request: Request) -> PlainTextResponse:
         key, what = request.path_params["key"], request.path_params["what"]
         found = self._runs.get(key)
-        is_known = what in _SIGNALS or (what == "inject" and self._can_inject)
+        is_known = what in (*_SIGNALS, "verify") or (what == "inject" and self._can_inject)
         if found is None or not is_known:
             return PlainTextResponse("there is no such run, or nothing such to do", 404)
+        if what == "verify":
+            return self._verify(found)
         found.read_status()
         if what == "inject":
             return self._inject(found, request.query_params)
         if not signal_holder(found.folder, found.state.pid, _SIGNALS[what]):
             return PlainTextResponse("the run is not alive on this machine", 409)
         return PlainTextResponse(_SAYS[what])
+
+    def _verify(self, found: RunHistory) -> PlainTextResponse:
+        folder = found.checkpoint_folder()
+        if folder is None:
+            return PlainTextResponse("the run names no folder", 409)
+        is_begun = self._verified.begin(folder)
+        return PlainTextResponse(
+            "checkpoints are read: the table shows which are whole"
+            if is_begun
+            else "this page is reading checkpoints already"
+        )
 
     def _inject(self, found: RunHistory, asked: Mapping[str, str]) -> PlainTextResponse:
         kind, number = asked.get("kind", ""), asked.get("rank", "")

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from nicegui import run, ui
 
 from ddp_runner.checkpoint.catalog import Catalog
-from ddp_runner.observe.format import byte_size, count, duration, figure, percent
+from ddp_runner.cli.live_page.verification import Verifications
+from ddp_runner.observe.format import byte_size, count, duration, figure, percent, setting_value
 from ddp_runner.observe.history.figures import time_shares
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
 
 
 class CheckpointsPanel:
-    """The files that the run can go on from, newest first."""
+    """The files that the run can go on from, newest first. ``verify``: what a button asks for."""
 
-    def __init__(self, one: RunHistory) -> None:
+    def __init__(
+        self, one: RunHistory, verified: Verifications, *, verify: Callable[[], Awaitable[None]]
+    ) -> None:
         self._folder = one.checkpoint_folder()
+        self._verified = verified
         ui.label(f"in {self._folder}" if self._folder else "The run names no folder.").classes(
             "ddp-small"
         )
-        names = ("step", "epoch", "size", "loss", "written (UTC)", "state")
+        if self._folder is not None:
+            button = ui.button("verify all", on_click=verify).props("dense outline no-caps")
+            button.tooltip("read each file whole, and compare it with its manifest")
+        names = ("step", "state", "verified", "size", "loss", "epoch", "written (UTC)")
         columns = [{"name": n, "label": n, "field": n, "align": "left"} for n in names]
         self._table = ui.table(columns=columns, rows=[], row_key="step").classes("w-full")
         self._table.props("flat dense hide-pagination :rows-per-page-options=[0]")
@@ -30,13 +38,13 @@ class CheckpointsPanel:
         """Look again."""
         if self._folder is None:
             return
-        rows = await run.io_bound(checkpoint_rows, self._folder) or []
+        rows = await run.io_bound(checkpoint_rows, self._folder, self._verified) or []
         if rows != self._table.rows:
             self._table.rows = rows
             self._table.update()
 
 
-def checkpoint_rows(folder: Path) -> list[dict[str, Any]]:
+def checkpoint_rows(folder: Path, verified: Verifications) -> list[dict[str, Any]]:
     """The checkpoints of a folder as a table has them."""
     catalog = Catalog(folder)
     try:
@@ -51,11 +59,14 @@ def checkpoint_rows(folder: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "step": count(entry.step),
-                "epoch": "-" if manifest is None else str(manifest.epoch),
+                "state": entry.problem or ("best" if is_best else "complete"),
+                "verified": verified.of(entry) or "-",
                 "size": "-" if manifest is None else byte_size(manifest.size_bytes),
                 "loss": "-" if monitored is None else figure(monitored),
-                "written (UTC)": "-" if manifest is None else manifest.created_utc[:19],
-                "state": entry.problem or ("best" if is_best else "size as in its manifest"),
+                "epoch": "-" if manifest is None else str(manifest.epoch),
+                "written (UTC)": "-"
+                if manifest is None
+                else manifest.created_utc[:19].replace("T", " "),
             }
         )
     return rows
@@ -79,29 +90,42 @@ class SettingsPanel:
 def _setting(row: SettingRow) -> dict[str, str]:
     return {
         "setting": row.key,
-        "value": _written(row.value),
-        "default": _written(row.default),
+        "value": setting_value(row.value),
+        "default": setting_value(row.default),
         "differs": "≠ differs" if row.differs else "",
     }
 
 
-def _written(value: object) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "(empty)"
-    return "(empty)" if value == "" else str(value)
+class TimePanel:
+    """Bars of where the time went so far."""
+
+    def __init__(self, one: RunHistory) -> None:
+        self._run = one
+        self._bars: dict[str, tuple[ui.linear_progress, ui.label]] = {}
+        self._title = ui.label("Where the time went").classes("text-subtitle1 text-weight-medium")
+        self._place = ui.column().classes("w-full gap-1").style("max-width: 640px")
+        self.update()
+
+    def update(self) -> None:
+        """Bring them up to date; what has not changed is not sent."""
+        shares = time_shares(self._run.state.time_s)
+        total = sum(seconds for _, seconds in shares)
+        self._title.set_visibility(bool(shares))
+        if [name for name, _ in shares] != list(self._bars):
+            self._place.clear()
+            with self._place:
+                self._bars = {name: _bar(name) for name, _ in shares}
+        for name, seconds in shares:
+            bar, label = self._bars[name]
+            text = f"{duration(seconds)} ({percent(seconds / total)})"
+            if label.text != text:
+                label.set_text(text)
+                bar.set_value(seconds / total)
 
 
-def draw_time_shares(one: RunHistory) -> None:
-    """Bars of where the time of a run that has ended went."""
-    shares = time_shares(one.summary)
-    total = sum(seconds for _, seconds in shares)
-    if not total:
-        return
-    ui.label("Where the time went").classes("text-subtitle1 text-weight-medium")
-    with ui.column().classes("w-full gap-1").style("max-width: 640px"):
-        for what, seconds in shares:
-            with ui.row().classes("w-full no-wrap items-center gap-2"):
-                ui.label(what).style("width: 7rem")
-                bar = ui.linear_progress(seconds / total, show_value=False, size="12px")
-                bar.classes("col").props("instant-feedback")
-                ui.label(f"{duration(seconds)} ({percent(seconds / total)})").style("width: 8rem")
+def _bar(name: str) -> tuple[ui.linear_progress, ui.label]:
+    with ui.row().classes("w-full no-wrap items-center gap-2"):
+        ui.label(name).style("width: 7rem")
+        bar = ui.linear_progress(0.0, show_value=False, size="12px")
+        bar.classes("col").props("instant-feedback")
+        return bar, ui.label("").style("width: 8rem")

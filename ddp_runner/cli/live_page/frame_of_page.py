@@ -41,6 +41,7 @@ body:not(.body--dark) .ddp-command { background: #fff; }
 .ddp-plot { width: 100%; min-width: 0; }
 .q-tab-panel { padding: 0.6rem 0 !important; }
 .q-table td, .q-table th { font-variant-numeric: tabular-nums; }
+.ddp-stacks { max-height: 50vh; overflow: auto; width: 100%; }
 .ddp-log { max-height: 62vh; overflow: auto; width: 100%; border: 1px solid rgba(128,128,128,.35);
            border-radius: 8px; padding: 0.6rem; }
 """

@@ -9,11 +9,12 @@ from nicegui import run, ui
 
 from ddp_runner.cli.live_page.access import ACTIONS
 from ddp_runner.cli.live_page.actions import INJECTIONS
-from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, draw_time_shares
+from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, TimePanel
 from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
 from ddp_runner.cli.live_page.overview import figures_of
 from ddp_runner.cli.live_page.ranks_panel import RanksPanel
 from ddp_runner.cli.live_page.training_panel import CurvesPanel, FaultsPanel
+from ddp_runner.cli.live_page.verification import Verifications
 from ddp_runner.observe.format import duration, rate
 from ddp_runner.observe.history.figures import timeline_figure
 from ddp_runner.observe.history.json_lines import whole
@@ -33,8 +34,11 @@ return (await answer.text()).slice(0, 300);
 class OneRun:
     """The page at ``/run/NAME``, for one browser."""
 
-    def __init__(self, key: str, one: RunHistory, *, can_inject: bool) -> None:
+    def __init__(
+        self, key: str, one: RunHistory, verified: Verifications, *, can_inject: bool
+    ) -> None:
         self._key = key
+        self._verified = verified
         self._can_inject = can_inject
         self._run = one
         self._timeline_drawn: tuple[object, ...] = ()
@@ -42,7 +46,7 @@ class OneRun:
     async def build(self) -> None:
         """Draw it, and keep it up to date."""
         await run.io_bound(self._run.read)
-        self._frame = Frame(self._run.name, home=True)
+        self._frame = Frame(self._run.state.name, home=True)
         self._head()
         with ui.tabs().props("dense no-caps mobile-arrows outside-arrows align=left") as tabs:
             for name in _TABS:
@@ -58,11 +62,13 @@ class OneRun:
             with ui.tab_panel("timeline"):
                 self._timeline = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot")
                 ui.label("Dashed lines are generations.").classes("ddp-small")
-                draw_time_shares(self._run)
+                self._times = TimePanel(self._run)
             with ui.tab_panel("ranks"):
                 self._ranks = RanksPanel(self._run, dark=dark)
             with ui.tab_panel("checkpoints"):
-                self._checkpoints = CheckpointsPanel(self._run)
+                self._checkpoints = CheckpointsPanel(
+                    self._run, self._verified, verify=lambda: self._ask("verify")
+                )
             with ui.tab_panel("settings"):
                 SettingsPanel(self._run)
         self._show()
@@ -134,6 +140,7 @@ class OneRun:
                 await self._curves.update(dark=dark)
             case "timeline":
                 self._draw_timeline(dark=dark)
+                self._times.update()
             case "ranks":
                 await self._ranks.update(dark=dark)
             case "checkpoints":

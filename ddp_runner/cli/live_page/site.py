@@ -16,6 +16,7 @@ from ddp_runner.cli.live_page.one_run import OneRun
 from ddp_runner.cli.live_page.overview import Overview
 from ddp_runner.cli.live_page.run_starter import RunStarter
 from ddp_runner.cli.live_page.start_page import StartPage
+from ddp_runner.cli.live_page.verification import Verifications
 from ddp_runner.observe.history.run_history import ROOT
 
 
@@ -34,7 +35,8 @@ def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     # A folder that is a run's own holds no others.
     starter = None if ROOT in runs.all() else RunStarter(runs.root)
-    Actions(app, runs, can_inject=can_inject, starter=starter)
+    verified = Verifications()
+    Actions(app, runs, verified, can_inject=can_inject, starter=starter)
 
     async def overview() -> None:
         ui.page_title("runs")
@@ -46,7 +48,7 @@ def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
         if found is None:
             Frame("There is no such run", home=True)
         else:
-            await OneRun(key, found, can_inject=can_inject).build()
+            await OneRun(key, found, verified, can_inject=can_inject).build()
 
     async def start() -> None:
         ui.page_title("start a run")

@@ -81,7 +81,7 @@ class StartPage:
                 field: Any = ui.select(["", *words], value="", label=label)
             else:
                 field = ui.input(label)
-            field.props("dense stack-label").classes("w-full")
+            field.props("dense outlined stack-label").classes("w-full")
             legal = "" if words or spec.kind is Kind.TEXT else f" Legal: {spec.expected()}."
             ui.label(f"{says}{legal}").classes("ddp-small")
         field.on_value_change(self._show)

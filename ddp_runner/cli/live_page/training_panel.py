@@ -138,15 +138,17 @@ class FaultsPanel:
         for row in rows:
             if row.id not in self._rows:
                 with self._place:
-                    self._rows[row.id] = _Row()
+                    self._rows[row.id] = _Row(self._run)
             self._rows[row.id].update(row)
 
 
 class _Row:
-    """What stands in it may change while the incident is open: the culprit is known last."""
+    """What stands in it may change while the incident is open: the culprit is known last. Logs are read once it is opened."""
 
-    def __init__(self) -> None:
-        self._item = ui.expansion().classes("w-full ddp-fault")
+    def __init__(self, one: RunHistory) -> None:
+        self._run = one
+        self._fault: FaultRow | None = None
+        self._item = ui.expansion(on_value_change=self._opened).classes("w-full ddp-fault")
         self._item.move(target_index=0)
         self._item.props("dense-toggle expand-separator header-class=q-px-xs role=listitem")
         with self._item, ui.column().classes("gap-1 w-full"):
@@ -154,15 +156,30 @@ class _Row:
             self._plan = ui.label("")
             ui.label("What followed").classes("ddp-small")
             self._followed = ui.label("").classes("ddp-mono")
-            self._title = ui.label("Traceback").classes("ddp-small")
-            self._detail = ui.label("").classes("ddp-mono")
+            self._title = ui.label("Tracebacks and stacks").classes("ddp-small")
+            self._detail = ui.label("").classes("ddp-mono ddp-stacks").props("tabindex=0")
         self._shown: tuple[Any, ...] = ()
+        self._stacks: list[tuple[str, str]] = []  # of the logs, once it has been opened
+
+    async def _opened(self) -> None:
+        if self._fault is not None and self._item.value:
+            self._stacks = await run.io_bound(self._run.stacks, self._fault) or []
+            if not self._item.is_deleted:
+                self._show_details(self._fault)
+
+    def _show_details(self, row: FaultRow) -> None:
+        found = [*row.details, *self._stacks]
+        self._title.set_visibility(bool(found))
+        self._detail.set_visibility(bool(found))
+        text = "\n\n".join(f"{whose}:\n{said}" for whose, said in found)
+        if self._detail.text != text:
+            self._detail.set_text(text)
 
     def update(self, row: FaultRow) -> None:
         now = (row.outcome, row.plan, row.text, len(row.followed))
         if now == self._shown:
             return
-        self._shown = now
+        self._shown, self._fault = now, row
         who = f"rank {row.rank}" if row.rank >= 0 else "all ranks"
         phase = f" in {row.phase}" if row.phase else ""
         when = time.strftime(_ROWS_LOCAL, time.localtime(row.at_s))
@@ -176,5 +193,4 @@ class _Row:
         )
         self._plan.set_text(f"plan: {row.plan or '-'}{victims}; {row.outcome}")
         self._followed.set_text("\n".join(row.followed) or "nothing yet")
-        self._title.set_visibility(bool(row.detail))
-        self._detail.set_text(row.detail)
+        self._show_details(row)

@@ -50,6 +50,16 @@ class FaultRow:
         default_factory=dict
     )  # of its incident
 
+    @property
+    def details(self) -> list[tuple[str, str]]:
+        """What was written about it, with whose it is: tracebacks, and the stacks of ranks that were killed."""
+        found = [(self.text, self.detail)] if self.detail else []
+        for event in self.others.values():
+            detail = str(event.get("detail", ""))
+            if detail and all(detail != one for _, one in found):
+                found.append((str(event.get("text", "")), detail))
+        return found
+
 
 @dataclass(slots=True, kw_only=True)
 class FaultRows:

@@ -10,9 +10,11 @@ from textwrap import wrap
 from typing import Any
 
 from ddp_runner.observe.history.fault_rows import MARK_KINDS, Mark
+from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves, Series
 from ddp_runner.observe.history.thinning import smoothed, thinned
 from ddp_runner.observe.history.timeline import GONE, STARTS, TRAINS, WAITS, Timeline
+from ddp_runner.observe.summary import TIME_NAMES
 
 Figure = dict[str, Any]
 POINTS_MAX = 2_000  # of a curve: more than a screen has columns
@@ -137,10 +139,10 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
     room = (1 - strip) / max(1, len(shown))
     data: list[Figure] = []
     named: set[str] = set()
-    for number, names in enumerate(shown):
-        top = 1 - strip - number * room
-        axis = f"y{number + 2}"
-        layout[f"yaxis{number + 2}"] = _axis(
+    for place, names in enumerate(shown):
+        top = 1 - strip - place * room
+        axis = f"y{place + 2}"
+        layout[f"yaxis{place + 2}"] = _axis(
             look,
             title=_TITLES.get(names[0], names[0].replace("_", " ")),
             domain=[top - room * 0.84, top],
@@ -148,7 +150,7 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
         if (
             names[0] in _BY_RANK
         ):  # around a value that does not change there is room below zero, too
-            layout[f"yaxis{number + 2}"]["rangemode"] = "nonnegative"
+            layout[f"yaxis{place + 2}"]["rangemode"] = "nonnegative"
         for name in names:
             is_named = len(names) > 1 or name in _BY_RANK  # else the axis says it
             lines = _lines(curves, name, axis, look, origin_s)
@@ -174,7 +176,7 @@ _CONFIG = {
     "responsive": True,
     "displaylogo": False,
     "showSendToCloud": False,
-    "modeBarButtonsToRemove": ["lasso2d", "select2d", "toImage"],
+    "modeBarButtonsToRemove": ["lasso2d", "select2d", "toImage", "autoScale2d"],
 }
 
 
@@ -413,9 +415,7 @@ def _between(row: float, look: Look) -> Figure:
     }
 
 
-def time_shares(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Where the time of a run that has ended went, as (what, seconds), longest first."""
-    found = summary.get("time_s")
-    items = found.items() if isinstance(found, dict) else ()
-    shares = [(str(k).replace("_", " "), float(v)) for k, v in items if isinstance(v, (int, float))]
-    return sorted((one for one in shares if one[1] > 0), key=lambda one: -one[1])
+def time_shares(time_s: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Where the time of a run went, as (what, seconds), in the order of a run."""
+    found = ((shown, number(time_s.get(name))) for name, shown in TIME_NAMES.items())
+    return [(shown, seconds) for shown, seconds in found if seconds]

@@ -13,9 +13,10 @@ import yaml
 
 from ddp_runner.config.fields import known_fields
 from ddp_runner.core.lifecycle import RunState
-from ddp_runner.observe.history.fault_rows import FaultRows
+from ddp_runner.observe.history.fault_rows import FaultRow, FaultRows
 from ddp_runner.observe.history.json_lines import GrowingLines, number, whole
 from ddp_runner.observe.history.metrics_history import MetricsHistory
+from ddp_runner.observe.history.stacks import stacks_in
 from ddp_runner.observe.history.timeline import Timeline
 from ddp_runner.system.run_files import from_json, is_regular, read_small
 from ddp_runner.system.run_holder import holder_of
@@ -23,6 +24,7 @@ from ddp_runner.system.run_holder import holder_of
 ROOT = "~"  # what the folder itself is called; a browser would drop a dot from an address
 RECORDS = ("status.json", "summary.json", "events.jsonl")
 _ENDED = (RunState.DONE.value, RunState.FAILED.value)
+STACKS_OF_MAX = 16  # ranks
 _READ_AGAIN_S = 0.2  # however many look on
 _BEATS_S = 5.0  # a status of another machine's run that is newer is of a live one
 _SETTINGS_BYTES_MAX = 1 << 20
@@ -50,6 +52,7 @@ class RunStanding:
     ranks: tuple[Mapping[str, Any], ...] = ()
     gpus: tuple[Mapping[str, Any], ...] = ()
     stage: str = ""
+    time_s: Mapping[str, Any] = field(default_factory=dict)  # where the time went
     stragglers: Mapping[int, float] = field(
         default_factory=dict
     )  # how many times as slow as the others
@@ -149,6 +152,19 @@ class RunHistory:
             key=lambda name: (not name.startswith("rank_"), len(name), name),
         )
 
+    def stacks(self, row: FaultRow) -> list[tuple[str, str]]:
+        """What ranks were at when that fault was noticed, by their logs, with the log's name."""
+        known = "\n".join(detail for _, detail in row.details)
+        first = f"rank_{row.rank}.log"
+        names = [name for name in self.log_names() if name.startswith("rank_")]
+        names.sort(key=lambda name: name != first)
+        found = []
+        for name in names[:STACKS_OF_MAX]:
+            text = stacks_in(self.folder / name, row.at_s)
+            if text and text not in known:
+                found.append((name, text))
+        return found
+
     @property
     def nodes(self) -> dict[int, int]:
         """The machine of each rank, as far as it is known."""
@@ -164,6 +180,8 @@ class RunHistory:
         elif not is_live and what not in _ENDED:
             what = "lost"
         reasons = status.get("inexact_reasons") or summary.get("inexact_reasons")
+        account = status if is_live else summary or status
+        time_s = account.get("time_s")
         return RunStanding(
             name=str(status.get("name") or summary.get("name") or self.name),
             what=what,
@@ -176,13 +194,14 @@ class RunHistory:
             eta_s=number(status.get("eta_s")) if is_live else None,
             elapsed_s=number(status.get("elapsed_s", summary.get("wall_s"))),
             faults=whole(status.get("faults_total"), len(summary.get("faults", ()))),
-            goodput=None if is_live else number(summary.get("goodput")),
+            goodput=number(account.get("goodput")),
             world_size=whole(status.get("world_size", summary.get("world_size")), 0),
             title=str(status.get("title", "")),
             doing=str(status.get("doing", "")),
             ranks=_records(status.get("ranks")),
             gpus=_records(status.get("gpus")),
             stage=str(status.get("stage") or ""),
+            time_s=time_s if isinstance(time_s, dict) else {},
             stragglers=_by_rank(status.get("stragglers") or summary.get("stragglers")),
             inexact_reasons=tuple(map(str, reasons)) if isinstance(reasons, list) else (),
         )

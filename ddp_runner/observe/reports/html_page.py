@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_runner.core.secrets import masked, masked_words
-from ddp_runner.observe.format import count, duration, figure, percent, rate
+from ddp_runner.observe.format import count, duration, figure, percent, rate, setting_value
 from ddp_runner.observe.history.device_rows import (
     GPU_COLUMNS,
     RANK_COLUMNS,
@@ -166,8 +166,8 @@ def _fault(row: FaultRow) -> str:
         f"<p>{_utc(row.at_s)}, {text(said)}</p>",
         f"<p class=small>What followed</p><div class=mono>{text(chr(10).join(row.followed) or 'nothing')}</div>",
     ]
-    if row.detail:
-        parts.append(f"<p class=small>Traceback</p><div class=mono>{text(row.detail)}</div>")
+    for whose, detail in row.details:
+        parts.append(f"<p class=small>{text(whose)}</p><div class=mono>{text(detail)}</div>")
     return "".join([*parts, "</details>"])
 
 
@@ -212,7 +212,10 @@ def _table(columns: Columns, rows: list[dict[str, Any]]) -> str:
 def _settings(run: RunHistory) -> str:
     rows = run.settings()
     shown: list[tuple[bool, tuple[object, ...]]] = [
-        (row.differs, (row.key, _written(masked(row.value, row.key)), _written(row.default)))
+        (
+            row.differs,
+            (row.key, setting_value(masked(row.value, row.key)), setting_value(row.default)),
+        )
         for row in rows
     ]
     titles = ("setting", "value", "default")
@@ -223,12 +226,6 @@ def _settings(run: RunHistory) -> str:
         f"<h2>Settings</h2><div class=mono>{text(command)}</div>{changed}"
         f"<details><summary>those that have their defaults</summary>{rest}</details>"
     )
-
-
-def _written(value: object) -> str:
-    if isinstance(value, (tuple, list)):
-        return ", ".join(map(str, value)) or "(empty)"
-    return "(empty)" if value == "" else str(value)
 
 
 def _utc(at_s: float) -> str:

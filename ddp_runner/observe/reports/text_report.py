@@ -10,22 +10,12 @@ from ddp_runner.observe.format import count, duration, figure, percent
 from ddp_runner.observe.history.metrics_history import Curves
 from ddp_runner.observe.reports.improvements import Improvement
 from ddp_runner.observe.reports.text_charts import bar, sparkline
-from ddp_runner.observe.summary import TimeShares
+from ddp_runner.observe.summary import TIME_NAMES, TimeShares
 
 CURVE_COLUMNS, BAR_COLUMNS = 40, 30
 IMPROVEMENTS_SHOWN_MAX = 3
 _LINE_COLUMNS = 79
 _SHOWN = ("loss", "validation_loss", "grad_norm", "samples_per_s", "tokens_per_s")
-_TIME_NAMES = {
-    "startup": "start-up",
-    "productive": "steps",
-    "data_wait": "data wait",
-    "checkpoint": "checkpoints",
-    "comparison": "comparisons",
-    "evaluation": "evaluation",
-    "recovery": "recovery",
-    "lost": "lost steps",
-}
 
 
 def curve_lines(curves: Curves, *, labels: int, unicode: bool) -> Iterator[str]:
@@ -54,7 +44,7 @@ def time_lines(time_s: TimeShares, *, wall_s: float, labels: int, unicode: bool)
 
 def time_parts(time_s: TimeShares) -> list[tuple[str, float]]:
     """The parts of the time that there were, by the names that people are shown, in the order of a run."""
-    parts = [(shown, float(getattr(time_s, name))) for name, shown in _TIME_NAMES.items()]
+    parts = [(shown, float(getattr(time_s, name))) for name, shown in TIME_NAMES.items()]
     return [(shown, seconds) for shown, seconds in parts if seconds > 0]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from ddp_runner.core.batch_sizes import global_batch
 from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
+from ddp_runner.observe.summary import TimeShares, goodput
 from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
@@ -33,6 +35,7 @@ def run_view(
     watch: RunWatch | None = None,
     faults: tuple[FaultView, ...] = (),
     losses: tuple[tuple[int, float], ...] = (),
+    time_s: TimeShares | None = None,
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
@@ -49,6 +52,7 @@ def run_view(
     eta_s = remaining * batch / rate if rate else by_steps_s
     per_epoch = facts.steps_per_epoch
     logged = first.metrics.get("step")
+    elapsed_s = now_ns / 1e9 - began_s
     return RunView(
         run_id=facts.run_id,
         pid=os.getpid(),
@@ -62,7 +66,7 @@ def run_view(
         loss=_known_loss(readings[first.rank]),
         samples_per_s=rate,
         eta_s=eta_s,
-        elapsed_s=now_ns / 1e9 - began_s,
+        elapsed_s=elapsed_s,
         faults_total=faults_total,
         restarts=restarts,
         doing=doing[0],
@@ -86,7 +90,16 @@ def run_view(
         faults=faults,
         stragglers=facts.stragglers,
         losses=losses,
+        time_s={} if time_s is None else asdict(time_s),
+        goodput=_goodput(time_s, elapsed_s),
     )
+
+
+def _goodput(time_s: TimeShares | None, elapsed_s: float) -> float | None:
+    if time_s is None or not time_s.productive:
+        return None
+    share = goodput(productive_s=time_s.productive, wall_s=elapsed_s, startup_s=time_s.startup)
+    return round(share, 4)
 
 
 def _epochs(plan: LaunchPlan, total: int, per_epoch: int) -> int | None:

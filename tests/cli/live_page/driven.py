@@ -61,6 +61,16 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def is_served(port):
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_until_served(port):
+    poll(lambda: is_served(port), timeout_s=120, what="the page")
+
+
 class Page:
     """The page's process over a folder."""
 
@@ -76,7 +86,7 @@ class Page:
         )  # fmt: skip
         printed = [self.process.stdout.readline() for _ in range(2)]
         self.token = re.search(r"token=(\S+)", printed[1])[1]
-        poll(lambda: self.status("/") != 0, timeout_s=60, what="the page")
+        wait_until_served(self.port)
 
     def status(self, path, *, method="GET", **headers):
         """The status of an answer, redirections not followed; 0 where there is none."""
@@ -125,6 +135,11 @@ def browser(width, *, height=1100, dark=False):
             yield driver
         finally:
             driver.quit()
+
+
+def busy_factor():
+    """How many times as long as alone things take, by how many wait for a core now; 1 on an idle machine."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def click_tab(driver, name):

@@ -17,6 +17,7 @@ from tests.cli.live_page.driven import (
     OPENS_WITHIN_S,
     Page,
     browser,
+    busy_factor,
     click_button,
     click_tab,
     free_port,
@@ -24,6 +25,7 @@ from tests.cli.live_page.driven import (
     points,
     poll,
     shows,
+    wait_until_served,
 )
 from tests.scenarios.harness import Run
 
@@ -59,7 +61,7 @@ def watch_beside(run, base, token):
         assert points(driver, "fault") == 0
         shows(driver, "Faults: none")
         kills, seen_s = 0, math.inf
-        while seen_s > SEEN_WITHIN_S:  # others may have every core for a moment, not three times
+        while seen_s > SEEN_WITHIN_S * busy_factor():  # others may have every core for a moment
             assert kills < 3, f"mark and row came after {seen_s:.1f} s"
             kills += 1
             seen_s = seconds_until_seen(driver, run, kills)
@@ -70,6 +72,10 @@ def watch_beside(run, base, token):
         wait_for_kills(driver, kills + 1)
         poll(lambda: run.status()["ranks"][1]["pid"] != victim, timeout_s=30, what="a new rank")
         return kills + 1
+
+
+def cells(driver):
+    return [one.text for one in driver.find_elements("css selector", ".q-table td")]
 
 
 def end_the_page(run, token):
@@ -94,6 +100,11 @@ def stop_from_the_page(driver, run, folder):
     assert driver.execute_script("return window.evil") is None
     assert driver.execute_script("return document.querySelector('.ddp-log script')") is None
     pictures(driver, folder, 1200)
+    click_button(driver, "save now")
+    click_tab(driver, "checkpoints")
+    shows(driver, "complete", within_s=30)
+    click_button(driver, "verify all")
+    poll(lambda: "yes" in cells(driver), timeout_s=30, what="what its content is")
     steps = run.status()["step"]
     click_button(driver, "stop")
     shows(driver, "Stop after this step?")
@@ -116,6 +127,7 @@ def test_a_killed_rank_is_seen_within_two_seconds(tmp_path):
         with (run.logs / "rank_0.log").open("a") as log:
             log.write(f"{EVIL}\n")
         found = poll(lambda: LINK.search(run.output_path.read_text()), what="the link")
+        wait_until_served(int(found[1].rpartition(":")[2]))
         kills = watch_beside(run, *found.groups())
         end_the_page(run, found[2])
         with Page(run.logs) as page:
@@ -124,6 +136,7 @@ def test_a_killed_rank_is_seen_within_two_seconds(tmp_path):
                 shows(driver, "running")
                 driver.get(f"{page.base}/run/~")
                 shows(driver, f"Faults: {kills}")
+                shows(driver, "%")  # goodput
                 stop_from_the_page(driver, run, tmp_path)
             with browser(400, dark=True) as narrow:
                 narrow.get(f"{page.base}/run/~")
@@ -147,13 +160,13 @@ def test_nothing_but_the_runs_is_served(tmp_path):
         assert page.status("/", Host="rebound.example.org") == 403
         assert page.status("/", Origin="http://example.org") == 403
         assert page.status("/?token=wrong") == 403
-        for action in ("one/stop", "one/inject?kind=kill&rank=0", "start"):
+        for action in ("one/stop", "one/inject?kind=kill&rank=0", "one/verify", "start"):
             path = f"/act/{action}"
             assert page.status(path, method="POST", **own | {"Cookie": ""}) == 403
             assert page.status(path, method="POST", **own | {"Origin": "http://x"}) == 403
             assert page.status(path, **own) == 403
         for action in ("..%2fone/stop", "one/shell", "one/inject?kind=raise&rank=0", "one/inject?kind=kill&rank=7"):  # fmt: skip
             assert page.status(f"/act/{action}", method="POST", **own) == 404
-        for action in ("stop", "end", "inject?kind=kill&rank=0"):
+        for action in ("stop", "end", "inject?kind=kill&rank=0", "verify"):
             assert page.status(f"/act/one/{action}", method="POST", **own) == 409
         assert page.status("/act/start", method="POST", **own) == 400

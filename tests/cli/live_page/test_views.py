@@ -14,6 +14,7 @@ from tests.cli.live_page.driven import (
     OPENS_WITHIN_S,
     Page,
     browser,
+    busy_factor,
     click_button,
     pictures,
     points,
@@ -87,7 +88,7 @@ def test_a_long_run_opens_scrolls_and_is_exact_where_zoomed(tmp_path, huge_metri
                 driver.get(f"{page.base}/run/~")
                 poll(lambda: points(driver, "loss"), timeout_s=30, what="the curve")
                 took_s = time.monotonic() - began_s
-        assert took_s < OPENS_HUGE_WITHIN_S
+        assert took_s < OPENS_HUGE_WITHIN_S * busy_factor()
         assert points(driver, "loss") <= 2_000
         shows(driver, "a sample of the logged steps is drawn")
         driver.execute_script("window.scrollTo(0, document.body.scrollHeight)")

@@ -350,13 +350,55 @@ def test_log_lines_are_searched_and_obeyed_by_nobody(tmp_path):
     assert last_lines(path, search="LINE 12") == ["line 12", *(f"line 12{i}" for i in range(10)), *(f"line 12{i:02}" for i in range(100))]  # fmt: skip
 
 
-def test_time_shares_are_those_of_the_summary():
-    """The longest first, and nothing of a run without one."""
-    assert time_shares({"time_s": {"data_wait": 1, "lost": 0, "startup": 2.5}}) == [
-        ("startup", 2.5),
+def test_where_the_time_went_is_what_the_run_says(tmp_path):
+    """In the order of a run, by its status while it lives, else by its summary; nothing of a run without either."""
+    assert time_shares(
+        {"data_wait": 1, "lost": 0, "startup": 2.5, "other": 3, "recovery": "x"}
+    ) == [
+        ("start-up", 2.5),
         ("data wait", 1.0),
     ]
     assert time_shares({}) == []
+    status = {"state": "running", "goodput": 0.5, "time_s": {"startup": 2}}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    run = RunHistory(tmp_path)
+    run.read_status()
+    assert (run.state.goodput, run.state.time_s) == (0.5, {"startup": 2})
+    (tmp_path / "status.json").write_text(json.dumps(status | {"state": "done"}))
+    (tmp_path / "summary.json").write_text('{"goodput": 0.75, "time_s": []}')
+    run.read_status()
+    assert (run.state.goodput, run.state.time_s) == (0.75, {})
+
+
+def test_every_traceback_of_an_incident_stands_with_its_fault():
+    """Also the stacks of the rank that was killed for it, and nothing twice."""
+    rows = FaultRows()
+    for one in (
+        event(1, "fault", kind="rank_hung", rank=1, step=3, text="rank 1 hung", detail=""),
+        event(
+            2,
+            "fault",
+            cause=1,
+            kind="rank_killed",
+            rank=1,
+            step=3,
+            text="killed",
+            detail="its stack",
+        ),
+        event(
+            3,
+            "fault",
+            cause=1,
+            kind="rank_raised",
+            rank=0,
+            step=3,
+            text="again",
+            detail="its stack",
+        ),
+    ):
+        rows.add(one)
+    (row,) = rows.rows
+    assert row.details == [("killed", "its stack")]
 
 
 _HOLDER = """
