@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ddp_runner.checkpoint.disk import Disk, RealDisk
-from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name, manifest_name, step_of
+from ddp_runner.checkpoint.manifest import (
+    Manifest,
+    checkpoint_name,
+    is_judged_as,
+    manifest_name,
+    rank_of,
+    step_of,
+)
 from ddp_runner.core.classify import lacks_memory
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.nodes import NewestCheckpoint
@@ -114,18 +121,24 @@ class Catalog:
         return self._follow(name)[1]
 
     def best(self) -> Entry | None:
-        """The entry with the lowest monitored value, the oldest of equals, by the manifests.
+        """The entry with the best monitored value, the oldest of equals, by the manifests.
 
-        The pointer file is derived from this, so a torn one loses nothing.
+        Of those that are judged by the same figure as the newest judged one. The pointer file is derived
+        from this, so a torn one loses nothing.
         """
         judged = [
-            (entry.manifest.monitored, entry.step, entry)
+            (entry.manifest, entry)
             for entry in self.entries()
             if entry.problem is None
             and entry.manifest is not None
             and entry.manifest.monitored is not None
         ]
-        return min(judged, key=lambda item: item[:2])[2] if judged else None
+        ranked = [
+            (rank_of(manifest.monitored or 0.0, manifest.mode), entry.step, entry)
+            for manifest, entry in judged
+            if is_judged_as(manifest, judged[0][0])
+        ]
+        return min(ranked, key=lambda item: item[:2])[2] if ranked else None
 
     def resolve(self, which: str) -> list[Entry]:
         """What to try for ``--resume``, in order.

@@ -46,9 +46,9 @@ class Manifest:
     """One published checkpoint.
 
     ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` that of
-    the whole file. ``monitored`` is the value that ``best`` is judged by (lower is better), None
-    where there was none. ``meaning`` is the resume key of the run (model, data, global batch, seed):
-    resuming under another one is refused by the caller. ``created_utc`` is for people; ``pace``
+    the whole file. ``monitored`` is the value that ``best`` is judged by, None where there was none:
+    of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
+    higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``pace``
     is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
     version of the order in which it takes its samples. ``recipe`` says how the steps of the launch
     that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
@@ -78,6 +78,8 @@ class Manifest:
     data: Mapping[str, JsonValue] = field(default_factory=dict)
     start_sha256: str = ""
     about: Mapping[str, JsonValue] = field(default_factory=dict)
+    monitor: str = ""
+    mode: str = "min"
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -130,6 +132,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "data": (dict,),
     "start_sha256": (str,),
     "about": (dict,),
+    "monitor": (str,),
+    "mode": (str,),
 }
 # Fields that older files of this format lack.
 _SINCE: dict[str, object] = {
@@ -140,6 +144,8 @@ _SINCE: dict[str, object] = {
     "data": {},
     "start_sha256": "",
     "about": {},
+    "monitor": "",
+    "mode": "min",
 }
 _NUMBER_MAX = 2**63  # JSON has no limit; what shows or compares numbers has
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
@@ -169,6 +175,17 @@ def _checked(values: Mapping[str, object]) -> Manifest:
     known: dict[str, object] = {name: values[name] for name in _TYPES}
     known["changes"] = tuple(str(line) for line in values["changes"])  # type: ignore[attr-defined] # a list
     return Manifest(**known)  # type: ignore[arg-type]  # the types were compared above
+
+
+def is_judged_as(manifest: Manifest, other: Manifest) -> bool:
+    """Whether the monitored values of both can be compared."""
+    names = {manifest.monitor, other.monitor}
+    return manifest.mode == other.mode and (len(names) == 1 or "" in names)
+
+
+def rank_of(value: float, mode: str) -> float:
+    """Lower the better ``value`` is."""
+    return -value if mode == "max" else value
 
 
 def best_of(manifest: Manifest) -> list[tuple[float, int]]:

@@ -25,7 +25,14 @@ from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry, sha25
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
 from ddp_runner.checkpoint.left_out import start_sha256
-from ddp_runner.checkpoint.manifest import Manifest, best_of, checkpoint_name, manifest_name
+from ddp_runner.checkpoint.manifest import (
+    Manifest,
+    best_of,
+    checkpoint_name,
+    is_judged_as,
+    manifest_name,
+    rank_of,
+)
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
     Content,
@@ -76,7 +83,7 @@ class Loaded:
 class CheckpointStore:
     """The checkpoints of one run in one directory. One process writes; any may load.
 
-    Keeps the newest ``keep_last``, the best one (lowest monitored value), and each of a step that
+    Keeps the newest ``keep_last``, the best one (by the monitored value), and each of a step that
     ``keep_every`` divides, where that is not 0. Not thread-safe.
     """
 
@@ -113,13 +120,15 @@ class CheckpointStore:
         changes: Sequence[str] = (),
         data: Mapping[str, JsonValue] = NO_RECIPE,
         about: Mapping[str, JsonValue] = NO_RECIPE,
+        monitor: str = "",
+        mode: str = "min",
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
         Blocks for the write and its sync; device tensors are copied to the host one at a time. The
-        model's entries must have the bare model's names (``naming``). ``monitored`` is better when
-        lower; a value that is not finite counts as None. Checkpoints of later steps belong to
-        a branch that was left (a rollback, a resume from an older file): they are moved into
+        model's entries must have the bare model's names (``naming``). ``monitored`` is the
+        value of ``monitor``, better by ``mode``; one that is not finite counts as None.
+        Checkpoints of later steps belong to a branch that was left (a rollback, a resume from an older file): they are moved into
         ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
 
         Raises FaultError (STORAGE_FAILED) if the disk refuses: then every earlier checkpoint stands
@@ -148,8 +157,11 @@ class CheckpointStore:
             changes=tuple(changes),
             data=dict(data),
             start_sha256=start_sha256(state),
-            about={**about, **self._best_so_far(step, monitored)},
+            about=about,
+            monitor=monitor,
+            mode=mode,
         )
+        manifest = replace(manifest, about={**about, **self._best_so_far(manifest)})
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}
@@ -237,21 +249,24 @@ class CheckpointStore:
         disk.sync_directory(directory)
         return finished, write_s
 
-    def _best_so_far(self, step: int, monitored: float | None) -> dict[str, JsonValue]:
-        """The lowest monitored value up to ``step``, this one's or one that an earlier manifest knows."""
-        known: list[tuple[float, int]] = [] if monitored is None else [(monitored, step)]
+    def _best_so_far(self, now: Manifest) -> dict[str, JsonValue]:
+        """The best monitored value up to a step, its own or one that an earlier manifest knows."""
+        known: list[tuple[float, int]] = []
+        if now.monitored is not None:
+            known.append((now.monitored, now.step))
         with contextlib.suppress(
             OSError
         ):  # no folder yet, or a disk that the save itself will name
             for entry in self.catalog.entries():
-                if entry.manifest is None or entry.step >= step:
+                before = entry.manifest
+                if before is None or entry.step >= now.step or not is_judged_as(before, now):
                     continue
-                if entry.manifest.monitored is not None:
-                    known.append((entry.manifest.monitored, entry.step))
-                known += best_of(entry.manifest)
+                if before.monitored is not None:
+                    known.append((before.monitored, entry.step))
+                known += best_of(before)
         if not known:
             return {}
-        value, at = min(known)
+        value, at = min(known, key=lambda one: (rank_of(one[0], now.mode), one[1]))
         return {"best": {"step": at, "value": value}}
 
     def _missing_room(self, error: OSError, *, needed_bytes: int) -> str:

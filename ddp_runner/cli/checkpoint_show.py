@@ -62,6 +62,8 @@ def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
         "reason": manifest.reason,
         "run_id": manifest.run_id,
         "monitored": manifest.monitored,
+        "monitor": manifest.monitor,
+        "mode": manifest.mode,
         "versions": dict(manifest.versions),
         "leaves_out": bool(manifest.start_sha256),
         **{name: manifest.about.get(name) for name in ("tokens", "loss", "figures")},
@@ -117,14 +119,7 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
     yield _line("written", f"{record['created_utc']} ({record['reason']}), run {record['run_id']}")
     yield _line("size", byte_size(_whole(record["size_bytes"])))
     yield _line("verified", f"BAD: {problem}" if problem else f"yes, SHA-256 {record['sha256']}")
-    losses = {"training loss": record.get("loss"), "monitored": record["monitored"]}
-    figures = record.get("figures")
-    if isinstance(figures, dict):
-        losses.update(figures)
-    if shown := [f"{name} {v:.4f}" for name, v in losses.items() if isinstance(v, (int, float))]:
-        yield _line("losses", ", ".join(shown))
-    if isinstance(best := record.get("best_so_far"), dict):
-        yield _line("best so far", f"{best['value']:.4f} at step {count(_whole(best['step']))}")
+    yield from _figures(record)
     for label, key in (("settings", "settings"), ("task", "task"), ("made with", "versions")):
         values = record[key]
         if isinstance(values, dict) and values:
@@ -134,6 +129,23 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
                 label = ""  # noqa: PLW2901 - beside the first only
     if record["leaves_out"]:
         yield _line("leaves out", "weights that its run has begun with (checkpoint.only_trained)")
+
+
+def _figures(record: Mapping[str, object]) -> Iterator[str]:
+    """What was measured by then, and where else it stands."""
+    figures, monitor = record.get("figures"), record["monitor"]
+    losses = {"training loss": record.get("loss"), "monitored": record["monitored"]}
+    if isinstance(figures, dict):
+        losses |= figures
+        if monitor in figures:
+            del losses["monitored"]  # it has a name of its own
+    if shown := [f"{name} {v:.4f}" for name, v in losses.items() if isinstance(v, (int, float))]:
+        yield _line("losses", ", ".join(shown))
+    if isinstance(best := record.get("best_so_far"), dict):
+        named = f"{monitor} " if monitor else ""
+        yield _line(
+            "best so far", f"{named}{best['value']:.4f} at step {count(_whole(best['step']))}"
+        )
 
 
 def _whole(value: object) -> int:

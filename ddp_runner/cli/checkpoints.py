@@ -176,6 +176,7 @@ def _record(entry: Entry, *, reason: str | None, is_best: bool) -> dict[str, obj
         "size_bytes": manifest.size_bytes if manifest else None,
         "epoch": manifest.epoch if manifest else None,
         "monitored": manifest.monitored if manifest else None,
+        "monitor": manifest.monitor if manifest else "",
         "created_utc": manifest.created_utc if manifest else None,
         "best": is_best,
         "problem": reason,
@@ -186,7 +187,8 @@ def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) ->
     manifest = entry.manifest
     cells = [f"step {entry.step:>8}"]
     if manifest is not None:
-        monitored = "" if manifest.monitored is None else f"loss {manifest.monitored:.4f}"
+        name = manifest.monitor or "loss"  # of files that do not say
+        monitored = "" if manifest.monitored is None else f"{name} {manifest.monitored:.4f}"
         cells += [
             f"epoch {manifest.epoch:>3}",
             f"{byte_size(manifest.size_bytes):>8}",

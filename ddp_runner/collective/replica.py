@@ -384,12 +384,21 @@ class Replica:
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Sum a few numbers over ranks in float64; every rank must call it."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.group.device)
+        self.sum_in_place(tensor)
+        return [float(value) for value in tensor.tolist()]
+
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Sum a tensor on this rank's device over ranks; every rank must call it."""
         with waiting_for_peers(self._slot):
             self._device.come_to_sum()
             self.group.all_reduce(tensor)
-            summed = [float(value) for value in tensor.tolist()]
+            self.group.finish_on_device()
             self.group.confirm()
-            return summed
+
+    def exchange(self, name: str, value: str) -> list[str]:
+        """Every rank's ``value``, by rank; every rank must call it with this ``name``, and not in a step."""
+        with waiting_for_peers(self._slot):
+            return self.group.exchange(name, value)
 
 
 def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -28,6 +28,7 @@ TASK_SECTION = "task"
 BUILT_IN_TASKS = ("bytes", "synthetic")
 _YES = frozenset({"true", "yes", "on", "1"})
 _NO = frozenset({"false", "no", "off", "0"})
+_MEANT = {"mode": "run.mode"}  # of those that have that last name
 _NONE = frozenset({"none", "null", "off", "~"})
 
 
@@ -311,12 +312,14 @@ def normal_name(name: str) -> str:
 def find_key(written: str, name: str, known: Sequence[str]) -> str:
     """The dotted key among ``known`` that ``name`` means.
 
-    A last name that only one section has needs no section. ``task.X`` is free. Raises
-    BadInputError, naming what the user wrote, for an unknown or ambiguous name.
+    A last name that only one section has needs no section, and ``mode`` is that of the run. ``task.X``
+    is free. Raises BadInputError, naming what the user wrote, for an unknown or ambiguous name.
     """
     name = normal_name(name)
     if name in known or (name.startswith("task.") and len(name) > len("task.")):
         return name
+    if name in _MEANT and _MEANT[name] in known:
+        return _MEANT[name]
     matches = [key for key in known if key.rpartition(".")[2] == name]
     if len(matches) == 1:
         return matches[0]

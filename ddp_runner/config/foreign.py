@@ -61,6 +61,10 @@ ALIASES: Mapping[str, str] = {
     **dict.fromkeys(_RECOMPUTE, "memory.activation_checkpointing"),
     **dict.fromkeys(("save_steps", "save_interval_steps"), "checkpoint.save_every_steps"),
     "save_total_limit": "checkpoint.keep_last",
+    "metric_for_best_model": "checkpoint.monitor",
+    "greater_is_better": "checkpoint.mode",
+    "load_best_model_at_end": "run.load_best_at_end",
+    "eval_on_start": "log.evaluate_at_start",
     **dict.fromkeys(("logging_steps", "log_every_n_steps"), "log.log_interval"),
     "check_val_every_n_epoch": "log.evaluate_interval",
     **dict.fromkeys(("eval_interval", "valid_interval_steps"), "log.evaluate_every_steps"),
@@ -75,6 +79,7 @@ SWITCHES: Mapping[str, tuple[str | None, str | None]] = {
     "fp16": ("fp16", None),
     "bf16": ("bf16", None),
     **dict.fromkeys(("tf32", "allow_tf32"), ("high", "highest")),
+    "greater_is_better": ("max", "min"),
 }
 # Name -> words of theirs that are another word here.
 _SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}

@@ -83,7 +83,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
             run.name run.max_time run.target_loss run.early_stopping_patience
-            run.early_stopping_min_delta run.resume run.init_from run.init_strict run.log_dir run.checkpoint_dir
+            run.early_stopping_min_delta run.load_best_at_end run.resume run.init_from run.init_strict run.log_dir run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
@@ -95,10 +95,10 @@ ON_RESUME: Mapping[str, OnResume] = {
             checkpoint.save_interval checkpoint.save_every_steps checkpoint.memory_every
             checkpoint.keep_last
             checkpoint.keep_every checkpoint.after_save
-            checkpoint.after_save_grace_s checkpoint.monitor checkpoint.only_trained
+            checkpoint.after_save_grace_s checkpoint.monitor checkpoint.mode checkpoint.only_trained
             checkpoint.rescue_dir log.log_interval log.evaluate_interval log.evaluate_every_steps
-            log.evaluate_batches log.display log.trackers log.gpu_watch_s log.profile log.phase_times
-            log.page log.page_port log.page_can_inject
+            log.evaluate_batches log.evaluate_at_start log.display log.trackers log.gpu_watch_s log.profile
+            log.phase_times log.page log.page_port log.page_can_inject
             recovery.max_restarts recovery.restart_window_s recovery.no_progress_generations
             recovery.min_ranks recovery.slot_failures_max recovery.regrow_after
             recovery.backoff_first_s recovery.backoff_max_s recovery.startup_timeout_s
@@ -188,6 +188,8 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written["log.evaluate_interval"] = log.evaluate_interval
         written["log.evaluate_every_steps"] = log.evaluate_every_steps
         written["log.evaluate_batches"] = log.evaluate_batches
+        if settings.checkpoint.mode != "min":  # as files of before it have none
+            written["checkpoint.mode"] = settings.checkpoint.mode
     if found.own_task_reads_model:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
     if found.task_file:

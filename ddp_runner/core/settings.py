@@ -52,10 +52,13 @@ class RunSettings:
     target_loss: float | None = None
     """The run ends, complete, once the mean training loss of the last 20 steps is this or less."""
     early_stopping_patience: NonNegative = 0
-    """The run ends, complete, after so many evaluations in a row that improve the loss of
+    """The run ends, complete, after so many evaluations in a row that improve the figure of
     checkpoint.monitor by no more than early_stopping_min_delta. 0: it does not."""
     early_stopping_min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """How much lower than the best a loss must be to count as an improvement."""
+    """How much better than the best a figure must be to count as an improvement."""
+    load_best_at_end: bool = False
+    """Have final.pt, and what a script is given, be of the best checkpoint, not of the last. Each new best is
+    then saved where it was evaluated, which training waits for."""
     resume: str = "auto"
     """What to go on from. auto: the newest checkpoint, if there is one. last, best or the path
     of a checkpoint: that one, which must exist; later ones are moved to a backup folder. none: start
@@ -232,7 +235,7 @@ class OptimSettings:
     """After so many evaluations in a row without an improvement of checkpoint.monitor the learning rate is
     multiplied by plateau_factor. 0: it is not."""
     plateau_min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """How much lower than the best a loss must be to count as an improvement."""
+    """How much better than the best a figure must be to count as an improvement."""
     plateau_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """What the learning rate is multiplied by on a plateau, for the rest of the run."""
     plateau_cooldown: NonNegative = 0
@@ -351,9 +354,11 @@ class CheckpointSettings:
     none: no command."""
     after_save_grace_s: Annotated[float, Field(ge=0)] = 30.0
     """How long after_save may go on once the run has ended, in seconds; then it is killed."""
-    monitor: Literal["auto", "train_loss", "validation_loss"] = "auto"
-    """The loss that decides which checkpoint is the best. auto: that of validation where there is
-    some."""
+    monitor: str = "auto"
+    """The figure that decides which checkpoint is the best: train_loss, or one that evaluations give, such as
+    validation_loss or bach/accuracy. auto: the loss of the first validation data, or train_loss without."""
+    mode: Literal["min", "max"] = "min"
+    """Which value of monitor is the best. max: the highest, as of an accuracy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -368,6 +373,8 @@ class LogSettings:
     """Steps between evaluations. 0: none by steps."""
     evaluate_batches: NonNegative = 0
     """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
+    evaluate_at_start: bool = False
+    """Evaluate also before the first step of the run."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """What the console shows. auto: live on a terminal, otherwise plain lines."""
     profile: str | None = None

@@ -66,7 +66,7 @@ def due_after(
     The last step's evaluation and save belong to the end of the run, not here.
     """
     if committed_step <= 0:
-        return DueActions(compare=False, log=False, evaluate=False, save=False)
+        return DueActions(compare=False, log=False, evaluate=log.evaluate_at_start, save=False)
     at_end = committed_step >= length.total_steps
     epoch, rest = divmod(committed_step, length.steps_per_epoch)
     epoch_ended = rest == 0

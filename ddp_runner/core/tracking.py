@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ddp_runner.core.monitor import is_of_evaluation
+
 TRACKERS = ("csv", "tensorboard", "wandb")
-EVALUATION = "validation_"  # how the names of an evaluation's figures begin
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 LIVED_S = 60.0  # a process that lived so long has not failed at its start
@@ -39,7 +40,8 @@ class Course:
     def take(self, step: int, values: Values) -> Change:
         """One line of ``metrics.jsonl``."""
         undo: int | None = None
-        if all(name.startswith(EVALUATION) for name in values):
+        is_evaluation = all(map(is_of_evaluation, values))
+        if is_evaluation:
             undo = step if step < self.newest else None
         elif step <= self.newest:
             undo = step - 1
@@ -47,9 +49,8 @@ class Course:
         self.newest = max(self.newest, step)
         known = self.evaluated.get(step, set())
         fresh = {name: value for name, value in values.items() if name not in known}
-        judged = {name for name in fresh if name.startswith(EVALUATION)}
-        if judged:
-            self.evaluated.setdefault(step, set()).update(judged)
+        if is_evaluation and fresh:
+            self.evaluated.setdefault(step, set()).update(fresh)
         return Change(undo_after=undo, values=fresh)
 
     def begin(self, step: int) -> int | None:

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE_NAME = "quarantine.jsonl"
-FILE_NAME_OF_VALIDATION = "quarantine_validation.jsonl"  # whose samples have indices of their own
 _SALT = 0xBAD5A3B1E0DDBA11
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 0xFFFFFFFFFFFFFFFF
+
+
+def file_name_of_validation(name: str) -> str:
+    """For the validation data called ``name``, whose samples have indices of their own; empty: the only one."""
+    return f"quarantine_validation{'_' if name else ''}{name}.jsonl"
 
 
 class QuarantineFullError(Exception):

@@ -1,4 +1,4 @@
-"""Validation loss over all ranks, on the bare module. Never changes what training continues from."""
+"""Validation loss and metrics over all ranks, on the bare module. Never changes what training continues from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import FaultError
 from ddp_runner.core.messages import Metrics
+from ddp_runner.core.monitor import LOSS, figure_name
 from ddp_runner.core.phases import Phase
 from ddp_runner.data.loader import MicroBatch, SafeDataLoader
 from ddp_runner.training.batch_copy import to_device
@@ -27,6 +28,7 @@ from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.rng import seed_step
 from ddp_runner.training.helpers import Helpers
 from ddp_runner.training.loaders import make_validation_loader
+from ddp_runner.training.measuring import Meter
 from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.task import Task
 
@@ -42,6 +44,7 @@ class Evaluation:
     samples: int
     stop: StopReason | None
     parts: Mapping[str, float] = field(default_factory=dict)  # means over the samples, by name
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the task's metrics(), by name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,10 +70,12 @@ def evaluate(
     after_round: Callable[[], None] = lambda: None,
     round_done: Callable[[], None] = lambda: None,
     names: Sequence[str] = (),
+    meter: Meter | None = None,
 ) -> Evaluation:
     """The mean loss per sample of what ``loader`` serves; every rank must call it at the same step.
 
     Of a loss with weights of its own: per weight. ``names``: of the numbers beside it that are wanted.
+    ``meter``: measures the same batches, where the task has metrics.
 
     ``after_round`` is called when this rank has done its part of some batches, ``round_done`` when all have.
 
@@ -84,12 +89,13 @@ def evaluate(
     total_parts = dict.fromkeys(names, 0.0)
     was_training = model.training
     model.eval()
+    metrics: Mapping[str, float] = {}
+    if meter is not None:
+        meter.begin()
     seed_step(seed=seed, step=step, rank=group.rank, micro_step=-1)
     try:
         for _ in range(rounds):
-            mine = _one_round(
-                task, model, batches, device=group.device, precision=precision, rank=group.rank
-            )
+            mine = _one_round(task, model, batches, group=group, precision=precision, meter=meter)
             after_round()
             reason = stop_asked()
             loss, count, preempted, interrupted, weight, *parts = replica.sum_over_ranks(
@@ -111,11 +117,13 @@ def evaluate(
             if interrupted or preempted:
                 stop = StopReason.INTERRUPTED if interrupted else StopReason.PREEMPTED
                 return Evaluation(loss=None, samples=total_samples, stop=stop)
+        if meter is not None:
+            metrics = meter.figures(replica)
     finally:
         model.train(was_training)
     mean = total_loss / total_weight if total_weight else math.nan
     means = {name: total / max(1, total_samples) for name, total in total_parts.items()}
-    return Evaluation(loss=mean, samples=total_samples, stop=None, parts=means)
+    return Evaluation(loss=mean, samples=total_samples, stop=None, parts=means, metrics=metrics)
 
 
 def _batches(loader: SafeDataLoader, step: int) -> Iterator[list[MicroBatch]]:
@@ -133,19 +141,21 @@ def _one_round(
     model: nn.Module,
     batches: Iterator[list[MicroBatch]],
     *,
-    device: torch.device,
+    group: Group,
     precision: Precision,
-    rank: int,
+    meter: Meter | None,
 ) -> _Sums:
     sums = _Sums()
     taken = itertools.chain.from_iterable(itertools.islice(batches, BATCHES_PER_ROUND))
     for micro_batch in taken:
-        batch = to_device(micro_batch.batch, device)
+        batch = to_device(micro_batch.batch, group.device)
         try:
             with precision.autocast():
                 output = read_loss(task.loss(model, batch))
+                if meter is not None:
+                    meter.take(model, batch)
         except BadWeightError as error:
-            raise bad_weight(error, rank=rank, samples=micro_batch.indices) from error
+            raise bad_weight(error, rank=group.rank, samples=micro_batch.indices) from error
         size = len(micro_batch.indices)
         if output.weight is None:
             sums.loss += float(output.value) * size
@@ -165,26 +175,51 @@ class Validation:
     def __init__(self, parts: TaskParts, group: Group) -> None:
         self._parts = parts
         self._group = group
-        self._helpers = Helpers(parts.workload.task, warn=self._warn_once)
+        workload = parts.workload
+        self._helpers = Helpers(workload.task, warn=self._warn_once)
+        meter = Meter(workload.task, workload.metrics, device=group.device)
+        self._meter = meter if meter.is_on else None
 
     def evaluate(self, replica: Replica) -> StopReason | None:
         """Evaluate the state as it is, where there is something to evaluate; every rank must call it.
 
-        Returns why it was left early, if it was.
+        Returns why it was left early, if it was: then all is as if it had not begun.
         """
         parts, state, slot = self._parts, self._parts.state, self._parts.runtime.slot
-        if not parts.workload.validation_samples:
+        names = tuple(parts.workload.validation_samples)
+        if not names:
             return None
         began_ns = time.monotonic_ns()
         slot.stamp(Phase.EVALUATE, began_ns)
         state.side.look()
+        figures: dict[str, float] = {}
+        stop: StopReason | None = None
         with (
             parts.compiler.aside(),
             contextlib.nullcontext() if state.ema is None else state.ema.swapped_in(state.model),
-            make_validation_loader(parts, self._group) as loader,
+        ):
+            for name in names:
+                evaluation = self._evaluate_one(name, replica)
+                stop = evaluation.stop
+                if evaluation.loss is None:
+                    break
+                figures |= self._figures(name, evaluation, loss=evaluation.loss)
+        # What is saved, and compared at the end, is what the steps made.
+        state.drop_evaluation()
+        slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
+        if stop is not None:
+            return stop
+        state.figures = figures
+        self._report(time.monotonic_ns() - began_ns)
+        return None
+
+    def _evaluate_one(self, name: str, replica: Replica) -> Evaluation:
+        parts, state, slot = self._parts, self._parts.state, self._parts.runtime.slot
+        with (
+            make_validation_loader(parts, self._group, name) as loader,
             parts.memory.beside(lambda: loader.worker_pids),
         ):
-            evaluation = evaluate(
+            return evaluate(
                 parts.workload.task,
                 state.model,
                 loader,
@@ -196,22 +231,18 @@ class Validation:
                 after_round=partial(parts.memory.in_evaluation, state.committed_step),
                 round_done=partial(slot.count_done, state.committed_step),
                 names=state.tuning.loss_names,
+                meter=self._meter,
             )
-        # What is saved, and compared at the end, is what the steps made.
-        state.drop_evaluation()
-        slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
-        if evaluation.loss is None:
-            return evaluation.stop
-        parts.progress.validation_loss = evaluation.loss
-        beside = {f"validation_{name}": number for name, number in evaluation.parts.items()}
-        parts.progress.figures = self._figures(evaluation.loss) | beside
-        state.figures = dict(parts.progress.figures)
-        self._report(time.monotonic_ns() - began_ns)
-        return None
 
-    def _figures(self, loss: float) -> dict[str, float]:
-        figures = self._helpers.figures(loss)
-        return {"validation_loss": loss} | {f"validation_{name}": v for name, v in figures.items()}
+    def _figures(self, data: str, evaluation: Evaluation, *, loss: float) -> dict[str, float]:
+        """By the names that they have everywhere. What the task measures goes before what follows from its loss."""
+        found = {
+            LOSS: loss,
+            **self._helpers.figures(loss),
+            **evaluation.parts,
+            **evaluation.metrics,
+        }
+        return {figure_name(data, name): value for name, value in found.items()}
 
     def _warn_once(self, text: str) -> None:
         """What holds on every rank alike is said by one."""
@@ -222,7 +253,7 @@ class Validation:
         if self._group.rank != 0:
             return
         runtime, step = self._parts.runtime, self._parts.state.committed_step
-        figures = self._parts.progress.figures
+        figures = self._parts.state.figures
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         runtime.logger.info(f"evaluated: {shown}  ({took_ns / 1e9:.1f} s)", step=step)
         runtime.report(Metrics(rank=runtime.rank_info.rank, step=step, values=dict(figures)))

@@ -20,9 +20,10 @@ def refuse_unfit(settings: Settings, datasets: Datasets, *, is_stream: bool) -> 
             " give the samples by __getitem__"
         )
         raise BadInputError(OPTION, "true", expected)
-    given = {TRAINING: datasets.train, VALIDATION: datasets.validation}
-    for what, dataset in given.items():
-        if dataset is None or getattr(dataset, "deterministic", False):
+    given = [(TRAINING, datasets.train)]
+    given += [(VALIDATION, dataset) for dataset in datasets.validation_sets.values()]
+    for what, dataset in given:
+        if getattr(dataset, "deterministic", False):
             continue
         raise BadInputError(
             OPTION,

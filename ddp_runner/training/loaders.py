@@ -27,7 +27,7 @@ from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
-from ddp_runner.data.quarantine import FILE_NAME_OF_VALIDATION as QUARANTINE_FILE_OF_VALIDATION
+from ddp_runner.data.quarantine import file_name_of_validation
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import cores_here, worker_count
 from ddp_runner.memory.kernel_kills import KernelKills
@@ -157,17 +157,18 @@ def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
     return on_sample
 
 
-def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
-    """The loader of one evaluation, for this rank's part of it; to be closed."""
+def make_validation_loader(parts: TaskParts, group: Group, name: str) -> SafeDataLoader:
+    """The loader of one evaluation of the data called ``name``, for this rank's part of it; to be closed."""
     settings, workload, runtime = parts.settings, parts.workload, parts.runtime
     batch_size = parts.state.tuning.evaluation_batch_size
     rank, step = runtime.rank_info.rank, parts.state.committed_step
     # The same samples however few fit at once, so that the figures can be compared.
     devices = runtime.rank_info.computing_devices
     asked = settings.log.evaluate_batches * settings.data.batch_size * devices
+    samples = workload.validation_samples[name]
     order = WholeOrder(
         seed=settings.run.seed,
-        dataset_size=min(asked, workload.validation_samples) or workload.validation_samples,
+        dataset_size=min(asked, samples) or samples,
         global_batch_size=batch_size * group.world_size,
     )
     batches = order.steps_per_epoch
@@ -185,7 +186,7 @@ def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
         )
 
     return SafeDataLoader(
-        workload.datasets.validation,
+        workload.datasets.validation_sets[name],
         order=order,
         rank=group.rank,
         world_size=group.world_size,
@@ -203,7 +204,7 @@ def make_validation_loader(parts: TaskParts, group: Group) -> SafeDataLoader:
         on_repaired=on_repaired,
         on_wait=parts.on_wait,
         log=runtime.logger.info,
-        quarantine=parts.state.validation_quarantine,
+        quarantine=parts.state.validation_quarantines[name],
         collate_fn=workload.datasets.collate,
         kills=KernelKills(),
         phase=Phase.EVALUATE,
@@ -229,9 +230,8 @@ def open_quarantine(parts: TaskParts, *, is_first: bool) -> None:
     quarantine, runtime = parts.state.quarantine, parts.runtime
     folder = Path(parts.settings.run.log_dir)
     quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id)
-    if parts.state.validation_quarantine is not None:
-        validation_file = folder / QUARANTINE_FILE_OF_VALIDATION
-        parts.state.validation_quarantine.attach(validation_file, run_id=runtime.run_id)
+    for name, of_data in parts.state.validation_quarantines.items():
+        of_data.attach(folder / file_name_of_validation(name), run_id=runtime.run_id)
     if len(quarantine) and is_first:
         runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
         runtime.report(

@@ -16,7 +16,9 @@ from typing import Any
 from ddp_runner import config
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.preload.joined import joined, parts_of
 from ddp_runner.data.preload.memory import (
     OtherSamplesError,
     PreloadedDataset,
@@ -51,26 +53,29 @@ def preloaded(
     if not settings.data.preload:
         return workload
     datasets = workload.datasets
+    sets = datasets.validation_sets
+    # Those that are the training data are in its memory; the others share one, behind each other.
+    own = {name: one for name, one in sets.items() if one is not datasets.train}
     found: dict[str, SampleMemory] = {}
-    given = {TRAINING: datasets.train, VALIDATION: datasets.validation}
-    for number, (what, dataset) in enumerate(given.items()):
-        is_same = what == VALIDATION and dataset is datasets.train
-        if dataset is None or is_same:
-            continue
-        memory = _opened(settings, runtime, number, samples=len(dataset))  # type: ignore[arg-type] # map-style
+    given: dict[str, Any] = {TRAINING: datasets.train}
+    if own:
+        given[VALIDATION] = joined(list(own.values()))
+    for what, dataset in given.items():
+        number = (TRAINING, VALIDATION).index(what)
+        memory = _opened(settings, runtime, number, samples=len(dataset))
         ending.callback(memory.close)
         _Preloading(runtime, memory, what=what).load(dataset)
         found[what] = memory
-    shared = {what: PreloadedDataset(memory) for what, memory in found.items()}
-    is_one = datasets.validation is datasets.train
+    train = PreloadedDataset(found[TRAINING])
+    shared: dict[str, Any] = dict.fromkeys(sets, train)
+    if own:
+        sizes = [len(one) for one in own.values()]  # type: ignore[arg-type] # map-style
+        shared |= zip(own, parts_of(PreloadedDataset(found[VALIDATION]), sizes), strict=True)
+    validation = shared.get(ALONE) if ALONE in shared else shared or None
     return replace(
         workload,
-        datasets=replace(
-            datasets,
-            train=shared[TRAINING],
-            validation=shared[TRAINING] if is_one else shared.get(VALIDATION),
-        ),
-        replaced_data=tuple(_let_go(one, state) for one in given.values() if one is not None),
+        datasets=replace(datasets, train=train, validation=validation),
+        replaced_data=tuple(_let_go(one, state) for one in (datasets.train, *sets.values())),
         notes=(*workload.notes, *_notes(found)),
     )
 

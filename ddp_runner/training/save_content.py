@@ -60,12 +60,10 @@ class SaveContent:
             "about": about_file(
                 self._state, loss=self._progress.loss, settings=self._settings_record
             ),
-            "monitored": self._monitored(),
+            "monitored": self._state.monitored(self._workload.monitor),
+            "monitor": self._workload.monitor.name,
+            "mode": self._workload.monitor.mode,
             "reason": reason,
             "pace": pace,
             "order": self._state.order_version,
         }
-
-    def _monitored(self) -> float | None:
-        monitor, smoothed = self._settings.checkpoint.monitor, self._state.monitor.smoothed
-        return self._progress.monitored(monitor, smoothed=smoothed)

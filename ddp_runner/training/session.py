@@ -87,6 +87,10 @@ class StepMaker(Protocol):
         """Evaluate the state as it is; why that was left early, if it was."""
         ...
 
+    def must_keep(self) -> bool:
+        """Whether the evaluation of now has found the best so far, which the run's end needs."""
+        ...
+
     def close(self) -> None:
         """The generation ends."""
         ...
@@ -282,6 +286,10 @@ class Session:
             if stop is not None:
                 self._evaluated_step = self._state.committed_step
                 return stop
+            if self._maker.must_keep() and self._state.monitor.is_calm:
+                if not self._keep():
+                    return None
+                save_now = False
         self._state.boundary_done_step = self._state.committed_step
         if save_now and self.group.rank == 0:
             self._saving.due(INTERVAL)
@@ -290,6 +298,25 @@ class Session:
         if save_now or compare_now:
             self._guard.begin_comparison()
         return None
+
+    def _keep(self) -> bool:
+        """Have the state as it is now on disk, if the disk takes it, before any rank goes on. False: all went back."""
+        # INVARIANT best-kept: the state that was evaluated best so far is on disk before a step changes it.
+        # Broken if: a rank counts the boundary as done while rank 0, which may die, still writes.
+        # Guarded by: test_the_end_is_of_the_best_also_where_ranks_die.
+        if self._guard.compare_replicas():
+            return False
+        self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
+        if self.group.rank == 0:
+            self._state.boundary_done_step = self._state.committed_step
+            self._saving.settle()
+            self._saving.due(INTERVAL)
+            self._saving.prove()  # by the comparison just before
+            self._saving.settle()
+        with waiting_for_peers(self._runtime.slot):
+            self.group.exchange("kept", "")
+        self._count_done()
+        return True
 
     def _finish(self, reason: StopReason) -> bool:
         """Compare the replicas, evaluate (at the end of the run only), save. True if that is all.

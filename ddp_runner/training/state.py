@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ddp_runner.checkpoint.entry_names import bare_name, bare_state, load_bare_s
 from ddp_runner.checkpoint.left_out import START, start_record
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
+from ddp_runner.core.monitor import ALONE, Best, Monitor
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.stream import StreamPosition
@@ -53,7 +55,7 @@ class TrainState:
         loss_spikes: LossSpikes,
         tuning: Tuning,
         quarantine: Quarantine,
-        validation_quarantine: Quarantine | None = None,
+        validation_quarantines: Mapping[str, Quarantine] | None = None,
         stream: StreamPosition | None = None,
         side: SideState | None = None,
         improvement: ImprovementWatch | None = None,
@@ -69,7 +71,7 @@ class TrainState:
         self.improvement = improvement or ImprovementWatch()
         self.tuning = tuning
         self.quarantine = quarantine
-        self.validation_quarantine = validation_quarantine  # None: there is no validation
+        self.validation_quarantines = dict(validation_quarantines or {})  # by the data's name
         self.stream = stream  # of an iterable dataset
         # INVARIANT kept-order: a run goes on in the order of samples that it began with, on all ranks.
         # Broken if: samples are loaded in another version than that of the state that is trained.
@@ -92,6 +94,7 @@ class TrainState:
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
+        self.best = Best()
         self.begun_with: tuple[
             str, ...
         ] = ()  # what of --init-from this process has loaded, in lines
@@ -137,6 +140,7 @@ class TrainState:
             "relaid": self.buffers.relaid_names(),
             "improvement": self.improvement.state_dict(),
             "figures": dict(self.figures),
+            "best": asdict(self.best) if self.best.step else {},
         }
         state.update({key: value for key, value in learnt.items() if value})
         if self.start:
@@ -148,8 +152,11 @@ class TrainState:
         flags = {n: flag for n, flag in self._flags().items() if flag != self._made_with[n]}
         if flags:
             state["requires_grad"] = flags
-        if self.validation_quarantine is not None:
-            state["validation_quarantine"] = self.validation_quarantine.to_record()
+        of_data = {name: one.to_record() for name, one in self.validation_quarantines.items()}
+        if ALONE in of_data:
+            state["validation_quarantine"] = of_data.pop(ALONE)
+        if of_data:
+            state["validation_quarantines"] = of_data
         if self.stream is not None:
             state["stream"] = self.stream.to_record(self.committed_step)
         if self.ema is not None:
@@ -226,8 +233,10 @@ class TrainState:
             self.ema.load_state_dict(state["ema"])
         self.tuning = Tuning.from_record(state.get("tuning", {}), otherwise=self.tuning)
         self.quarantine.merge(state.get("quarantine", {}))
-        if self.validation_quarantine is not None:
-            self.validation_quarantine.merge(state.get("validation_quarantine", {}))
+        bad = {ALONE: state.get("validation_quarantine", {})}
+        bad |= state.get("validation_quarantines", {})
+        for name, quarantine in self.validation_quarantines.items():
+            quarantine.merge(bad.get(name, {}))
         if self.stream is not None:
             self.stream.restore(state.get("stream", {}))
         self.begun_step = int(state["counters"].get("begun_step", self.begun_step))
@@ -236,6 +245,7 @@ class TrainState:
         self.tokens = None if tokens is None else float(tokens)
         self.changes = tuple(state.get("changes", ()))
         self.figures = {str(name): float(one) for name, one in state.get("figures", {}).items()}
+        self.best = Best(**state.get("best", {}))
         self.boundary_done_step = int(state["counters"]["attended_step"])
         self.all_used_steps = int(state["counters"].get("all_used_steps", 0))
         self.buffers.follow(state.get("followed", ()))
@@ -339,6 +349,10 @@ class TrainState:
         self.buffers.drop()
         self.side.drop()
         self.take_lost()  # a tensor that it is the first to change stays so, on all ranks alike
+
+    def monitored(self, monitor: Monitor) -> float | None:
+        """The figure that a checkpoint of now is judged by, if there is one."""
+        return monitor.value(self.figures, train_loss=self.monitor.smoothed)
 
     def take_lost(self) -> list[str]:
         """What of a given-up step, or of another process, could not be put back, since this was asked."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ddp_runner.collective.loss import Weighted
+from ddp_runner.core.monitor import ALONE
 from ddp_runner.core.settings import Settings
 
 Loss = Tensor | Weighted | tuple[Tensor | Weighted, Mapping[str, Tensor | float]]
@@ -18,7 +19,10 @@ Batch = Any  # whatever the dataset's samples collate to: a tensor, tuple or map
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datasets:
-    """Map-style datasets. ``validation`` may be None; ``fingerprint`` names the data's content.
+    """Map-style datasets. ``fingerprint`` names the data's content.
+
+    ``validation`` may be None, or several by name, such as ``{"all": a, "bach": b}``: each is evaluated by
+    itself, and its figures are called ``bach/loss``.
 
     ``train`` may be an iterable dataset: the whole stream, the same on every rank, which keeps its
     share of it. It needs a length or ``--max-steps``, and resumes exactly if it, or its iterator,
@@ -36,13 +40,24 @@ class Datasets:
     """
 
     train: Dataset[Any]
-    validation: Dataset[Any] | None = None
+    validation: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None
     fingerprint: str = ""
     notes: Sequence[str] = ()
     collate: Callable[[list[Any]], Batch] | None = None
     weights: Sequence[float] | Tensor | None = None
     replacement: bool = True
     lengths: Sequence[int] | Tensor | None = None
+
+    @property
+    def validation_sets(self) -> dict[str, Dataset[Any]]:
+        """By name, in order: none, one without a name, or several."""
+        given = self.validation
+        if given is None:
+            return {}
+        # A dict of samples by number is map-style data too.
+        if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+            return dict(given)
+        return {ALONE: given}  # type: ignore[dict-item] # mypy: as the annotation says
 
 
 @runtime_checkable
@@ -101,6 +116,32 @@ class CountsTokens(Protocol):
     """
 
     tokens_per_sample: float
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A task may also measure more than its loss, in evaluations: accuracy, say."""
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[Any, ...]]:
+        """Name -> ``(sum, weight)`` over the samples of ``batch``; of one in ``build_metrics()`` what it is updated with.
+
+        Called in eval mode, without gradients. A figure is the sum of all sums over that of all weights, of all
+        ranks.
+        """
+        ...
+
+
+@runtime_checkable
+class BuildsMetrics(Protocol):
+    """What a task with :class:`Measures` may also have, for figures that are no sum over a weight."""
+
+    def build_metrics(self) -> Mapping[str, Any]:
+        """Name -> an object with ``reset()``, ``update(...)`` and ``compute()``, made once for a process.
+
+        Its tensors and numbers that ``update`` changes are summed over ranks, what each has added to what
+        ``reset()`` has left; then ``compute()`` gives the figure on every rank: a number, or a dict of them.
+        """
+        ...
 
 
 @runtime_checkable

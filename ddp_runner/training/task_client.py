@@ -21,7 +21,13 @@ from ddp_runner.training.agreeing import (
     recalled,
 )
 from ddp_runner.training.components.tuning import Tuning, free_memory
-from ddp_runner.training.final_weights import publish_final
+from ddp_runner.training.final_weights import (
+    BestWeights,
+    best_weights,
+    give_best,
+    publish_final,
+    swapped_in,
+)
 from ddp_runner.training.given import give_average
 from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.helpers import Helpers
@@ -86,16 +92,21 @@ class TaskClient:
         parts = self._parts
         parts.profile.conclude()
         report = report_of(parts, reason)
+        best: BestWeights | None = None
         if reason is StopReason.COMPLETED and group.rank == 0:
-            publish_final(parts)
+            best = best_weights(parts)
+            publish_final(parts, best)
             parts.state.model.eval()
             helpers = Helpers(parts.workload.task, warn=self._runtime.logger.warning)
             # The report is of the weights before it: a sample may change them.
-            report = replace(report, sample=helpers.sample(parts.state.model))
+            with swapped_in(parts.state.model, best):
+                report = replace(report, sample=helpers.sample(parts.state.model))
         agree_on_weights(group, parts, report.weights_sha256)
         self._runtime.slot.stamp(Phase.FINISHED, time.monotonic_ns())
         self._runtime.report(finished_message(report, self._rank_info.rank))
         if not self._runtime.is_watched:
-            model = give_average(parts.state.model, parts.state.ema)
+            is_best = reason is StopReason.COMPLETED and parts.settings.run.load_best_at_end
+            model = give_best(parts, group, best) if is_best else None
+            model = model or give_average(parts.state.model, parts.state.ema)
             report = replace(report, model=model)
         self.report = report

@@ -237,13 +237,20 @@ class TaskSteps:
         stop = self._validation.evaluate(self._replica)
         return self._watch_improvement() if stop is None else stop
 
+    def must_keep(self) -> bool:
+        """Whether the evaluation of now has found the best so far, and that is to be the run's end."""
+        state = self._state
+        return self._settings.run.load_best_at_end and 0 < state.best.step == state.committed_step
+
     def _watch_improvement(self) -> StopReason | None:
-        """After an evaluation: COMPLETED where the loss has not improved for too long, on all ranks alike."""
-        state, monitor = self._state, self._settings.checkpoint.monitor
-        loss = self._progress.monitored(monitor, smoothed=state.monitor.smoothed)
-        if loss is None:
+        """After an evaluation: COMPLETED where the figure has not improved for too long, on all ranks alike."""
+        state, monitor = self._state, self._workload.monitor
+        value = state.monitored(monitor)
+        if value is None:
             return None
-        news = state.improvement.observe(step=state.committed_step, loss=loss)
+        news = state.improvement.observe(step=state.committed_step, value=value)
+        if monitor.name in state.figures:
+            state.best = state.best.after(value, step=state.committed_step, monitor=monitor)
         if news and self._group.rank == 0:
             self._runtime.logger.info(news, step=state.committed_step)
             self._runtime.report(

@@ -189,7 +189,7 @@ def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
         samples=state.samples,
         tokens=state.tokens,
         loss=parts.progress.loss,
-        figures=dict(parts.progress.figures),
+        figures=dict(state.figures),
         weights_sha256=weights_sha256(state.weights()),
         checkpoint=parts.progress.checkpoint,
         peaks=parts.memory.peaks(),

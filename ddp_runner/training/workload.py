@@ -6,7 +6,7 @@ import copy
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ddp_runner.core import batch_sizes
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.launch_plan import group_backend
+from ddp_runner.core.monitor import Monitor
 from ddp_runner.core.phases import Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength, run_length
@@ -48,10 +49,12 @@ from ddp_runner.training.equal_shares import refuse_unequal_shares
 from ddp_runner.training.exactness.side_state import SideState
 from ddp_runner.training.fit_for_preload import refuse_unfit
 from ddp_runner.training.largest_samples import largest_only
+from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets, HasLayerGroups, Task
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
+from ddp_runner.training.validation_data import monitor_for, refuse_unfit_validation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class Workload:
     parameters: int
     device_free_bytes: int = 0  # before this process took any of it
     other_devices: tuple[torch.device, ...] = ()  # which have parts of each batch
+    monitor: Monitor = field(default_factory=Monitor)
     notes: tuple[str, ...] = ()
 
     @property
@@ -94,13 +98,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskWorkload(Workload):
-    """The same for a Task. ``replaced_data``: what it gave where ``datasets`` are others, if that is still there."""
+    """The same for a Task. ``replaced_data``: what it gave where ``datasets`` are others, if that is still there.
+
+    ``metrics``: the objects of its ``build_metrics()``.
+    """
 
     task: Task
     datasets: Datasets
     norms: SyncedNorms
     layers: LayerPlan
     replaced_data: tuple[Callable[[], Any], ...] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def later_names(self) -> frozenset[str]:
@@ -108,10 +116,10 @@ class TaskWorkload(Workload):
         return self.layers.later_names()
 
     @property
-    def validation_samples(self) -> int:
-        """How many there are; 0 without validation."""
-        validation = self.datasets.validation
-        return 0 if validation is None else len(validation)  # type: ignore[arg-type] # map-style
+    def validation_samples(self) -> dict[str, int]:
+        """How many there are, by the name of the data; nothing without validation."""
+        sizes = {name: len(one) for name, one in self.datasets.validation_sets.items()}  # type: ignore[arg-type] # map-style
+        return {name: size for name, size in sizes.items() if size}
 
     def first_state(
         self, settings: Settings, state: TrainState, store: CheckpointStore
@@ -162,11 +170,11 @@ def build_workload(
     seed_all(settings.run.seed)
     task = load_task(settings)
     datasets = task.build_datasets()
-    _refuse_no_monitor(settings, datasets)
     global_batch = batch_sizes.global_batch(settings.data, world_size=rank_info.computing_devices)
     if global_batch < rank_info.world_size:
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
+    refuse_unfit_validation(settings, datasets, is_stream=_is_stream)
     datasets, order = _ordered(settings, datasets, global_batch, rank_info.world_size)
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
@@ -186,6 +194,8 @@ def build_workload(
     groups = task.layer_groups() if isinstance(task, HasLayerGroups) else {}
     layers = layer_plan(model, settings.optim, groups=groups, total_steps=length.total_steps)
     layers.begin(model)
+    metrics = build_objects(task, settings, device)
+    monitor = monitor_for(settings, task, datasets, model, objects=metrics, device=device)
     key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
     named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
     key["data fingerprint"] = datasets.fingerprint or named
@@ -195,6 +205,8 @@ def build_workload(
     workload = TaskWorkload(
         task=task,
         datasets=datasets,
+        metrics=metrics,
+        monitor=monitor,
         norms=norms,
         layers=layers,
         order=order,
@@ -251,15 +263,6 @@ def _recipe(
     return dict(config.recipe(settings, found))
 
 
-def _refuse_no_monitor(settings: Settings, datasets: Datasets) -> None:
-    """Raise BadInputError where what is waited for is a loss that no evaluation gives."""
-    wanted = settings.checkpoint.monitor
-    waits = ImprovementRules.of(settings).are_on
-    if waits and wanted == "validation_loss" and datasets.validation is None:
-        expected = "the task gives no validation data: give some, or take train_loss or auto"
-        raise BadInputError("checkpoint.monitor", wanted, expected)
-
-
 def _placed(model: nn.Module, settings: Settings, device: torch.device) -> nn.Module:
     model = model.to(device)
     if settings.run.channels_last:
@@ -306,8 +309,6 @@ def _ordered(
 def _sample_order(
     settings: Settings, datasets: Datasets, global_batch: int, world_size: int
 ) -> SampleOrder:
-    if _is_stream(datasets.validation):
-        raise BadInputError("--task", settings.run.task, "its validation data must be map-style")
     if _is_stream(datasets.train):
         if datasets.weights is not None or datasets.lengths is not None:
             expected = (
@@ -411,7 +412,7 @@ def _empty_state(
     task: Task | None = None,
 ) -> TrainState:
     """``task``: the one that made ``model``, where it is not the workload's own."""
-    order, validation_samples = workload.order, workload.validation_samples
+    order = workload.order
     return TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
@@ -422,18 +423,20 @@ def _empty_state(
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
         loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.total_steps),
-        improvement=ImprovementWatch(ImprovementRules.of(settings)),
+        improvement=ImprovementWatch(ImprovementRules.of(settings), monitor=workload.monitor),
         quarantine=empty_quarantine(settings, order.dataset_size),
-        validation_quarantine=(
-            empty_quarantine(settings, validation_samples) if validation_samples else None
-        ),
+        validation_quarantines={
+            name: empty_quarantine(settings, size)
+            for name, size in workload.validation_samples.items()
+        },
         stream=StreamPosition() if isinstance(order, StreamOrder) else None,
         only_trained=settings.checkpoint.only_trained,
         side=SideState(
             model,
             task or workload.task,
             apart=(
-                *(workload.datasets.train, workload.datasets.validation),
+                *(workload.datasets.train, *workload.datasets.validation_sets.values()),
+                *workload.metrics.values(),
                 *(given() for given in workload.replaced_data),
             ),
         ),
@@ -456,6 +459,7 @@ def start_fresh(settings: Settings, state: TrainState) -> None:
     """Make ``state``, with a model that was just built, the one of step 0."""
     begin_with(settings, state)
     state.committed_step = state.begun_step = 0
+    state.boundary_done_step = -1 if settings.log.evaluate_at_start else 0
 
 
 def nothing_left(cause: str) -> Fault:

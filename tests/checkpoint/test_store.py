@@ -82,6 +82,31 @@ def test_the_best_value_survives_a_relaunch_and_ignores_what_is_not_finite(tmp_p
     assert _load(tmp_path, "best").manifest.monitored == 1.0
 
 
+def judged(folder, step, value, *, monitor="all/hits", mode="max"):
+    store = CheckpointStore(folder, keep_last=1)
+    facts = {**facts_of(step, monitored=value), "monitor": monitor, "mode": mode}
+    return store.save(state_of(step), **facts).manifest
+
+
+def test_the_best_is_the_highest_where_that_is_asked_for(tmp_path):
+    """Kept, named by its pointer, and in what each later manifest says; ties keep the older."""
+    found = [judged(tmp_path, step, value) for step, value in ((10, 1.0), (20, 3.0), (30, 3.0))]
+    assert [one.about["best"]["step"] for one in found] == [10, 20, 20]
+    assert steps_in(tmp_path) == [20, 30]
+    assert (tmp_path / "best").read_text() == "step_00000020.pt\n"
+
+
+def test_only_what_was_judged_by_the_same_figure_is_compared(tmp_path):
+    """A resume with another monitor or mode begins by itself; files of before, which name none, count."""
+    save(tmp_path, 10, monitored=0.5, keep_last=1)
+    assert judged(tmp_path, 20, 2.0, monitor="validation_loss", mode="min").about["best"] == {
+        "step": 10,
+        "value": 0.5,
+    }
+    assert judged(tmp_path, 40, 0.1).about["best"] == {"step": 40, "value": 0.1}
+    assert _load(tmp_path, "best").manifest.step == 40
+
+
 def cut_short(path):
     path.write_bytes(b"short")
 

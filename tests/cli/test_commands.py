@@ -212,7 +212,7 @@ def test_a_plan_has_a_share_for_each_rank(tmp_path, monkeypatch):
     assert plan.settings.data.shares == (3, 3, 2)
 
 
-def saved(directory: Path, step: int, *, monitored: float) -> Path:
+def saved(directory: Path, step: int, *, monitored: float, **more) -> Path:
     content = os.urandom(64)
     path = directory / checkpoint_name(step)
     path.write_bytes(content)
@@ -227,6 +227,7 @@ def saved(directory: Path, step: int, *, monitored: float) -> Path:
         monitored=monitored,
         meaning={},
         settings_digest="d",
+        **more,
         versions={},
         created_utc="2026-11-20T19:00:00Z",
         reason="interval",
@@ -244,7 +245,15 @@ def test_checkpoints_are_listed_newest_first_and_verified(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:2] == ["step", "10"]
     assert second.split()[:2] == ["step", "9"]
+    assert "  loss 1.5000  " in second, "of what, no file of before says"
     assert second.endswith("best")
+    saved(tmp_path, 11, monitored=0.5, monitor="bach/hits", mode="max")
+    assert main(["checkpoints", "list", *where]) == 0
+    newest = capsys.readouterr().out.splitlines()[0]
+    assert "  bach/hits 0.5000  " in newest
+    assert newest.endswith("best"), "the only one that is judged by that figure"
+    (tmp_path / checkpoint_name(11)).unlink()
+    (tmp_path / manifest_name(11)).unlink()
     assert main(["checkpoints", "verify", *where]) == 0
     assert capsys.readouterr().out.count(" ok") == 2
     older.write_bytes(b"x" * 64)

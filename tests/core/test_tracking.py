@@ -35,6 +35,16 @@ def test_an_evaluation_done_again_is_no_second_point():
     assert course.take(5, {"validation_loss": 1.4}).values == {"validation_loss": 1.4}
 
 
+def test_figures_of_named_data_are_those_of_an_evaluation():
+    """They do not take the step back that they are of, and count once."""
+    course = Course()
+    course.take(5, {"loss": 1.0, "kl/a": 2.0})
+    figures = {"all/loss": 1.5, "bach/accuracy": 0.5}
+    assert course.take(5, figures) == Change(undo_after=None, values=figures)
+    assert course.take(5, figures) == Change(undo_after=None, values={})
+    assert course.take(6, {"loss": 0.9, "kl/a": 1.0}).undo_after is None
+
+
 def test_a_launch_undoes_what_is_behind_its_first_step():
     """Where it goes on from the newest step nothing is undone."""
     course = Course(newest=30)

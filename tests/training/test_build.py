@@ -85,7 +85,7 @@ def test_a_model_that_could_not_be_kept_is_refused(name, message):
 def test_so_many_bad_samples_are_replaced_as_the_settings_allow(policy, replaced):
     """Of training and of validation; control: none by default, whatever the budget."""
     _, state = build("PacedTask", WORKLOAD, on_bad_sample=policy, max_bad_samples=3)
-    for quarantine in (state.quarantine, state.validation_quarantine):
+    for quarantine in (state.quarantine, state.validation_quarantines[""]):
         for index in range(replaced):
             quarantine.add(index, reason="broken", step=0, rank=0)
         with pytest.raises(QuarantineFullError):

@@ -13,12 +13,13 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state
 from ddp_runner.checkpoint.store import CheckpointStore
+from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import FaultError
-from ddp_runner.training.final_weights import publish_final
-from tests.checkpoint.states import save
+from ddp_runner.training.final_weights import best_weights, publish_final, swapped_in
+from tests.checkpoint.states import facts_of, save
 
-from .building import build_state, make_slot
+from .building import bits_of, build_state, make_slot
 
 
 class Said:
@@ -29,7 +30,7 @@ class Said:
         self.rank_info = SimpleNamespace(rank=0)
         self.lines, self.reports = [], []
 
-    def info(self, text, *, step):
+    def info(self, text, *, step=None):
         self.lines.append(f"{step}: {text}")
 
     warning = info
@@ -106,6 +107,65 @@ def test_a_launch_that_trains_nothing_writes_nothing(tmp_path):
     (tmp_path / "final_ema.pt").unlink()
     publish_final(parts)
     assert (tmp_path / "final_ema.pt").is_file()
+
+
+def saved_and_trained_on(tmp_path, *, model=None):
+    """The state after its best checkpoint, of step 4, and a later one that is worse."""
+    parts = parts_of(tmp_path, model=model)
+    state = parts.state
+    own = {}
+    for step, value in ((4, 0.9), (8, 0.5)):
+        state.committed_step = step
+        with torch.no_grad():
+            for parameter in state.model.parameters():
+                parameter.add_(step)
+        state.ema.update(state.model)
+        own[step] = {name: one.clone() for name, one in state.model.state_dict().items()}
+        facts = {**facts_of(step, monitored=value), "monitor": "hits", "mode": "max"}
+        parts.store.save(state.capture(), **facts)
+    parts.settings = from_flat({"load_best_at_end": True})
+    parts.workload = None
+    return parts, own
+
+
+@pytest.mark.parametrize("model", [None, Tied()])
+def test_the_best_checkpoint_is_the_end_where_that_is_asked_for(tmp_path, model):
+    """Its weights and its average; the state goes on as it is; control: not asked for, the last."""
+    parts, own = saved_and_trained_on(tmp_path, model=model)
+    before = bits_of(parts.state)
+    best = best_weights(parts)
+    publish_final(parts, best)
+    plain, averaged = read(tmp_path, "final.pt"), read(tmp_path, "final_ema.pt")
+    assert plain.keys() == own[4].keys()
+    assert all(torch.equal(plain[name], own[4][name]) for name in plain)
+    means = torch.load(tmp_path / "step_00000004.pt", weights_only=True)["ema"]["parameters"]
+    assert all(torch.equal(averaged[name], means[name]) for name in means)
+    if model is not None:
+        for found in (plain, averaged):
+            assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    with swapped_in(parts.state.model, best):
+        inside = parts.state.model.state_dict()
+        assert all(torch.equal(inside[name], averaged[name]) for name in averaged)
+    assert bits_of(parts.state) == before
+    parts.settings = from_flat({})
+    assert best_weights(parts) is None
+    publish_final(parts)
+    last = read(tmp_path, "final.pt")
+    assert all(torch.equal(last[name], own[8][name]) for name in last)
+
+
+def test_without_a_checkpoint_of_use_the_end_is_the_last(tmp_path):
+    """With a warning: where none was judged, and where the best one is damaged."""
+    parts, _ = saved_and_trained_on(tmp_path)
+    (tmp_path / "step_00000004.pt").write_bytes(
+        b"x" * (tmp_path / "step_00000004.pt").stat().st_size
+    )
+    assert best_weights(parts) is None
+    assert "step_00000004.pt cannot be used" in parts.runtime.lines[-1]
+    for path in tmp_path.glob("step_*"):
+        path.unlink()
+    assert best_weights(parts) is None
+    assert "no checkpoint has been judged" in parts.runtime.lines[-1]
 
 
 class FullDisk(RealDisk):

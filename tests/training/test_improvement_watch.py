@@ -10,8 +10,8 @@ import pytest
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.improvement import ImprovementRules
+from ddp_runner.core.monitor import Monitor
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
-from ddp_runner.training.progress import Progress
 from ddp_runner.training.resume import is_complete
 
 from .building import build_state
@@ -23,7 +23,7 @@ RULES = ImprovementRules(plateau_patience=2, plateau_factor=0.5, stop_patience=5
 def observed(losses, watch=None, *, start=1):
     watch = watch or ImprovementWatch(RULES)
     for step, loss in enumerate(losses, start=start):
-        watch.observe(step=step, loss=loss)
+        watch.observe(step=step, value=loss)
     return watch
 
 
@@ -37,9 +37,9 @@ def test_an_evaluation_that_is_made_again_counts_once():
     for _ in range(50):
         losses = [chance.choice([1.0, 2.0, 3.0]) for _ in range(9)]
         early, late = observed(losses[:-1]), observed(losses[:-1])
-        early.observe(step=9, loss=chance.choice([0.5, 9.0]))
+        early.observe(step=9, value=chance.choice([0.5, 9.0]))
         for watch in (early, late):
-            watch.observe(step=9, loss=losses[-1])
+            watch.observe(step=9, value=losses[-1])
         assert standing(early) == standing(late)
         for watch in (early, late):
             observed([1.0, 5.0], watch, start=10)
@@ -49,7 +49,7 @@ def test_an_evaluation_that_is_made_again_counts_once():
 def test_what_follows_is_said_with_its_figures():
     """A plateau once for each, the end at each evaluation that finds it."""
     watch = ImprovementWatch(RULES)
-    news = [watch.observe(step=step, loss=loss) for step, loss in enumerate([3, 2, 2, 2, 2, 2, 2])]
+    news = [watch.observe(step=step, value=loss) for step, loss in enumerate([3, 2, 2, 2, 2, 2, 2])]
     plateau = "no improvement on 2 in 2 evaluations: learning rate x {}"
     assert news == [
         *("", "", "", plateau.format(0.5), "", plateau.format(0.25)),
@@ -97,34 +97,33 @@ def test_a_run_that_ended_early_is_complete_until_it_may_go_on():
         workload, state = build(**PACED, early_stopping_patience=patience)
         state.committed_step = 5
         rules = ImprovementRules(stop_patience=3)
-        state.improvement.load_state_dict(observed([1.0] * 4, ImprovementWatch(rules)).state_dict())
+        state.improvement.load_state_dict(
+            observed([1.0] * 4, ImprovementWatch(rules, monitor=workload.monitor)).state_dict()
+        )
         assert is_complete(workload, state) is complete
 
 
 def test_a_monitor_that_no_evaluation_gives_is_refused_before_the_first_step():
-    """Where something waits for it; without that it is as before."""
+    """Of a task without validation data; control: what needs none."""
     streamed = {"monitor": "validation_loss", "num_workers": 0}  # a task without validation data
-    for settings in ({"early_stopping_patience": 2}, {"plateau_patience": 2}):
-        with pytest.raises(BadInputError, match=r"checkpoint\.monitor=validation_loss: the task"):
-            build(**streamed, **settings)
-        build(**{**streamed, "monitor": "auto"}, **settings)
-    build(**streamed)
+    with pytest.raises(BadInputError, match=r"checkpoint\.monitor=validation_loss: the task"):
+        build(**streamed)
+    for wanted in ("auto", "train_loss"):
+        build(**{**streamed, "monitor": wanted}, early_stopping_patience=2)
 
 
-@pytest.mark.parametrize(
-    ("monitor", "validation", "smoothed", "found"),
-    [
-        ("auto", 2.0, 3.0, 2.0),
-        ("auto", None, 3.0, 3.0),
-        ("train_loss", 2.0, 3.0, 3.0),
-        ("validation_loss", None, 3.0, None),
-        ("auto", None, None, None),
-        ("auto", None, float("nan"), None),
-    ],
-)
-def test_the_loss_that_counts_is_the_one_that_decides_the_best(
-    monitor, validation, smoothed, found
-):
-    """That of validation where there is some, unless another is asked for."""
-    progress = Progress(validation_loss=validation)
-    assert progress.monitored(monitor, smoothed=smoothed) == found
+def test_the_higher_the_better_where_that_is_asked_for():
+    """The same decisions as of the negative figure; said with the figure itself."""
+    watch = ImprovementWatch(RULES, monitor=Monitor(name="validation_hits", mode="max"))
+    news = [watch.observe(step=step, value=one) for step, one in enumerate([1, 2, 2, 2, 1])]
+    assert news == ["", "", "", "no improvement on 2 in 2 evaluations: learning rate x 0.5", ""]
+    assert standing(watch) == standing(observed([-1, -2, -2, -2, -1]))
+
+
+def test_what_was_counted_of_another_figure_does_not_count():
+    """A resume that judges by something else begins to count again; control: by the same it goes on."""
+    record = observed([1.0, 1.0, 1.0, 1.0]).state_dict()
+    for monitor, count in ((Monitor(), 3), (Monitor(mode="max"), 0), (Monitor(name="x"), 0)):
+        watch = ImprovementWatch(RULES, monitor=monitor)
+        watch.load_state_dict(record)
+        assert watch.state_dict()["now"]["stop"]["count"] == count

@@ -106,6 +106,29 @@ def test_weights_are_those_of_a_run_that_reads_each_time(tmp_path, workers):
     assert report.figures == plain.figures
 
 
+class NamedTask(SquaresTask):
+    """Three validation sets, one of them the training data."""
+
+    def build_datasets(self):
+        train = Squares()
+        return Datasets(
+            train=train, validation={"few": Squares(3), "same": train, "more": Squares(9)}
+        )
+
+
+def test_several_validation_sets_are_read_once_too(tmp_path):
+    """They share one memory; figures are those of a run that reads each time."""
+    task = {"run.task": f"{__name__}:NamedTask", "log.evaluate_every_steps": 5}
+    Squares.read = 0
+    shared = DDPTrainer(config=settings(tmp_path / "shared", **task, **{"data.preload": True}))
+    report = shared.train()
+    assert Squares.read == SAMPLES + 3 + 9
+    plain = DDPTrainer(config=settings(tmp_path / "plain", **task)).train()
+    assert sorted(plain.figures) == ["few/loss", "more/loss", "same/loss"]
+    assert report.figures == plain.figures
+    assert report.weights_sha256 == plain.weights_sha256
+
+
 @pytest.mark.parametrize(
     ("datasets", "words"),
     [

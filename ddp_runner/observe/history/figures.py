@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
+from ddp_runner.core.monitor import ALONE, LOSS, figure_name, is_of_evaluation, parts_of
 from ddp_runner.observe.history.fault_rows import MARK_KINDS, Mark
 from ddp_runner.observe.history.json_lines import number
 from ddp_runner.observe.history.metrics_history import Curves, Series
@@ -72,7 +73,6 @@ _IN_BOTH = ("rss_bytes", "device_used_bytes")
 _PER_GB = 1e9
 _FIRST_SHOWN = ("loss", "learning_rate", "grad_norm", "samples_per_s", "steps_per_s")
 _NOT_SHOWN = ("epoch", "device_total_bytes")
-_LOSSES = ("loss", "validation_loss")
 _BY_RANK = ("step_s", "data_wait_share", *OF_USE)
 RANKS_DRAWN_MAX = 16
 _PANEL_PX, _MARKS_PX, _AROUND_PX = 190, 46, 90
@@ -109,14 +109,23 @@ def extent(curves: Curves, *, by_time: bool) -> tuple[float, float]:
 
 
 def panels(names: Sequence[str], *, of_use: bool = False) -> list[list[str]]:
-    """Which figures share a panel: the losses do, each other one has its own; in a fixed order."""
+    """Which figures share a panel: the losses do, and a figure of several validation data; in a fixed order."""
     if of_use:
         return [[name] for name in OF_USE if name in names]
     names = [name for name in names if name not in OF_USE or name in _IN_BOTH]
-    losses = [name for name in names if name in _LOSSES]
+    losses = [name for name in names if _is_loss(name)]
     others = [name for name in names if name not in (*losses, *_NOT_SHOWN)]
-    ordered = sorted(others, key=lambda name: (_place(name), name))
-    return ([sorted(losses)] if losses else []) + [[name] for name in ordered]
+    shared: dict[str, list[str]] = {}
+    for name in others:
+        data, figure = parts_of(name)
+        shared.setdefault(f"/{figure}" if data else name, []).append(name)
+    ordered = sorted(shared.values(), key=lambda of_panel: (_place(of_panel[0]), min(of_panel)))
+    training_first = sorted(losses, key=lambda name: ("/" in name, name))
+    return ([training_first] if losses else []) + [sorted(of_panel) for of_panel in ordered]
+
+
+def _is_loss(name: str) -> bool:
+    return name == LOSS or (is_of_evaluation(name) and parts_of(name)[1] == LOSS)
 
 
 def _place(name: str) -> int:
@@ -144,16 +153,16 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
         axis = f"y{place + 2}"
         layout[f"yaxis{place + 2}"] = _axis(
             look,
-            title=_TITLES.get(names[0], names[0].replace("_", " ")),
+            title=_title(names),
             domain=[top - room * 0.84, top],
         )
         if (
             names[0] in _BY_RANK
         ):  # around a value that does not change there is room below zero, too
             layout[f"yaxis{place + 2}"]["rangemode"] = "nonnegative"
-        for name in names:
+        for in_panel, name in enumerate(names):
             is_named = len(names) > 1 or name in _BY_RANK  # else the axis says it
-            lines = _lines(curves, name, axis, look, origin_s)
+            lines = _lines(curves, name, axis, look, origin_s, colour=_colour_of(name, in_panel))
             if is_named and name in _BY_RANK:  # each rank once, not in each panel
                 lines = [line | {"showlegend": line["legendgroup"] not in named} for line in lines]
                 named |= {line["legendgroup"] for line in lines}
@@ -205,10 +214,24 @@ def _origin_s(curves: Curves) -> float:
     return min(firsts, default=0.0)
 
 
-def _lines(curves: Curves, name: str, axis: str, look: Look, origin_s: float) -> list[Figure]:
+def _title(names: Sequence[str]) -> str:
+    data, figure = parts_of(names[0])
+    name = figure if data else names[0]
+    return _TITLES.get(name, name.replace("_", " "))
+
+
+def _colour_of(name: str, place: int) -> str:
+    """That of a curve which is drawn once; ``place``: in its panel."""
+    if name == figure_name(ALONE, LOSS):
+        return _ORANGE
+    return _LINE_COLOURS[place % len(_LINE_COLOURS)]
+
+
+def _lines(
+    curves: Curves, name: str, axis: str, look: Look, origin_s: float, *, colour: str
+) -> list[Figure]:
     by_rank = curves.ranks(name)
     if name not in _BY_RANK:
-        colour = _ORANGE if name == "validation_loss" else _BLUE
         shown, one = name.replace("_", " "), curves.of_run(name)
         return [_line(one, shown, colour=colour, axis=axis, look=look, origin_s=origin_s)]
     ranks = sorted(by_rank.items())[:RANKS_DRAWN_MAX]
@@ -254,7 +277,7 @@ def _line(
         "line": {"color": colour, "width": 1.6},
         "hovertemplate": "%{y:.6g}<extra>" + html.escape(name) + "</extra>",
     }
-    if name == "validation loss":
+    if is_of_evaluation(name.replace(" ", "_")):
         figure["mode"] = "lines+markers"
     return figure
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
+from ddp_runner.core.monitor import LOSS, is_of_evaluation, parts_of
 from ddp_runner.observe.format import count, duration, figure, percent
 from ddp_runner.observe.history.metrics_history import Curves
 from ddp_runner.observe.reports.improvements import Improvement
@@ -15,12 +16,14 @@ from ddp_runner.observe.summary import TIME_NAMES, TimeShares
 CURVE_COLUMNS, BAR_COLUMNS = 40, 30
 IMPROVEMENTS_SHOWN_MAX = 3
 _LINE_COLUMNS = 79
-_SHOWN = ("loss", "validation_loss", "grad_norm", "samples_per_s", "tokens_per_s")
+_SHOWN_FIRST, _SHOWN_LAST = ("loss",), ("grad_norm", "samples_per_s", "tokens_per_s")
+_EVALUATED_MAX = 8
 
 
 def curve_lines(curves: Curves, *, labels: int, unicode: bool) -> Iterator[str]:
     """A line for each of the main figures: name, curve, first and last value."""
-    for name in _SHOWN:
+    evaluated = sorted(filter(is_of_evaluation, curves.names()), key=_losses_first)
+    for name in (*_SHOWN_FIRST, *evaluated[:_EVALUATED_MAX], *_SHOWN_LAST):
         series = curves.of_run(name)
         known = [value for value in series.values if math.isfinite(value)]
         if len(known) < 2:
@@ -29,7 +32,11 @@ def curve_lines(curves: Curves, *, labels: int, unicode: bool) -> Iterator[str]:
         title = name.replace("_per_s", "/s").replace("_", " ")
         arrow = "→" if unicode else "->"
         ends = f"{figure(known[0])} {arrow} {figure(known[-1])}"
-        yield f"{title:<{labels}}{drawn}  {ends}, {count(len(known))} points"
+        yield f"{title:<{labels - 1}} {drawn}  {ends}, {count(len(known))} points"
+
+
+def _losses_first(name: str) -> tuple[bool, str]:
+    return parts_of(name)[1] != LOSS, name
 
 
 def time_lines(time_s: TimeShares, *, wall_s: float, labels: int, unicode: bool) -> Iterator[str]:

@@ -6,14 +6,18 @@ from dataclasses import asdict
 from typing import Any
 
 from ddp_runner.core.improvement import Improvement, ImprovementRules, Wait
+from ddp_runner.core.monitor import Monitor
 
 
 class ImprovementWatch:
-    """All ranks that observe the same losses at the same steps agree; part of the saved state."""
+    """All ranks that observe the same figures at the same steps agree; part of the saved state."""
 
-    def __init__(self, rules: ImprovementRules | None = None) -> None:
-        """Without rules nothing follows from anything."""
+    def __init__(
+        self, rules: ImprovementRules | None = None, *, monitor: Monitor | None = None
+    ) -> None:
+        """Without rules nothing follows from anything. ``monitor``: the figure, and which way it is better."""
         self._rules = rules or ImprovementRules()
+        self._monitor = monitor or Monitor()
         self._step = -1  # of the newest evaluation
         self._before = self._now = Improvement()  # without that one, and with it
 
@@ -27,8 +31,8 @@ class ImprovementWatch:
         """Whether the run has gone without an improvement for too long."""
         return self._now.is_over(self._rules)
 
-    def observe(self, *, step: int, loss: float) -> str:
-        """Take in the loss that was evaluated after ``step`` steps; what follows from it, in words."""
+    def observe(self, *, step: int, value: float) -> str:
+        """Take in the figure that was evaluated after ``step`` steps; what follows from it, in words."""
         if not self._rules.are_on:
             return ""
         # INVARIANT counted-once: an evaluation that is made again, since a fault cut short what follows it
@@ -36,14 +40,18 @@ class ImprovementWatch:
         # Broken if: ranks that had come to its end count it twice, and others once.
         # Guarded by: test_an_evaluation_that_is_made_again_counts_once.
         base = self._before if step == self._step else self._now
-        self._step, self._before, self._now = step, base, base.after(loss, self._rules)
+        self._step, self._before, self._now = (
+            step,
+            base,
+            base.after(self._monitor.signed(value), self._rules),
+        )
         if self.is_over:
-            count, best = self._now.stop.count, self._now.stop.best
+            count, best = self._now.stop.count, self._monitor.signed(self._now.stop.best)
             return f"no improvement on {best:.6g} in {count} evaluations: the run ends early"
         if self.rate_factor != base.rate_factor:
             count = self._rules.plateau_patience
             return (
-                f"no improvement on {base.plateau.best:.6g} in {count} evaluations: "
+                f"no improvement on {self._monitor.signed(base.plateau.best):.6g} in {count} evaluations: "
                 f"learning rate x {self.rate_factor:g}"
             )
         return ""
@@ -52,10 +60,16 @@ class ImprovementWatch:
         """Plain values; empty where nothing is watched."""
         if not self._rules.are_on:
             return {}
-        return {"step": self._step, "before": asdict(self._before), "now": asdict(self._now)}
+        record = {"step": self._step, "before": asdict(self._before), "now": asdict(self._now)}
+        return record | {"of": self._monitor.words}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; from nothing where it is empty. What follows is this run's rules' to say."""
+        """Continue from ``state``; from nothing where it is empty, or of another figure.
+
+        What follows is this run's rules' to say.
+        """
+        if state.get("of", self._monitor.words) != self._monitor.words:
+            state = {}
         self._step = int(state.get("step", -1))
         self._before = _improvement(state.get("before"))
         self._now = _improvement(state.get("now"))

@@ -18,6 +18,7 @@ from ddp_runner.collective.device_progress import NoDeviceProgress, device_progr
 from ddp_runner.config.identity import TOTAL_STEPS
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import RunLength
@@ -55,6 +56,7 @@ def prepare(
 
     Raises BadInputError for what cannot be trained, and for a checkpoint that does not fit.
     """
+    _refuse_evaluations(settings)
     info, slot, stages = runtime.rank_info, runtime.slot, StageClock(runtime)
     slot.set(Cell.DIRTY, 0)  # of a predecessor that died inside its optimizer
     make_forks_safe()
@@ -85,6 +87,7 @@ def prepare(
         resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
         recipe=_recipe(runtime, length, arguments=arguments),
         settings_digest=config.digest(settings),
+        monitor=Monitor(mode=settings.checkpoint.mode),
         parameters=sum(one.numel() for one in state.model.parameters()),
     )
     store = CheckpointStore(
@@ -148,6 +151,22 @@ def prepare(
     )
     slot.stamp(Phase.STARTUP, time.monotonic_ns())
     return parts, start.run_id
+
+
+def _refuse_evaluations(settings: Settings) -> None:
+    """What a loop evaluates is its own affair: nothing here knows of it."""
+    wanted = settings.checkpoint.monitor
+    if wanted not in (AUTO, TRAIN_LOSS):
+        expected = (
+            "a loop of one's own has no evaluation that is known here: take train_loss or auto"
+        )
+        raise BadInputError("checkpoint.monitor", wanted, expected)
+    for key, is_on in (
+        ("run.load_best_at_end", settings.run.load_best_at_end),
+        ("log.evaluate_at_start", settings.log.evaluate_at_start),
+    ):
+        if is_on:
+            raise BadInputError(key, "true", "is for a task: leave it out of a loop of one's own")
 
 
 def _refuse_unsavable(state: KeptState) -> None:

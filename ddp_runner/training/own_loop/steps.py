@@ -248,6 +248,10 @@ class LoopSteps:
         slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
         return None
 
+    def must_keep(self) -> bool:
+        """Never: nothing here is known to be an evaluation."""
+        return False
+
     def _room_bytes(self) -> float:
         """For a second copy of parameters."""
         room_bytes = ROOM_SHARE_MAX * self._parts.memory.room_bytes()

@@ -279,6 +279,20 @@ def test_figures_share_panels_and_need_no_tags():
         "loss",
         "validation_loss",
     ]
+    named = ["bach/loss", "loss", "all/accuracy", "bach/accuracy", "all/loss", "validation_f1"]
+    assert panels(named) == [
+        ["loss", "all/loss", "bach/loss"],
+        ["all/accuracy", "bach/accuracy"],
+        ["validation_f1"],
+    ]
+    of_sets = Curves()
+    of_sets.add([point(step, **dict.fromkeys(named, 1.0)) for step in (1, 2)])
+    drawn = [one for one in curves_figure(of_sets, [], Look())["data"] if one["name"] != "fault"]
+    by_name = {one["name"]: one for one in drawn}
+    assert by_name["all/accuracy"]["line"] != by_name["bach/accuracy"]["line"]
+    assert by_name["all/accuracy"]["yaxis"] == by_name["bach/accuracy"]["yaxis"]
+    assert by_name["all/loss"]["mode"] == "lines+markers"
+    assert by_name["loss"]["mode"] == "lines"
     assert "<a" not in hover_text("<a href='javascript:1'>x</a> <b>")
     curves = Curves()
     curves.add([point(1, **{"<b>x": 1.0})])

@@ -164,6 +164,17 @@ def test_lines_of_a_report_fit_a_terminal():
     assert [name for name, _ in time_parts(run.summary.time_s)] == ["start-up", "steps", "data wait"]  # fmt: skip
 
 
+def test_a_report_draws_the_losses_of_evaluations_before_their_other_figures():
+    """With a gap behind each name, and so many that the rest is still seen."""
+    names = [
+        f"text{number}/{figure}" for number in range(6) for figure in ("hits_of_all_words", "loss")
+    ]
+    curves = curves_of(**{name: [2.0, 1.0] for name in ["samples_per_s", "loss", *names]})
+    shown = [line.split()[0] for line in curve_lines(curves, labels=14, unicode=False)]
+    losses = [f"text{number}/loss" for number in range(6)]
+    assert shown == ["loss", *losses, "text0/hits", "text1/hits", "samples/s"]
+
+
 def test_two_runs_are_compared_over_what_they_did_themselves():
     """Steps a second of the launch that the summary is of, and a change only where there is a figure."""
     first = ended(settings={"data.path": "a"}, curves=curves_of(loss=[2.0, 1.0]))

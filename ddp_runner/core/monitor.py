@@ -1,0 +1,83 @@
+"""What the figures of evaluations are called, and by which of them a run is judged. Knows names and numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+AUTO, TRAIN_LOSS = "auto", "train_loss"
+ALONE = ""  # the name of validation data that has none, since there is no other
+LOSS = "loss"
+_OF_ALONE = "validation_"
+_BETWEEN = "/"  # of the name of validation data and that of a figure
+
+Mode = Literal["min", "max"]
+
+
+def figure_name(data: str, figure: str) -> str:
+    """``validation_loss``, or ``bach/loss`` of validation data that is called ``bach``."""
+    return f"{data}{_BETWEEN}{figure}" if data else f"{_OF_ALONE}{figure}"
+
+
+def is_of_evaluation(name: str) -> bool:
+    """Whether a figure is one that an evaluation gives, by its name."""
+    return name.startswith(_OF_ALONE) or _BETWEEN in name
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Validation data and figure of what :func:`figure_name` gave; no data for any other name."""
+    data, between, figure = name.rpartition(_BETWEEN)
+    return (data, figure) if between else (ALONE, name.removeprefix(_OF_ALONE))
+
+
+def chosen(wanted: str, data: Sequence[str]) -> str:
+    """The figure that ``checkpoint.monitor`` means. ``data``: the names of the validation data there is."""
+    if wanted != AUTO:
+        return wanted
+    return figure_name(data[0], LOSS) if data else TRAIN_LOSS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Monitor:
+    """The figure that decides which state is the best, and which way. The same on all ranks, for a whole run."""
+
+    name: str = TRAIN_LOSS
+    mode: Mode = "min"
+
+    def value(self, figures: Mapping[str, float], *, train_loss: float | None) -> float | None:
+        """It, as it is now; None while there is none. ``figures``: of the newest evaluation."""
+        found = train_loss if self.name == TRAIN_LOSS else figures.get(self.name)
+        return found if found is not None and math.isfinite(found) else None
+
+    def signed(self, value: float) -> float:
+        """What is lower the better it is; the same again gives the value."""
+        return value if self.mode == "min" else -value
+
+    @property
+    def words(self) -> str:
+        """``min validation_loss``: what two figures that can be compared have alike."""
+        return f"{self.mode} {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best that evaluations have found so far. ``of``: the :attr:`Monitor.words` that it is of."""
+
+    of: str = ""
+    step: int = 0
+    value: float = math.nan
+
+    def after(self, value: float, *, step: int, monitor: Monitor) -> Best:
+        """With one more evaluation; itself where that found nothing better.
+
+        The same evaluation, made once more, is what it was: the best or not.
+        """
+        # What is evaluated before the first step is of no use as an end.
+        if step <= 0 or not math.isfinite(value):
+            return self
+        is_first = self.of != monitor.words
+        if is_first or step == self.step or monitor.signed(value) < monitor.signed(self.value):
+            return Best(of=monitor.words, step=step, value=value)
+        return self
