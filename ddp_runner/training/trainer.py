@@ -18,6 +18,7 @@ from ddp_runner.collective.device_progress import NoDeviceProgress, device_progr
 from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
 from ddp_runner.core.phases import Phase, Stage
+from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.secrets import environment_secrets, secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
@@ -50,9 +51,10 @@ class DDPTrainer:
 
     In a plain script or notebook: ``DDPTrainer(MyTask, config={"epochs": 3}).train().model``. The
     first argument is a task class, or this process's rank; a class may also be the ``task`` of
-    ``config``, which is a ``Settings``, or a mapping with flat or nested keys. With ``world_size`` above
-    1 and no runtime, every process makes its own trainer, and MASTER_ADDR and MASTER_PORT name a
-    store that runs already (as under torchrun).
+    ``config``, which is a ``Settings``, or a mapping with flat or nested keys. With several ranks and no
+    runtime, every process makes its own trainer, and MASTER_ADDR and MASTER_PORT name a store that
+    runs already. Under torchrun rank and number are known: without a word about them they are those of
+    RANK and WORLD_SIZE, unless DDP_RUNNER_PLAIN_RANK=0 says that each process trains alone.
     """
 
     def __init__(
@@ -70,6 +72,9 @@ class DDPTrainer:
         if not isinstance(config, Settings):
             config = configuration.from_flat(with_task_named(config or {}))
         self.settings = config
+        if runtime is None and world_size == 1 and (of_launcher := plain_rank(os.environ)):
+            # Alone each would train the same, over the others' files.
+            rank, world_size = of_launcher.rank, of_launcher.world_size
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         if self.settings.log.phase_times:
             self._runtime.slot = timed(self._runtime.slot, self._runtime.rank_info.device)

@@ -325,28 +325,44 @@ def test_more_ranks_than_samples_is_refused(tmp_path):
     assert "--batch-size=41" in text
 
 
-def _train_in_a_world(me, port, config):
+def _train_in_a_world(me, port, config, is_said=True):
     training_saving.PATIENCE_S = 30.0  # a slow disk puts no save off: each is of its own step
     os.environ.update(
         RANK=str(me.rank), LOCAL_RANK=str(me.rank), WORLD_SIZE=str(me.world_size),
         LOCAL_WORLD_SIZE=str(me.world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
-    report = DDPTrainer(rank=me.rank, world_size=me.world_size, config=config).train()
+    of_script = {"rank": me.rank, "world_size": me.world_size} if is_said else {}
+    report = DDPTrainer(**of_script, config=config).train()
     return replace(report, model=None)  # its class is known to that process only
 
 
-@pytest.mark.parametrize("find_unused_parameters", [True, False])
-def test_two_processes_under_an_outside_launcher_train_together(tmp_path, find_unused_parameters):
-    """They find each other by MASTER_ADDR and MASTER_PORT, and end with the same weights."""
+@pytest.mark.parametrize(
+    ("find_unused_parameters", "is_said"), [(True, True), (False, True), (False, False)]
+)
+def test_two_processes_under_an_outside_launcher_train_together(
+    tmp_path, find_unused_parameters, is_said
+):
+    """They find each other by MASTER_ADDR and MASTER_PORT, and end with the same weights. Rank and number
+    need not be said: alone each would write over the other's files."""
     config = settings(tmp_path, max_steps=7, find_unused_parameters=find_unused_parameters)
     with hosted_store() as port:
-        first, second = run_ranks(_train_in_a_world, 2, port, config)
+        first, second = run_ranks(_train_in_a_world, 2, port, config, is_said)
     assert first.weights_sha256 == second.weights_sha256
     assert first.samples == second.samples == 7 * BATCH * 2
     assert first.loss == second.loss
     assert second.checkpoint == ""
     assert first.sample == "training: False"
     assert second.sample == ""
+
+
+def test_each_process_trains_alone_where_that_is_said(tmp_path, monkeypatch):
+    """As separate trainings that one launcher starts."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("DDP_RUNNER_PLAIN_RANK", "0")
+    alone = DDPTrainer(SmallTask, config=settings(tmp_path)).info()
+    assert (alone["rank"], alone["world_size"]) == (0, 1)
 
 
 def test_an_unused_layer_is_trained_around_by_default(tmp_path):
