@@ -45,6 +45,7 @@ def export(
         "format": form,
         "dtype": dtype,
         "average": average,
+        "init_from": values.get("--init-from", ""),
         "settings": settings,
     }
     reader, writer = os.pipe()

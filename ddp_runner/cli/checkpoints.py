@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _ACTIONS = ("list", "verify", "show", "export", "prune")
 _TO, _FORMAT, _DTYPE, _KEEP = ("--to", ""), ("--format", ""), ("--dtype", ""), ("--keep", "")
+_INIT_FROM = ("--init-from", "")
 _EMA, _DRY_RUN, _ALL = "--ema", "--dry-run", "--all"
 HELP = f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
                                                 [--json]
@@ -44,13 +45,15 @@ WHICH is last (as without it), best, a step or a path.
       --format FORMAT       of export: safetensors or pt [safetensors]
       --dtype TYPE          of export: fp32, bf16 or fp16 [as it is]
       --ema                 of export: the average (EMA)
+      --init-from PATH      of export: what the run has begun with and the file
+                            leaves out [the run's final.pt, or as it began]
       --all                 of prune: the best and those for good, too
       --dry-run             of prune: only say what would be deleted
       --name NAME           those in checkpoints/NAME [the newest run's]
   -c, --checkpoint-dir DIR  those in DIR
       --json                one JSON object a line, for programs"""
 _OPTIONS_OF = {
-    "export": {"--to", "--format", "--dtype", _EMA},
+    "export": {"--to", "--format", "--dtype", "--init-from", _EMA},
     "prune": {"--keep", _ALL, _DRY_RUN},
 }
 
@@ -59,7 +62,7 @@ def run(words: Sequence[str]) -> int:
     """Do it; 1 if a checkpoint that was to be verified is bad. Raises BadInputError."""
     arguments = parse_small(
         words,
-        valued=(CHECKPOINT_DIR, NAME, _TO, _FORMAT, _DTYPE, _KEEP),
+        valued=(CHECKPOINT_DIR, NAME, _TO, _FORMAT, _DTYPE, _KEEP, _INIT_FROM),
         switches=(JSON, _EMA, _DRY_RUN, _ALL),
         words_max=2,
     )

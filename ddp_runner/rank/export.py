@@ -19,15 +19,12 @@ from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.entry_names import load_bare_state, read_as
 from ddp_runner.checkpoint.publish import DurableWriter, publish
 from ddp_runner.checkpoint.safetensors_file import write_safetensors
-from ddp_runner.checkpoint.weights import load_weights
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 from ddp_runner.system import parent_death
-from ddp_runner.training.components.rng import seed_all
-from ddp_runner.training.task_import import load_task
+from ddp_runner.training.begun_weights import built_model, first_line, whole_weights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SHOWN_MAX = 300
 
 
 def main(words: Sequence[str]) -> int:
@@ -48,10 +45,21 @@ def main(words: Sequence[str]) -> int:
 
 def export(spec: Mapping[str, Any]) -> Iterator[str]:
     """Write the files that ``spec`` asks for; yields what to say. Raises BadInputError and OSError."""
-    weights = load_weights(Path(spec["path"]), average=spec["average"])
+    settings, unknown = _settings_of(spec["settings"])
+    with contextlib.redirect_stdout(sys.stderr):
+        weights, begun = whole_weights(
+            Path(spec["path"]),
+            average=spec["average"],
+            settings=settings,
+            init_from=spec["init_from"],
+        )
+    if spec["init_from"] and not begun:
+        yield "--init-from is not needed: the checkpoint has all weights"
+    if begun:
+        yield f"with what the run has begun with and the checkpoint leaves out, from {begun}"
     dtype = _DTYPES.get(spec["dtype"])
     folder = Path(spec["to"])
-    model, why = _model_of(spec["settings"], weights)
+    model, why = (None, unknown) if settings is None else _model_of(settings, weights)
     folder.mkdir(parents=True, exist_ok=True)
     if model is not None:
         model = model if dtype is None else model.to(dtype)
@@ -103,29 +111,32 @@ def _converted(
     return found, skipped
 
 
-def _model_of(record: object, weights: Mapping[str, Any]) -> tuple[Any, str]:
-    """The task's model with ``weights``, where it can save itself; else None, and why nobody can say."""
+def _settings_of(record: object) -> tuple[Settings | None, str]:
+    """Those of the checkpoint's run; else None, and why."""
     if not isinstance(record, dict):
         return None, "the checkpoint does not say of which settings it is"
     try:
-        settings = config.from_record(record)
-        model = _built(settings)
+        return config.from_record(record), ""
+    except BadInputError as error:
+        return None, f"the settings of the checkpoint are none by now ({error})"
+
+
+def _model_of(settings: Settings, weights: Mapping[str, Any]) -> tuple[Any, str]:
+    """The task's model with ``weights``, where it can save itself; else None, and why nobody can say."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            model = _built(settings)
         if not callable(getattr(model, "save_pretrained", None)):
             return None, ""
         load_bare_state(model, read_as(weights, model.state_dict()))
     except Exception as error:  # noqa: BLE001 - whatever a task raises that cannot be built here
-        first = (str(error).strip() or type(error).__name__).splitlines()[0][:_SHOWN_MAX]
-        return None, f"its task's model could not be built ({first})"
+        return None, f"its task's model could not be built ({first_line(error)})"
     return model, ""
 
 
 def _built(settings: Settings) -> nn.Module:
-    """As a rank builds it; without its data where it needs none."""
-    with contextlib.redirect_stdout(sys.stderr):
-        seed_all(settings.run.seed)
-        task = load_task(settings)
-        try:
-            return task.build_model()
-        except Exception:  # noqa: BLE001 - it may need what build_datasets() has made
-            task.build_datasets()
-            return task.build_model()
+    """Without its data where it needs none."""
+    try:
+        return built_model(settings, with_data=False)
+    except Exception:  # noqa: BLE001 - it may need what build_datasets() has made
+        return built_model(settings, with_data=True)

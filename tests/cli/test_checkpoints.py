@@ -10,12 +10,15 @@ import torch
 from ddp_runner import config
 from ddp_runner.__main__ import main
 from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.checkpoint.left_out import START
 from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.checkpoint.weights import load_weights
 from ddp_runner.cli.checkpoints import run
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.training.begun_weights import built_model
+from ddp_runner.training.components.start_weights import record_of
 from tests.checkpoint.states import facts_of, save, steps_in
 
 TASK = """
@@ -55,14 +58,14 @@ class Pretrained(Plain):
 WEIGHTS = {"weight": torch.tensor([[1.5, -2.0]]), "bias": torch.tensor([0.25])}
 
 
-def made(folder, step=5, *, task="", ema=None, **facts):
+def made(folder, step=5, *, task="", ema=None, content=None, **facts):
     settings = from_flat({"hidden_size": 64, **({"task": task} if task else {})})
     about = {"settings": config.record_to_show(settings), "loss": 2.5, "tokens": 1280.0}
     state = {"model": dict(WEIGHTS), **({} if ema is None else {"ema": ema})}
     store = CheckpointStore(folder, keep_last=9)
     meaning = {config.described_key("tokenizer"): "bpe-8k", "run.seed": 7}
     given = {**facts_of(step, monitored=2.0), "meaning": meaning, "about": about, **facts}
-    return store.save(state, **given)
+    return store.save(content or state, **given)
 
 
 def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):
@@ -86,6 +89,26 @@ def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):
     assert (record["step"], record["best"], record["tokens"]) == (4, True, 1280.0)
     assert record["settings"]["model.hidden_size"] == 64
     assert record["best_so_far"] == {"step": 4, "value": 1.75}
+
+
+def test_show_names_the_figure_that_counts(tmp_path, capsys):
+    """Once; the best by it is the highest where that is better, and may be of a file that is gone."""
+    figures = {"all/loss": 1.5, "bach/hits": 0.25}
+    for step, hits in ((3, 0.75), (4, 0.25)):
+        about = {"figures": {**figures, "bach/hits": hits}, "tokens": 640.0, "loss": 2.5}
+        made(tmp_path, step, about=about, monitored=hits, monitor="bach/hits", mode="max")
+    (tmp_path / "step_00000003.pt").unlink()
+    (tmp_path / "step_00000003.json").unlink()
+    assert main(["checkpoints", "show", "-c", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "training loss 2.5000, all/loss 1.5000, bach/hits 0.2500\n" in said
+    assert "bach/hits 0.7500 at step 3" in said
+    assert "640 tokens" in said
+    assert main(["checkpoints", "show", "--json", "-c", str(tmp_path)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["monitor"], record["mode"], record["monitored"]) == ("bach/hits", "max", 0.25)
+    assert record["figures"] == figures
+    assert record["best_so_far"] == {"step": 3, "value": 0.75}
 
 
 def test_show_of_a_damaged_or_older_checkpoint_says_so(tmp_path, capsys):
@@ -141,6 +164,27 @@ def test_export_has_the_model_save_itself_with_the_average(tmp_path, capsys):
     assert "without save_pretrained: its task's model could not be built" in capsys.readouterr().out
     found = load_weights(tmp_path / "bare" / "model.safetensors")
     assert torch.equal(found["weight"], means["weight"])
+
+
+def test_export_of_a_file_without_its_frozen_weights_is_whole_or_refused(tmp_path, capsys):
+    """They are built again, as its run has begun; where the task is gone nothing is written."""
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    begun = built_model(from_flat({"task": f"{task}:Plain"}), with_data=False).state_dict()
+    left_out = {"weight": begun["weight"]}
+    content = {"model": {"bias": WEIGHTS["bias"]}, START: record_of(left_out, init_from="")}
+    made(tmp_path / "c", task=f"{task}:Plain", content=content)
+    words = ["checkpoints", "export", "-c", str(tmp_path / "c"), "--to"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    assert "leaves out, from the task's model as built" in capsys.readouterr().out
+    found = load_weights(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], one) for name, one in (left_out | content["model"]).items())
+    task.unlink()
+    assert main([*words, str(tmp_path / "none")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "leaves out 1 weights that its run has begun with" in line
+    assert "--init-from PATH, or take the run's final.pt" in line
+    assert not (tmp_path / "none").exists()
 
 
 def test_prune_keeps_the_newest_the_best_and_those_for_good(tmp_path, capsys):
