@@ -18,6 +18,7 @@ from ddp_runner.config.fields import known_fields, sections
 from ddp_runner.config.foreign import ALIASES, ALWAYS, ANSWERS
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
+from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.lifecycle import MEMBERSHIP_TABLE, RANK_TABLE, RUN_TABLE
 
 DOCS = Path(__file__).parent
@@ -39,6 +40,7 @@ _RESUME = {
     OnResume.CANNOT_MATTER: "-",
 }
 _MADE = "<!-- Made by docs/generate.py from the code's tables; changes here are lost. -->\n"
+_MADE_BELOW = "<!-- Made by docs/generate.py from the code's tables; changes below are lost. -->\n"
 _WHAT_INJECTIONS_ARE = {
     "of a rank": "kill stop exit raise hang spin gil slow oom",
     "of its step": "unused nan spike diverge",
@@ -114,6 +116,20 @@ def _names_of_others() -> list[str]:
         "|---|---|",
         *(f"| {', '.join(names)} | {_cell(answer)} |" for answer, names in answers.items()),
     ]
+
+
+def stages_page() -> str:
+    """What is written there, and the settings that a stage may have of its own."""
+    written, below, _ = (DOCS / "stages.md").read_text(encoding="utf-8").partition(_MADE_BELOW)
+    lines = ["", "| section | settings |", "|---|---|"]
+    for section in sections():
+        keys = [
+            key for key in known_fields() if key in OF_A_STAGE and key.startswith(f"{section}.")
+        ]
+        names = (f"`{key.partition('.')[2]}`" for key in keys)
+        if keys:
+            lines.append(f"| [{section}](settings.md#{section}) | {', '.join(names)} |")
+    return written + below + "\n".join([*lines, ""])
 
 
 def command_line_page() -> str:
@@ -313,6 +329,7 @@ PAGES = {
     "command-line.md": command_line_page,
     "invariants.md": invariants_page,
     "states.md": states_page,
+    "stages.md": stages_page,
 }
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from ddp_runner.checkpoint.manifest import (
     is_judged_as,
     manifest_name,
     rank_of,
+    stage_name,
     step_of,
 )
 from ddp_runner.core.classify import lacks_memory
@@ -120,18 +121,22 @@ class Catalog:
         """Why :meth:`pointer` gives None, in words; None while it gives a path."""
         return self._follow(name)[1]
 
-    def best(self) -> Entry | None:
+    def best(self, stage: str | None = None) -> Entry | None:
         """The entry with the best monitored value, the oldest of equals, by the manifests.
 
-        Of those that are judged by the same figure as the newest judged one. The pointer file is derived
-        from this, so a torn one loses nothing.
+        Of ``stage``, or of the one that the newest is of, and there of those that are judged by the same figure
+        as the newest judged one. The pointer file is derived from this, so a torn one loses nothing.
         """
+        entries = [entry for entry in self.entries() if entry.manifest is not None]
+        if stage is None and entries:
+            stage = stage_name(entries[0].manifest)
         judged = [
             (entry.manifest, entry)
-            for entry in self.entries()
+            for entry in entries
             if entry.problem is None
             and entry.manifest is not None
             and entry.manifest.monitored is not None
+            and stage_name(entry.manifest) == stage
         ]
         ranked = [
             (rank_of(manifest.monitored or 0.0, manifest.mode), entry.step, entry)
@@ -139,6 +144,16 @@ class Catalog:
             if is_judged_as(manifest, judged[0][0])
         ]
         return min(ranked, key=lambda item: item[:2])[2] if ranked else None
+
+    def of_past_stages(self) -> frozenset[int]:
+        """Steps of the newest and of the best checkpoint of each stage that is over: others may begin with them."""
+        newest: dict[str, int] = {}
+        for entry in self.entries():
+            if entry.manifest is not None and entry.problem is None:
+                newest.setdefault(stage_name(entry.manifest), entry.step)
+        past = list(newest)[1:]
+        best = [found.step for stage in past if (found := self.best(stage)) is not None]
+        return frozenset([*best, *(newest[stage] for stage in past)])
 
     def resolve(self, which: str) -> list[Entry]:
         """What to try for ``--resume``, in order.

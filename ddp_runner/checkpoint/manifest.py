@@ -12,6 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from ddp_runner.core.run_stages import StageOfFile
 from ddp_runner.system.run_files import from_json
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Manifest:
     that wrote it were computed, ``changes`` where that was otherwise before; ``data`` what its ranks
     have seen of their data. ``start_sha256`` is that of the weights which the file leaves out, because
     its run has begun with them; empty where it has all. ``about`` is for people and tools, and decides
-    nothing: ``settings`` (without secrets), ``tokens``, ``loss`` of the last step, ``figures`` of the newest
+    nothing but the ``stage`` in which a run goes on: ``settings`` (without secrets), ``tokens``, ``loss`` of the last step, ``figures`` of the newest
     evaluation, ``best`` (step and value) so far.
     """
 
@@ -186,6 +187,12 @@ def is_judged_as(manifest: Manifest, other: Manifest) -> bool:
 def rank_of(value: float, mode: str) -> float:
     """Lower the better ``value`` is."""
     return -value if mode == "max" else value
+
+
+def stage_name(manifest: Manifest | None) -> str:
+    """The stage that it is of; empty without stages, and where nobody knows."""
+    stage = None if manifest is None else StageOfFile.from_about(manifest.about)
+    return "" if stage is None else stage.name
 
 
 def best_of(manifest: Manifest) -> list[tuple[float, int]]:

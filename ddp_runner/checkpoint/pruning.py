@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
@@ -33,11 +33,13 @@ def plan_pruning(
     verify: Callable[[Entry], str | None],
     best_step: int | None,
     keep_every: int = 0,
+    of_stages: Collection[int] = (),
     takes_all: bool = False,
 ) -> Pruning:
     """What to delete of ``entries``, newest first, so that the newest ``keep`` sound ones stay.
 
-    The best one and those of a step that ``keep_every`` divides stay too, unless it ``takes_all``.
+    The best one, those of a step that ``keep_every`` divides and ``of_stages`` that are over stay too, unless it
+    ``takes_all``.
     """
     sound, removed, spared = 0, [], []
     for entry in entries:
@@ -45,6 +47,8 @@ def plan_pruning(
             sound += entry.manifest is not None and verify(entry) is None
         elif not takes_all and entry.step == best_step:
             spared.append((entry, "the best"))
+        elif not takes_all and entry.step in of_stages:
+            spared.append((entry, "of a stage that is over"))
         elif not takes_all and keep_every and entry.step % keep_every == 0:
             spared.append((entry, f"for good: keep_every={keep_every}"))
         else:

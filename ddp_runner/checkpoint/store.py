@@ -32,6 +32,7 @@ from ddp_runner.checkpoint.manifest import (
     is_judged_as,
     manifest_name,
     rank_of,
+    stage_name,
 )
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
@@ -83,8 +84,9 @@ class Loaded:
 class CheckpointStore:
     """The checkpoints of one run in one directory. One process writes; any may load.
 
-    Keeps the newest ``keep_last``, the best one (by the monitored value), and each of a step that
-    ``keep_every`` divides, where that is not 0. Not thread-safe.
+    Keeps the newest ``keep_last``, the best one (by the monitored value), each of a step that
+    ``keep_every`` divides, where that is not 0, and of a stage that is over the last and the best. Not
+    thread-safe.
     """
 
     def __init__(
@@ -250,7 +252,7 @@ class CheckpointStore:
         return finished, write_s
 
     def _best_so_far(self, now: Manifest) -> dict[str, JsonValue]:
-        """The best monitored value up to a step, its own or one that an earlier manifest knows."""
+        """The best monitored value up to a step, its own or one that an earlier manifest of its stage knows."""
         known: list[tuple[float, int]] = []
         if now.monitored is not None:
             known.append((now.monitored, now.step))
@@ -259,7 +261,9 @@ class CheckpointStore:
         ):  # no folder yet, or a disk that the save itself will name
             for entry in self.catalog.entries():
                 before = entry.manifest
-                if before is None or entry.step >= now.step or not is_judged_as(before, now):
+                if before is None or entry.step >= now.step:
+                    continue
+                if stage_name(before) != stage_name(now) or not is_judged_as(before, now):
                     continue
                 if before.monitored is not None:
                     known.append((before.monitored, entry.step))
@@ -327,8 +331,9 @@ class CheckpointStore:
             return
         oldest_kept = kept[-1]
         assert oldest_kept <= published.step
+        of_stages = self.catalog.of_past_stages()
         for entry in entries:
-            if self.is_for_good(entry.step):
+            if self.is_for_good(entry.step) or entry.step in of_stages:
                 continue
             if entry.step < oldest_kept and (best is None or entry.step != best.step):
                 for path in (self.directory / manifest_name(entry.step), entry.path):

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ddp_runner import config
-from ddp_runner.checkpoint.manifest import best_of
+from ddp_runner.checkpoint.manifest import best_of, stage_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.secrets import HIDDEN, holds_secret
 from ddp_runner.core.settings import Settings
@@ -67,6 +67,7 @@ def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
         "versions": dict(manifest.versions),
         "leaves_out": bool(manifest.start_sha256),
         **{name: manifest.about.get(name) for name in ("tokens", "loss", "figures")},
+        **({"stage": stage} if (stage := stage_name(manifest)) else {}),
         "best_so_far": _best_so_far(manifest),
         "settings": changed_settings(manifest),
         "task": task_facts(manifest),
@@ -111,7 +112,8 @@ def lines_of(record: Mapping[str, object]) -> Iterator[str]:
     if "epoch" not in record:
         yield _line("verified", f"BAD: {problem}" if problem else "by its archive; no manifest")
         return
-    what = [f"{count(_whole(record['step']))} of epoch {record['epoch']}"]
+    of_stage = f" of stage {record['stage']}" if "stage" in record else ""
+    what = [f"{count(_whole(record['step']))} of epoch {record['epoch']}{of_stage}"]
     what.append(f"{count(_whole(record['samples']))} samples")
     if isinstance(tokens := record.get("tokens"), (int, float)):
         what.append(f"{tokens:,.0f} tokens")

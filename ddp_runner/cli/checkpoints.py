@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.checkpoint.catalog import Catalog, Entry
+from ddp_runner.checkpoint.manifest import stage_name
 from ddp_runner.checkpoint.pruning import perform_pruning, plan_pruning
 from ddp_runner.cli.arguments import CHECKPOINT_DIR, JSON, parse_small
 from ddp_runner.cli.checkpoint_export import export
@@ -27,6 +28,7 @@ _ACTIONS = ("list", "verify", "show", "export", "prune")
 _TO, _FORMAT, _DTYPE, _KEEP = ("--to", ""), ("--format", ""), ("--dtype", ""), ("--keep", "")
 _INIT_FROM = ("--init-from", "")
 _EMA, _DRY_RUN, _ALL = "--ema", "--dry-run", "--all"
+_STAGE_WIDTH = 10
 HELP = f"""Usage:  {COMMAND} checkpoints ACTION [WHICH] [--name NAME | -c DIR]
                                                 [--json]
 
@@ -124,6 +126,7 @@ def _prune(catalog: Catalog, arguments: SmallArguments) -> int:
         verify=catalog.verify,
         best_step=None if best is None else best.step,
         keep_every=_keep_every(entries),
+        of_stages=catalog.of_past_stages(),
         takes_all=_ALL in arguments.switches,
     )
     for entry, why in pruning.spared:
@@ -178,6 +181,7 @@ def _record(entry: Entry, *, reason: str | None, is_best: bool) -> dict[str, obj
         "path": str(entry.path),
         "size_bytes": manifest.size_bytes if manifest else None,
         "epoch": manifest.epoch if manifest else None,
+        **({"stage": stage} if (stage := stage_name(manifest)) else {}),
         "monitored": manifest.monitored if manifest else None,
         "monitor": manifest.monitor if manifest else "",
         "created_utc": manifest.created_utc if manifest else None,
@@ -194,6 +198,7 @@ def _line(entry: Entry, *, reason: str | None, is_best: bool, verified: bool) ->
         monitored = "" if manifest.monitored is None else f"{name} {manifest.monitored:.4f}"
         cells += [
             f"epoch {manifest.epoch:>3}",
+            *([f"{stage:<{_STAGE_WIDTH}}"] if (stage := stage_name(manifest)) else []),
             f"{byte_size(manifest.size_bytes):>8}",
             f"{monitored:<11}",
             manifest.created_utc[:19],

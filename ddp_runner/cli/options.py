@@ -52,6 +52,12 @@ GROUPS = (
                 metavar="PATH",
                 says="start from these weights (hf://USER/NAME, scratch), on the very first start only",
             ),
+            Option(
+                long="--stage",
+                key="run.stage",
+                metavar="NAME",
+                says="begin with this one of the stages that the file of --config lists",
+            ),
             Option(long="--seed", key="run.seed", metavar="N", says="of everything random"),
         ),
     ),

@@ -30,6 +30,7 @@ from ddp_runner.cli.run_options import (
     SAYS_OF_SHARED,
     SHARED,
 )
+from ddp_runner.cli.stage_choice import refuse_stages
 from ddp_runner.cli.tracker_needs import take_keys
 from ddp_runner.cli.train import allow_open_files, plan_launch
 from ddp_runner.config.run_names import name_of_task
@@ -77,6 +78,7 @@ def run(words: Sequence[str]) -> int:
     arguments = parse_train(_settings(sorted_words, script))
     keys = take_keys(arguments.files)
     plan = plan_launch(arguments, words=words, has_modes=False)
+    refuse_stages(plan.settings, "are for a task")
     plan = replace(plan, notes=(*keys, *plan.notes))
     if plan.origins["recovery.max_restarts"] not in ("default", "preset"):
         script = replace(script, restarts=plan.settings.recovery.max_restarts > 0)

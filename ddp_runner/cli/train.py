@@ -16,9 +16,10 @@ from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpus import VisibleGpus
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
-from ddp_runner.cli.modes import choose, placed, with_backend
+from ddp_runner.cli.modes import choose, placed
 from ddp_runner.cli.page import how_to_install
 from ddp_runner.cli.parser import TrainArguments, parse_train
+from ddp_runner.cli.stage_choice import alone, at_its_begin, checked, in_mode, refuse_stages
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.cli.usage import settings_help, train_help
 from ddp_runner.config import (
@@ -73,9 +74,9 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
     if plan.nodes is not None and not_trained:
         raise BadInputError(not_trained, "", "is for one machine: leave out --nnodes, and NNODES")
     if arguments.finding.option:
-        return _find(plan, arguments.finding, is_rank=rank is not None)
+        return _find(alone(plan), arguments.finding, is_rank=rank is not None)
     if arguments.is_dry:
-        return _dry_run(plan, is_rank=rank is not None)
+        return _dry_run(alone(plan), is_rank=rank is not None)
     if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
         refuse_without_supervisor(plan.settings, world_size=rank.world_size)
@@ -199,15 +200,19 @@ def plan_launch(
         command_line=arguments.assignments,
         preset=preset_name(devices, is_test=asked.run.test),
     )
-    settings = resolved.settings if choice is None else with_backend(resolved.settings, choice)
-    notes = check_relations(settings)
-    _refuse_lacking(settings)
+    stages, notes = checked(resolved if choice is None else in_mode(resolved, choice))
+    settings = at_its_begin(stages)
+    for one in stages:
+        _refuse_lacking(one)
     refuse_missing(settings, environment)
+    if several is not None or is_rank:
+        refuse_stages(settings, "are for one machine, and for ranks that this command starts")
     own_devices = devices
     # All machines have as many ranks, on devices of the same names.
     devices = devices * (1 if several is None else several.most)
     world_size = len(devices)
-    refuse_wrong_shares(settings.data, world_size=world_size)
+    for one in stages:
+        refuse_wrong_shares(one.data, world_size=world_size)
     for spec in settings.run.inject:
         parse_injection(spec, world_size=world_size)
     computing = sum(1 + len(place.others) for place in devices)
@@ -228,6 +233,8 @@ def plan_launch(
         command=(sys.executable, "-m", "ddp_runner", "train", *masked_words(words)),
         nodes=several,
         mode="" if choice is None else choice.words,
+        stages=stages if settings.stages else (),
+        written=resolved.settings if settings.stages else None,
         notes=(
             *place_notes(own_devices, found=found, cores=cores),
             *_kept_variables(settings, devices, environment),

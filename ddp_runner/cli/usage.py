@@ -38,6 +38,7 @@ EXAMPLES = (
     ("--gpus 0,2 -b 64", "two GPUs, 64 samples on each"),
     ("--task my.py lr=3e-4", "your own task"),
     ("--config run.yaml", "settings from a file"),
+    ("--config run.yaml --stage tune", "the second of its stages"),
     ("--engine ray --nnodes 2:4", "on machines of a Ray cluster"),
     ("--task my.py --find-batch-size", "what fits into memory?"),
     ("--task my.py --find-lr", "which learning rate?"),

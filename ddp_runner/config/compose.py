@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ddp_runner.config.fields import (
     BUILT_IN_TASKS,
+    STAGES,
     TASK_SECTION,
     FieldSpec,
     Kind,
@@ -28,6 +29,13 @@ from ddp_runner.config.sources import (
     from_environment,
     from_file,
     from_mapping,
+)
+from ddp_runner.config.stage_list import (
+    GivenStage,
+    end_by_its_own,
+    given_stages,
+    in_stage,
+    without_stages,
 )
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.secrets import HIDDEN
@@ -53,12 +61,14 @@ class SettingsError(BadInputError):
 class Resolved:
     """Settings that are each legal. ``origin`` says, by dotted key, which source set the value.
 
-    ``notes`` are lines for people about names that other trainers use.
+    ``notes`` are lines for people about names that other trainers use. ``stages``: for each stage the same
+    with what is its own; empty without stages.
     """
 
     settings: Settings
     origin: Mapping[str, Origin]
     notes: tuple[str, ...] = ()
+    stages: tuple[Resolved, ...] = ()
 
 
 def raise_problems(problems: Sequence[BadInputError]) -> None:
@@ -81,15 +91,47 @@ def resolve(
     Reads the files and nothing else. Raises BadInputError, or SettingsError when several values
     are wrong. Relations between settings are checked by :func:`check_relations`.
     """
-    assignments: list[Assignment] = [
+    below: list[Assignment] = [
         Assignment(written=key, name=key, value=value, origin="preset")
         for key, value in (PRESETS[preset] if preset is not None else {}).items()
     ]
     for path in files:
-        assignments.extend(from_file(path))
-    assignments.extend(from_environment(environment))
-    assignments.extend(from_command_line(command_line))
+        below.extend(from_file(path))
+    above = [*from_environment(environment), *from_command_line(command_line)]
+    return _resolved(below, above)
+
+
+def _resolved(below: Sequence[Assignment], above: Sequence[Assignment]) -> Resolved:
+    """What a stage has of its own lies between the two."""
+    stages = given_stages([*below, *above])
+    below, above = without_stages(below), without_stages(above)
+    whole = _laid([*below, *above])
+    if not stages:
+        return whole
+    laid = [_laid([*below, *stage.assignments, *above], stage=stage) for stage in stages]
+    run = laid[0].settings.run  # without a name it is called as the first task
+    found = [
+        replace(one, settings=in_stage(one.settings, stages, number, of_run=run))
+        for number, one in enumerate(laid)
+    ]
+    folders = {name: getattr(run, name) for name in ("name", "log_dir", "checkpoint_dir")}
+    settings = replace(
+        whole.settings,
+        run=replace(whole.settings.run, **folders),
+        stages=tuple(stage.written for stage in stages),
+    )
+    return replace(
+        whole,
+        settings=settings,
+        stages=tuple(found),
+        notes=tuple(dict.fromkeys(note for one in (whole, *found) for note in one.notes)),
+    )
+
+
+def _laid(assignments: Sequence[Assignment], *, stage: GivenStage | None = None) -> Resolved:
     values, origin = _merge(assignments)
+    if stage is not None:
+        end_by_its_own(stage, values, origin)
     _give_way_to_epochs(values, origin)
     name_the_run(values, origin)
     return Resolved(
@@ -104,11 +146,13 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
 
     Raises BadInputError or SettingsError as :func:`resolve` does.
     """
-    assignments = [
-        *from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset"),
-        *from_mapping(config, prefix="", origin="command line"),
-    ]
-    values, origin = _merge(assignments)
+    below = list(
+        from_mapping(PRESETS[preset] if preset is not None else {}, prefix="", origin="preset")
+    )
+    given = list(from_mapping(config, prefix="", origin="command line"))
+    if any(one.name == STAGES for one in given):
+        return _resolved([*below, *given], ()).settings
+    values, origin = _merge([*below, *given])
     name_the_run(values, origin)
     return build_settings(values)
 

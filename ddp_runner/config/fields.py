@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 TASK_SECTION = "task"
+STAGES = "stages"  # a list, which only files and Python give
 BUILT_IN_TASKS = ("bytes", "synthetic")
 _YES = frozenset({"true", "yes", "on", "1"})
 _NO = frozenset({"false", "no", "off", "0"})
@@ -216,9 +217,10 @@ def _no_choice(value: object) -> object:
 
 @cache
 def sections() -> Mapping[str, type]:
-    """Section name -> its dataclass, in the order of ``Settings``; without the free ``task``."""
+    """Section name -> its dataclass, in the order of ``Settings``; without the free ``task``, and stages."""
     hints = get_type_hints(Settings)
-    return {name: kind for name, kind in hints.items() if name != TASK_SECTION}
+    others = (TASK_SECTION, STAGES, "stage")
+    return {name: kind for name, kind in hints.items() if name not in others}
 
 
 @cache

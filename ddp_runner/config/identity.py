@@ -21,6 +21,7 @@ import yaml
 
 from ddp_runner.config.compose import validate_record
 from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.batch_sizes import global_batch, micro_batch
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
 
@@ -83,7 +84,8 @@ ON_RESUME: Mapping[str, OnResume] = {
         # or how soon. What decides about faults is reported when there is one.
         OnResume.CANNOT_MATTER: """
             run.name run.max_time run.target_loss run.early_stopping_patience
-            run.early_stopping_min_delta run.load_best_at_end run.resume run.init_from run.init_strict run.log_dir run.checkpoint_dir
+            run.early_stopping_min_delta run.load_best_at_end run.resume run.stage run.init_from run.init_strict run.log_dir
+            run.checkpoint_dir
             run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
@@ -330,7 +332,9 @@ def to_record(settings: Settings) -> dict[str, object]:
     record: dict[str, object] = {}
     for field in dataclasses.fields(settings):
         section = getattr(settings, field.name)
-        if isinstance(section, Mapping):
+        if section is None or section == ():
+            continue  # there are no stages
+        if isinstance(section, (Mapping, tuple)):
             record[field.name] = _plain(section)
         else:
             record[field.name] = _plain(dataclasses.asdict(section))
@@ -371,6 +375,19 @@ def digest(settings: Settings) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def stage_digest(settings: Settings) -> str:
+    """Of what the steps of a stage follow from, as far as it may be a stage's own; without its secrets."""
+    record = to_record(settings)
+    found: dict[str, object] = {"task": masked(record["task"])}
+    for key in sorted(OF_A_STAGE):
+        if ON_RESUME[key] is not OnResume.CANNOT_MATTER:
+            section, _, name = key.partition(".")
+            found[key] = record[section][name]  # type: ignore[index]
+    begins_with = "" if settings.stage is None else settings.stage.begins_with
+    found["init_from"] = begins_with or settings.run.init_from
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def read_yaml(text: str) -> dict[str, object]:
     """What :func:`to_yaml` has written, as nested plain values. Raises ValueError for anything else."""
     try:
@@ -384,6 +401,6 @@ def read_yaml(text: str) -> dict[str, object]:
 
 def to_yaml(settings: Settings) -> str:
     """The settings as YAML that ``--config`` reads again; secrets are hidden, and must be given again."""
-    return yaml.safe_dump(
-        masked(to_record(settings)), sort_keys=False, allow_unicode=True, width=100
-    )
+    record = to_record(settings)
+    record.pop("stage", None)  # which a launch finds out
+    return yaml.safe_dump(masked(record), sort_keys=False, allow_unicode=True, width=100)

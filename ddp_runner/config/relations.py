@@ -75,6 +75,8 @@ def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
 def refuse_for_loops(settings: Settings) -> None:
     """Raise BadInputError for what a loop of one's own has no part of: its data is its own."""
     data, wrong = settings.data, []
+    if settings.stages:
+        wrong.append(("stages", ""))
     if data.preload:
         wrong.append(("data.preload", "true"))
     if data.shares:

@@ -65,6 +65,29 @@ class AlreadyComplete(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageBegins(Event):
+    """The ranks of a stage have built what it trains; ``step``: where they go on in it. ``lines``: to be said."""
+
+    stage: str
+    number: int
+    of: int
+    first_step: int
+    step: int
+    total_steps: int
+    lines: tuple[str, ...] = field(default=(), metadata=_UNWRITTEN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEnds(Event):
+    """A stage that is not the last is over. ``stop_reason``: as of a summary."""
+
+    stage: str
+    step: int
+    loss: float | None
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(Event):
     """The run is to stop after the step. ``reason`` is a :class:`StopReason`'s value."""
 

@@ -297,6 +297,10 @@ class Comparisons:
         if more_ns > 0:
             self.longest_s = max(self.longest_s or 0.0, more_ns / 1e9)
 
+    def forget(self) -> None:
+        """What is compared from now on is of another size; what was counted so far stays counted."""
+        self.longest_s = None
+
 
 def _has_stood(look: RankLook, settings: RecoverySettings) -> bool:
     """Whether a rank has been stopped for long enough; it is not asked about in a phase's first moments."""

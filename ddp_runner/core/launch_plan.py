@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class LaunchPlan:
     checkpoint must agree with. ``notes`` are lines to show people once, before training. ``time_limit``: when the launch
     is to stop. ``mode``: how several devices are used and why, in words. ``script`` and
     ``loop``: the program that is run in place of a task, of which one at most is not None. ``nodes``: the
-    machines, each with ``ranks_per_node`` of the ranks in order; None: this one alone.
+    machines, each with ``ranks_per_node`` of the ranks in order; None: this one alone. ``stages``: the settings
+    of each stage, of which ``settings`` are those of the one that is trained; ``written``: what they have in
+    common, as it was given. Both are empty without stages.
     """
 
     settings: Settings
@@ -71,6 +73,26 @@ class LaunchPlan:
     def computing_devices(self) -> int:
         """Devices that have a part of each step: one a rank, or more."""
         return sum(1 + len(place.others) for place in self.devices)
+
+    stages: tuple[Settings, ...] = ()
+    written: Settings | None = None
+
+    @property
+    def as_written(self) -> Settings:
+        """The settings of the run, as its config.yaml has them."""
+        return self.written or self.settings
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the run ends with what is trained."""
+        return self.settings.stage is None or self.settings.stage.is_last
+
+    def in_stage(self, number: int, *, first_step: int, first_generation: int) -> LaunchPlan:
+        """The same with the settings of that stage, as :class:`StagePlace` has it."""
+        settings = self.stages[number]
+        assert settings.stage is not None, "of a stage"
+        place = replace(settings.stage, first_step=first_step, first_generation=first_generation)
+        return replace(self, settings=replace(settings, stage=place))
 
     @property
     def ranks_per_node(self) -> int:

@@ -13,6 +13,7 @@ from typing import get_args
 
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.run_stages import OtherStage
 
 WIRE_VERSION = 1
 STORE_RANK, SPARE_RANK, STANDBY_RANK, DRILL_RANK = -1, -2, -3, -4  # in a Fork: who is no rank
@@ -145,12 +146,10 @@ class Ready:
     """Rank -> supervisor: everything is built; waiting for a Form.
 
     ``committed_step`` is -1 if empty; ``run_id`` is that of the checkpoint it resumes, or empty.
-    ``notes``: lines to show people once, before training.
-    ``is_complete``: of that run no step is left to train. ``changed_task``: the task's file, where it
-    is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
-    that is aborted ends like one that is whole, so that an abort takes two acts.
-    ``device_free_bytes``: on its GPU, before it took any. ``block``: lines on what runs, of rank 0
-    where it loads. ``is_given_all``: its task is a user's and gets all settings.
+    ``notes``: lines to show people once. ``is_complete``: no step is left to train. ``changed_task``: the task's
+    file, where it is not the one that the checkpoint was made with; else empty. ``ends_in_silence``: a collective
+    that is aborted ends like one that is whole, so that an abort takes two acts. ``device_free_bytes``: on its
+    GPU, before any was taken. ``block``: lines of rank 0. ``is_given_all``: a user's task that gets all settings.
     """
 
     rank: int
@@ -439,6 +438,7 @@ Message = (
     | Drilled
     | Finished
     | RestartProgress
+    | OtherStage
     | Fork
     | Forked
     | ZygoteReady

@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+from ddp_runner.core.run_stages import StagePlace
+
 _FROZEN = ConfigDict(extra="forbid", strict=False)
 
 
@@ -70,6 +72,9 @@ class RunSettings:
     init_strict: bool = True
     """All weights of the model must be in init_from, and no others. false: what fits is loaded, and the
     rest of the model is as the task has built it."""
+    stage: str = ""
+    """The stage to begin with, of those that a file lists as stages; a run that has come that far goes on,
+    and begins it again with resume=none. Empty: the first."""
     log_dir: str = "logs/bytes"
     """The folder for logs, metrics, status.json and summary.json."""
     checkpoint_dir: str = "checkpoints/bytes"
@@ -484,7 +489,7 @@ class RecoverySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class Settings:
-    """A whole run's settings, resolved. ``task`` holds free-form arguments of a user's own task."""
+    """A run's settings, resolved; ``task``: arguments of a user's own; ``stage``: which of ``stages`` they are of."""
 
     run: RunSettings = Field(default_factory=RunSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
@@ -496,3 +501,5 @@ class Settings:
     log: LogSettings = Field(default_factory=LogSettings)
     recovery: RecoverySettings = Field(default_factory=RecoverySettings)
     task: Mapping[str, JsonValue] = Field(default_factory=dict)
+    stages: tuple[Mapping[str, JsonValue], ...] = ()
+    stage: StagePlace | None = None

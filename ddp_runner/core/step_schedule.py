@@ -11,27 +11,45 @@ SAVE_BACKOFF_MAX = 16  # intervals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
-    """How long a run is. ``total_steps`` counts optimizer steps from the run's very first."""
+    """How long a run is. ``total_steps`` counts optimizer steps from the run's very first.
+
+    Of a run in stages it is how long one is: that begins at ``first_step``, and has epochs of its own.
+    """
 
     steps_per_epoch: int
     total_steps: int
+    first_step: int = 0
+
+    @property
+    def own_steps(self) -> int:
+        """From ``first_step`` on."""
+        return self.total_steps - self.first_step
+
+    def since_begin(self, step: int) -> int:
+        """How many steps from ``first_step`` to ``step``: what schedules and epochs count."""
+        return step - self.first_step
 
     def epoch_of(self, step: int) -> int:
         """The epoch (from 0) in which step index ``step`` lies."""
-        return step // self.steps_per_epoch
+        return self.since_begin(step) // self.steps_per_epoch
 
     @property
     def epochs(self) -> int:
         """Epochs begun in the whole run."""
-        return -(-self.total_steps // self.steps_per_epoch)
+        return -(-self.own_steps // self.steps_per_epoch)
 
 
-def run_length(*, steps_per_epoch: int, epochs: int, max_steps: int) -> RunLength:
+def run_length(
+    *, steps_per_epoch: int, epochs: int, max_steps: int, first_step: int = 0
+) -> RunLength:
     """``max_steps`` wins over ``epochs`` where it is not 0. Raises ValueError for an empty epoch."""
     if steps_per_epoch < 1:
         raise ValueError("an epoch without a step")
+    own_steps = max_steps or epochs * steps_per_epoch
     return RunLength(
-        steps_per_epoch=steps_per_epoch, total_steps=max_steps or epochs * steps_per_epoch
+        steps_per_epoch=steps_per_epoch,
+        total_steps=first_step + own_steps,
+        first_step=first_step,
     )
 
 
@@ -65,22 +83,23 @@ def due_after(
     Replicas are compared before each save too: a checkpoint holds what all of them have.
     The last step's evaluation and save belong to the end of the run, not here.
     """
-    if committed_step <= 0:
+    own_step = length.since_begin(committed_step)
+    if own_step <= 0:
         return DueActions(compare=False, log=False, evaluate=log.evaluate_at_start, save=False)
     at_end = committed_step >= length.total_steps
-    epoch, rest = divmod(committed_step, length.steps_per_epoch)
+    epoch, rest = divmod(own_step, length.steps_per_epoch)
     epoch_ended = rest == 0
     evaluate = (epoch_ended and _divides(log.evaluate_interval, epoch)) or _divides(
-        log.evaluate_every_steps, committed_step
+        log.evaluate_every_steps, own_step
     )
     by_steps = checkpoint.save_every_steps
     save = (epoch_ended and _divides(checkpoint.save_interval, epoch)) or (
-        by_steps != "auto" and _divides(by_steps, committed_step)
+        by_steps != "auto" and _divides(by_steps, own_step)
     )
     save |= _divides(checkpoint.keep_every, committed_step)
     return DueActions(
-        compare=_divides(replica_check_steps, committed_step) or (save and replica_check_steps > 0),
-        log=at_end or committed_step == 1 or _divides(log.log_interval, committed_step),
+        compare=_divides(replica_check_steps, own_step) or (save and replica_check_steps > 0),
+        log=at_end or own_step == 1 or _divides(log.log_interval, own_step),
         evaluate=evaluate and not at_end,
         save=save and not at_end,
         copy=checkpoint.memory_every != "auto"
@@ -105,9 +124,12 @@ def last_save_due(committed_step: int, length: RunLength, checkpoint: Checkpoint
     """
     epochs_apart = checkpoint.save_interval * length.steps_per_epoch
     by_steps = checkpoint.save_every_steps
-    every = (epochs_apart, by_steps, checkpoint.keep_every)
-    apart = [steps for steps in every if steps and steps != "auto"]
-    return max((committed_step // steps * steps for steps in apart), default=0)
+    own_step, first = length.since_begin(committed_step), length.first_step
+    apart = [steps for steps in (epochs_apart, by_steps) if steps and steps != "auto"]
+    newest = [first + own_step // steps * steps for steps in apart]
+    if checkpoint.keep_every:
+        newest.append(committed_step // checkpoint.keep_every * checkpoint.keep_every)
+    return max(newest, default=0)
 
 
 def _divides(interval: int, count: int) -> bool:

@@ -264,7 +264,8 @@ class SafeDataLoader:
     @property
     def share_samples(self) -> int:
         """How many samples of a global batch this rank loads."""
-        _, count = self._order.span_of(0, rank=self._rank, world_size=self._world_size)
+        order = self._order
+        _, count = order.span_of(order.first_step, rank=self._rank, world_size=self._world_size)
         return count
 
     @property

@@ -62,6 +62,7 @@ class SampleOrder:
     version: int = ORDER_VERSION
     shares: tuple[int, ...] = ()  # of the ranks, in proportion; none: equal ones
     draws: Draws | None = None  # by weight or length; None: each sample once, in any order
+    first_step: int = 0  # at which the first epoch begins
     _epochs: dict[int, Permutation] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -84,9 +85,9 @@ class SampleOrder:
 
     def position(self, step: int) -> tuple[int, int]:
         """``(epoch, step within the epoch)`` of ``step``."""
-        if step < 0:
-            raise ValueError(f"step={step}: at least 0")
-        return divmod(step, self.steps_per_epoch)
+        if step < self.first_step:
+            raise ValueError(f"step={step}: at least {self.first_step}")
+        return divmod(step - self.first_step, self.steps_per_epoch)
 
     def batch_size(self, step: int) -> int:
         """How many samples ``step`` takes over all ranks."""

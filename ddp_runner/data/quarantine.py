@@ -42,15 +42,18 @@ class Quarantine:
         self._bad_max = bad_max
         self._bad: dict[int, str] = {}
         self._path: Path | None = None
-        self._run_id = ""
+        self._run_id = self._stage = ""
         self._read_bytes = 0
 
     def __len__(self) -> int:
         return len(self._bad)
 
-    def attach(self, path: Path, *, run_id: str) -> None:
-        """Share with the other ranks of this run through ``path``, from now on."""
-        self._path, self._run_id = path, run_id
+    def attach(self, path: Path, *, run_id: str, stage: str = "") -> None:
+        """Share with the other ranks of this run through ``path``, from now on.
+
+        ``stage``: of the run, which has data of its own, so that indices of others mean other samples.
+        """
+        self._path, self._run_id, self._stage = path, run_id, stage
         self._read_bytes = 0
         self.refresh()
 
@@ -74,7 +77,7 @@ class Quarantine:
     def _take_over(self, line: bytes) -> None:
         try:
             record = from_json(line)
-            if record["run_id"] == self._run_id:
+            if (record["run_id"], record.get("stage", "")) == (self._run_id, self._stage):
                 self._bad.setdefault(int(record["index"]), str(record["reason"]))
         except (ValueError, KeyError, TypeError, OverflowError):
             return  # cut off by a death while it was written; found again if need be
@@ -96,6 +99,7 @@ class Quarantine:
         self._write(
             {
                 "run_id": self._run_id,
+                **({"stage": self._stage} if self._stage else {}),
                 "index": index,
                 "reason": reason,
                 "step": step,

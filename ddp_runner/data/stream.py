@@ -42,7 +42,7 @@ class StreamOrder(SampleOrder):
         return self.global_batch_size
 
     def _part_of(self, step: int, *, first: int, count: int) -> Indices:
-        begin = step * self.global_batch_size + first
+        begin = (step - self.first_step) * self.global_batch_size + first
         return np.arange(begin, begin + count, dtype=np.int64)
 
 
@@ -135,7 +135,7 @@ class StreamLoader:
         self._has_warned = False
         self._collate = Unshared(collate_fn or default_collate)
         self._iterator: Iterator[Any] | None = None
-        self._mark = _Mark(step=0, epoch=0, items=0, state=None)
+        self._mark = _Mark(step=order.first_step, epoch=0, items=0, state=None)
         self._has_state = _has_state(dataset)
         # Where an epoch begins; the dataset itself may go on where it was left.
         self._initial = to_plain(dataset.state_dict()) if self._has_state else None
@@ -219,8 +219,12 @@ class StreamLoader:
     @property
     def share_samples(self) -> int:
         """How many samples of a global batch this rank keeps."""
-        _, count = self._order.span_of(0, rank=self._rank, world_size=self._world_size)
+        _, count = self._span()
         return count
+
+    def _span(self) -> tuple[int, int]:
+        order = self._order
+        return order.span_of(order.first_step, rank=self._rank, world_size=self._world_size)
 
     def close(self) -> None:
         """Let go of the iterator."""
@@ -281,8 +285,9 @@ class StreamLoader:
         if mark is None:
             is_new = self._iterator is None and self._mark.items == 0
             begin = self._open(epoch=0, state=None, begin=None if is_new else {})
-            self._mark = _Mark(step=0, epoch=0, items=0, state=None, begin=begin)
-            self._note(0)
+            first_step = self._order.first_step
+            self._mark = _Mark(step=first_step, epoch=0, items=0, state=None, begin=begin)
+            self._note(first_step)
             logged_s = time.monotonic()
             while self._mark.step < step:
                 logged_s = self._log_progress(self._mark.step, step, "steps", logged_s)
@@ -365,7 +370,7 @@ class StreamLoader:
     def _draw_batch(self) -> list[Any]:
         """The rank's items of the next global batch; the stream stands behind it afterwards."""
         total = self._order.global_batch_size
-        first, size = self._order.span_of(0, rank=self._rank, world_size=self._world_size)
+        first, size = self._span()
         while True:
             kept: list[Any] = []
             drawn, newest = 0, None

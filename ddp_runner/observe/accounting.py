@@ -12,7 +12,7 @@ from ddp_runner.core.board import SlotReading
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.messages import Finished
 from ddp_runner.core.recovery import Incident, ReplaceRanks
-from ddp_runner.observe.findings import RunFindings
+from ddp_runner.observe.findings import RunFindings, StageRecord
 from ddp_runner.observe.minor_faults import Injections, MinorFaults
 from ddp_runner.observe.summary import (
     ExactProof,
@@ -60,6 +60,8 @@ class RunAccounting:
         self._recovery_s = 0.0
         self._recovered_until_s = began_s  # what came before is counted
         self._unfinished_s = 0.0  # in steps that a fault cut short, detection included
+        self._stage_ended_s: float | None = None  # until ranks train the next one
+        self._between_stages_s = 0.0
 
     @property
     def history(self) -> list[Incident]:
@@ -120,7 +122,10 @@ class RunAccounting:
                 self._injections.happened(event, now_s)
             case events.Forming():
                 self.forming(now_s)
+            case events.StageEnds():
+                self._stage_ended_s = now_s
             case events.WorldFormed(step=step):
+                self._stage_begun(now_s)
                 self._begin_at(step, steps_lost=0, productive_ns=0)
             case events.Repaired():
                 self._close(event, now_s)
@@ -149,7 +154,9 @@ class RunAccounting:
 
     def incident(self, plan: events.Plan, *, event_id: int) -> None:
         """An incident is closed and being repaired, if it is; ``event_id`` of its first fault."""
-        if not self._open:
+        if self._stage_ended_s is not None:  # no step was cut short
+            self._stage_begun(plan.began_s)
+        elif not self._open:
             self._unfinished_s += max(0.0, plan.began_s - plan.since_s)
         fault = OpenFault(
             incident=plan.incident,
@@ -228,6 +235,12 @@ class RunAccounting:
                 productive_ns=repaired.productive_ns,
             )
 
+    def _stage_begun(self, now_s: float) -> None:
+        """What has come since a stage ended is the start of the next one; from a fault on it is its repair."""
+        if self._stage_ended_s is not None:
+            self._between_stages_s += max(0.0, now_s - self._stage_ended_s)
+            self._stage_ended_s = None
+
     def _begin_at(self, step: int, *, steps_lost: int, productive_ns: int) -> None:
         """The world trains from ``step`` on; ``steps_lost`` of those after it were done before."""
         if steps_lost:
@@ -269,7 +282,7 @@ class RunAccounting:
             status=status,
             exit_code=int(exit_code),
             steps=steps,
-            epochs=_integer(report, "epochs", reading.committed_step // max(1, steps_per_epoch)),
+            epochs=_integer(report, "epochs", facts.own_steps(steps) // max(1, steps_per_epoch)),
             samples=samples,
             tokens=_finite(report.get("tokens")),
             stop_reason=str(report.get("stop_reason") or status.value),
@@ -309,6 +322,8 @@ class RunAccounting:
             },
             stragglers={str(rank): factor for rank, factor in facts.stragglers.items()},
             name=facts.name,
+            stage=facts.stage,
+            stages=_stages(facts.stages, finished, is_over=status is RunStatus.COMPLETED),
         )
         return replace(summary, **rates)
 
@@ -340,7 +355,7 @@ class RunAccounting:
         first_step_s = self.first_step_s if self.first_step_s is not None else now_s
         startup_s = first_step_s - self.began_s
         return TimeShares(
-            startup=round(startup_s, 3),
+            startup=round(startup_s + self._between_stages_s, 3),
             productive=round((reading.productive_ns - self._lost_ns) / 1e9, 3),
             data_wait=round(reading.data_wait_ns / 1e9, 3),
             checkpoint=round(reading.checkpoint_ns / 1e9, 3),
@@ -377,6 +392,16 @@ def _said_of(rank: int, cause: str) -> str:
     first = cause.split("\n", maxsplit=1)[0]
     who = f"rank {rank}"
     return first if rank < 0 or first.startswith((f"{who} ", f"{who}'")) else f"{who}: {first}"
+
+
+def _stages(
+    stages: Sequence[StageRecord], finished: Sequence[Finished], *, is_over: bool
+) -> tuple[StageRecord, ...]:
+    """The last one has ended with the run, if that is over."""
+    if not stages or not finished or not is_over:
+        return tuple(stages)
+    loss = _finite(finished[0].report.get("loss"))
+    return (*stages[:-1], replace(stages[-1], last_step=finished[0].step, loss=loss))
 
 
 def _integer(report: Mapping[str, object], name: str, otherwise: int) -> int:

@@ -91,6 +91,8 @@ def _figures(view: RunView, width: int) -> Line:
     ]
     if view.epochs is None:
         pairs = [("optimizer steps", fmt.count(view.step))]
+    if view.stage:
+        pairs.insert(0, ("stage", view.stage))
     faults = f"{view.faults_total} fault{'' if view.faults_total == 1 else 's'}"
     restarts = f"{view.restarts} restart{'' if view.restarts == 1 else 's'}"
     right = Span(f"{faults}, {restarts}", Role.CARE)

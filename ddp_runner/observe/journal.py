@@ -63,9 +63,10 @@ class MetricsFile:
     def __init__(self, path: Path, *, warn: Warn | None = None) -> None:
         self._file = LineFile(path, warn=warn)
 
-    def write(self, step: int, rank: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, rank: int, values: Mapping[str, float], *, stage: str = "") -> None:
         """Append one logged step; a value that is not finite is written as ``null``."""
-        record = {"step": step, "rank": rank, "utc": utc_now(), **values}
+        of_stage = {"stage": stage} if stage else {}
+        record = {"step": step, "rank": rank, "utc": utc_now(), **of_stage, **values}
         self._file.append(encode_record(record))
 
     def close(self) -> None:

@@ -34,6 +34,8 @@ def progress_line(view: RunView) -> str:
     step = view.step if view.logged_step is None else view.logged_step
     total = f"/{fmt.count(view.max_steps)}" if view.max_steps > 0 else ""
     parts = [f"step {fmt.count(step)}{total}"]
+    if view.stage:
+        parts.append(f"stage {view.stage}")
     if view.epochs is not None:
         parts.append(f"epoch {epoch_text(view)}")
     if view.loss is not None:

@@ -58,6 +58,7 @@ class StartFacts:
     begun_with: tuple[str, ...] = ()
     mode: str = ""
     devices: int = 1
+    first_step: int = 0  # of the stage
 
 
 def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
@@ -140,15 +141,17 @@ def _batch(facts: StartFacts) -> Iterator[tuple[str, list[str]]]:
 
 
 def _length(settings: Settings, facts: StartFacts) -> Iterator[str]:
-    steps, epoch = facts.total_steps, facts.steps_per_epoch
+    steps, epoch = facts.total_steps - facts.first_step, facts.steps_per_epoch
     words = f"{fmt.count(steps)} steps"
     if epoch and steps < epoch:
         words += f" of an epoch of {fmt.count(epoch)}"
     elif epoch:
         epochs = f"{steps / epoch:.3g}"
         words += f", {epochs} epoch{'' if epochs == '1' else 's'} of {fmt.count(epoch)}"
+    if settings.stage is not None:
+        words += f", of stage {settings.stage.title}, to step {fmt.count(facts.total_steps)}"
     yield words
-    if facts.committed_step > 0:
+    if facts.committed_step > facts.first_step:
         yield f"resumed at step {fmt.count(facts.committed_step)}"
     if settings.run.max_time is not None:
         yield f"this launch saves and ends after {fmt.duration(settings.run.max_time)}"

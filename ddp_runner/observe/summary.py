@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.observe.files import encode_record
+from ddp_runner.observe.findings import StageRecord
 from ddp_runner.system.run_files import from_json, read_small, replace_file_synced
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class RunSummary:
     stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
     stop_reason: str = ""  # end, target_loss, early_stopping; else what status says
     trackers: Mapping[str, str] = field(default_factory=dict)  # where each has written to
+    stage: str = ""  # of the weights; empty without stages
+    stages: tuple[StageRecord, ...] = ()  # that this launch has trained, in order
     name: str = ""  # of the run, as its folders have it; empty in files from before there was one
     # Of this launch, from its first step to its end, with all that came between. None: nobody counts them.
     samples_per_s: float | None = None
@@ -205,6 +208,7 @@ def read_summary(path: Path) -> RunSummary:
         known["exact_proof"] = ExactProof(
             repeated=int(proof.get("repeated", 0)), drilled=tuple(proof.get("drilled", ()))
         )
+        known["stages"] = tuple(StageRecord(**one) for one in known.get("stages", ()))
         known["suspected_leaks"] = tuple(known.get("suspected_leaks", ()))
         return RunSummary(**known)
     except (KeyError, TypeError) as error:

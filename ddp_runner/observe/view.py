@@ -122,6 +122,8 @@ class RunView:
     losses: tuple[tuple[int, float], ...] = ()
     time_s: Mapping[str, float] = field(default_factory=dict)
     goodput: float | None = None
+    stage: str = ""  # the one that is trained, of so many; empty and 0 without stages
+    stages: int = 0
 
 
 def status_record(view: RunView) -> dict[str, object]:

@@ -83,7 +83,7 @@ def supervise(plan: LaunchPlan, place: Place | None = None) -> int:
         supervisor = make(
             plan,
             node,
-            outputs=Outputs(plan.settings, ranks=plan.world_size, seal=node.log_seal),
+            outputs=Outputs(plan.as_written, ranks=plan.world_size, seal=node.log_seal),
             directories=directories,
             published=Published(Path(plan.settings.run.checkpoint_dir)),
             clock=SYSTEM_CLOCK,
@@ -359,7 +359,7 @@ class _Loop:
         supervisor, now_s = self._supervisor, self._clock.monotonic()
         accounting = supervisor.recorder.accounting
         return run_view(
-            self._plan,
+            supervisor.plan,
             self._world.ranks,
             doing=supervisor.start.doing(now_s),
             facts=supervisor.facts,

@@ -50,6 +50,7 @@ from ddp_runner.core.messages import (
     StopAsked,
     TuningChanged,
 )
+from ddp_runner.core.run_stages import OtherStage
 from ddp_runner.core.stopping import StopSignal, StopSignals
 from ddp_runner.observe.script_summary import ScriptSummary
 from ddp_runner.observe.summary import RunSummary
@@ -73,6 +74,7 @@ from ddp_runner.supervisor.reporting.run_facts import Ending, RunFacts
 from ddp_runner.supervisor.reporting.start_progress import Start
 from ddp_runner.supervisor.run_end import RunEnd
 from ddp_runner.supervisor.save_request import SaveRequest
+from ddp_runner.supervisor.stage_change import StageChange
 from ddp_runner.supervisor.world import World
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.run_directories import RunDirectories
@@ -115,6 +117,7 @@ class Supervisor:
             cutting=self._cutting,
             clock=clock,
         )
+        self._stages = StageChange(node, repair=self._repair, recorder=recorder, clock=clock)
         self.start = Start(
             facts, node=node, world=world, recorder=recorder, debug=plan.settings.run.debug
         )
@@ -166,7 +169,7 @@ class Supervisor:
         self, message: Message, handle: RankHandle
     ) -> None:
         match message:
-            case Faulted() | Formed() if self.run_end.is_open:
+            case Faulted() | Formed() | OtherStage() if self.run_end.is_open:
                 pass  # nobody is repaired any more, and a rank that leaves says that it is ready
             case StopAsked():
                 self.recorder.record(events.StopSignalAtRank(rank=message.rank))
@@ -226,6 +229,8 @@ class Supervisor:
                 self._fault_injector.happened(message)
             case LoaderWorkers():
                 handle.loader_pids = message.pids
+            case OtherStage():
+                self.plan = self._stages.other(self.plan, message)
             case Finished():
                 handle.finished = message
                 handle.machine.advance(RankEvent.GOT_FINISHED)
@@ -384,6 +389,7 @@ class Supervisor:
             return
         if not self.recorder.may_write and not self._begin():
             return
+        self._stages.formed(self.plan, self.world.present[0].ready)
         self.facts.generation += 1
         self.facts.formed_at_s = now_s
         self._repair.returning.is_regrouping = False
@@ -404,7 +410,8 @@ class Supervisor:
             self.run_end.bad_input(str(error))
             return False
         self.keeper.drills.clear()  # what a supervisor that was killed has left
-        self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
+        if self.plan.is_last_stage:
+            self.facts.kept = kept_summary(Path(self.plan.settings.run.log_dir), first)
         if self.facts.kept is not None:
             self.outputs.keep_result()
         self.outputs.open(shown_bytes=self.start.shown_bytes())
@@ -434,7 +441,7 @@ class Supervisor:
 
     def _end_if_finished(self, now_s: float) -> None:
         ranks = self.world.present
-        if self.ending is not None or not all(handle.has_finished for handle in ranks):
+        if self.ending or self._stages.is_changing or not all(one.has_finished for one in ranks):
             return
         if self._finished_at_s is None:
             self._finished_at_s = now_s
@@ -446,7 +453,11 @@ class Supervisor:
             return
         finished = ranks[0].finished
         assert finished is not None
-        self.run_end.completed(finished.reason)
+        reason = self._stages.why_the_run_ends(self.plan, finished, stop=self._stop)
+        if reason is not None:
+            self.run_end.completed(reason)
+            return
+        self._finished_at_s, self.plan = None, self._stages.ended(self.plan, finished)
 
     def _end_if_stopping_takes_too_long(self, now_s: float) -> None:
         if self._stop is not None and now_s > self._stop_by_s:

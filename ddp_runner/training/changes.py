@@ -35,13 +35,13 @@ def changes_since(
     ``recipe`` is this launch's (``config.identity``), ``state`` what it has restored. Empty where no
     step is left, or none was computed before.
     """
-    step, old = state.committed_step, loaded.manifest.recipe
-    if not 0 < step < recipe[TOTAL_STEPS]:
+    step, first, old = state.committed_step, state.first_step, loaded.manifest.recipe
+    if not 0 < state.own_step < recipe[TOTAL_STEPS]:
         return ()
-    lines = dict(_changed_values(old, recipe, step=step)) if old else {}
+    lines = dict(_changed_values(old, recipe, step=step, first=first)) if old else {}
     if not old:  # of a version that wrote none: what else the file says
         before = {"torch": loaded.manifest.versions.get("torch", recipe["torch"])}
-        lines = dict(_changed_values(before, {"torch": recipe["torch"]}, step=step))
+        lines = dict(_changed_values(before, {"torch": recipe["torch"]}, step=step, first=first))
     kept = {"optim.ema_decay": _average(loaded.state, state)}
     kept["precision"] = _scaler(loaded.state, state)
     kept["the order of the parameters"] = _parameters(loaded.state, state)
@@ -91,13 +91,16 @@ def tuning_of_changed(
 
 
 def _changed_values(
-    old: Mapping[str, Any], new: Mapping[str, Any], *, step: int
+    old: Mapping[str, Any], new: Mapping[str, Any], *, step: int, first: int
 ) -> list[tuple[str, str]]:
-    """Key and line of each difference; of those that act through the rate only where it differs."""
+    """Key and line of each difference; of those that act through the rate only where it differs.
+
+    ``first``: the step that schedules count from.
+    """
     rates = _RATES | {TOTAL_STEPS}
     if "optim.schedule" in old:  # of a version that had fewer settings of it
         old = {**_FIRST_RATES, **old}
-    if not rates <= old.keys() or _same_rates(old, new, step=step):
+    if not rates <= old.keys() or _same_rates(old, new, step=step - first):
         pairs = []
     else:
         pairs = [(key, old[key], new[key]) for key in new if key in _RATES]

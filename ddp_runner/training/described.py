@@ -9,6 +9,7 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.core.secrets import holds_secret
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.training.state import TrainState
@@ -18,13 +19,21 @@ _CHARACTERS_MAX = 20_000  # it stands in every manifest
 
 
 def about_file(
-    state: TrainState, *, loss: float, settings: Mapping[str, JsonValue]
+    state: TrainState,
+    *,
+    loss: float,
+    settings: Mapping[str, JsonValue],
+    place: StagePlace | None = None,
 ) -> dict[str, JsonValue]:
-    """What people and tools want to know of a file without reading it; decides nothing.
+    """What people and tools want to know of a file without reading it.
 
-    ``loss``: of the last step. ``settings``: without secrets. What is no number is left out.
+    ``loss``: of the last step. ``settings``: without secrets. What is no number is left out. ``place``: the
+    stage, by which a run of stages knows where it goes on.
     """
-    found: dict[str, JsonValue] = {"settings": dict(settings)}
+    shown: dict[str, object] = {n: value for n, value in settings.items() if n != "stage"}
+    found: dict[str, JsonValue] = {"settings": shown}
+    if place is not None:
+        found["stage"] = StageOfFile.of(place).to_record()
     if state.tokens is not None and math.isfinite(state.tokens):
         found["tokens"] = state.tokens
     if math.isfinite(loss):

@@ -24,6 +24,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import REPAIRED_BY_RANK, Fault, FaultKind, ReportedFaultError
 from ddp_runner.core.messages import Faulted, Formed
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.training.agreeing import bring_to_newest
 from ddp_runner.training.audit import GenerationMembers
@@ -36,6 +37,7 @@ from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.runtime import Generation
 from ddp_runner.training.saving import ROOM_SHARE_MAX
 from ddp_runner.training.session import Session, StepInHand, StepMaker
+from ddp_runner.training.stage_begin import OtherStageError, leave_for
 from ddp_runner.training.train_report import ready_message
 
 if TYPE_CHECKING:
@@ -207,7 +209,8 @@ class Engine:
             state.hold_frozen(room_bytes=room_bytes / self._runtime.rank_info.local_world_size)
         transferred_s = time.monotonic()
         self._client.agree(group, is_first=not self._has_trained)
-        if group.rank == 0 and generation.membership.generation == 1:
+        number = generation.membership.generation
+        if group.rank == 0 and is_first_generation(number, parts.settings.stage):
             warn_of_room(state, parts.store, self._runtime)
         guard = NumericsGuard(parts, group)
         maker = self._client.enter(group, guard)
@@ -220,7 +223,7 @@ class Engine:
         self._runtime.report(
             Formed(
                 rank=self._rank,
-                generation=generation.membership.generation,
+                generation=number,
                 committed_step=state.committed_step,
                 source=brought.source,
                 group_s=joined_s - began_s,
@@ -246,6 +249,8 @@ class Engine:
 
     def _break_off(self, error: Exception) -> None:
         """Leave the generation because of ``error`` and report it; what its step has changed is put back."""
+        if isinstance(error, OtherStageError):
+            leave_for(error.stage, self._runtime)
         # Without a supervisor it ends the program, as what it is.
         self.error = None if self._runtime.is_watched else error
         fault = self._leave(error)

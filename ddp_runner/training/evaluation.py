@@ -226,7 +226,7 @@ class Validation:
                 replica=replica,
                 precision=state.precision,
                 seed=parts.settings.run.seed,
-                step=state.committed_step,
+                step=state.own_step,
                 stop_asked=parts.runtime.stop_asked,
                 after_round=partial(parts.memory.in_evaluation, state.committed_step),
                 round_done=partial(slot.count_done, state.committed_step),

@@ -68,6 +68,9 @@ def make_loader(
         world_size=rank_info.world_size,
         total_steps=workload.length.total_steps,
     )
+    if settings.stage is not None:  # those of other stages are bad there
+        length = workload.length
+        bad = tuple(one for one in bad if length.first_step <= one[1] < length.total_steps)
     if isinstance(order, StreamOrder):
         assert state.stream is not None, "made for the same order"
         if bad:
@@ -228,10 +231,12 @@ def collective_timeout_s(settings: Settings, *, is_watched: bool) -> float:
 def open_quarantine(parts: TaskParts, *, is_first: bool) -> None:
     """Share the bad samples of the run with its other ranks; what is known from before is reported once."""
     quarantine, runtime = parts.state.quarantine, parts.runtime
-    folder = Path(parts.settings.run.log_dir)
-    quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id)
+    folder, place = Path(parts.settings.run.log_dir), parts.settings.stage
+    stage = "" if place is None else place.data_key
+    quarantine.attach(folder / QUARANTINE_FILE, run_id=runtime.run_id, stage=stage)
     for name, of_data in parts.state.validation_quarantines.items():
-        of_data.attach(folder / file_name_of_validation(name), run_id=runtime.run_id)
+        path = folder / file_name_of_validation(name)
+        of_data.attach(path, run_id=runtime.run_id, stage=stage)
     if len(quarantine) and is_first:
         runtime.logger.info(f"{len(quarantine)} bad samples of before are not tried again")
         runtime.report(

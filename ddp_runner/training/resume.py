@@ -23,6 +23,12 @@ from ddp_runner.training.fitting import check_weights, misfit, warn_of_values
 from ddp_runner.training.memory_copies import open_slots
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
+from ddp_runner.training.stage_begin import (
+    begin_of,
+    is_of_stage,
+    note_changed_stages,
+    of_this_stage,
+)
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.whole_state import (
     completed_from_begin,
@@ -45,6 +51,7 @@ def load_start(
         if settings.run.resume == "none"
         else store.load(settings.run.resume, set_bad_aside=True)
     )
+    is_found, loaded = loaded is not None, of_this_stage(settings, loaded)
     if loaded is not None:
         _refuse_other_resume_key(settings, workload, loaded)
         saved = completed_from_begin(settings, workload, state, loaded)
@@ -54,8 +61,9 @@ def load_start(
         state.is_rehearsed = False  # by another launch
         state.tuning = tuning_of_changed(state.tuning, settings, loaded, recipe=workload.recipe)
         note_changes(loaded, state, recipe=workload.recipe)
+        note_changed_stages(settings, state, loaded)
         return loaded
-    if settings.run.resume in ("last", "best"):
+    if settings.run.resume in ("last", "best") and not is_found:
         raise BadInputError(
             "--resume",
             settings.run.resume,
@@ -85,7 +93,7 @@ def load_copy(
     loaded, wrong = slots.load() if slots.newest_step > files else (None, [])
     for line in wrong:
         runtime.logger.warning(line)
-    if loaded is None or loaded.manifest.step <= files:
+    if loaded is None or loaded.manifest.step <= files or not is_of_stage(settings, loaded):
         # INVARIANT one-course: what is gone back to lies on the course that the run has taken since.
         # Broken if: a state is taken from a file, and a copy in memory of a later step stays.
         # Guarded by: test_a_copy_that_is_damaged_is_refused.
@@ -124,15 +132,14 @@ def newest_to_restore(settings: Settings, state: TrainState, store: CheckpointSt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenUp:
-    """Where a process begins: ``loaded`` is None at the very first start, and where it loads nothing."""
+    """Where a process begins: ``loaded`` is None at the very first start, and where it loads nothing.
+
+    ``run_id``: of the run that is resumed; empty where none is.
+    """
 
     loaded: Loaded | None
     progress: Progress
-
-    @property
-    def run_id(self) -> str:
-        """Of the run that is resumed; empty where none is."""
-        return "" if self.loaded is None else self.loaded.manifest.run_id
+    run_id: str = ""
 
 
 def take_up(
@@ -152,15 +159,21 @@ def take_up(
     loaded = load_copy(settings, workload, state, store, runtime=runtime)
     if loaded is not None:
         progress.is_from_memory = True
-        return TakenUp(loaded=loaded, progress=progress)
+        return TakenUp(loaded=loaded, progress=progress, run_id=loaded.manifest.run_id)
     loaded = load_start(settings, workload, state, store)
-    if loaded is not None or settings.run.init_from:
+    if loaded is not None or state.begun_with:
         warn_of_values(state, runtime.logger.warning)
     if loaded is not None:
         progress.checkpoint = str(loaded.path)
         if loaded.path.parent.resolve() == store.directory.resolve():
             progress.checkpoint_step = state.committed_step  # else it is to be saved here
-    return TakenUp(loaded=loaded, progress=progress)
+        return TakenUp(loaded=loaded, progress=progress, run_id=loaded.manifest.run_id)
+    begin = begin_of(settings)
+    if begin is None:
+        return TakenUp(loaded=None, progress=progress)
+    progress.checkpoint = str(store.directory / begin.file)
+    progress.checkpoint_step = state.committed_step
+    return TakenUp(loaded=None, progress=progress, run_id=begin.run_id)
 
 
 def restore_newest(
@@ -177,11 +190,12 @@ def restore_newest(
     try:
         if loaded is None and named is not None:
             loaded = store.load(str(named))
+        is_found, loaded = loaded is not None, of_this_stage(settings, loaded)
         if loaded is not None:
             state.restore(completed_in_run(settings, workload, state, store, loaded))
             state.begun_step = state.committed_step
             note_changes(loaded, state, recipe=workload.recipe)  # the file may be of before them
-        elif state.begun_step == 0:
+        elif state.begun_step == 0 or is_found:  # a stage begins with what was found
             state.restore(workload.first_state(settings, state, store))
         else:
             raise FaultError(nothing_left(f"no checkpoint is left in {store.directory}"))

@@ -58,7 +58,10 @@ class SaveContent:
             "changes": self._state.changes,
             "data": self._data(),
             "about": about_file(
-                self._state, loss=self._progress.loss, settings=self._settings_record
+                self._state,
+                loss=self._progress.loss,
+                settings=self._settings_record,
+                place=self._settings.stage,
             ),
             "monitored": self._state.monitored(self._workload.monitor),
             "monitor": self._workload.monitor.name,

@@ -394,6 +394,8 @@ class Saving:
 
     def _save_last(self, reason: str, *, compare_s: float = 0.0) -> Fault | None:
         """Save, if need be elsewhere: then what the disk says that has the other checkpoints."""
+        if self._state.first_step and not self._state.own_step:
+            return None  # the file of that step is the last one of the stage before
         saved, refusal = self._last.make(partial(self._save_at_once, reason=reason), reason=reason)
         self._report(saved, compare_s=compare_s, is_rescued=refusal is not None)
         return refusal

@@ -78,6 +78,7 @@ class TrainState:
         # Guarded by: test_a_run_that_began_with_the_first_order_keeps_it.
         self.order_version = ORDER_VERSION
         self.committed_step = EMPTY_STEP
+        self.first_step = 0  # of the stage: what random numbers, schedules and epochs count from
         self.is_in_doubt = False  # a comparison has just found that it differs from others'
         self.begun_step = EMPTY_STEP  # where this launch, or its newest reading of a file, began
         self.samples = 0
@@ -102,6 +103,11 @@ class TrainState:
         self._start_in_file: dict[str, Any] = {}  # of the newest, where some were written since
         self._made_with = self._flags()
         self._parameters = list(model.parameters())
+
+    @property
+    def own_step(self) -> int:
+        """Steps committed in this stage; all, without stages."""
+        return self.committed_step - self.first_step
 
     def weights(self) -> dict[str, Any]:
         """The model's state under its bare names; references, not copies."""
@@ -334,7 +340,7 @@ class TrainState:
 
     def hold_frozen(self, *, room_bytes: float) -> None:
         """Keep what forward may begin to write, where there is room; if it is much, for the first step."""
-        is_wanted = self.committed_step == 0 or self.buffers.holds_for_good
+        is_wanted = self.own_step == 0 or self.buffers.holds_for_good
         if is_wanted and self.buffers.frozen_bytes() <= room_bytes:
             self.buffers.hold_frozen()
 

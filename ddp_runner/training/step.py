@@ -41,6 +41,7 @@ class StepRules:
     optim: OptimSettings
     device: torch.device
     others: tuple[torch.device, ...] = ()  # which have parts of each batch
+    first_step: int = 0  # of the stage
     watch_use: bool = False  # count the steps in which every parameter was used
 
     @property
@@ -162,15 +163,15 @@ class Stepper:
         if norm is None:
             scaler.unscale_(state.optimizer)
             norm = float(self._gradient_norm())
-        if state.committed_step == 0 and norm == 0.0 and not self._replica.has_graph:
+        if state.own_step == 0 and norm == 0.0 and not self._replica.has_graph:
             raise no_graph()
         rate = self._learning_rate()
         explosion = limits.exceeded_by(loss=loss, grad_norm=norm)
         applied = math.isfinite(norm) and math.isfinite(loss) and not explosion
         if applied:
-            state.loss_spikes.observe(step=state.committed_step, loss=loss, grad_norm=norm)
+            state.loss_spikes.observe(step=state.own_step, loss=loss, grad_norm=norm)
         elif explosion:
-            state.loss_spikes.exploded(step=state.committed_step)
+            state.loss_spikes.exploded(step=state.own_step)
         self._commit.begin_change()
         self._update(rate, applied=applied)
         self._commit.end_change(agreed, applied=applied, samples=self._rules.global_batch)
@@ -259,12 +260,12 @@ class Stepper:
     def _learning_rate(self) -> float:
         """Of the step in hand, as the schedule has it and what was lowered since."""
         scheduled = learning_rate(
-            self._state.committed_step,
-            total_steps=self._rules.total_steps,
+            self._state.own_step,
+            total_steps=self._rules.total_steps - self._rules.first_step,
             settings=self._rules.optim,
         )
         state = self._state
-        spikes = state.loss_spikes.rate_factor(state.committed_step)
+        spikes = state.loss_spikes.rate_factor(state.own_step)
         return scheduled * state.tuning.rate_factor * spikes * state.improvement.rate_factor
 
     def _update(self, rate: float, *, applied: bool) -> None:
@@ -276,7 +277,7 @@ class Stepper:
                 scaler.step(state.optimizer)
             else:
                 state.optimizer.step()
-            if state.ema is not None and state.ema.is_due(state.committed_step + 1):
+            if state.ema is not None and state.ema.is_due(state.own_step + 1):
                 state.ema.update(state.model)
         if scaler.is_enabled():
             scaler.update()
@@ -307,7 +308,8 @@ def accumulate(
     signals = as_signals(votes, rules.device)
     last = len(micro_batches) - 1
     for number, micro_batch in enumerate(micro_batches):
-        seed_step(seed=rules.seed, step=step, rank=rules.rank, micro_step=number)
+        own_step = step - rules.first_step
+        seed_step(seed=rules.seed, step=own_step, rank=rules.rank, micro_step=number)
         batch = to_device(micro_batch.batch, rules.device)
         if notes is not None:
             notes.batch(batch)

@@ -93,7 +93,9 @@ class TaskClient:
         parts.profile.conclude()
         report = report_of(parts, reason)
         best: BestWeights | None = None
-        if reason is StopReason.COMPLETED and group.rank == 0:
+        stage = parts.settings.stage
+        is_over = reason is StopReason.COMPLETED and (stage is None or stage.is_last)
+        if is_over and group.rank == 0:
             best = best_weights(parts)
             publish_final(parts, best)
             parts.state.model.eval()

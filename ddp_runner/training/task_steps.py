@@ -17,6 +17,7 @@ from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 from ddp_runner.core.messages import Metrics, TuningChanged
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamLoader
@@ -67,7 +68,7 @@ class TaskSteps:
             workload.norms.peers = Peers(group=group, slot=parts.runtime.slot)
         self._turn_compiler(parts)
         # As far as the state has come: a rank may have left the one before amid a change.
-        workload.layers.unfreeze(state.model, step=state.committed_step)
+        workload.layers.unfreeze(state.model, step=state.own_step)
         state.train_unfrozen()
         self._first = FirstStep(parts, group)
         if not self.at_end:
@@ -151,7 +152,7 @@ class TaskSteps:
     def adapt(self) -> None:
         """Unfreeze layers that are due, and try what may be faster, on all ranks at the same step."""
         state = self._state
-        unfrozen = self._workload.layers.unfreeze(state.model, step=state.committed_step)
+        unfrozen = self._workload.layers.unfreeze(state.model, step=state.own_step)
         if unfrozen:
             if self._group.rank == 0:
                 self._runtime.logger.info(unfrozen, step=state.committed_step)
@@ -267,7 +268,8 @@ class TaskSteps:
     def _turn_compiler(self, parts: TaskParts) -> None:
         compiler, is_on = parts.compiler, parts.state.tuning.may_compile
         compiler.turn(on=is_on)
-        if self._group.rank != 0 or self._group.membership.generation != 1:
+        generation, place = self._group.membership.generation, self._settings.stage
+        if self._group.rank != 0 or not is_first_generation(generation, place):
             return
         if compiler.is_wanted and not is_on:
             self._runtime.logger.warning("not compiled: that has failed in this run before")
@@ -302,6 +304,7 @@ class TaskSteps:
             rank=self._group.rank,
             global_batch=workload.global_batch,
             total_steps=workload.length.total_steps,
+            first_step=workload.length.first_step,
             optim=self._settings.optim,
             device=workload.device,
             others=workload.other_devices,

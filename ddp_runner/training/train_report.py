@@ -16,6 +16,7 @@ from ddp_runner.collective.communicators import ends_in_silence
 from ddp_runner.core.batch_sizes import cut
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.messages import Finished, Ready
+from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.secrets import without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.start_block import StartFacts, start_block
@@ -134,13 +135,19 @@ def block_of(parts: Built) -> tuple[str, ...]:
         checkpoint_bytes=None if room is None else room.needed_bytes,
         room_bytes=room_bytes,
         is_task=is_task,
-        schedule=schedule_words(settings.optim, total_steps=workload.length.total_steps),
+        schedule=_schedule_words(settings, workload),
+        first_step=workload.length.first_step,
         left_out=_left_out(state),
         begun_with=state.begun_with,
         mode=parts.runtime.rank_info.mode,
         devices=len(workload.devices),
     )
     return start_block(settings, facts)
+
+
+def _schedule_words(settings: Settings, workload: Workload) -> str:
+    words = schedule_words(settings.optim, total_steps=workload.length.own_steps)
+    return f"{words}, steps of the stage" if steps_before(settings.stage) else words
 
 
 def _left_out(state: TrainState) -> int:
@@ -185,7 +192,7 @@ def report_of(parts: RankParts, reason: StopReason) -> TrainReport:
     return TrainReport(
         reason=reason,
         steps=state.committed_step,
-        epochs=state.committed_step // length.steps_per_epoch,
+        epochs=state.own_step // length.steps_per_epoch,
         samples=state.samples,
         tokens=state.tokens,
         loss=parts.progress.loss,

@@ -17,6 +17,7 @@ from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.device_progress import NoDeviceProgress, device_progress
 from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.secrets import environment_secrets, secret_texts
@@ -38,6 +39,7 @@ from ddp_runner.training.rank_context import TaskParts
 from ddp_runner.training.resume import is_complete, take_up
 from ddp_runner.training.runtime import LocalRuntime, Runtime, local_runtime
 from ddp_runner.training.saving import Saving
+from ddp_runner.training.stage_begin import OtherStageError, leave_for
 from ddp_runner.training.stages import StageClock
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task_client import TaskClient
@@ -71,6 +73,9 @@ class DDPTrainer:
             rank, config = 0, {**(config or {}), "task": rank}
         if not isinstance(config, Settings):
             config = configuration.from_flat(with_task_named(config or {}))
+        if config.stages and config.stage is None:
+            expected = "needs a supervisor: start with ddp_runner train, or ddp_runner.launch()"
+            raise BadInputError("stages", "", expected)
         self.settings = config
         if runtime is None and world_size == 1 and (of_launcher := plain_rank(os.environ)):
             # Alone each would train the same, over the others' files.
@@ -157,9 +162,12 @@ class DDPTrainer:
             keep_every=settings.checkpoint.keep_every,
             disk=self._runtime.disk,
         )
-        start = take_up(
-            settings, workload, state, store, runtime=self._runtime, entering=stages.enter
-        )
+        try:
+            start = take_up(
+                settings, workload, state, store, runtime=self._runtime, entering=stages.enter
+            )
+        except OtherStageError as error:
+            leave_for(error.stage, self._runtime)
         loaded, progress = start.loaded, start.progress
         if loaded is not None:
             self._log_old_order(state)

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
+from ddp_runner.checkpoint.stage_weights import with_start_weights
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.collective.device import await_free
 from ddp_runner.collective.sync_batchnorm import SyncedNorms
@@ -25,6 +26,7 @@ from ddp_runner.core.improvement import ImprovementRules
 from ddp_runner.core.launch_plan import group_backend
 from ddp_runner.core.monitor import Monitor
 from ddp_runner.core.phases import Stage
+from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import RunLength, run_length
 from ddp_runner.data.draws import Draws
@@ -51,6 +53,7 @@ from ddp_runner.training.fit_for_preload import refuse_unfit
 from ddp_runner.training.largest_samples import largest_only
 from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
+from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Datasets, HasLayerGroups, Task
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
@@ -180,6 +183,7 @@ def build_workload(
         steps_per_epoch=order.steps_per_epoch,
         epochs=settings.run.epochs,
         max_steps=settings.run.max_steps,
+        first_step=steps_before(settings.stage),
     )
     seed_all(settings.run.seed)
     entering(Stage.MODEL)
@@ -192,7 +196,7 @@ def build_workload(
         refuse_unequal_shares(settings, global_batch, world_size=rank_info.world_size)
     checkpoint_activations(model, settings.memory.activation_checkpointing)
     groups = task.layer_groups() if isinstance(task, HasLayerGroups) else {}
-    layers = layer_plan(model, settings.optim, groups=groups, total_steps=length.total_steps)
+    layers = layer_plan(model, settings.optim, groups=groups, total_steps=length.own_steps)
     layers.begin(model)
     metrics = build_objects(task, settings, device)
     monitor = monitor_for(settings, task, datasets, model, objects=metrics, device=device)
@@ -215,7 +219,7 @@ def build_workload(
         device=device,
         backend=backend_of(settings, device),
         resume_key=key,
-        recipe=_recipe(settings, rank_info, task, total_steps=length.total_steps),
+        recipe=_recipe(settings, rank_info, task, total_steps=length.own_steps),
         settings_digest=config.digest(settings),
         parameters=sum(p.numel() for p in model.parameters()),
         device_free_bytes=device_free_bytes,
@@ -343,6 +347,7 @@ def _sample_order(
         global_batch_size=global_batch,
         shares=settings.data.shares,
         draws=draws,
+        first_step=steps_before(settings.stage),
     )
 
 
@@ -395,6 +400,7 @@ def _stream_order(
         global_batch_size=global_batch,
         shares=data.shares,
         shuffle=False,
+        first_step=steps_before(settings.stage),
     )
 
 
@@ -413,7 +419,7 @@ def _empty_state(
 ) -> TrainState:
     """``task``: the one that made ``model``, where it is not the workload's own."""
     order = workload.order
-    return TrainState(
+    state = TrainState(
         model=model,
         optimizer=build_optimizer(model, settings.optim, device=device),
         precision=Precision.of(settings.optim, device),
@@ -422,7 +428,7 @@ def _empty_state(
             target_loss=settings.run.target_loss,
             max_errors_per_epoch=settings.recovery.max_errors_per_epoch,
         ),
-        loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.total_steps),
+        loss_spikes=LossSpikes.watched_as(settings, total_steps=workload.length.own_steps),
         improvement=ImprovementWatch(ImprovementRules.of(settings), monitor=workload.monitor),
         quarantine=empty_quarantine(settings, order.dataset_size),
         validation_quarantines={
@@ -446,6 +452,8 @@ def _empty_state(
             find_unused_parameters=searches_at_first(settings.ddp),
         ),
     )
+    state.first_step = workload.length.first_step
+    return state
 
 
 def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
@@ -456,10 +464,12 @@ def empty_quarantine(settings: Settings, dataset_size: int) -> Quarantine:
 
 
 def start_fresh(settings: Settings, state: TrainState) -> None:
-    """Make ``state``, with a model that was just built, the one of step 0."""
-    begin_with(settings, state)
-    state.committed_step = state.begun_step = 0
-    state.boundary_done_step = -1 if settings.log.evaluate_at_start else 0
+    """Make ``state``, with a model that was just built, the one of step 0, or of the first of its stage."""
+    with of_its_stage(settings):
+        begin_with(with_start_weights(settings), state)
+    go_on_counting(settings, state)
+    state.committed_step = state.begun_step = first = state.first_step
+    state.boundary_done_step = first - 1 if settings.log.evaluate_at_start else first
 
 
 def nothing_left(cause: str) -> Fault:

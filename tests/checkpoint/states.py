@@ -45,11 +45,13 @@ def save(
     mark: str = "",
     disk: Disk | None = None,
     state: dict[str, object] | None = None,
+    about: dict[str, object] | None = None,
 ) -> Saved:
     store = CheckpointStore(directory, keep_last=keep_last, keep_every=keep_every, disk=disk)
     return store.save(
         state_of(step, mark=mark) if state is None else state,
         **facts_of(step, monitored=monitored),
+        about=about or {},
     )
 
 

@@ -13,6 +13,7 @@ from ddp_runner.checkpoint.catalog import sha256_of
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
+from ddp_runner.core.run_stages import StageOfFile
 from tests.temporaries import of_a_dead_writer
 
 from .states import facts_of, save, state_of, steps_in
@@ -52,6 +53,22 @@ def test_an_empty_directory_has_nothing_to_load(tmp_path):
     (tmp_path / ".step_00000010.pt.tmp-1").write_bytes(b"half")
     for which in ("auto", "last", "best", "none"):
         assert _load(tmp_path, which) is None
+
+
+def test_of_each_stage_that_is_over_the_last_and_the_best_stay(tmp_path):
+    """What is the best is asked of each stage alone, and of the newest by those that only say best."""
+    names = ("pre", "tune")
+    values = {10: 0.1, 20: 0.3, 30: 0.2, 40: 5.0, 50: 4.0, 60: 6.0, 70: 7.0}
+    for step, monitored in values.items():
+        number = int(step > 30)
+        stage = StageOfFile(number=number, first_step=30 * number, names=names[: number + 1])
+        about = {"stage": stage.to_record()}
+        saved = save(tmp_path, step, monitored=monitored, keep_last=1, about=about)
+    assert steps_in(tmp_path) == [10, 30, 50, 70]
+    assert saved.manifest.about["best"] == {"step": 50, "value": 4.0}
+    catalog = CheckpointStore(tmp_path, keep_last=1).catalog
+    assert (catalog.best().step, catalog.best("pre").step) == (50, 10)
+    assert catalog.pointer("best").name == "step_00000050.pt"
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path):

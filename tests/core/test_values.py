@@ -48,6 +48,7 @@ SAMPLES = [
     messages.RestartProgress(
         rank=0, generation=2, run_id="r", clock="boot", began_ns=1, at_ns=2, spent_ns={"productive": 1}
     ),
+    messages.OtherStage(rank=0, number=1, first_step=12),
     messages.Finished(rank=0, reason=StopReason.COMPLETED, step=9, report={"a": [1, "b"]}),
     messages.TuningChanged(rank=0, step=3, action="a", inexact_reason="b"),
     messages.RepairedInPlace(rank=0, fault=FAULT, action="a", seconds=0.5),

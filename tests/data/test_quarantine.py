@@ -75,6 +75,18 @@ def test_a_torn_line_and_another_run_are_passed_over(tmp_path):
     assert len(quarantine) == 0
 
 
+def test_another_stage_of_the_run_has_samples_of_its_own(tmp_path):
+    """Its data are others: what is bad there is not bad here."""
+    path = tmp_path / "quarantine.jsonl"
+    before, after, beside = make(), make(), make()
+    before.attach(path, run_id="r1", stage="pre 1f")
+    add(before, 4)
+    after.attach(path, run_id="r1", stage="tune 2e")
+    beside.attach(path, run_id="r1", stage="pre 1f")
+    assert (len(after), len(beside)) == (0, 1)
+    assert json.loads(path.read_text())["stage"] == "pre 1f"
+
+
 def test_a_checkpoint_carries_it():
     """With another log folder the record in the state is enough."""
     before, after = make(), make()

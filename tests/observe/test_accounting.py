@@ -307,6 +307,29 @@ def test_a_loss_that_is_no_number_is_not_reported_as_one(loss):
     assert summary(RunAccounting(began_s=0.0), finished=[finished(loss=loss)]).final_loss is None
 
 
+def test_what_lies_between_two_stages_is_startup():
+    """Of a fault there the repair begins with the fault, and no step was cut short."""
+    ended = events.StageEnds(stage="pre", step=10, loss=None, stop_reason="end")
+    account = RunAccounting(began_s=100.0)
+    account.first_step_s = 104.0
+    account.take(ended, now_s=120.0)
+    account.take(events.WorldFormed(generation=2, step=10), now_s=123.0)
+    account.take(ended, now_s=140.0)
+    note(account, incident(20), began_s=142.0, since_s=139.0)
+    repair(account, now_s=147.0, committed_step=20)
+    shares = summary(account).time_s
+    assert (shares.startup, shares.recovery, shares.lost) == (4.0 + 3.0 + 2.0, 5.0, 0.0)
+
+
+def test_epochs_are_those_of_the_stage():
+    """Of a run that ends without a report of its ranks."""
+    facts = RunFindings(run_id="a run", name="mine")
+    begins = {"number": 1, "of": 2, "step": 4, "total_steps": 20}
+    facts.take(events.StageBegins(stage="tune", first_step=4, **begins))
+    assert summary(RunAccounting(began_s=0.0), facts=facts).epochs == 2
+    assert summary(RunAccounting(began_s=0.0), facts=facts).stage == "tune"
+
+
 def test_a_run_that_never_made_a_step_was_startup_only():
     """And has no loss."""
     made = summary(RunAccounting(began_s=100.0), reading=reading(), now_s=130.0)

@@ -12,7 +12,7 @@ import os
 import random
 import selectors
 import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.unreported import Published
@@ -36,6 +36,7 @@ from ddp_runner.core.messages import (
     Form,
     Formed,
     NotSaved,
+    OtherStage,
     Ready,
     SaveAlone,
     Saved,
@@ -45,6 +46,7 @@ from ddp_runner.core.messages import (
     ZygoteReady,
 )
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import loop
@@ -107,7 +109,7 @@ class Outputs:
     def note(self, text):
         pass
 
-    def metrics(self, step, rank, values):
+    def metrics(self, step, rank, values, *, stage=""):
         pass
 
     def announce(self, text):
@@ -163,6 +165,8 @@ class Process:
     is_deaf: bool = False  # its threads get no turn: it reads nothing
     stop: StopReason | None = None
     wants_save: bool = False
+    stage: int = 0  # that it was started to train
+    first_generation: int = 1  # of that stage, as it was given it
     seen: list = field(default_factory=list)  # generations that it was asked to form
 
 
@@ -190,6 +194,7 @@ class Simulation:
         run_options=None,
         silent=False,
         devices=None,
+        stage_ends=(),
         **recovery,
     ):
         self.clock = Clock()
@@ -199,7 +204,9 @@ class Simulation:
         self.outputs = Outputs()
         self.silent = silent  # collectives end in silence, and an abort takes two acts
         self.random = random.Random(seed)
-        self.steps = steps
+        self.steps = stage_ends[-1] if stage_ends else steps
+        self.stage_ends = stage_ends  # steps at which they end, the last one's with the run
+        self.readable_max = self.steps  # later checkpoints are damaged once they are written
         self.checkpoint = 0
         self.best = 0  # the newest step that any rank has ever committed
         self.processes = {}
@@ -245,11 +252,23 @@ class Simulation:
             settings_digest="0",
             command=("test",),
             notes=(),
+            stages=self._stages(settings),
         )
+        if stage_ends:
+            plan = plan.in_stage(0, first_step=0, first_generation=1)
         self._set_up(plan, InstantSelector())
         self.world = self.supervisor.world
         self.home.node = self.node
         self.node.start_zygote()
+
+    def _stages(self, settings):
+        names = tuple(f"stage{number}" for number in range(len(self.stage_ends)))
+        places = [StagePlace(names=names, number=number) for number in range(len(names))]
+        return tuple(replace(settings, stage=place) for place in places)
+
+    def _end_of(self, process):
+        """The step at which its stage ends, or the run."""
+        return self.stage_ends[process.stage] if self.stage_ends else self.steps
 
     def _set_up(self, plan, selector):
         """The supervisor that decides, its node and its loop."""
@@ -440,6 +459,10 @@ class Simulation:
 
     def _start(self, process, request):
         self.stamp(process, Phase.STARTUP)
+        if place := request.spec["settings"].get("stage"):
+            process.stage = place["number"]
+            process.first_generation = place["first_generation"]
+            assert place["first_step"] == [0, *self.stage_ends][process.stage]
         loads = bool(request.spec["loads"])
         self.resumed += [request.spec["resume"]] if loads else []
         for number in range(self.preload_stamps):
@@ -509,7 +532,14 @@ class Simulation:
 
     def _built(self, process, loads):
         if loads and process.committed < 0:
-            process.committed = self.checkpoint
+            process.committed = min(self.checkpoint, self.readable_max)
+            first_step = [0, *self.stage_ends][process.stage]
+            if process.committed < first_step:  # it waits for its end
+                number = sum(end <= process.committed for end in self.stage_ends)
+                begins = [0, *self.stage_ends][number]
+                message = OtherStage(rank=process.rank, number=number, first_step=begins)
+                self.send(process, message)
+                return
         self.send(process, self._ready(process))
 
     def _ready(self, process):
@@ -517,7 +547,7 @@ class Simulation:
             rank=process.rank,
             committed_step=process.committed,
             run_id="",
-            total_steps=self.steps,
+            total_steps=self._end_of(process),
             steps_per_epoch=10,
             train_samples=80,
             parameters=7,
@@ -633,12 +663,14 @@ class Simulation:
             self.later(self.step_s, lambda: self._step(generation))
             return
         reason = next((p.stop for p in members if p.stop), None)
-        if members[0].committed < self.steps:
+        end = self._end_of(members[0])
+        assert {process.stage for process in members} == {members[0].stage}
+        if members[0].committed < end:
             for process in members:
                 self._commit(process)
         if members[0].committed % SAVE_EVERY == 0 or self._is_save_asked(members):
             self._save(members[0])
-        if members[0].committed < self.steps and reason is None:
+        if members[0].committed < end and reason is None:
             self.later(self.step_s, lambda: self._step(generation))
             return
         self._finish_soon(members, generation, reason)
@@ -722,7 +754,11 @@ class Simulation:
 
     def _lose_peer(self, process):
         generation = process.generation
-        if process.trains and process.committed < self.steps and self.random.random() < 0.3:
+        if (
+            process.trains
+            and process.committed < self._end_of(process)
+            and self.random.random() < 0.3
+        ):
             self._commit(process)
         if self.silent:  # and waits for the dead one
             self.stamp(process, Phase.REDUCE)

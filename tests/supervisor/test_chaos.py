@@ -56,13 +56,14 @@ CHAOS = {
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 @pytest.mark.parametrize("seed", range(20))
 def test_any_sequence_of_faults_ends_with_the_run_complete(simulate, seed, elastic):
-    """Whatever happens whenever: no state is lost while a replica lives, and nothing waits for ever."""
+    """Whatever happens whenever, also where stages change: no state is lost while a replica lives, and nothing
+    waits for ever."""
     draw = random.Random(seed)
     options = {"min_ranks": 2, "slot_failures_max": 3, "regrow_after": 1.0} if elastic else {}
+    stages = {"stage_ends": (40, 45, 150)} if seed % 2 else {"steps": 150}
     run = simulate(
         ranks=draw.choice([2, 3, 4]),
         seed=seed,
-        steps=150,
         max_restarts=10_000,
         no_progress_generations=1000,
         backoff_max_s=1.0,
@@ -70,6 +71,7 @@ def test_any_sequence_of_faults_ends_with_the_run_complete(simulate, seed, elast
         startup_timeout_s=20.0,
         hang_min_s=0.5,
         first_step_timeout_s=2.0,
+        **stages,
         **options,
     )
     run.to_step(5)
@@ -84,3 +86,4 @@ def test_any_sequence_of_faults_ends_with_the_run_complete(simulate, seed, elast
     assert run.ending.status is RunStatus.COMPLETED, (run.ending, run.where())
     assert run.supervisor.machine.state is RunState.DONE
     assert_generations_grow(run)
+    assert len(run.events("stage_ends")) == max(0, len(run.stage_ends) - 1)

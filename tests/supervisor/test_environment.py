@@ -7,14 +7,18 @@ from pathlib import Path
 import ddp_runner
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.settings import RunSettings, Settings
-from ddp_runner.supervisor.processes.environment import kept_against_advice, zygote_environment
+from ddp_runner.supervisor.processes.environment import (
+    kept_against_advice,
+    what_to_import,
+    zygote_environment,
+)
 
 PACKAGE_PARENT = str(Path(ddp_runner.__file__).resolve().parents[1])
 
 
-def environment(own, *, debug=False, threads=3):
-    plan = LaunchPlan(
-        settings=Settings(run=RunSettings(debug=debug)),
+def plan_of(settings, *, threads=3, stages=()):
+    return LaunchPlan(
+        settings=settings,
         origins={},
         devices=(),
         world_size=1,
@@ -23,7 +27,12 @@ def environment(own, *, debug=False, threads=3):
         settings_digest="0",
         command=(),
         notes=(),
+        stages=stages,
     )
+
+
+def environment(own, *, debug=False, threads=3):
+    plan = plan_of(Settings(run=RunSettings(debug=debug)), threads=threads)
     return zygote_environment(plan, own)
 
 
@@ -100,3 +109,13 @@ def test_a_variable_that_stands_against_repairs_is_named():
     )
     assert kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=False) == ()
     assert len(kept_against_advice({"NCCL_ALGO": "Tree"}, is_deterministic=True)) == 1
+
+
+def test_tasks_of_several_files_are_imported_by_ranks_alone():
+    """A module of one stage is not found by another in the place of its own; a shared file is imported ahead."""
+    one, same, other = (
+        Settings(run=RunSettings(task=task)) for task in ("a/t.py:A", "a/t.py:B", "b/t.py:B")
+    )
+    assert what_to_import(plan_of(one)) == "a/t.py:A"
+    assert what_to_import(plan_of(one, stages=(one, same))) == "a/t.py:A"
+    assert what_to_import(plan_of(one, stages=(one, same, other))) == ""

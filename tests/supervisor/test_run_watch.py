@@ -218,7 +218,7 @@ def test_a_line_of_an_evaluation_has_its_own_figures_alone():
         def __init__(self):
             self.lines = []
 
-        def metrics(self, step, rank, values):
+        def metrics(self, step, rank, values, *, stage=""):
             self.lines.append(values)
 
     outputs = Outputs()

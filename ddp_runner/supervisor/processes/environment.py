@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from ddp_runner.core.launch_plan import LaunchPlan
@@ -36,6 +37,7 @@ _SETS_IN_ORDER = {"PYTHONHASHSEED": "0"}
 # torch's advice at every start; the settings that it is about are this runner's choice.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
+_NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
 
 
 def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, str]:
@@ -110,7 +112,10 @@ def what_to_import(plan: LaunchPlan) -> str:
         return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
     if plan.loop is not None:
         return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
-    return plan.settings.run.task
+    # What a stage's task imports, all forks would have: also a later stage's, whose folder may have another
+    # module of that name.
+    tasks = {_NAME_IN_TASK.sub("", one.run.task) for one in plan.stages}
+    return "" if len(tasks) > 1 else plan.settings.run.task
 
 
 COORDINATORS_LOGS = 0  # the number of the coordinator's machine

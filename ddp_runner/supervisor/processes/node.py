@@ -64,11 +64,8 @@ class Node:
         ranks: Sequence[int] | None = None,
         store: StorePlace | None = None,
     ) -> None:
-        self._plan = plan
-        self._selector = selector
-        self._system = system
-        self._clock = clock
-        self._settings_record = config.to_record(plan.settings)
+        self.train(plan)
+        self._selector, self._system, self._clock = selector, system, clock
         self._program = None if plan.loop is None else ProgramMemory(plan.loop)
         self.store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
         self._shared = shared_memory(plan.settings)
@@ -91,6 +88,10 @@ class Node:
         self._next_token = 1
         # A fork may end before the zygote's answer that names it has been read.
         self._unclaimed: dict[int, Ended] = {}
+
+    def train(self, plan: LaunchPlan) -> None:
+        """Have whoever is started from now on train what ``plan`` has; the rest of it is as before."""
+        self._plan, self._settings_record = plan, config.to_record(plan.settings)
 
     def become(self, ranks: Sequence[int]) -> None:
         """Have these ranks from now on. None of those before has a process."""

@@ -141,6 +141,15 @@ class ProgressWatch:
                     self._long_phases.doubt(handle.slot.get(Cell.STEP))
         return verdict
 
+    def forget_pace(self) -> None:
+        """What is trained from now on has a pace of its own: none of what was learnt holds for it."""
+        self._step_s.clear()
+        self._seen_step = self._best_step = -1
+        self._verdicts_in_a_row = 0
+        self._long_phases, self._first_steps = LongPhases(), FirstSteps()
+        self._comparisons.forget()
+        self._straggler_watch = StragglerWatch()
+
     def stragglers(self, handles: list[RankHandle]) -> dict[int, float]:
         """Ranks found persistently slow just now: rank -> factor over the others."""
         cells = self._world.present_cells

@@ -301,6 +301,21 @@ class Repair:
         incident.fork_ahead(ranks)
         self._kill_and_respawn(dead, now_s)
 
+    def start_again(self, now_s: float) -> None:
+        """Have every rank begin again, in another stage: the first of them reads what that goes on from."""
+        self._close_incident()
+        present = self._world.present
+        self._loader, self._resume = present[0].rank, "auto"
+        self._respawn_at_s = now_s
+        self._short_of_memory.clear()
+        self._hangs.progress_watch.forget_pace()
+        self._kill_and_respawn(present, now_s)
+        for handle in self._world.ranks:
+            if (
+                handle.membership is Membership.REJOINING
+            ):  # it has built what is not trained any more
+                self._world.kill_rank(handle, now_s)
+
     @staticmethod
     def _is_awaited(handle: RankHandle, incident: OpenIncident) -> bool:
         """Whether the incident cannot be judged before this rank has answered or ended."""

@@ -39,6 +39,12 @@ def _words(event: events.Event) -> Iterator[tuple[str, str]]:  # noqa: C901, PLR
                 yield line, "INFO"
             for line in getattr(event, "warnings", ()):
                 yield line, "WARNING"
+        case events.StageBegins(lines=lines) if lines:
+            yield f"stage {event.stage} ({event.number + 1} of {event.of})", "INFO"
+            for line in lines:
+                yield line, "INFO"
+        case events.StageEnds(stage=stage, step=step):
+            yield f"stage {stage} is over at step {step:,}", "INFO"
         case events.StopAsked(reason=reason):
             by_key = reason == StopReason.INTERRUPTED.value
             keys = "Ctrl-C once more" if by_key else "Ctrl-C twice"

@@ -169,10 +169,12 @@ class Outputs:
         """A warning about the very files that would hold it."""
         self._display.line(text, level="WARNING")
 
-    def metrics(self, step: int, rank: int, values: Mapping[str, float]) -> None:
+    def metrics(
+        self, step: int, rank: int, values: Mapping[str, float], *, stage: str = ""
+    ) -> None:
         """One logged step."""
         if self._files is not None:
-            self._files.metrics.write(step, rank, values)
+            self._files.metrics.write(step, rank, values, stage=stage)
 
     def show(self, view: RunView) -> None:
         """Bring the display and the console lines up to date."""

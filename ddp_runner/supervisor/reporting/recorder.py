@@ -71,7 +71,7 @@ class Recorder:
             self.losses.add(step, values[LOSS])
         is_step = STEP_SECONDS in values  # an evaluation's line has its own figures alone
         more = self.figures_of(rank) if is_step else {}
-        self.outputs.metrics(step, rank, {**values, **more})
+        self.outputs.metrics(step, rank, {**values, **more}, stage=self.facts.stage)
 
     def begun(self, plan: LaunchPlan, ready: Sequence[messages.Ready]) -> None:
         """The run begins, with what its ranks have built."""
@@ -99,7 +99,7 @@ class Recorder:
                 command=tuple(plan.command),
                 step=first.committed_step,
                 total_steps=first.total_steps,
-                text=tuple(lines_of_kept(plan.settings, first)),
+                text=tuple(lines_of_kept(plan.as_written, first)),
             )
         )
 

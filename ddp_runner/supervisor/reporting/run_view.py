@@ -12,6 +12,7 @@ from ddp_runner.core.board import Cell, SlotReading
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import IN_WORLD, RankState, RunState
 from ddp_runner.core.phases import Stage
+from ddp_runner.core.run_stages import steps_before
 from ddp_runner.observe.summary import TimeShares, goodput
 from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -62,7 +63,7 @@ def run_view(
         step=step,
         max_steps=total,
         epoch=readings[first.rank].epoch,
-        epochs=_epochs(plan, total, per_epoch),
+        epochs=_epochs(plan, total - steps_before(plan.settings.stage), per_epoch),
         loss=_known_loss(readings[first.rank]),
         samples_per_s=rate,
         eta_s=eta_s,
@@ -92,6 +93,8 @@ def run_view(
         losses=losses,
         time_s={} if time_s is None else asdict(time_s),
         goodput=_goodput(time_s, elapsed_s),
+        stage=facts.stage,
+        stages=len(plan.stages),
     )
 
 

@@ -99,6 +99,7 @@ def compare(settings: Settings, rank_info: RankInfo, *, folder: Path, logger: DD
                 rank=rank,
                 global_batch=workload.global_batch,
                 total_steps=workload.length.total_steps,
+                first_step=workload.length.first_step,
                 optim=settings.optim,
                 device=workload.device,
                 others=workload.other_devices,

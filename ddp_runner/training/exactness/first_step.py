@@ -18,6 +18,7 @@ from ddp_runner.collective.group import Group
 from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.messages import Proved, TuningChanged
+from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import byte_size, rank_list
 from ddp_runner.training.components.tensor_hash import tensor_hash
@@ -63,7 +64,8 @@ class FirstStep:
         names = dict.fromkeys(name for one in known for name in one)
         parted = [name for name in names if len({one.get(name) for one in known}) > 1]
         # Later on no run is ended for what may be a repair's doing: the replicas are compared.
-        if parted and self._group.membership.generation == 1:
+        stage = self._parts.settings.stage
+        if parted and is_first_generation(self._group.membership.generation, stage):
             self._refuse(
                 f"{parted[0]} is written by forward or loss, with other values on each rank, which DDP"
                 " does not make one: write the same on all of them"

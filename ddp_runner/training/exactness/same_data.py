@@ -20,6 +20,7 @@ from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.messages import TuningChanged
+from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.loader_faults import LoaderKills
@@ -222,7 +223,7 @@ class SameData:
         when ``loader`` gives it its first batch. Raises BadInputError where it differs, if that is not
         only to be reported.
         """
-        is_first = group.membership.generation == 1
+        is_first = is_first_generation(group.membership.generation, self._settings.stage)
         answers = self._exchange(group, looks=is_first)
         if not any(has_looked for _, _, _, has_looked in answers):
             answers = self._exchange(group, looks=True)
@@ -385,7 +386,9 @@ def _known_of(workload: TaskWorkload) -> dict[str, JsonValue]:
     if hasattr(workload.datasets.train, "__len__"):
         known[_COUNT] = order.dataset_size
     if not isinstance(order, StreamOrder):
-        taken = b"".join(order.indices(step).tobytes() for step in (0, order.steps_per_epoch))
+        first = order.first_step
+        steps = (first, first + order.steps_per_epoch)
+        taken = b"".join(order.indices(step).tobytes() for step in steps)
         known[_ORDER] = f"{order.version}:{hashlib.sha256(taken).hexdigest()[:16]}"
     return known
 

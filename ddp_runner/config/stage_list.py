@@ -1,0 +1,242 @@
+"""The stages that a file lists: what each may have of its own, and its settings. Reads no file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ddp_runner.config.fields import STAGES, TASK_SECTION, find_key, known_fields
+from ddp_runner.config.foreign_values import in_our_values
+from ddp_runner.config.sources import Assignment, from_mapping
+from ddp_runner.config.suggest import nearest
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.run_stages import AVERAGE, BEST, PREVIOUS, SCRATCH, StagePlace
+
+if TYPE_CHECKING:
+    from ddp_runner.config.sources import Origin
+    from ddp_runner.core.settings import RunSettings, Settings
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
+_INIT = "init_from"
+_ENDS = ("run.epochs", "run.max_steps")
+_BEGINS = (PREVIOUS, BEST, SCRATCH)
+# What a stage may have of its own, beside the arguments of its task. All else belongs to the run: ranks and
+# devices, folders and what is kept in them, repairs, displays.
+OF_A_STAGE = frozenset(
+    [
+        "run.task",
+        "run.seed",
+        "run.epochs",
+        "run.max_steps",
+        "run.target_loss",
+        "run.early_stopping_patience",
+        "run.early_stopping_min_delta",
+        "run.init_strict",
+        "run.matmul_precision",
+        "run.channels_last",
+        "run.compile",
+        "run.compile_mode",
+        "run.compile_fullgraph",
+        "run.compile_dynamic",
+        "model.vocab_size",
+        "model.dataset_size",
+        "model.seq_len",
+        "model.hidden_size",
+        "model.num_layers",
+        "model.num_heads",
+        "model.dropout",
+        "data.path",
+        "data.batch_size",
+        "data.accumulation",
+        "data.global_batch_size",
+        "data.micro_batch_size",
+        "data.shares",
+        "data.evaluation_batch_size",
+        "data.num_workers",
+        "data.prefetch_factor",
+        "data.pin_memory",
+        "data.loader_timeout_s",
+        "data.on_bad_sample",
+        "data.max_bad_samples",
+        "data.compare_samples",
+        "data.largest_samples",
+        "data.validation_fraction",
+        "optim.optimizer",
+        "optim.learning_rate",
+        "optim.weight_decay",
+        "optim.beta1",
+        "optim.beta2",
+        "optim.momentum",
+        "optim.epsilon",
+        "optim.train_layers",
+        "optim.unfreeze",
+        "optim.schedule",
+        "optim.schedule_steps",
+        "optim.warmup_steps",
+        "optim.decay_steps",
+        "optim.min_learning_rate",
+        "optim.plateau_patience",
+        "optim.plateau_min_delta",
+        "optim.plateau_factor",
+        "optim.plateau_cooldown",
+        "optim.max_grad_norm",
+        "optim.max_grad_value",
+        "optim.precision",
+        "optim.amp_init_scale",
+        "optim.amp_growth_interval",
+        "optim.ema_decay",
+        "optim.ema_every",
+        "optim.ema_start_step",
+        "optim.ema_device",
+        "ddp.find_unused_parameters",
+        "ddp.relax_after_steps",
+        "ddp.static_graph",
+        "ddp.gradient_dtype",
+        "ddp.sync_batchnorm",
+        "ddp.gradient_as_bucket_view",
+        "ddp.bucket_cap_mb",
+        "memory.regrow_micro_batch",
+        "memory.activation_checkpointing",
+        "checkpoint.save_interval",
+        "checkpoint.save_every_steps",
+        "checkpoint.monitor",
+        "log.log_interval",
+        "log.evaluate_interval",
+        "log.evaluate_every_steps",
+        "log.evaluate_batches",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenStage:
+    """One entry of the list. ``written``: as it stands there; ``init_from``: None where it says nothing."""
+
+    name: str
+    assignments: tuple[Assignment, ...]
+    written: Mapping[str, Any]
+    init_from: str | None
+
+
+def given_stages(assignments: Sequence[Assignment]) -> tuple[GivenStage, ...]:
+    """The stages of the newest list; empty without one. Raises BadInputError for the first thing that is wrong."""
+    lists = [one for one in assignments if one.name == STAGES]
+    if not lists:
+        return ()
+    newest = lists[-1]
+    entries = newest.value
+    if not isinstance(entries, (list, tuple)):
+        expected = "must be a list in a file, one entry for each stage: - {name: first, epochs: 1}"
+        raise BadInputError(newest.written, _short(entries), expected)
+    stages = tuple(
+        _given(newest, number, entry, is_first=number == 0) for number, entry in enumerate(entries)
+    )
+    names = [stage.name for stage in stages]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInputError(
+                newest.written, name, "two stages have this name: give each its own"
+            )
+    return stages
+
+
+def without_stages(assignments: Sequence[Assignment]) -> list[Assignment]:
+    """What is no list of stages."""
+    return [one for one in assignments if one.name != STAGES]
+
+
+def end_by_its_own(
+    stage: GivenStage, values: dict[str, object], origin: Mapping[str, Origin]
+) -> None:
+    """A stage that ends by epochs has no steps of the run's; who types steps has them in every stage."""
+    own = {one.name for one in stage.assignments}
+    if "run.max_steps" not in own and origin["run.max_steps"] not in (
+        "environment",
+        "command line",
+    ):
+        values["run.max_steps"] = 0
+
+
+def in_stage(
+    settings: Settings, stages: Sequence[GivenStage], number: int, *, of_run: RunSettings
+) -> Settings:
+    """The settings of one stage, which has the name and the folders ``of_run``."""
+    stage = stages[number]
+    run = replace(
+        settings.run,
+        name=of_run.name,
+        log_dir=of_run.log_dir,
+        checkpoint_dir=of_run.checkpoint_dir,
+        resume=of_run.resume,
+        stage=of_run.stage,
+    )
+    begins_with = ""
+    if number:
+        word = stage.init_from or PREVIOUS
+        is_word = word.removesuffix(AVERAGE) in (PREVIOUS, BEST)
+        begins_with = word if is_word else ""
+        run = replace(run, init_from="" if is_word else word)
+    return replace(
+        settings,
+        run=run,
+        stages=tuple(one.written for one in stages),
+        stage=StagePlace(
+            names=tuple(one.name for one in stages), number=number, begins_with=begins_with
+        ),
+    )
+
+
+def _given(newest: Assignment, number: int, entry: object, *, is_first: bool) -> GivenStage:
+    where = f"{newest.written}: stage {number + 1}"
+    if not isinstance(entry, Mapping):
+        raise BadInputError(where, _short(entry), "must have lines such as 'name: first'")
+    name = entry.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        expected = "must have a name, of letters, digits, dots, dashes and underscores"
+        raise BadInputError(where, "" if name is None else _short(name), expected)
+    where = f"{newest.written}: stage {name}: "
+    init_from = entry.get(_INIT)
+    if init_from is not None:
+        _check_init(where, init_from, is_first=is_first)
+    own = {key: value for key, value in entry.items() if key not in ("name", _INIT)}
+    found = [_own(one) for one in from_mapping(own, prefix=where, origin=newest.origin)]
+    if not any(one.name in _ENDS for one in found):
+        expected = "has no end of its own: give it max_steps or epochs"
+        raise BadInputError(where.removesuffix(": "), "", expected)
+    if init_from is not None and is_first:
+        written = f"{where}{_INIT}"
+        found.append(
+            Assignment(written=written, name="run.init_from", value=init_from, origin=newest.origin)
+        )
+    return GivenStage(name=name, assignments=tuple(found), written=dict(entry), init_from=init_from)
+
+
+def _own(given: Assignment) -> Assignment:
+    """The same under its dotted key. Raises BadInputError for what no stage may have of its own."""
+    ours = in_our_values(given)
+    key = find_key(given.written, given.name, list(known_fields()))
+    if key in OF_A_STAGE or key.startswith(f"{TASK_SECTION}."):
+        return replace(given if ours is None else ours, name=key)
+    what = f"{key} belongs to the run and is the same in all stages"
+    raise BadInputError(given.written, "", f"{what}: write it outside of the list")
+
+
+def _check_init(where: str, value: object, *, is_first: bool) -> None:
+    written = f"{where}{_INIT}"
+    if not isinstance(value, str) or not value:
+        expected = "must be previous, best, scratch or the path of weights"
+        raise BadInputError(written, _short(value), expected)
+    if is_first and value.removesuffix(AVERAGE) in (PREVIOUS, BEST):
+        expected = "is of the stage before, and this is the first: give scratch, or a path"
+        raise BadInputError(written, value, expected)
+    word = value.removesuffix(AVERAGE)
+    if not set("/.") & set(word) and word not in _BEGINS and (near := nearest(word, _BEGINS)):
+        expected = f"did you mean {near}? A file of that name is written ./{word}"
+        raise BadInputError(written, value, expected)
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

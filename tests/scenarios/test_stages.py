@@ -1,0 +1,163 @@
+"""Runs of several stages: the same weights as runs joined by hand, whatever is killed where they change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+
+from ddp_runner.checkpoint.codec import weights_sha256
+from tests.scenarios.conftest import PATIENT, filled_once
+from tests.scenarios.harness import ROOT, Outputs, Run, poll
+from tests.scenarios.staged import held, hold
+
+TASK = f"{ROOT / 'tests/scenarios/staged.py'}:StagedTask"
+# What the stages have in common, and three of them: 12, 10 and 6 steps.
+COMMON = {"save_every_steps": 5, "num_workers": 0, "batch_size": 8, "warmup_steps": 2}
+STAGES = (
+    {"name": "pre", "epochs": 1, "task": {"at": "pre"}},
+    {
+        "name": "tune",
+        "max_steps": 10,
+        "init_from": "best",
+        "batch_size": 4,
+        "seed": 7,
+        "optim": {"learning_rate": 0.003, "train_layers": "4", "unfreeze": "0@4"},
+        "task": {"at": "tune", "pace_s": 0.08},
+    },
+    {"name": "last", "max_steps": 6, "ema_decay": 0.8, "task": {"at": "last"}},
+)
+ENDS = {"pre": 12, "tune": 22, "last": 28}
+
+
+def staged(folder, *settings, stages=STAGES):
+    """A launch of the stages; the same command again is the same run."""
+    folder.mkdir(exist_ok=True, parents=True)
+    config = folder / "stages.yaml"
+    config.write_text(json.dumps({**COMMON, "stages": stages}), encoding="utf-8")
+    return Run(folder, "--config", config, "--audit", *PATIENT, *settings, task=TASK)
+
+
+@pytest.fixture(scope="session")
+def fault_free(tmp_path_factory, worker_id):
+    """The stages without faults, once for all test processes."""
+
+    def make(folder):
+        with staged(folder) as run:
+            assert run.wait() == 0, run.console
+
+    return Outputs(filled_once(tmp_path_factory, worker_id, make, ("stages", STAGES)))
+
+
+def weights_of(path):
+    return weights_sha256(torch.load(path, weights_only=True)["model"])
+
+
+def averages(run):
+    return weights_sha256(torch.load(run.checkpoints / "final_ema.pt", weights_only=True))
+
+
+def alone(folder, stage, *settings):
+    """One stage as a run of its own."""
+    config = folder / "alone.yaml"
+    folder.mkdir(parents=True)
+    own = {key: value for key, value in stage.items() if key not in ("name", "init_from")}
+    config.write_text(json.dumps({**COMMON, **own}), encoding="utf-8")
+    with Run(folder, "--config", config, *PATIENT, *settings, task=TASK) as run:
+        assert run.wait() == 0, run.console
+    return run
+
+
+def test_stages_have_the_weights_of_runs_joined_by_hand(fault_free, tmp_path):
+    """Steps, samples and files go on counting; each stage has the order and random numbers of a run."""
+    first = alone(tmp_path / "first", STAGES[0])
+    best = first.checkpoints / "best"
+    second = alone(tmp_path / "second", STAGES[1], "--init-from", best)
+    third = alone(tmp_path / "third", STAGES[2], "--init-from", second.checkpoints / "last")
+    ends = {step: fault_free.checkpoints / f"step_{step:08d}.pt" for step in ENDS.values()}
+    assert weights_of(ends[12]) == first.digest
+    assert weights_of(ends[22]) == second.digest
+    assert fault_free.digest == third.digest
+    assert averages(fault_free) == averages(third)
+    summary = fault_free.summary()
+    assert (summary["steps"], summary["samples"]) == (28, 12 * 16 + 10 * 8 + 6 * 16)
+    assert [(one["name"], one["last_step"]) for one in summary["stages"]] == list(ENDS.items())
+    assert summary["exact"]
+    assert summary["stage"] == "last"
+    assert fault_free.status()["stage"] == "last"
+    lines = (fault_free.logs / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    named = {record["step"]: record["stage"] for record in map(json.loads, lines)}
+    assert (named[12], named[22], named[28]) == ("pre", "tune", "last")
+    manifest = json.loads(ends[22].with_suffix(".json").read_text(encoding="utf-8"))
+    assert manifest["about"]["stage"]["name"] == "tune"
+    assert manifest["about"]["stage"]["first_step"] == 12
+
+
+def kill_held(run, stage, *ranks):
+    """SIGKILL ranks where their stage begins, once all are there; others have come as far when it returns."""
+    poll(lambda: len(held(run.folder, stage)) == 2, what=f"the ranks of {stage}")
+    there = dict(held(run.folder, stage))
+    run.signals_at_once(*((signal.SIGKILL, there[rank]) for rank in ranks))
+    poll(lambda: len(held(run.folder, stage)) == 2 + len(ranks), what="their successors")
+
+
+def test_ranks_killed_where_stages_change_are_replaced_exactly(fault_free, tmp_path):
+    """Rank 0 before one change, all of them before the next, the last rank in the middle; and ranks that differ
+    before their stage has saved, go back to its begin.
+    """
+    gates = {stage: hold(tmp_path, stage) for stage in ("tune", "last")}
+    faults = ("diverge:rank=1,step=14", "kill:rank=1,step=19,phase=backward")
+    with staged(tmp_path, *(word for fault in faults for word in ("--inject", fault))) as run:
+        kill_held(run, "tune", 0)
+        gates["tune"].unlink()
+        kill_held(run, "last", 0, 1)
+        gates["last"].unlink()
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert run.digest == fault_free.digest
+    assert summary["exact"]
+    found = [(one["kind"], one["rank"], one["steps_lost"]) for one in summary["faults"]]
+    assert [found[0], *found[2:3]] == [("rank_killed", 0, 0), ("rank_killed", 1, 0)]
+    assert (found[1][0], found[1][2]) == ("replica_diverged", 5)
+    assert set(found[3:]) <= {("rank_killed", 0, 0), ("rank_killed", 1, 0)}
+    assert len(found) in (4, 5)
+    assert "rolled back to step 12" in run.console
+
+
+def test_a_run_goes_on_in_the_stage_it_was_stopped_in(fault_free, tmp_path):
+    """Stopped amid a stage, killed whole where it ends, and led back by damaged files into the one before."""
+    folder = tmp_path / "run"
+    with staged(folder) as run:
+        run.wait_for_step(15)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    assert 15 <= run.summary()["steps"] < 22
+    assert run.summary()["stage"] == "tune"
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+
+    gate = hold(folder, "last")
+    with staged(folder) as run:
+        poll(lambda: len(held(folder, "last")) == 2, what="the last stage")
+        for process in run.processes():
+            run.signal(signal.SIGKILL, process.pid)
+        run.assert_gone()
+    gate.unlink()
+    with staged(folder) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == fault_free.digest
+    assert len({record["run_id"] for record in run.events("run_begins")}) == 1
+
+    for path in (copy / "checkpoints").glob("step_*.pt"):
+        if int(path.stem.removeprefix("step_")) >= 12:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+    with staged(copy) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == fault_free.digest
+    begun = [record["stage"] for record in run.events("stage_begins")]
+    assert begun == ["pre", "tune", "pre", "tune", "last"]
