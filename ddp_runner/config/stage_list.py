@@ -102,10 +102,12 @@ OF_A_STAGE = frozenset(
         "checkpoint.save_interval",
         "checkpoint.save_every_steps",
         "checkpoint.monitor",
+        "checkpoint.mode",
         "log.log_interval",
         "log.evaluate_interval",
         "log.evaluate_every_steps",
         "log.evaluate_batches",
+        "log.evaluate_at_start",
     ]
 )
 

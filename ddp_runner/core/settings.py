@@ -148,8 +148,7 @@ class DataSettings:
     """What is read and how it is fed."""
 
     path: str = ""
-    """File or folder of text that the task bytes learns. Empty: the sources of Python's standard
-    library."""
+    """File or folder of text that the task bytes learns. Empty: the sources of Python's standard library."""
     batch_size: Positive = 32
     """Samples of each rank before gradients are summed over ranks, or accumulated. The global batch is
     this times accumulation times the number of ranks."""
@@ -445,16 +444,14 @@ class RecoverySettings:
     hang_min_s: Seconds = 2.0
     """The shortest time without progress, in seconds, after which a rank may be called hung."""
     hang_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A rank is hung after so many times the slowest recent step, if that is more than
-    hang_min_s."""
+    """A rank is hung after so many times the slowest recent step, if that is more than hang_min_s."""
     first_step_timeout_s: Seconds = 600.0
     """Longest time for each of the first three steps of a process, in seconds: compilation, caches,
     device start."""
     evaluation_timeout_s: Seconds = 1800.0
     """Longest time without progress in an evaluation, in seconds."""
     checkpoint_timeout_s: Seconds = 600.0
-    """Longest time for a save that training waits for, and for the last save of a run, in
-    seconds."""
+    """Longest time for a save that training waits for, and for the last save of a run, in seconds."""
     stop_timeout_s: Seconds = 300.0
     """Longest time to finish the step and save once the run was asked to stop, in seconds."""
     max_errors_per_epoch: NonNegative = 10
@@ -466,15 +463,13 @@ class RecoverySettings:
     """Steps after the warm-up that a step's loss and gradient norm are held against to recognize an
     explosion. 0: do not look for explosions."""
     explosion_loss_factor: Annotated[float, Field(gt=1)] = 10.0
-    """A loss above so many times the window's median, and far outside its spread, is an
-    explosion."""
+    """A loss above so many times the window's median, and far outside its spread, is an explosion."""
     explosion_grad_factor: Annotated[float, Field(gt=1)] = 100.0
     """The same for the norm of the gradient."""
     explosion_loss_max: float | None = None
     """A loss above this is an explosion at any step, the first included. none: no such threshold."""
     explosion_rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Each explosion multiplies the learning rate by this, beside that its step is skipped. 1: it does
-    not."""
+    """Each explosion multiplies the learning rate by this, beside that its step is skipped. 1: it does not."""
     explosion_recover_steps: Positive = 1000
     """Steps over which such a lowered rate comes back, in equal parts."""
     replica_check_steps: NonNegative = 500
