@@ -12,15 +12,17 @@ from ddp_runner.cli.live_page.actions import INJECTIONS
 from ddp_runner.cli.live_page.files_panel import CheckpointsPanel, SettingsPanel, TimePanel
 from ddp_runner.cli.live_page.frame_of_page import Figures, Frame, set_state, state_badge
 from ddp_runner.cli.live_page.overview import figures_of
+from ddp_runner.cli.live_page.plot import Plot
 from ddp_runner.cli.live_page.ranks_panel import RanksPanel
+from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
 from ddp_runner.cli.live_page.training_panel import CurvesPanel, FaultsPanel
 from ddp_runner.cli.live_page.verification import Verifications
 from ddp_runner.observe.format import duration, rate
-from ddp_runner.observe.history.figures import timeline_figure
+from ddp_runner.observe.history.figures import Figure, timeline_figure
 from ddp_runner.observe.history.json_lines import whole
 from ddp_runner.observe.history.run_history import RunHistory
 
-_EVERY_S = 0.3
+_EVERY_S = 0.5
 _TIMELINE_EVERY_S = 2.0
 _TABS = ("training", "timeline", "ranks", "checkpoints", "settings")
 _FIGURES = ("step", "loss", "samples/s", "time left", "elapsed", "faults", "goodput", "ranks")
@@ -35,13 +37,19 @@ class OneRun:
     """The page at ``/run/NAME``, for one browser."""
 
     def __init__(
-        self, key: str, one: RunHistory, verified: Verifications, *, can_inject: bool
+        self,
+        key: str,
+        one: RunHistory,
+        figures: SharedFigures,
+        verified: Verifications,
+        *,
+        can_inject: bool,
     ) -> None:
+        self._figures_of_all = figures
         self._key = key
         self._verified = verified
         self._can_inject = can_inject
         self._run = one
-        self._timeline_drawn: tuple[object, ...] = ()
 
     async def build(self) -> None:
         """Draw it, and keep it up to date."""
@@ -57,14 +65,14 @@ class OneRun:
             "w-full bg-transparent"
         ) as self._tabs:
             with ui.tab_panel("training"):
-                self._curves = CurvesPanel(self._run, dark=dark)
+                self._curves = CurvesPanel(self._run, self._figures_of_all, dark=dark)
                 self._faults = FaultsPanel(self._run)
             with ui.tab_panel("timeline"):
-                self._timeline = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot")
+                self._timeline = Plot("ddp-timeline")
                 ui.label("Dashed lines are generations.").classes("ddp-small")
                 self._times = TimePanel(self._run)
             with ui.tab_panel("ranks"):
-                self._ranks = RanksPanel(self._run, dark=dark)
+                self._ranks = RanksPanel(self._run, self._figures_of_all, dark=dark)
             with ui.tab_panel("checkpoints"):
                 self._checkpoints = CheckpointsPanel(
                     self._run, self._verified, verify=lambda: self._ask("verify")
@@ -129,7 +137,8 @@ class OneRun:
         ui.notify(str(answer))
 
     async def _update(self) -> None:
-        await run.io_bound(self._run.read)
+        if self._run.is_due:
+            await run.io_bound(self._run.read)
         if self._tabs.is_deleted:  # the browser has gone on meanwhile
             return
         self._show()
@@ -139,7 +148,7 @@ class OneRun:
                 self._faults.update()
                 await self._curves.update(dark=dark)
             case "timeline":
-                self._draw_timeline(dark=dark)
+                await self._draw_timeline(dark=dark)
                 self._times.update()
             case "ranks":
                 await self._ranks.update(dark=dark)
@@ -167,14 +176,19 @@ class OneRun:
             }
         )
 
-    def _draw_timeline(self, *, dark: bool) -> None:
+    async def _draw_timeline(self, *, dark: bool) -> None:
         tick = int(time.time() / _TIMELINE_EVERY_S) if self._run.state.is_live else 0
-        wanted = (self._run.version, tick, dark)
-        if wanted == self._timeline_drawn:
-            return
-        self._timeline_drawn = wanted
+        wanted = Wanted(
+            key=(self._run.folder, "timeline", dark),
+            at_once=(len(self._run.timeline.spans), self._run.timeline.last_s, tick),
+        )
+        drawn = self._figures_of_all.known(wanted) or await run.io_bound(
+            self._figures_of_all.get, wanted, lambda: (self._timeline_figure(dark), False)
+        )
+        if drawn is not None and not self._timeline.is_deleted:
+            self._timeline.show(drawn)
+
+    def _timeline_figure(self, dark: bool) -> Figure:
         timeline = self._run.timeline
         now_s = time.time() if self._run.state.is_live else timeline.last_s
-        self._timeline.update_figure(
-            timeline_figure(timeline, dark=dark, now_s=now_s, nodes=self._run.nodes)
-        )
+        return timeline_figure(timeline, dark=dark, now_s=now_s, nodes=self._run.nodes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from nicegui import run, ui
 
+from ddp_runner.cli.live_page.shared_figures import SharedFigures
 from ddp_runner.cli.live_page.training_panel import CurvesPanel
 from ddp_runner.observe.history.device_rows import (
     GPU_COLUMNS,
@@ -27,7 +28,7 @@ _AT_END = "const e = getHtmlElement({id}); if (e) e.scrollTop = e.scrollHeight"
 class RanksPanel:
     """Tables of ranks and GPUs, one log, and curves of what is used."""
 
-    def __init__(self, one: RunHistory, *, dark: bool) -> None:
+    def __init__(self, one: RunHistory, figures: SharedFigures, *, dark: bool) -> None:
         self._run = one
         self._shown: tuple[object, str] = (None, "")
         self._ranks = _Table(RANK_COLUMNS, key="rank")
@@ -41,7 +42,7 @@ class RanksPanel:
             self._note = ui.label("").classes("ddp-small")
         with ui.element("div").classes("ddp-log").props("tabindex=0 role=log") as self._box:
             self._text = ui.label("").classes("ddp-mono ddp-log-text")
-        self._curves = CurvesPanel(one, dark=dark, of_use=True)
+        self._curves = CurvesPanel(one, figures, dark=dark, of_use=True)
 
     async def update(self, *, dark: bool) -> None:
         """Bring all up to date."""

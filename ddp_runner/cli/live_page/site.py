@@ -6,7 +6,7 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from nicegui import ui
+from nicegui import json, ui
 
 from ddp_runner.cli.live_page.access import Access
 from ddp_runner.cli.live_page.actions import Actions
@@ -15,9 +15,12 @@ from ddp_runner.cli.live_page.known_runs import KnownRuns
 from ddp_runner.cli.live_page.one_run import OneRun
 from ddp_runner.cli.live_page.overview import Overview
 from ddp_runner.cli.live_page.run_starter import RunStarter
+from ddp_runner.cli.live_page.shared_figures import SharedFigures
 from ddp_runner.cli.live_page.start_page import StartPage
 from ddp_runner.cli.live_page.verification import Verifications
 from ddp_runner.observe.history.run_history import ROOT
+
+_ANSWERS_WITHIN_S = 60.0  # a huge file is read first, on a machine that may be busy
 
 
 def serve(
@@ -27,7 +30,15 @@ def serve(
     app = site(KnownRuns(root), can_inject=can_inject)
     guarded = Access(app, token=token, port=port, is_open=is_open)
     # A run of this program may be in the same terminal: nothing but trouble is printed.
-    uvicorn.run(guarded, host=host, port=port, log_level="error", ws_ping_interval=20.0)
+    # What is sent is not compressed: that takes longer than the sending.
+    uvicorn.run(
+        guarded,
+        host=host,
+        port=port,
+        log_level="error",
+        ws_ping_interval=20.0,
+        ws_per_message_deflate=False,
+    )
 
 
 def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
@@ -35,7 +46,7 @@ def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     # A folder that is a run's own holds no others.
     starter = None if ROOT in runs.all() else RunStarter(runs.root)
-    verified = Verifications()
+    figures, verified = SharedFigures(json.dumps), Verifications()
     Actions(app, runs, verified, can_inject=can_inject, starter=starter)
 
     async def overview() -> None:
@@ -48,7 +59,7 @@ def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
         if found is None:
             Frame("There is no such run", home=True)
         else:
-            await OneRun(key, found, verified, can_inject=can_inject).build()
+            await OneRun(key, found, figures, verified, can_inject=can_inject).build()
 
     async def start() -> None:
         ui.page_title("start a run")
@@ -57,8 +68,8 @@ def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:
         else:
             await StartPage(starter).build()
 
-    ui.page("/")(overview)
-    ui.page("/run/{key}")(one_run)
-    ui.page("/start")(start)
+    ui.page("/", response_timeout=_ANSWERS_WITHIN_S)(overview)
+    ui.page("/run/{key}", response_timeout=_ANSWERS_WITHIN_S)(one_run)
+    ui.page("/start", response_timeout=_ANSWERS_WITHIN_S)(start)
     ui.run_with(app, title="ddp_runner", show_welcome_message=False, reconnect_timeout=10.0)
     return app

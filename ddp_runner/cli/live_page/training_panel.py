@@ -7,6 +7,8 @@ from typing import Any
 
 from nicegui import events, run, ui
 
+from ddp_runner.cli.live_page.plot import Plot
+from ddp_runner.cli.live_page.shared_figures import SharedFigures, Wanted
 from ddp_runner.observe.format import count
 from ddp_runner.observe.history.fault_rows import FaultRow
 from ddp_runner.observe.history.figures import (
@@ -19,19 +21,19 @@ from ddp_runner.observe.history.figures import (
 from ddp_runner.observe.history.run_history import RunHistory
 
 _FAULTS_SHOWN_MAX = 200
-_POINTS_EVERY_S = 1.5  # a browser takes a tenth of a second to draw them; marks come at once
 _ROWS_LOCAL = "%Y-%m-%d %H:%M:%S"
 
 
 class CurvesPanel:
     """One browser's view of the curves: its smoothing, axis and zoom."""
 
-    def __init__(self, one: RunHistory, *, dark: bool, of_use: bool = False) -> None:
+    def __init__(
+        self, one: RunHistory, figures: SharedFigures, *, dark: bool, of_use: bool = False
+    ) -> None:
         self._run = one
+        self._figures = figures
         self._dark = dark
         self._of_use = of_use
-        self._drawn: tuple[object, ...] = ()
-        self._version, self._drawn_s = -1, 0.0
         self._range: tuple[float, float] | None = None
         self._revision = 0
         with ui.row().classes("items-center gap-4"):
@@ -53,8 +55,7 @@ class CurvesPanel:
             self._smoothing = ui.slider(min=0, max=0.98, step=0.02, value=0).props("label")
             self._smoothing.style("width: 9rem").props('aria-label="Smoothing"')
             self._note = ui.label("").classes("ddp-small")
-        self._plot = ui.plotly({"data": [], "layout": {}}).classes("ddp-plot")
-        self._plot.classes("ddp-use" if of_use else "ddp-curves")
+        self._plot = Plot("ddp-use" if of_use else "ddp-curves")
         self._plot.on("plotly_relayout", self._zoomed)
 
     def _show_all(self) -> None:
@@ -92,20 +93,19 @@ class CurvesPanel:
             shown=self._range,
             revision=self._revision,
         )
-        now_s = time.monotonic()
-        marks = self._run.faults.marks
-        at_once = (look, len(marks), marks[-1] if marks else None)
-        is_due = self._version != self._run.version and now_s >= self._drawn_s + _POINTS_EVERY_S
-        if at_once == self._drawn and not is_due:
-            return
-        self._drawn, self._version, self._drawn_s = at_once, self._run.version, now_s
-        figure, is_thinned = await run.io_bound(self._figure, look)
-        if self._plot.is_deleted:
-            return
-        self._plot.update_figure(figure)
-        self._note.set_text(
-            "a sample of the logged steps is drawn; zoom in for all of them" if is_thinned else ""
+        marks, version = self._run.faults.marks, self._run.version
+        at_once = (len(marks), marks[-1] if marks else None)
+        wanted = Wanted(key=(self._run.folder, look), at_once=at_once, version=version)
+        drawn = self._figures.known(wanted) or await run.io_bound(
+            self._figures.get, wanted, lambda: self._figure(look)
         )
+        if drawn is None or self._plot.is_deleted:
+            return
+        self._plot.show(drawn)
+        note = "a sample of the logged steps is drawn; zoom in for all of them"
+        note = note if drawn.is_sample else ""
+        if self._note.text != note:
+            self._note.set_text(note)
 
     def _figure(self, look: Look) -> tuple[Figure, bool]:
         curves = self._run.metrics.curves

@@ -177,11 +177,11 @@ def curves_figure(curves: Curves, marks: Sequence[Mark], look: Look) -> Figure:
     return {
         "data": [*data, *_mark_traces(marks, look, origin_s)],
         "layout": layout,
-        "config": _CONFIG,
+        "config": CONFIG,
     }
 
 
-_CONFIG = {
+CONFIG = {
     "responsive": True,
     "displaylogo": False,
     "showSendToCloud": False,
@@ -421,7 +421,7 @@ def timeline_figure(
         for at_s, _ in timeline.generations[-MARKS_MAX:]
     ]
     layout["shapes"] += [_between(len(ranks) - first - 0.5, look) for first in firsts]
-    return {"data": data, "layout": layout, "config": _CONFIG}
+    return {"data": data, "layout": layout, "config": CONFIG}
 
 
 def _between(row: float, look: Look) -> Figure:

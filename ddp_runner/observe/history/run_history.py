@@ -86,10 +86,15 @@ class RunHistory:
         self._lock = threading.Lock()
         self.state = self._state()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a read would look at the files again."""
+        return time.monotonic() - self._read_s >= _READ_AGAIN_S
+
     def read(self) -> None:
         """Take in what the run has written since."""
         with self._lock:
-            if time.monotonic() - self._read_s < _READ_AGAIN_S:
+            if not self.is_due:
                 return
             self.read_status()
             has_new = self.metrics.read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import http.client
 import os
 import re
 import shutil
@@ -61,14 +62,20 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def is_served(port):
-    with socket.socket() as probe:
-        probe.settimeout(2)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def status_of(address, *, method="GET", headers=None):
+    """The status of an answer; 0 where there is none. A port that nobody has may be given to who asks for it."""
+    request = urllib.request.Request(address, headers=headers or {}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, http.client.HTTPException):
+        return 0
 
 
-def wait_until_served(port):
-    poll(lambda: is_served(port), timeout_s=120, what="the page")
+def wait_until_served(base):
+    poll(lambda: status_of(f"{base}/") != 0, timeout_s=120, what="the page")
 
 
 class Page:
@@ -86,19 +93,12 @@ class Page:
         )  # fmt: skip
         printed = [self.process.stdout.readline() for _ in range(2)]
         self.token = re.search(r"token=(\S+)", printed[1])[1]
-        wait_until_served(self.port)
+        wait_until_served(self.base)
 
     def status(self, path, *, method="GET", **headers):
-        """The status of an answer, redirections not followed; 0 where there is none."""
+        """The status of an answer to that path."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        request = urllib.request.Request(self.base + path, headers=named, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return answer.status
-        except urllib.error.HTTPError as error:
-            return error.code
-        except OSError:
-            return 0
+        return status_of(self.base + path, method=method, headers=named)
 
     def __enter__(self):
         return self

@@ -127,7 +127,7 @@ def test_a_killed_rank_is_seen_within_two_seconds(tmp_path):
         with (run.logs / "rank_0.log").open("a") as log:
             log.write(f"{EVIL}\n")
         found = poll(lambda: LINK.search(run.output_path.read_text()), what="the link")
-        wait_until_served(int(found[1].rpartition(":")[2]))
+        wait_until_served(found[1])
         kills = watch_beside(run, *found.groups())
         end_the_page(run, found[2])
         with Page(run.logs) as page:

@@ -31,6 +31,7 @@ const plot = document.querySelector('.ddp-curves');
 return plot.data.find(one => one.name === 'loss').x;
 """
 _RANGE = "return document.querySelector('.ddp-curves').layout.xaxis.range.map(Number)"
+_IS_DARK = "return document.body.classList.contains('body--dark')"
 _ACTIVE = "const e = document.activeElement; return e.getAttribute('aria-label') || e.textContent"
 
 
@@ -148,6 +149,7 @@ def test_a_run_is_started_from_the_form(tmp_path):
             for path, says in (("/", "completed"), ("/start", "This runs:"), ("/run/tried", "step")):  # fmt: skip
                 narrow.get(page.base + path)
                 shows(narrow, says)
+                poll(lambda: narrow.execute_script(_IS_DARK), timeout_s=10, what="dark colours")
                 name = path.rpartition("/")[2] or "overview"
                 narrow.save_screenshot(str(tmp_path / f"{name}_400.png"))
             pictures(narrow, tmp_path, 400, views=("training", "ranks"))
