@@ -170,6 +170,15 @@ def test_a_plan_has_the_settings_of_each_stage(tmp_path):
     assert len(set(plan.settings.stage.digests)) == 2
 
 
+def test_a_note_says_of_which_stage_it_is(tmp_path):
+    """Where it is not of all."""
+    short = {**TUNE, "max_steps": 10, "warmup_steps": 20}
+    plan = launched(tmp_path, stages=(PRE, short), shares=[3, 1], batch_size=8)
+    notes = [note for note in plan.notes if "warmup_steps=20" in note or "data.shares" in note]
+    assert [note.partition(" ")[0] for note in notes] == ["data.shares:", "stage"]
+    assert notes[1].startswith("stage tune: optim.warmup_steps=20 is not below run.max_steps=10")
+
+
 @pytest.mark.parametrize(
     ("words", "changes", "said"),
     [

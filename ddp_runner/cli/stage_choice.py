@@ -16,7 +16,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.run_stages import AVERAGE, Begin, Found, StageOfFile, begin_at
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddp_runner.checkpoint.catalog import Entry
     from ddp_runner.config import Resolved
@@ -36,13 +36,13 @@ def checked(resolved: Resolved) -> tuple[tuple[Settings, ...], tuple[str, ...]]:
         return (resolved.settings,), check_relations(resolved.settings)
     _refuse_unknown(resolved.settings)
     stages: list[Settings] = []
-    notes: list[str] = []
+    notes: dict[str, tuple[str, ...]] = {}
     for one in resolved.stages:
         settings = one.settings
         assert settings.stage is not None, "of a stage"
         try:
             _refuse_with_stages(settings)
-            notes += check_relations(settings)
+            notes[settings.stage.name] = check_relations(settings)
         except BadInputError as error:
             raise _named(error, settings.stage.name) from error
         stages.append(settings)
@@ -50,7 +50,17 @@ def checked(resolved: Resolved) -> tuple[tuple[Settings, ...], tuple[str, ...]]:
         _refuse_no_average(before, after)
     digests = tuple(map(stage_digest, stages))
     placed = [_placed(one, digests) for one in stages]
-    return tuple(placed), tuple(dict.fromkeys(notes))
+    return tuple(placed), _whose(notes)
+
+
+def _whose(notes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """What is said of each stage, and of which one where it is not of all."""
+    lines = [
+        note if all(note in every for every in notes.values()) else f"stage {name}: {note}"
+        for name, found in notes.items()
+        for note in found
+    ]
+    return tuple(dict.fromkeys(lines))
 
 
 def in_mode(resolved: Resolved, choice: ModeChoice) -> Resolved:

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ddp_runner.cli.devices import find_gpus, plan_devices
+from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpus import VisibleGpus
 from ddp_runner.cli.machine import core_count, torch_build, torch_has
@@ -76,7 +77,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
     if arguments.finding.option:
         return _find(alone(plan), arguments.finding, is_rank=rank is not None)
     if arguments.is_dry:
-        return _dry_run(alone(plan), is_rank=rank is not None)
+        return _dry_run(plan, is_rank=rank is not None)
     if rank is not None:
         # An outside launcher (torchrun, srun with its variables) has made this process a rank.
         refuse_without_supervisor(plan.settings, world_size=rank.world_size)
@@ -127,11 +128,16 @@ def _find(plan: LaunchPlan, finding: Finding, *, is_rank: bool) -> int:
 
 
 def _dry_run(plan: LaunchPlan, *, is_rank: bool) -> int:
-    """In this process, which is one rank."""
+    """In this process, which is one rank; of stages in one for each."""
     if is_rank:
         raise BadInputError("--dry-run", "", "is for one process: start it without a launcher")
+    return try_stages(plan, _try_out) if plan.stages else _try_out(plan, Handed())
+
+
+def _try_out(plan: LaunchPlan, handed: Handed) -> int:
     os.environ.update(_environments().zygote_environment(plan, os.environ))  # torch reads it
-    return int(import_module("ddp_runner.training.dry_run").main(plan))
+    trial = import_module("ddp_runner.training.dry_run")
+    return int(trial.main(plan, weights_to=handed.weights_to, named=handed.named))
 
 
 def allow_open_files(world_size: int) -> None:

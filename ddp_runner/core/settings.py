@@ -378,7 +378,7 @@ class LogSettings:
     evaluate_batches: NonNegative = 0
     """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
     evaluate_at_start: bool = False
-    """Evaluate also before the first step of the run."""
+    """Evaluate also before the first step of the run, and of each stage."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """What the console shows. auto: live on a terminal, otherwise plain lines."""
     profile: str | None = None

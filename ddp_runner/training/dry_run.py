@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,19 @@ class _Built:
     loader: _Workers
 
 
-def main(plan: LaunchPlan) -> int:
-    """Compute and print; the exit code. Raises BadInputError for what a user can correct."""
+def main(
+    plan: LaunchPlan, *, weights_to: Path | None = None, named: Callable[[str], str] = str
+) -> int:
+    """Compute and print; the exit code. Raises BadInputError for what a user can correct.
+
+    ``weights_to``: a file for the weights that were built. ``named``: a text, as people are to read it.
+    """
     sys.dont_write_bytecode = True  # beside the task's own file
     hidden = tuple(secret_texts(plan.settings.task))
     torch.set_num_threads(plan.threads_per_rank)
     try:
-        for line in _lines(plan, hidden):
-            print(printable(line), flush=True)
+        for line in _lines(plan, hidden, weights_to):
+            print(printable(named(line)), flush=True)
     except BadInputError:
         raise
     except FaultError as error:
@@ -92,9 +97,11 @@ def main(plan: LaunchPlan) -> int:
     return ExitCode.DONE
 
 
-def _lines(plan: LaunchPlan, hidden: tuple[str, ...]) -> Iterator[str]:
+def _lines(plan: LaunchPlan, hidden: tuple[str, ...], weights_to: Path | None) -> Iterator[str]:
     yield from plan.notes
     built = _build(plan, hidden)
+    if weights_to is not None:
+        torch.save(built.state.weights(), weights_to)
     yield from block_of(built)
     yield from start_notes(built)
     is_given_all = bool(getattr(built.workload.task, "takes_settings", False))

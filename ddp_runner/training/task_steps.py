@@ -239,9 +239,13 @@ class TaskSteps:
         return self._watch_improvement() if stop is None else stop
 
     def must_keep(self) -> bool:
-        """Whether the evaluation of now has found the best so far, and that is to be the run's end."""
+        """Whether the evaluation of now has found the best so far, and that is to be the run's end.
+
+        Not what a run or a stage begins with: that is in another file.
+        """
         state = self._state
-        return self._settings.run.load_best_at_end and 0 < state.best.step == state.committed_step
+        is_best = state.best.step == state.committed_step and state.own_step > 0
+        return self._settings.run.load_best_at_end and is_best
 
     def _watch_improvement(self) -> StopReason | None:
         """After an evaluation: COMPLETED where the figure has not improved for too long, on all ranks alike."""
@@ -250,7 +254,7 @@ class TaskSteps:
         if value is None:
             return None
         news = state.improvement.observe(step=state.committed_step, value=value)
-        if monitor.name in state.figures:
+        if monitor.name in state.figures and state.own_step > 0:
             state.best = state.best.after(value, step=state.committed_step, monitor=monitor)
         if news and self._group.rank == 0:
             self._runtime.logger.info(news, step=state.committed_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -48,19 +49,23 @@ TASK = """
 """
 
 
-def dry_run(folder, *words):
-    task = folder / "mine.py"
-    task.write_text(textwrap.dedent(TASK))
-    before = task.stat().st_mtime_ns
-    done = subprocess.run(
-        [sys.executable, "-m", "ddp_runner", "--dry-run", "--task", "mine.py", "--cpu", *words],
+def started(folder, *words, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_runner", "--dry-run", "--cpu", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), **environment},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
+
+
+def dry_run(folder, *words):
+    task = folder / "mine.py"
+    task.write_text(textwrap.dedent(TASK))
+    before = task.stat().st_mtime_ns
+    done = started(folder, "--task", "mine.py", *words)
     assert [path.name for path in folder.rglob("*")] == ["mine.py"], "it writes nothing at all"
     assert task.stat().st_mtime_ns == before
     return done
@@ -169,3 +174,42 @@ def test_an_average_in_host_memory_takes_none_of_the_device(on_host):
     assert ("in host memory" in text) is on_host
     assert "of 80.0 GB on the device" in text
     assert "most at once, here" in text
+
+
+def test_every_stage_is_tried_with_what_the_one_before_has_built(tmp_path):
+    """Each in a process that has imported nothing of the others; the first that would fail ends it."""
+    for name, words in (("one", "1"), ("two", "2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "mine.py").write_text(
+            textwrap.dedent(TASK) + "\nfrom beside import SAID\nprint(SAID)\n"
+        )
+        (folder / "beside.py").write_text(f"SAID = 'module {words}'\n")
+    stages = [
+        {"name": "first", "max_steps": 3, "run.task": "one/mine.py"},
+        {"name": "second", "max_steps": 3, "run.task": "two/mine.py", "ema_decay": 0.5},
+        {"name": "third", "max_steps": 3, "init_from": "best:ema", "run.task": "two/other.py"},
+    ]
+    other = (
+        (tmp_path / "two/mine.py")
+        .read_text()
+        .replace("(100, 50)", "(100, 40)")
+        .replace("(50, 1)", "(40, 1)")
+    )
+    (tmp_path / "two/other.py").write_text(other)
+    (tmp_path / "stages.yaml").write_text(json.dumps({"stages": stages}))
+    found = sorted(tmp_path.rglob("*"))
+    handed_over = tmp_path.parent / f"{tmp_path.name}_handed_over"
+    handed_over.mkdir()
+    done = started(tmp_path, "--config", "stages.yaml", TMPDIR=str(handed_over))
+    assert done.returncode == 2, done.stderr
+    assert re.findall(r"stage \w+ \(\d of 3\)|module \d", done.stdout) == [
+        *("stage first (1 of 3)", "module 1", "stage second (2 of 3)", "module 2"),
+        *("stage third (3 of 3)", "module 2"),
+    ]
+    assert done.stdout.count("dry run: forward and backward") == 2
+    assert "start weights stage first, as it is built" in done.stdout
+    assert done.stderr.startswith("ddp_runner: error: --init-from=stage second, as it is built: ")
+    assert "0.weight" in done.stderr
+    assert sorted(tmp_path.rglob("*")) == found
+    assert not list(handed_over.glob("ddp_dry_run_*"))

@@ -1,0 +1,94 @@
+"""``--dry-run`` of a run in stages: each in a process of its own, with the weights that the one before has built."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_runner.cli.stage_choice import alone
+from ddp_runner.core.exits import ExitCode
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.observe.format import printable
+from ddp_runner.system import parent_death
+
+if TYPE_CHECKING:
+    from ddp_runner.core.launch_plan import LaunchPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handed:
+    """``weights_to``: where what is built goes for the next stage; None: nowhere. ``names``: of paths, for people."""
+
+    weights_to: Path | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, text: str) -> str:
+        """``text`` with names in the place of paths that nobody has given."""
+        for path, name in self.names.items():
+            text = text.replace(path, name)
+        return text
+
+
+TryOne = Callable[["LaunchPlan", Handed], int]
+
+
+def try_stages(plan: LaunchPlan, try_one: TryOne) -> int:
+    """From the stage in which the run would begin to the last. The first that fails ends it, with its exit code."""
+    begin = plan.settings.stage
+    assert begin is not None, "there are stages"
+    source, names = "", dict[str, str]()
+    with tempfile.TemporaryDirectory(prefix="ddp_dry_run_") as folder:
+        for number, name in list(enumerate(begin.names))[begin.number :]:
+            trial = plan if number == begin.number else _later(plan, number, source)
+            print(f"stage {name} ({number + 1} of {len(begin.names)})", flush=True)
+            path = Path(folder, f"{number}.pt")
+            code = _in_a_child(try_one, alone(trial), Handed(weights_to=path, names=names))
+            if code != ExitCode.DONE:
+                return code
+            print(flush=True)
+            source, names = str(path), {str(path): f"stage {name}, as it is built"}
+    return ExitCode.DONE
+
+
+def _later(plan: LaunchPlan, number: int, source: str) -> LaunchPlan:
+    """The plan of a stage that begins with what has been built of the one before, if with any of its weights."""
+    trial = plan.in_stage(number, first_step=0, first_generation=1)
+    trial = replace(trial, notes=())  # they have been shown with the first
+    place = trial.settings.stage
+    assert place is not None, "of a stage"
+    if not place.begins_with:
+        return trial
+    run = replace(trial.settings.run, init_from=source)
+    settings = replace(trial.settings, run=run, stage=replace(place, begins_with=""))
+    return replace(trial, settings=settings)
+
+
+def _in_a_child(try_one: TryOne, plan: LaunchPlan, handed: Handed) -> int:
+    """So that no stage finds what another has imported."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            print(f"ddp_runner: error: the dry run was ended by signal {-code}", file=sys.stderr)
+        return code if code >= 0 else ExitCode.FAILED
+    code = ExitCode.FAILED
+    try:
+        parent_death.die_with_parent(parent)
+        code = ExitCode(try_one(plan, handed))
+    except BadInputError as error:
+        code = ExitCode.BAD_USAGE
+        for line in printable(handed.named(str(error))).split("\n"):
+            print(f"ddp_runner: error: {line}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = ExitCode.INTERRUPTED
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
