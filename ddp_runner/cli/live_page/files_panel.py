@@ -82,7 +82,7 @@ class SettingsPanel:
         names = ("setting", "value", "default", "differs")
         columns = [{"name": n, "label": n, "field": n, "align": "left"} for n in names]
         rows = [_setting(row) for row in one.settings()]
-        table = ui.table(columns=columns, rows=rows, row_key="setting").classes("w-full")
+        table = ui.table(columns=columns, rows=rows, row_key="setting").classes("w-full ddp-wraps")
         table.props("flat dense wrap-cells hide-pagination :rows-per-page-options=[0]")
         search.bind_value_to(table, "filter")
 
@@ -92,7 +92,7 @@ def _setting(row: SettingRow) -> dict[str, str]:
         "setting": row.key,
         "value": setting_value(row.value),
         "default": setting_value(row.default),
-        "differs": "≠ differs" if row.differs else "",
+        "differs": "≠" if row.differs else "",
     }
 
 

@@ -40,6 +40,8 @@ body:not(.body--dark) .ddp-command { background: #fff; }
 .ddp-problem { color: #D55E00; font-weight: 600; }
 .ddp-plot { width: 100%; min-width: 0; }
 .q-tab-panel { padding: 0.6rem 0 !important; }
+.ddp-wraps td { overflow-wrap: anywhere; }
+.ddp-wraps td, .ddp-wraps th { padding: 5px 8px !important; height: auto !important; }
 .q-table td, .q-table th { font-variant-numeric: tabular-nums; }
 .ddp-stacks { max-height: 50vh; overflow: auto; width: 100%; }
 .ddp-log { max-height: 62vh; overflow: auto; width: 100%; border: 1px solid rgba(128,128,128,.35);
