@@ -35,6 +35,7 @@ the page beside a run, which then needs no second command.
 _PORT, _HOST, _CAN_INJECT = ("--port", ""), ("--host", ""), "--page-can-inject"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TOKEN_BYTES = 24
+_WAITING_MAX = 128
 
 
 def run(words: Sequence[str]) -> int:
@@ -47,26 +48,26 @@ def run(words: Sequence[str]) -> int:
     if not root.is_dir():
         raise BadInputError("--log-dir", root, "no such folder")
     host = asked.values.get("--host", "127.0.0.1")
-    port = _port(asked.values.get("--port", "8080"), host)
-    refuse_if_missing()
+    with _listener(asked.values.get("--port", "8080"), host) as listener:
+        refuse_if_missing()
+        _serve(root, listener, host, can_inject=_CAN_INJECT in asked.switches)
+    return ExitCode.DONE
+
+
+def _serve(root: Path, listener: socket.socket, host: str, *, can_inject: bool) -> None:
+    """Print the link, and serve until it is interrupted."""
     token = secrets.token_urlsafe(_TOKEN_BYTES)
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", *_LOOPBACK) else host  # noqa: S104 - compared
     shown = f"[{shown}]" if ":" in shown else shown
     is_open = host in _LOOPBACK
     print(f"{root.resolve()} is shown until Ctrl-C at")
-    print(f"  http://{shown}:{port}/?token={token}")
+    print(f"  http://{shown}:{listener.getsockname()[1]}/?token={token}")
     if is_open:
         print("without the token it can be looked at from this machine, and changes nothing")
     sys.stdout.flush()
     import_module("ddp_runner.cli.live_page.site").serve(
-        root,
-        host=host,
-        port=port,
-        token=token,
-        is_open=is_open,
-        can_inject=_CAN_INJECT in asked.switches,
+        root, listener, token=token, is_open=is_open, can_inject=can_inject
     )
-    return ExitCode.DONE
 
 
 def refuse_if_missing() -> None:
@@ -85,19 +86,22 @@ def how_to_install() -> str:
     return f"NiceGUI is not installed for {sys.executable}: {wanted}"
 
 
-def _port(given: str, host: str) -> int:
+def _listener(given: str, host: str) -> socket.socket:
+    """A socket that listens there: who comes before the page is ready waits for it."""
     if not given.isdigit() or not 1 <= int(given) <= 65_535:
         raise BadInputError("--port", given, "must be a whole number from 1 to 65535")
-    port = int(given)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(given)))
+        listener.listen(_WAITING_MAX)
     except socket.gaierror as error:
+        listener.close()
         raise BadInputError("--host", host, f"is no address: {error.strerror}") from error
     except OSError as error:
+        listener.close()
         raise BadInputError(
             "--port", given, f"cannot be taken on {host}: {error.strerror}"
         ) from error
-    return port
+    return listener

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from pathlib import Path
 
 import uvicorn
@@ -24,21 +26,23 @@ _ANSWERS_WITHIN_S = 60.0  # a huge file is read first, on a machine that may be 
 
 
 def serve(
-    root: Path, *, host: str, port: int, token: str, is_open: bool, can_inject: bool = False
+    root: Path,
+    listener: socket.socket,
+    *,
+    token: str,
+    is_open: bool,
+    can_inject: bool = False,
 ) -> None:
-    """Serve the runs in ``root`` until SIGINT or SIGTERM."""
+    """Serve the runs in ``root`` until SIGINT or SIGTERM, on that socket."""
     app = site(KnownRuns(root), can_inject=can_inject)
-    guarded = Access(app, token=token, port=port, is_open=is_open)
+    guarded = Access(app, token=token, port=listener.getsockname()[1], is_open=is_open)
     # A run of this program may be in the same terminal: nothing but trouble is printed.
     # What is sent is not compressed: that takes longer than the sending.
-    uvicorn.run(
-        guarded,
-        host=host,
-        port=port,
-        log_level="error",
-        ws_ping_interval=20.0,
-        ws_per_message_deflate=False,
+    config = uvicorn.Config(
+        guarded, log_level="error", ws_ping_interval=20.0, ws_per_message_deflate=False
     )
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def site(runs: KnownRuns, *, can_inject: bool) -> FastAPI:

@@ -19,6 +19,7 @@ from ddp_runner.system.run_files import open_to_append_anywhere
 _MODULE = "ddp_runner.cli.live_page.beside"
 _HOST = "127.0.0.1"
 PORTS_TRIED = 20
+_WAITING_MAX = 128
 TOKEN_BYTES = 24
 Say = Callable[..., None]
 
@@ -42,15 +43,16 @@ class PageKeeper:
         if not self._is_due:
             return
         self._is_due = False
-        port = free_port(self._settings.page_port)
-        if port is None:
+        listener = free_port(self._settings.page_port)
+        if listener is None:
             last = self._settings.page_port + PORTS_TRIED - 1
             self._say(f"no page: ports {self._settings.page_port} to {last} are taken")
             return
-        try:
-            self._start(port)
-        except OSError as error:
-            self._say(f"no page: {error.strerror or error}", level="WARNING")
+        with listener:
+            try:
+                self._start(listener)
+            except OSError as error:
+                self._say(f"no page: {error.strerror or error}", level="WARNING")
 
     def ended(self, pid: int, *, how: str) -> bool:
         """Whether the child that was reaped was the page's."""
@@ -62,7 +64,7 @@ class PageKeeper:
         self._say(f"the page has ended: {how}; the run goes on, and `{again}` shows it again")
         return True
 
-    def _start(self, port: int) -> None:
+    def _start(self, listener: socket.socket) -> None:
         # INVARIANT token-on-no-disk: the page's token is on the console and in two processes, in no file.
         # Broken if: it is a word of a command line, or goes through a line that is logged.
         # Guarded by: test_the_page_is_started_once_with_a_token_of_its_own.
@@ -72,9 +74,11 @@ class PageKeeper:
             # Its own session: a terminal's Ctrl-C is for the supervisor.
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [
-                    *(sys.executable, start.__file__, _MODULE, str(self._log_dir), str(port)),
-                    *(str(os.getpid()), str(int(self._settings.page_can_inject))),
+                    *(sys.executable, start.__file__, _MODULE, str(self._log_dir)),
+                    *(str(listener.fileno()), str(os.getpid())),
+                    str(int(self._settings.page_can_inject)),
                 ],
+                pass_fds=(listener.fileno(),),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -87,14 +91,20 @@ class PageKeeper:
         with contextlib.suppress(OSError):  # it has ended at once, which is said when it is reaped
             self._process.stdin.write(token.encode() + b"\n")
             self._process.stdin.close()
+        port = listener.getsockname()[1]
         self._announce(f"page: http://{_HOST}:{port}/run/~?token={token}")
 
 
-def free_port(first: int) -> int | None:
-    """``first`` or one of the next that nobody listens on."""
+def free_port(first: int) -> socket.socket | None:
+    """A socket that listens on ``first`` or one of the next: who comes before the page is ready waits for it."""
     for port in range(first, min(first + PORTS_TRIED, 65_536)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((_HOST, port))
-            return port
+        listener = socket.socket()
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((_HOST, port))
+            listener.listen(_WAITING_MAX)
+        except OSError:
+            listener.close()
+        else:
+            return listener
     return None

@@ -25,7 +25,6 @@ from tests.cli.live_page.driven import (
     points,
     poll,
     shows,
-    wait_until_served,
 )
 from tests.scenarios.harness import Run
 
@@ -127,7 +126,6 @@ def test_a_killed_rank_is_seen_within_two_seconds(tmp_path):
         with (run.logs / "rank_0.log").open("a") as log:
             log.write(f"{EVIL}\n")
         found = poll(lambda: LINK.search(run.output_path.read_text()), what="the link")
-        wait_until_served(found[1])
         kills = watch_beside(run, *found.groups())
         end_the_page(run, found[2])
         with Page(run.logs) as page:
