@@ -111,6 +111,29 @@ def test_stages_have_the_weights_of_runs_joined_by_hand(fault_free, tmp_path):
     assert {one for one in named if one[0] in (12, 22, 28)} == ends_and_begins
 
 
+def test_memory_that_runs_out_where_stages_change_is_of_one_of_them(tmp_path):
+    """What the last step of a stage, and the first of another, are computed in does not reach the next one."""
+    short = ("oom:rank=1,step=11,phase=forward", "oom:rank=0,step=22,phase=backward")
+    with staged(tmp_path / "run", *(word for one in short for word in ("--inject", one))) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    found = [(one["kind"], one["step"], one["steps_lost"]) for one in summary["faults"]]
+    assert found == [("out_of_memory", 11, 0), ("out_of_memory", 22, 0)]
+    assert [reason.rpartition(" ")[2] for reason in summary["inexact_reasons"]] == ["11", "22"]
+    files = sorted(run.checkpoints.glob("step_*.pt"))
+    best = min((one for one in files if stage_of(one)["name"] == "pre"), key=judged)
+    end = run.checkpoints / "step_00000022.pt"
+    second = alone(tmp_path / "second", STAGES[1], "--init-from", best)
+    assert weights_of(end) == second.digest
+    again = ("--init-from", end, "--inject", "oom:rank=0,step=0,phase=backward")
+    assert run.digest == alone(tmp_path / "third", STAGES[2], *again).digest
+
+
+def judged(path):
+    manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    return manifest["monitored"]
+
+
 def kill_held(run, stage, *ranks):
     """SIGKILL ranks where their stage begins, once all are there; others have come as far when it returns."""
     poll(lambda: len(held(run.folder, stage)) == 2, what=f"the ranks of {stage}")
