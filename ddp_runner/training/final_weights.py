@@ -98,6 +98,12 @@ def best_weights(parts: RankParts) -> BestWeights | None:
             f"load_best_at_end: {entry.path} cannot be used ({error}), the weights are the last ones"
         )
         return None
+    known = state.best
+    if known.of == parts.workload.monitor.words and known.step != entry.step:
+        warn(
+            f"load_best_at_end: {parts.workload.monitor.name} was best after step {known.step:,}, of which there"
+            f" is no checkpoint; the weights are of step {entry.step:,}, the best of those there are"
+        )
     weights = dict(read_as(content["model"], state.weights()))
     kept = content.get("ema") or {}
     means = read_as({**kept.get("parameters", {}), **kept.get("buffers", {})}, weights)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
@@ -89,7 +88,7 @@ class Saving:
         self._interval = CheckpointInterval(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the interval
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
-        self._reserves = pins_copies(workload.device) or self._copies.slots is not None
+        self._reserves = workload.device.type == "cuda" or self._copies.slots is not None
         state.before_change = self._release_state
 
     def due(self, reason: str) -> None:
@@ -133,6 +132,16 @@ class Saving:
         """
         save = self._saver.undecided
         return tensors if save is None else save.copies_of(tensors)
+
+    def keep(self) -> None:
+        """Have the state as it is now, which is known to be sound, on disk: tried twice, whatever failed before."""
+        for _ in range(2):
+            self.settle()
+            self._begin(INTERVAL)
+            self.prove()
+            self.settle()
+            if not self._failures:
+                break
 
     def prove(self) -> None:
         """The state that the save under way was begun with is what it should be: it is written."""
@@ -256,12 +265,10 @@ class Saving:
         reported_step, cause, is_its_own = self._progress.checkpoint_step, "", True
         try:
             self.settle()
-            has_just_reported = (
-                reported_step != self._progress.checkpoint_step == state.committed_step
-            )
+            just_reported = reported_step != self._progress.checkpoint_step == state.committed_step
             if state.is_in_doubt:
                 cause = "its state differs from that of other ranks"
-            elif not has_just_reported:
+            elif not just_reported:
                 self._save_last(BEFORE_END)
         except FaultError as error:
             cause = error.fault.cause
@@ -365,7 +372,7 @@ class Saving:
         return needed_bytes <= ROOM_SHARE_MAX * self._memory.room_bytes()
 
     def _reserve(self) -> None:
-        """After the first step, when the optimizer has its state: have the first save wait for no memory."""
+        """After the first step, when the optimizer has its state: have the first save wait for no memory, pinned or shared."""
         sizes_bytes = storage_sizes(self.content.for_file())
         copies = 1 if self._copies.slots is None else COPIES_HELD
         if self._fits(copies * sum(sizes_bytes)):
@@ -373,9 +380,8 @@ class Saving:
 
     def _say_waiting(self, why: str) -> None:
         if not self._said_waiting:
-            self._runtime.logger.warning(
-                f"{why}: training waits for each checkpoint", step=self._state.committed_step
-            )
+            text = f"{why}: training waits for each checkpoint"
+            self._runtime.logger.warning(text, step=self._state.committed_step)
         self._said_waiting = True
 
     def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
@@ -425,8 +431,7 @@ class Saving:
                 raise
             self._failed(error.fault)
             return
-        except (MemoryError, OSError, RuntimeError) as error:
-            # No memory, or no thread, to write it.
+        except (MemoryError, OSError, RuntimeError) as error:  # no memory, or no thread, for it
             cause = f"a checkpoint could not be written ({type(error).__name__}: {error})"
             self._failed(self._disk_faults.storage_failed(cause))
             return
@@ -493,8 +498,3 @@ class Saving:
 
     def _leave(self, began_ns: int) -> None:
         self._runtime.slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)
-
-
-def pins_copies(device: torch.device) -> bool:
-    """Whether a copy of the state is made in pinned memory, which takes long to make."""
-    return device.type == "cuda"

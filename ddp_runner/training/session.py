@@ -309,10 +309,7 @@ class Session:
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:
             self._state.boundary_done_step = self._state.committed_step
-            self._saving.settle()
-            self._saving.due(INTERVAL)
-            self._saving.prove()  # by the comparison just before
-            self._saving.settle()
+            self._saving.keep()
         with waiting_for_peers(self._runtime.slot):
             self.group.exchange("kept", "")
         self._count_done()

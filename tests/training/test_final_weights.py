@@ -16,6 +16,7 @@ from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import FaultError
+from ddp_runner.core.monitor import Best, Monitor
 from ddp_runner.training.final_weights import best_weights, publish_final, swapped_in
 from tests.checkpoint.states import facts_of, save
 
@@ -124,7 +125,8 @@ def saved_and_trained_on(tmp_path, *, model=None):
         facts = {**facts_of(step, monitored=value), "monitor": "hits", "mode": "max"}
         parts.store.save(state.capture(), **facts)
     parts.settings = from_flat({"load_best_at_end": True})
-    parts.workload = None
+    parts.workload = SimpleNamespace(monitor=Monitor(name="hits", mode="max"))
+    state.best = Best(of="max hits", step=4, value=0.9)
     return parts, own
 
 
@@ -134,6 +136,7 @@ def test_the_best_checkpoint_is_the_end_where_that_is_asked_for(tmp_path, model)
     parts, own = saved_and_trained_on(tmp_path, model=model)
     before = bits_of(parts.state)
     best = best_weights(parts)
+    assert parts.runtime.lines == []
     publish_final(parts, best)
     plain, averaged = read(tmp_path, "final.pt"), read(tmp_path, "final_ema.pt")
     assert plain.keys() == own[4].keys()
@@ -152,6 +155,18 @@ def test_the_best_checkpoint_is_the_end_where_that_is_asked_for(tmp_path, model)
     publish_final(parts)
     last = read(tmp_path, "final.pt")
     assert all(torch.equal(last[name], own[8][name]) for name in last)
+
+
+def test_an_end_that_is_not_of_the_best_evaluation_says_so(tmp_path):
+    """Its checkpoint is not there: a disk has refused it, or a person has removed it."""
+    parts, _ = saved_and_trained_on(tmp_path)
+    parts.state.best = Best(of="max hits", step=6, value=0.95)
+    assert best_weights(parts).step == 4
+    (line,) = parts.runtime.lines
+    assert (
+        "hits was best after step 6, of which there is no checkpoint; the weights are of step 4"
+        in line
+    )
 
 
 def test_without_a_checkpoint_of_use_the_end_is_the_last(tmp_path):

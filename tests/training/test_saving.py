@@ -306,6 +306,42 @@ def test_after_a_failed_save_the_interval_doubles_until_one_succeeds(tmp_path):
     assert warnings == 2
 
 
+def _keeps(me, folder, fails):
+    del me
+    state = build_state()
+    saving, runtime, store = make_saving(folder, state)
+    real, tried = CheckpointStore.save, []
+
+    def save(self, content, *, step, **rest):
+        tried.append(step)
+        if len(tried) in fails:
+            raise OSError(errno.EIO, "an error of the disk")
+        return real(self, content, step=step, **rest)
+
+    CheckpointStore.save = save
+    state.committed_step = 1
+    due(saving)
+    saving.settle()
+    state.committed_step = 2
+    saving.keep()
+    return tried, runtime.saved_steps, [entry.step for entry in store.catalog.entries()]
+
+
+@pytest.mark.parametrize(
+    ("fails", "tried", "saved"),
+    [
+        ((), [1, 2], [1, 2]),
+        ((1,), [1, 2], [2]),
+        ((2,), [1, 2, 2], [1, 2]),
+        ((1, 2, 3), [1, 2, 2], []),
+    ],
+)
+def test_what_must_be_kept_is_tried_twice_and_waits_for_no_pause(tmp_path, fails, tried, saved):
+    """A failed save before, after which others are left out, is no reason; a disk that stays broken is."""
+    answer = run_ranks(_keeps, 1, tmp_path, fails)[0]
+    assert answer == (tried, saved, saved[::-1])
+
+
 def _fail_one_save(me, folder, fenced):
     del me
     state = build_state()
