@@ -247,13 +247,13 @@ class Saving:
         """Wait for the save under way and report it. Nothing to do, at no cost, without one."""
         self._collect(timeout_s=None)
 
-    def finish(self, reason: str, *, compare_s: float = 0.0) -> None:
+    def finish(self, reason: str, *, compare_s: float = 0.0, has_news: bool = False) -> None:
         """Have the state as it is now on disk. Raises FaultError if it is not where it should be.
 
-        ``compare_s``: how long the comparison before it took.
+        ``compare_s``: how long the comparison before it took. ``has_news``: a file of this step is written again.
         """
         self.settle()
-        if self._progress.checkpoint_step == self._state.committed_step:
+        if self._progress.checkpoint_step == self._state.committed_step and not has_news:
             return
         refusal = self._save_last(reason, compare_s=compare_s)
         if refusal is not None:

@@ -324,14 +324,17 @@ class Session:
         if self._guard.compare_replicas():
             return False
         self._count_done()
+        step, was_done = self._state.committed_step, self._state.boundary_done_step
+        if reason is StopReason.COMPLETED and self._evaluated_step != step:
+            # Left early, it is the end of this launch only: the next one makes up for it.
+            reason = self.reason = self._maker.evaluate() or reason
         if reason is StopReason.COMPLETED:
-            if self._evaluated_step != self._state.committed_step:
-                self._maker.evaluate()
-            self._state.boundary_done_step = self._state.committed_step
+            self._state.boundary_done_step = step
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:
-            self._saving.finish(reason.value, compare_s=self._guard.compared_s)
+            has_news = was_done < self._state.boundary_done_step  # which a file of this step lacks
+            self._saving.finish(reason.value, compare_s=self._guard.compared_s, has_news=has_news)
             self._count_done()
         return True
 

@@ -353,6 +353,23 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(tmp_path):
     assert resumed.steps == STEPS
 
 
+def test_a_stop_amid_the_last_evaluation_is_made_up_for(tmp_path):
+    """The launch ends stopped; the next one trains nothing, evaluates, and has the figure in the last file."""
+    stopped, _, _ = train(
+        settings(tmp_path, max_steps=6, load_best_at_end=True), stop_in_evaluation=6
+    )
+    assert stopped.reason is StopReason.PREEMPTED
+    assert not (tmp_path / "checkpoints" / "final.pt").exists()
+    report, messages, _ = train(settings(tmp_path, max_steps=6, load_best_at_end=True))
+    assert report.reason is StopReason.COMPLETED
+    (figures,) = messages_of(messages, Metrics)
+    assert [saved.step for saved in messages_of(messages, Saved)] == [6]
+    manifest = CheckpointStore(tmp_path / "checkpoints", keep_last=9).load("last").manifest
+    assert (manifest.step, manifest.monitored) == (6, figures.values["validation_loss"])
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000006.pt\n"
+    assert (tmp_path / "checkpoints" / "final.pt").exists()
+
+
 def test_a_complete_run_saves_nothing_again(tmp_path):
     """Control: started again, it has nothing to make up for."""
     train(settings(tmp_path, max_steps=6))
