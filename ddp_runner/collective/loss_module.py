@@ -35,6 +35,7 @@ class Signal(IntEnum):
 
 
 PLAIN_FORM = LossForm()  # one number
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class LossModule(nn.Module):
@@ -60,24 +61,27 @@ class LossModule(nn.Module):
         self.seen = form  # with what a loss of this rank's has had beyond it
         self.signal = nn.Parameter(torch.zeros(len(Signal) + form.cells, device=device))
         self._loss = loss
-        self._loss_mask = torch.zeros(len(Signal), device=device)
-        self._loss_mask[Signal.LOSS] = 1.0
-        self._trouble = torch.zeros(len(Signal), device=device)
-        self._trouble[Signal.TROUBLE] = 2.0 ** min(rank, 20)
-        self._unreported = torch.ones((), device=device)
+        self._own_trouble = 2.0 ** min(rank, 20)
+        is_loss, trouble = torch.zeros(2, len(Signal))
+        is_loss[Signal.LOSS] = 1.0
+        trouble[Signal.TROUBLE] = self._own_trouble
+        self._is_loss, self._trouble = is_loss.bool().to(device), trouble.to(device)
+        self._broken: Tensor | bool = (
+            False  # whether a micro-batch of this step has been in trouble
+        )
         self._nothing = torch.zeros((), device=device)
         self.unit = 1.0  # in which totals and weights are summed
         self.has_graph = False  # of a loss of this step, to any parameter
 
     def begin_step(self) -> None:
         """No micro-batch of this step has been in trouble yet."""
-        self._unreported.fill_(1.0)
+        self._broken = False
         self.has_graph = False
 
     def forward(
-        self, batch: Any, weight: float, votes: Tensor, loss_limit: float, count: float
+        self, batch: Any, weight: float, votes: Sequence[float], loss_limit: float, count: float
     ) -> Tensor:
-        """The weighted loss of ``batch``; ``count``: its samples."""
+        """The weighted loss of ``batch``; ``votes``: a number for each signal; ``count``: its samples."""
         output = read_loss(self._computed(batch, int(count)))
         self.has_graph = self.has_graph or output.value.requires_grad
         share: Tensor | float = weight  # of the whole step that this batch is
@@ -91,21 +95,46 @@ class LossModule(nn.Module):
             weighted = output.value * share
         else:
             weighted = output.value * weight
-        # d(result)/d(signal) = carried, whatever the signal's own value (zero).
-        own = weighted.detach()
-        # Once a step, however many micro-batches are broken: the numbers are summed over those too.
-        fine = own.isfinite().logical_and(own <= loss_limit * share)
-        broken = fine.logical_not().float() * self._unreported
-        self._unreported.sub_(broken)
-        carried = votes + torch.where(self._loss_mask > 0, own, broken * self._trouble)
+        values = list(votes)
         if not self.form.covers(output):
             self.seen = self.seen.with_output(output)
-            carried[Signal.RELAID] += 1.0
+            values[Signal.RELAID] += 1.0
         if self._is_relaid():
-            carried[Signal.RELAID] += 1.0
+            values[Signal.RELAID] += 1.0
+        # d(result)/d(signal) = carried, whatever the signal's own value (zero).
+        own, limit = weighted.detach(), loss_limit * share
+        on_host = own.device.type == "cpu"
+        carried = (self._on_host if on_host else self._on_device)(own, limit, values)
         if self.form.cells:
             carried = torch.cat([carried, self._beside(output, weight=weight, share=share)])
         return weighted + torch.dot(self.signal, carried)
+
+    # Trouble is reported once a step: the numbers are summed over all its micro-batches.
+
+    def _on_host(self, own: Tensor, limit: Tensor | float, values: list[float]) -> Tensor:
+        """``values`` with this rank's own loss and trouble; plain numbers take a tenth of the time."""
+        number = own.item()
+        values[Signal.LOSS] += number
+        if not self._broken and not (math.isfinite(number) and number <= float(limit)):
+            self._broken = True
+            values[Signal.TROUBLE] += self._own_trouble
+        return torch.tensor(values)
+
+    def _on_device(self, own: Tensor, limit: Tensor | float, values: list[float]) -> Tensor:
+        """The same, without a look at the device."""
+        if isinstance(limit, Tensor):
+            broken = own.isfinite().logical_and(own <= limit).logical_not()
+        else:  # what is not finite is no number between these either
+            broken = own.clamp(-_LARGEST, min(limit, _LARGEST)).ne(own)
+        news = broken
+        if isinstance(self._broken, Tensor):
+            news = broken.logical_and(self._broken.logical_not())
+            broken = broken.logical_or(self._broken)
+        self._broken = broken
+        carried = torch.where(self._is_loss, own, news * self._trouble)
+        if any(values):
+            carried += torch.tensor(values, device=own.device)
+        return carried
 
     def _computed(self, batch: Any, count: int) -> Any:
         if len(self._devices) == 1:
@@ -143,7 +172,7 @@ class Alone:
         batch: Any,
         *,
         weight: float,
-        votes: Tensor,
+        votes: Sequence[float],
         loss_limit: float = math.inf,
         count: float = 1.0,
     ) -> Tensor:

@@ -14,8 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,12 +50,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """A bucket of gradients that is being summed over ranks."""
+class _Sum(NamedTuple):
+    """A bucket of gradients that is being summed over ranks; ``take`` then gives DDP its sums."""
 
     work: dist.Work
-    taken: Callable[[], Tensor]  # what DDP gets, once it is done
+    take: Callable[[], object]
+
+
+class _Summed(NamedTuple):
+    """Says that a bucket holds its sums; ``place``: where it is in memory, and how many numbers."""
+
+    place: tuple[int, int]
     future: torch.futures.Future[Tensor]
 
 
@@ -119,7 +123,9 @@ class Replica:
             state=self,
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
+        self._parameters = list(module.parameters())  # found once: a model has many modules
         self._sums: list[_Sum] = []  # of this backward
+        self._summed: dict[int, _Summed] = {}  # by the number of the bucket
         self._sent_as = DTYPES.get(settings.gradient_dtype)  # None: as they are computed
         # Is given each parameter with this rank's own gradient of the step, before it is summed: of
         # all micro-batches, times the loss scale, zeros for a parameter without any. Not the signals'.
@@ -146,7 +152,7 @@ class Replica:
         batch: Any,
         *,
         weight: float,
-        votes: Tensor,
+        votes: Sequence[float],
         loss_limit: float = math.inf,
         count: float = 1.0,
     ) -> Tensor:
@@ -154,7 +160,7 @@ class Replica:
 
         Of a loss that is a total with a weight of its own: the total, in units; :meth:`divide_by_weight`
         makes the mean of the sum. ``count``: the batch's samples. A loss above ``loss_limit`` puts this rank
-        among those that are in trouble.
+        among those that are in trouble. ``votes``: a number for each :class:`Signal`.
         """
         loss: Tensor = self._ddp(batch, weight, votes, loss_limit, count)
         return loss
@@ -163,13 +169,17 @@ class Replica:
         """What totals and weights are multiplied by before they are summed; the same on all ranks."""
         self._module.unit = unit
 
+    @property
+    def sums_totals(self) -> bool:
+        """Whether the loss has a weight of its own: what is summed are totals then, not means."""
+        return bool(self._module.form.is_weighted)
+
     def divide_by_weight(self, gradients: list[Tensor], *, scale: float = 1.0) -> None:
-        """Make means of summed totals, on the device, without a look at it; nothing where there are none.
+        """Make means of summed totals, on the device, without a look at it.
 
         After backward. ``scale``: the gradient scaler's, which stays. Without any weight they are not finite.
         """
-        if self._module.form.is_weighted:
-            torch._foreach_div_(gradients, self._module.signal.grad[-1] / scale)
+        torch._foreach_div_(gradients, self._module.signal.grad[-1] / scale)
 
     def means(self, signals: Sequence[float]) -> LossMeans:
         """What all ranks' losses come to, of the signals summed over ranks."""
@@ -215,7 +225,8 @@ class Replica:
         """Drop every gradient, the signals' too: a step begins."""
         self._sums.clear()
         self._module.begin_step()
-        self._module.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if this rank's backward left a gradient unreduced.
@@ -347,13 +358,32 @@ class Replica:
         """
         # gloo's sum of a GPU's tensors is waited for like any other: handed on as it is, DDP may use
         # it before it is there (torch before 2.11: pytorch#155714, #170812).
-        device = bucket.buffer().device
-        on: list[int | str | torch.device] = [] if device.type == "cpu" else [device]
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=on)
-        self._sums.append(_Sum(work, taken, future))
+        buffer = bucket.buffer()
+        if buffer.device.type == "cpu":
+            future = self._summed_in_place(bucket.index(), buffer)
+            self._sums.append(_Sum(work, taken))
+        else:
+            future = torch.futures.Future(devices=[buffer.device])
+            self._sums.append(_Sum(work, lambda: future.set_result(taken())))
         if bucket.is_last() and not self._ddp.find_unused_parameters:
             self._finish_sums()
         return future
+
+    def _summed_in_place(self, number: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """What says that bucket ``number`` holds its sums: it does when DDP asks, after all waits.
+
+        DDP keeps a bucket's memory from step to step, so what says so is kept as well.
+        """
+        place = buffer.data_ptr(), buffer.numel()
+        kept = self._summed.get(number)
+        if kept is not None and kept.place != place:  # DDP has laid them out again
+            self._summed.clear()  # who keeps one keeps its memory
+            kept = None
+        if kept is None:
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(buffer)
+            kept = self._summed[number] = _Summed(place, future)
+        return kept.future
 
     def show_own(self, bucket: GradBucket) -> None:
         """Hand over this rank's own gradients in ``bucket`` to whoever wants to know them."""
@@ -366,7 +396,7 @@ class Replica:
     def _finish_sums(self) -> None:
         for one in self._sums:
             self.group.wait_for(one.work)
-            one.future.set_result(one.taken())
+            one.take()
         self._sums.clear()
 
     def reach(self, moment: Moment) -> None:
@@ -407,20 +437,21 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
     Without a hook DDP multiplies by 1/world in the first iteration and divides by world later, which
     differ in the last bit when the world size is no power of two.
     """
-    if bucket.is_last():
+    is_last = bucket.is_last()
+    if is_last:
         replica.stamp_reduce()
-    replica.show_own(bucket)
-    if bucket.is_last():
+    if replica.on_own_gradient is not None:
+        replica.show_own(bucket)
+    if is_last:
         replica.come_to_last_sum()
     if replica.averages:
         bucket.buffer().div_(replica.group.world_size)  # before the sum, as torch's allreduce_hook
     sent, taken = replica.as_sent(bucket)
     work = replica.group.begin_sum(sent)
-    if bucket.is_last():
+    if is_last:
         replica.reach(Moment.REDUCING)
-    if (
-        replica.group.ends_in_silence
-    ):  # the device waits, and the abort of its communicators ends that
+    # The device waits, and the abort of its communicators ends that.
+    if replica.group.ends_in_silence:
         summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: taken())
         return summed
     return replica.sum_of(work, bucket, taken)

@@ -8,7 +8,6 @@ no more than a rank that gets no CPU for a moment while its peer dies.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -43,8 +42,11 @@ class Waits:
 
     @staticmethod
     def _is_done(work: dist.Work) -> bool:
-        with contextlib.suppress(RuntimeError):
+        try:
             work.wait(_LOOK_EVERY)
+        except RuntimeError:
+            pass
+        else:
             return True
         if not work.is_completed():
             return False
@@ -98,7 +100,6 @@ class GroupOfReducer(dist.ProcessGroup):
         self._group = group
         self._waits = waits
         self._map_begun = map_begun
-        self._work: _Work | None = None  # C++ alone would keep half of it alive
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """For DDP's log; the name of one of torch's own would have it look for that one inside."""
@@ -107,29 +108,20 @@ class GroupOfReducer(dist.ProcessGroup):
     def allreduce(  # type: ignore[override] # C++ calls it in this one way
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
-        """As the group does: the reducer sums its map of the used parameters, behind the last bucket."""
-        work = self._own(self._group.allreduce(tensors, *options))
+        """As the group does: the reducer sums its map of the used parameters, behind the last bucket.
+
+        It waits for that map next, so it is waited for here.
+        """
+        work = self._group.allreduce(tensors, *options)
         self._map_begun()
-        return work
+        return self._done(work)
 
     def broadcast(  # type: ignore[override] # the same
         self, tensors: list[Tensor], *options: Any
     ) -> dist.Work:
         """As the group does."""
-        return self._own(self._group.broadcast(tensors, *options))
+        return self._done(self._group.broadcast(tensors, *options))
 
-    def _own(self, work: dist.Work) -> dist.Work:
-        self._work = _Work(work, self._waits)
-        return self._work
-
-
-class _Work(dist.Work):
-    def __init__(self, work: dist.Work, waits: Waits) -> None:
-        super().__init__()
-        self._own = work
-        self._waits = waits
-
-    def wait(self, _timeout: timedelta | None = None) -> bool:
-        """Return once it is done. Raises as :meth:`Waits.for_collective` does."""
-        self._waits.for_collective(self._own)
-        return True
+    def _done(self, work: dist.Work) -> dist.Work:
+        self._waits.for_collective(work)
+        return work

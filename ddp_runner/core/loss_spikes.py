@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import median
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 # Both must be exceeded: many times the usual spread (of noise, as the median absolute deviation
 # shows it), and a factor of the usual value, because a quiet run has hardly any spread.
 SPREADS = 20.0
 
 
-def explosion_limit(recent: Sequence[float], *, factor: float) -> float:
-    """Above this a value does not belong to ``recent``; robust against outliers among them.
+class RecentValues:
+    """The newest ``window`` values, also in order of size: asked for their limit in every step."""
 
-    Infinite for an empty past. For a median of 0 or below the spread alone decides.
-    """
-    if not recent:
-        return math.inf
-    middle = median(recent)
-    spread = median(abs(value - middle) for value in recent)
-    return max(middle * factor, middle + SPREADS * spread) if middle > 0 or spread else math.inf
+    def __init__(self, window: int, values: Iterable[float] = ()) -> None:
+        self._by_age = deque(values, maxlen=window)
+        self._by_size = sorted(self._by_age)
+
+    def add(self, value: float) -> None:
+        """Take in the newest value, which is finite; the oldest one leaves where there are too many."""
+        if len(self._by_age) == self._by_age.maxlen:
+            if not self._by_age:
+                return
+            del self._by_size[bisect_left(self._by_size, self._by_age[0])]
+        self._by_age.append(value)
+        insort(self._by_size, value)
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def oldest_first(self) -> list[float]:
+        """All of them."""
+        return list(self._by_age)
+
+    def explosion_limit(self, *, factor: float) -> float:
+        """Above this a value does not belong to them; robust against outliers among them.
+
+        Infinite for an empty past. For a median of 0 or below the spread alone decides.
+        """
+        if not self._by_size:
+            return math.inf
+        middle = _median(self._by_size)
+        spread = _median(sorted([abs(value - middle) for value in self._by_size]))
+        return max(middle * factor, middle + SPREADS * spread) if middle > 0 or spread else math.inf
+
+
+def _median(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def broken_gradients(norms: Sequence[float], *, limit: float) -> tuple[int, ...]:

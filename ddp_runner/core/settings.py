@@ -303,7 +303,7 @@ class MemorySettings:
     """MemoryManager: when it looks and when it acts. Shares are of the smallest known limit."""
 
     memory_check_interval: Positive = 10
-    """Steps between looks at memory."""
+    """Steps between looks at memory, of which there are at most ten a second."""
     cleanup_interval: NonNegative = 500
     """Steps between garbage collections, which also empty the device's cache where memory is tight.
     0: memory is freed only when it is tight."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _MB = 1_000_000
 _LOOKS_BETWEEN_REACTIONS = 10  # while a level lasts; a reaction costs some 50 ms
+_LEAST_GAP_S = 0.1  # between looks
 _LOG_LEVEL = {
     Level.OK: "info",
     Level.WARN: "warning",
@@ -53,8 +55,12 @@ class MemoryManager:
         log: Callable[[str, str], None],
         device: torch.device | None = None,
         read: Reader | None = None,
+        least_gap_s: float = _LEAST_GAP_S,
     ) -> None:
+        """``least_gap_s``: between looks after steps, however short those are: a look takes 0.2 ms."""
         self._settings = settings
+        self._least_gap_s = least_gap_s
+        self._looked_at_s = -math.inf
         self._rank = rank
         self._loader_pids = loader_pids
         self._pids_beside: Callable[[], tuple[int, ...]] = tuple
@@ -91,7 +97,10 @@ class MemoryManager:
         if self._settings.cleanup_interval and step % self._settings.cleanup_interval == 0:
             self._clean_up()
         if step % self._settings.memory_check_interval == 0:
-            self._look(step)
+            now_s = time.monotonic()
+            if now_s - self._looked_at_s >= self._least_gap_s:
+                self._looked_at_s = now_s
+                self._look(step)
 
     @contextlib.contextmanager
     def beside(self, loader_pids: Callable[[], tuple[int, ...]]) -> Iterator[None]:

@@ -103,6 +103,7 @@ class TrainState:
         self._start_in_file: dict[str, Any] = {}  # of the newest, where some were written since
         self._made_with = self._flags()
         self._parameters = list(model.parameters())
+        self._modules = list(model.modules())
 
     @property
     def own_step(self) -> int:
@@ -295,6 +296,11 @@ class TrainState:
     def train_unfrozen(self) -> None:
         """Have the optimizer update what requires a gradient by now and did not when it was made."""
         take_in(self.optimizer, self.model)
+
+    def begin_training(self) -> None:
+        """Have every module in training mode, where one is not; a model may have thousands."""
+        if not all(module.training for module in self._modules):
+            self.model.train()
 
     def flags(self) -> list[bool]:
         """Which parameters require a gradient, in the model's order; asked for in every forward."""

@@ -28,6 +28,7 @@ from ddp_runner.training.exactness.own_share import OwnShare, ShareNotes
 from ddp_runner.training.state import TrainState
 
 COPY_VOTE = 0.5  # of rank 0 alone; a vote for a save is 1
+_NO_VOTES = (0.0,) * len(Signal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +236,9 @@ class Stepper:
 
     def _measure(self, scale: float) -> Tensor | None:
         """After the sum over ranks: means of totals. The norm, but of scaled gradients: not before they are not."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self._replica.divide_by_weight(gradients, scale=scale)
+        if self._replica.sums_totals:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            self._replica.divide_by_weight(gradients, scale=scale)
         return None if self._state.precision.scaler.is_enabled() else self._gradient_norm()
 
     def _gradient_norm(self) -> Tensor:
@@ -302,10 +304,10 @@ def accumulate(
     ``flags``: which parameters DDP expects to require a gradient; WrapAgainError where forward has
     changed that.
     """
-    state.model.train()
+    state.begin_training()
     replica.zero_gradients()
     replica.use_unit(rules.unit)
-    signals = as_signals(votes, rules.device)
+    signals = as_signals(votes)
     last = len(micro_batches) - 1
     for number, micro_batch in enumerate(micro_batches):
         own_step = step - rules.first_step
@@ -322,7 +324,7 @@ def accumulate(
                     loss = replica.forward(
                         batch,
                         weight=count / rules.global_batch,
-                        votes=signals if number == last else signals * 0,
+                        votes=signals if number == last else _NO_VOTES,
                         loss_limit=limits.loss,
                         count=count,
                     )
@@ -378,13 +380,13 @@ def own_share(
     return notes.share()
 
 
-def as_signals(votes: Votes, device: torch.device) -> Tensor:
-    """``votes`` as a replica's signals: a float32 tensor of one number for each :class:`Signal`."""
+def as_signals(votes: Votes) -> list[float]:
+    """``votes`` as a replica's signals: one number for each :class:`Signal`."""
     values = [0.0] * len(Signal)
     values[Signal.PREEMPT] = float(votes.stop is StopReason.PREEMPTED)
     values[Signal.INTERRUPT] = float(votes.stop is StopReason.INTERRUPTED)
     values[Signal.SAVE] = 1.0 if votes.save else COPY_VOTE * votes.copy
-    return torch.tensor(values, device=device)
+    return values
 
 
 def _ranks_in(mask: int) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ def make_replica(model, group, *, slot=None, **options):
 
 
 def no_votes():
-    return torch.zeros(len(Signal))
+    return [0.0] * len(Signal)
 
 
 def weight_of(rank):

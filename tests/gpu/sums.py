@@ -68,7 +68,7 @@ def compare(facts, rank, world_size, port):  # noqa: PLR0915 - a process, from i
         slot = Board(memoryview(bytearray(SLOT_BYTES)), 1).slot(0)
         settings = DdpSettings(bucket_cap_mb=1)
         replica = Replica(own, loss_of, group=group, settings=settings, slot=slot)
-        votes = torch.zeros(len(Signal), device=device)
+        votes = [0.0] * len(Signal)
         begun_s = time.monotonic()
         steps = 30 if rehearses() else STEPS
         for step in range(steps):

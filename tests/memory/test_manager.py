@@ -41,6 +41,7 @@ class Bench:
             shrink_prefetch=self.shrink,
             log=lambda level, text: self.lines.append((level, text)),
             read=self.read,
+            least_gap_s=0.0,
         )
 
     def read(self, loader_pids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from tests.processes import poll
@@ -37,7 +38,7 @@ def test_all_ranks_are_lost_again_and_again_without_any_file(tmp_path, made_once
     assert len(lost) >= 4, "one may come while the one before is still being repaired"
     assert all(0 <= fault["steps_lost"] <= 8 for fault in lost)
     assert all("from the newest checkpoint (in memory, of step" in one["action"] for one in lost)
-    assert "no rank was left: the copy in memory is of step 4" in run.console
+    assert re.search(r"no rank was left: the copy in memory is of step \d+", run.console)
 
 
 def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import deque
+from statistics import median
 
 import pytest
 
-from ddp_runner.core.loss_spikes import broken_gradients, explosion_limit
+from ddp_runner.core.loss_spikes import RecentValues, broken_gradients
 from ddp_runner.training.components.loss_spikes import LossSpikes
 
 
 def watch(**changes):
     given = {"window": 20, "loss_factor": 10.0, "grad_factor": 100.0, "warmup_steps": 10}
     return LossSpikes(**{**given, **changes})
+
+
+def limit_of(values, *, factor):
+    return RecentValues(max(1, len(values)), values).explosion_limit(factor=factor)
 
 
 def observe_all(explosions, losses, *, start=0):
@@ -30,11 +36,27 @@ def observe_all(explosions, losses, *, start=0):
 
 def test_a_limit_is_far_above_the_usual_whatever_the_outliers():
     """A factor of the median, or many times the spread where that is wider."""
-    assert explosion_limit([2.0] * 9 + [500.0], factor=10.0) == 20.0
-    assert explosion_limit([1.0, 2.0, 3.0] * 5, factor=2.0) == 22.0
-    assert explosion_limit([-5.0, -4.0, -3.0], factor=10.0) == 16.0
-    assert explosion_limit([], factor=10.0) == math.inf
-    assert explosion_limit([0.0, 0.0], factor=10.0) == math.inf
+    assert limit_of([2.0] * 9 + [500.0], factor=10.0) == 20.0
+    assert limit_of([1.0, 2.0, 3.0] * 5, factor=2.0) == 22.0
+    assert limit_of([-5.0, -4.0, -3.0], factor=10.0) == 16.0
+    assert limit_of([], factor=10.0) == math.inf
+    assert limit_of([0.0, 0.0], factor=10.0) == math.inf
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 100])
+def test_limits_follow_the_newest_values_bit_for_bit(window):
+    """As they come out of the whole window, ties and equal extremes included."""
+    rng = random.Random(window)
+    recent, plain = RecentValues(window), deque(maxlen=window)
+    for _ in range(4 * window):
+        value = rng.choice([rng.gauss(0, 3), 1.5, -1.5, 0.0])
+        recent.add(value)
+        plain.append(value)
+        middle = median(plain)
+        spread = median(abs(one - middle) for one in plain)
+        expected = max(middle * 3.0, middle + 20.0 * spread) if middle > 0 or spread else math.inf
+        assert recent.explosion_limit(factor=3.0) == expected
+        assert recent.oldest_first() == list(plain)
 
 
 @pytest.mark.parametrize("level", [1e-3, 1.0, 1e5])

@@ -52,10 +52,13 @@ class LayerPlan:
 
     def unfreeze(self, model: nn.Module, *, step: int) -> str:
         """Train what is due at ``step``, or was before it; what that is, in words, empty where nothing changes."""
+        due = [one for one in self.later if one.step <= step]
+        if not due:
+            return ""
         parameters, words = _named(model), []
-        for one in self.later:
+        for one in due:
             frozen = [name for name in one.names if not parameters[name].requires_grad]
-            if one.step <= step and frozen:
+            if frozen:
                 words.append(one.words)
                 for name in frozen:
                     parameters[name].requires_grad_(True)

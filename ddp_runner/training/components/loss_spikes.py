@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_runner.core.loss_spikes import explosion_limit
+from ddp_runner.core.loss_spikes import RecentValues
 from ddp_runner.core.settings import Settings
 from ddp_runner.core.step_schedule import steps_of
 from ddp_runner.training.components.lr_schedule import schedule_end
@@ -65,8 +64,8 @@ class LossSpikes:
         self._loss_factor = loss_factor
         self._grad_factor = grad_factor
         self._warmup_steps = warmup_steps
-        self._losses: deque[float] = deque(maxlen=window)
-        self._grad_norms: deque[float] = deque(maxlen=window)
+        self._losses = RecentValues(window)
+        self._grad_norms = RecentValues(window)
         self._first = Limits(loss=-math.inf, grad_norm=-math.inf)
         self._loss_max = math.inf if loss_max is None else loss_max
         self._rate_factor = rate_factor
@@ -114,13 +113,13 @@ class LossSpikes:
         if self._window == 0 or len(self._losses) < self._window:
             is_threshold = math.isfinite(self._loss_max)
             return Limits(loss=self._loss_max, is_threshold=is_threshold)
-        usual = max(self._first.loss, explosion_limit(self._losses, factor=self._loss_factor))
+        usual = max(self._first.loss, self._losses.explosion_limit(factor=self._loss_factor))
         return Limits(
             loss=min(usual, self._loss_max),
             is_threshold=self._loss_max <= usual,
             grad_norm=max(
                 self._first.grad_norm,
-                explosion_limit(self._grad_norms, factor=self._grad_factor),
+                self._grad_norms.explosion_limit(factor=self._grad_factor),
             ),
         )
 
@@ -129,14 +128,14 @@ class LossSpikes:
         if step == 0:
             self._first = Limits(loss=loss, grad_norm=grad_norm)
         if step >= self._warmup_steps:
-            self._losses.append(loss)
-            self._grad_norms.append(grad_norm)
+            self._losses.add(loss)
+            self._grad_norms.add(grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, without the settings."""
         state = {
-            "losses": list(self._losses),
-            "grad_norms": list(self._grad_norms),
+            "losses": self._losses.oldest_first(),
+            "grad_norms": self._grad_norms.oldest_first(),
             "first": [self._first.loss, self._first.grad_norm],
         }
         return (
@@ -149,7 +148,7 @@ class LossSpikes:
         """Continue from ``state``; of a longer past the newest values are kept."""
         loss, grad_norm = map(float, state["first"])
         self._first = Limits(loss=loss, grad_norm=grad_norm)
-        self._losses = deque(map(float, state["losses"]), maxlen=self._window)
-        self._grad_norms = deque(map(float, state["grad_norms"]), maxlen=self._window)
+        self._losses = RecentValues(self._window, map(float, state["losses"]))
+        self._grad_norms = RecentValues(self._window, map(float, state["grad_norms"]))
         lowered, step = state.get("lowered", (1.0, 0))
         self._lowered, self._lowered_at = float(lowered), int(step)

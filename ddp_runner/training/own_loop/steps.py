@@ -286,7 +286,7 @@ class LoopSteps:
             return self._zeros
         carried = torch.zeros(_CELLS)
         if not self._has_carried:
-            carried[: len(Signal)] = as_signals(self._votes, torch.device("cpu"))
+            carried[: len(Signal)] = torch.tensor(as_signals(self._votes))
             carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
             carried[_Own.STEP] = float(self._state.committed_step % _COUNTED_TO)
             carried[_Own.UPDATED] = float(self._state.has_updated)
