@@ -37,9 +37,10 @@ _TAIL_BYTES = 4096
 
 
 class Harm(Enum):
-    """What is done to a rank."""
+    """What is done to a rank, or to all of them at one moment."""
 
     KILL = "SIGKILL"
+    ALL = "SIGKILL of all ranks"
     STOP = "SIGSTOP"
     RAISE = "exception"
 
@@ -147,6 +148,12 @@ class Faulted(ABC):
 
     def harm(self, harm: Harm, rank: int) -> float:
         """Harm a rank; returns the moment at which it happened."""
+        if harm is Harm.ALL:
+            pids = [self.pid_of(one) for one in range(self.job.world)]
+            now_s = time.monotonic()
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            return now_s
         if harm is not Harm.RAISE:
             pid = self.pid_of(rank)
             now_s = time.monotonic()

@@ -27,11 +27,12 @@ from faulted import START_TIMEOUT_S, Comeback, Faulted, Harm, Job, NoComebackErr
 MATRIX = {
     "worlds": [2, 3, 4, 8],
     "state_mb": [2.0, 100.0, 1000.0],
-    "harms": ["kill1", "raise", "stop"],
+    "harms": ["kill1", "all", "raise", "stop"],
 }
 HARMS = {
     "kill1": (Harm.KILL, 1),
     "kill0": (Harm.KILL, 0),
+    "all": (Harm.ALL, 0),
     "raise": (Harm.RAISE, 1),
     "stop": (Harm.STOP, 1),
 }
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--matrix", action="store_true", help="every size, with few repeats")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--state-mb", type=float, nargs="+", default=[2.0])
-    parser.add_argument("--harms", nargs="+", choices=HARMS, default=list(HARMS))
+    parser.add_argument("--harms", nargs="+", choices=HARMS, default=["kill1", "kill0", "raise", "stop"])
     parser.add_argument("--contenders", nargs="+", default=["ddp_runner", "torchrun"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", type=int, default=3, help="per round")
