@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ddp_runner.core.faults import BadInputError
     from ddp_runner.core.settings import Settings
     from ddp_runner.data.epoch_loader import SafeDataLoader
+    from ddp_runner.data.shard_adapters import HuggingFaceShards, StatefulShards
+    from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
+    from ddp_runner.data.shard_wraps import Mapped, Shuffled
+    from ddp_runner.data.shards import ShardedStream
     from ddp_runner.memory.manager import MemoryManager
     from ddp_runner.observe.gpu_watch import GpuWatch
     from ddp_runner.observe.logger import DDPLogger
@@ -42,10 +46,18 @@ __all__ = [
     "DDPTrainer",
     "Datasets",
     "GpuWatch",
+    "HuggingFaceShards",
+    "JsonLines",
+    "Mapped",
     "MemoryManager",
     "SafeDataLoader",
     "Settings",
+    "ShardedStream",
+    "Shuffled",
+    "StatefulShards",
+    "TarSamples",
     "Task",
+    "TextLines",
     "Weighted",
     "__version__",
     "attach",
@@ -60,13 +72,21 @@ _HOME_OF_NAME = {
     "DDPTrainer": "ddp_runner.training.trainer",
     "Datasets": "ddp_runner.training.task",
     "GpuWatch": "ddp_runner.observe.gpu_watch",
+    "HuggingFaceShards": "ddp_runner.data.shard_adapters",
+    "JsonLines": "ddp_runner.data.shard_files",
+    "Mapped": "ddp_runner.data.shard_wraps",
     "MemoryManager": "ddp_runner.memory.manager",
     "SafeDataLoader": "ddp_runner.data.epoch_loader",
     "Settings": "ddp_runner.core.settings",
+    "ShardedStream": "ddp_runner.data.shards",
+    "Shuffled": "ddp_runner.data.shard_wraps",
+    "StatefulShards": "ddp_runner.data.shard_adapters",
+    "TarSamples": "ddp_runner.data.shard_files",
     "Task": "ddp_runner.training.task",
+    "TextLines": "ddp_runner.data.shard_files",
     "Weighted": "ddp_runner.collective.loss",
-    "heartbeat": "ddp_runner.system.heartbeat",
     "attach": "ddp_runner.rank.attach",
+    "heartbeat": "ddp_runner.system.heartbeat",
     "launch": "ddp_runner.cli.launch",
     "launch_async": "ddp_runner.cli.launch_async",
 }

@@ -27,7 +27,7 @@ OTHER_VALUES = {
     "run.compile_mode": "max-autotune", "ddp.gradient_dtype": "bf16", "memory.activation_checkpointing": "all",
     "run.task": "m:T", "run.max_steps": "90", "run.device": "cuda", "run.resume": "none",
     "run.gpus": "1", "recovery.drill_at": "3", "run.nproc_per_node": "3", "run.inject": "kill", "data.on_bad_sample": "substitute",
-    "data.compare_samples": "tell", "data.shares": "3,2",
+    "data.compare_samples": "tell", "data.stream_end": "drop", "data.shares": "3,2",
     "run.target_loss": "1", "run.mode": "data_parallel", "optim.schedule": "linear", "ddp.backend": "nccl", "log.display": "none",
     "checkpoint.monitor": "train_loss", "checkpoint.mode": "max", "checkpoint.save_every_steps": "7", "memory.max_memory_gb": "3",
     "optim.max_grad_norm": "off", "optim.ema_decay": "0.5", "optim.optimizer": "sgd", "optim.momentum": "0.5",

@@ -70,7 +70,7 @@ ON_RESUME: Mapping[str, OnResume] = {
         """,
         OnResume.REPORTED: """
             run.epochs run.max_steps run.device run.nproc_per_node run.mode run.threads_per_rank
-            run.deterministic run.matmul_precision run.channels_last data.micro_batch_size data.shares optim.learning_rate optim.weight_decay
+            run.deterministic run.matmul_precision run.channels_last data.micro_batch_size data.shares data.stream_end optim.learning_rate optim.weight_decay
             optim.beta1 optim.beta2 optim.momentum optim.epsilon optim.max_grad_value
             optim.schedule optim.schedule_steps optim.warmup_steps optim.decay_steps
             optim.min_learning_rate optim.plateau_patience optim.plateau_min_delta

@@ -179,6 +179,9 @@ class DataSettings:
     """Copy batches to the GPU from pinned host memory. It has no effect on the CPU."""
     loader_timeout_s: Seconds = 60.0
     """Longest wait for one batch, in seconds; then the loader's workers are replaced."""
+    stream_end: Literal["wrap", "drop"] = "wrap"
+    """Where shards of a stream end early. wrap: who has read all of its own begins again. drop: the epoch ends
+    for all ranks at one step; the data must say how long its shards are (lengths)."""
     on_bad_sample: Literal["stop", "substitute"] = "stop"
     """What to do with a sample that cannot be loaded. stop: name it and end the run. substitute:
     train on another one in its place for good, and note it in quarantine.jsonl."""

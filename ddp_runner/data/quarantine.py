@@ -39,7 +39,7 @@ class Quarantine:
     def __init__(self, *, seed: int, dataset_size: int, bad_max: int) -> None:
         self._seed = seed
         self._size = dataset_size
-        self._bad_max = bad_max
+        self.bad_max = bad_max
         self._bad: dict[int, str] = {}
         self._path: Path | None = None
         self._run_id = self._stage = ""
@@ -87,13 +87,8 @@ class Quarantine:
 
         Raises :class:`QuarantineFullError` beyond ``bad_max``.
         """
-        self.refresh()
-        if index in self._bad:
+        if not self._is_new(index):
             return self.stand_in(index)
-        if not self._bad_max:
-            raise QuarantineFullError("data.on_bad_sample=substitute would replace it")
-        if len(self._bad) >= self._bad_max or len(self._bad) + 1 >= self._size:
-            raise QuarantineFullError(f"data.max_bad_samples={self._bad_max} are replaced already")
         self._bad[index] = reason
         replacement = self.stand_in(index)
         self._write(
@@ -108,6 +103,34 @@ class Quarantine:
             }
         )
         return replacement
+
+    def leave_out(self, index: int, *, reason: str, step: int, rank: int) -> bool:
+        """As :meth:`add`, of a stream's item: whichever is next takes its place. False: known before."""
+        if not self._is_new(index):
+            return False
+        self._bad[index] = reason
+        self._write(
+            {
+                "run_id": self._run_id,
+                "index": index,
+                "reason": reason,
+                "step": step,
+                "rank": rank,
+                "replacement": None,
+            }
+        )
+        return True
+
+    def _is_new(self, index: int) -> bool:
+        """Whether it may be added. Raises QuarantineFullError where it may not."""
+        self.refresh()
+        if index in self._bad:
+            return False
+        if not self.bad_max:
+            raise QuarantineFullError("data.on_bad_sample=substitute would replace it")
+        if len(self._bad) >= self.bad_max or len(self._bad) + 1 >= self._size:
+            raise QuarantineFullError(f"data.max_bad_samples={self.bad_max} are replaced already")
+        return True
 
     def _write(self, record: Mapping[str, object]) -> None:
         if self._path is None:

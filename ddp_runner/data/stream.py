@@ -31,11 +31,18 @@ if TYPE_CHECKING:
 
 _PROGRESS_S = 5.0  # between lines while skipping
 _FIRST = -1  # seeds what a dataset draws when its iterator is made
+_SLOW_SHARE = 0.25  # of the time, spent waiting for data: worth a line
 _HASHED_BYTES = 4096  # of one tensor, array or text, so that a step costs microseconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOrder(SampleOrder):
-    """Items by the number under which the run takes them: what an epoch's end drops has none."""
+    """Items by the number under which the run takes them: what an epoch's end drops has none.
+
+    ``is_sharded``: each rank reads shards of its own.
+    """
+
+    is_sharded: bool = False
 
     def batch_size(self, step: int) -> int:  # noqa: ARG002 - all are alike
         """As :class:`SampleOrder`."""
@@ -88,8 +95,10 @@ class StreamPosition:
         return {} if mark is None else mark.to_record()
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Take over a record; nothing else is known then."""
+        """Take over a record; nothing else is known then. Raises ValueError for one of a stream of shards."""
         self._marks = {}
+        if "deal" in record:
+            raise ValueError("the run was trained on a stream that was cut into shards")
         if record:
             self.note(_Mark(**record))
 
@@ -133,6 +142,7 @@ class StreamLoader:
         self._log = log
         self._on_other = on_other
         self._has_warned = False
+        self._has_said_slow = False
         self._collate = Unshared(collate_fn or default_collate)
         self._iterator: Iterator[Any] | None = None
         self._mark = _Mark(step=order.first_step, epoch=0, items=0, state=None)
@@ -191,6 +201,16 @@ class StreamLoader:
             return True
         mark = self._position.before(step)
         return mark is not None and (mark.state is not None or mark.items == 0)
+
+    def slow_line(self, data_wait_share: float) -> str:
+        """What to say, once, where ranks wait for data that each of them reads whole; else empty."""
+        if self._has_said_slow or self._world_size == 1 or data_wait_share < _SLOW_SHARE:
+            return ""
+        self._has_said_slow = True
+        return (
+            f"{data_wait_share:.0%} of the time goes to waiting for data: each of {self._world_size} ranks reads the whole"
+            " stream, without workers; one that is cut into shards has workers: docs/streams.md"
+        )
 
     def use_order(self, version: int) -> None:
         """Nothing: the stream says what comes next."""

@@ -25,6 +25,7 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.secrets import secret_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.stream import StreamPosition
 from ddp_runner.data.workers.count import cores_here, worker_count
 from ddp_runner.observe.dry_run_report import (
     MemoryFacts,
@@ -154,7 +155,7 @@ def _build(plan: LaunchPlan, hidden: tuple[str, ...]) -> _Built:
             keep_every=settings.checkpoint.keep_every,
         ),
         runtime=Aside(info, logger),
-        loader=_Workers(workers=0 if state.stream is not None else workers),
+        loader=_Workers(workers=0 if isinstance(state.stream, StreamPosition) else workers),
     )
 
 

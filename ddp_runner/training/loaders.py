@@ -28,6 +28,8 @@ from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
 from ddp_runner.data.quarantine import file_name_of_validation
+from ddp_runner.data.shard_loader import ShardLoader
+from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import cores_here, worker_count
 from ddp_runner.memory.kernel_kills import KernelKills
@@ -59,7 +61,7 @@ def make_loader(
     runtime: Runtime,
     *,
     on_wait: Callable[[], None],
-) -> SafeDataLoader | StreamLoader:
+) -> SafeDataLoader | StreamLoader | ShardLoader:
     """The loader of this rank's training data."""
     data, rank_info = settings.data, runtime.rank_info
     order = workload.order
@@ -76,6 +78,10 @@ def make_loader(
         if bad:
             expected = "bad_sample needs a dataset whose samples have indices"
             raise BadInputError(INJECT_OPTION, settings.run.inject[0], expected)
+        if isinstance(state.stream, ShardPositions):
+            return _shard_loader(
+                settings, workload, datasets, state, runtime, order=order, on_wait=on_wait
+            )
         return StreamLoader(
             datasets.train,
             order=order,
@@ -122,6 +128,46 @@ def make_loader(
         kills=KernelKills(),
         on_sample=_stamping(runtime, sign=1),
         suspect=left - 1 if left > 0 else None,
+    )
+
+
+def _shard_loader(
+    settings: Settings,
+    workload: Workload,
+    datasets: Datasets,
+    state: TrainState,
+    runtime: Runtime,
+    *,
+    order: StreamOrder,
+    on_wait: Callable[[], None],
+) -> ShardLoader:
+    data, rank_info = settings.data, runtime.rank_info
+    assert isinstance(state.stream, ShardPositions), "made for the same order"
+    return ShardLoader(
+        datasets.train,
+        order=order,
+        positions=state.stream,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        total_steps=workload.length.total_steps,
+        micro_batch_size=micro_batch(data, devices=rank_info.devices),
+        num_workers=data.num_workers,
+        ends_at_once=data.stream_end == "drop",
+        local_world_size=rank_info.local_world_size,
+        reserved_cores=data.reserved_cores,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=data.pin_memory and workload.device.type == "cuda",
+        timeout_s=data.loader_timeout_s,
+        collate_fn=datasets.collate,
+        on_wait=on_wait,
+        on_workers=lambda pids: runtime.report(
+            LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
+        ),
+        on_repaired=lambda repaired: _report_repair(repaired, runtime),
+        on_other=partial(_report_inexact, runtime),
+        log=runtime.logger.info,
+        kills=KernelKills(),
+        quarantine=state.quarantine,
     )
 
 

@@ -91,6 +91,10 @@ class StepMaker(Protocol):
         """Whether the evaluation of now has found the best so far, which the run's end needs."""
         ...
 
+    def gather(self) -> None:
+        """Before the state is captured: learn what of it each rank alone knows."""
+        ...
+
     def close(self) -> None:
         """The generation ends."""
         ...
@@ -291,6 +295,8 @@ class Session:
                     return None
                 save_now = False
         self._state.boundary_done_step = self._state.committed_step
+        if save_now or copy_now:
+            self._maker.gather()
         if save_now and self.group.rank == 0:
             self._saving.due(INTERVAL)
         if copy_now and self.group.rank == 0:
@@ -306,6 +312,7 @@ class Session:
         # Guarded by: test_the_end_is_of_the_best_also_where_ranks_die.
         if self._guard.compare_replicas():
             return False
+        self._maker.gather()
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:
             self._state.boundary_done_step = self._state.committed_step
@@ -330,6 +337,7 @@ class Session:
             reason = self.reason = self._maker.evaluate() or reason
         if reason is StopReason.COMPLETED:
             self._state.boundary_done_step = step
+        self._maker.gather()
         # Who has nothing to save waits for rank 0's disk, under the deadline of a save.
         self._runtime.slot.stamp(Phase.CHECKPOINT, time.monotonic_ns())
         if self.group.rank == 0:

@@ -16,6 +16,7 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.monitor import ALONE, Best, Monitor
 from ddp_runner.data.order import FIRST_ORDER_VERSION, ORDER_VERSION, known_order_version
 from ddp_runner.data.quarantine import Quarantine
+from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamPosition
 from ddp_runner.training.components.buffers import Buffers
 from ddp_runner.training.components.ema import Ema
@@ -56,7 +57,7 @@ class TrainState:
         tuning: Tuning,
         quarantine: Quarantine,
         validation_quarantines: Mapping[str, Quarantine] | None = None,
-        stream: StreamPosition | None = None,
+        stream: StreamPosition | ShardPositions | None = None,
         side: SideState | None = None,
         improvement: ImprovementWatch | None = None,
         only_trained: bool = False,

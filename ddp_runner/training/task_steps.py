@@ -12,6 +12,7 @@ from functools import partial
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.replica import Replica
 from ddp_runner.collective.sync_batchnorm import Peers
+from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import StopReason
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
@@ -20,6 +21,7 @@ from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.step_schedule import DueActions
 from ddp_runner.data.loader import MicroBatch
+from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.audit import audit_line, open_audit
 from ddp_runner.training.batch_copy import copy_ahead
@@ -71,6 +73,9 @@ class TaskSteps:
         workload.layers.unfreeze(state.model, step=state.own_step)
         state.train_unfrozen()
         self._first = FirstStep(parts, group)
+        if isinstance(self._loader, ShardLoader):
+            with waiting_for_peers(parts.runtime.slot):
+                self._loader.agree(group, step=state.committed_step)
         if not self.at_end:
             self._first.rehearse(self._rules(), take=self._take_copy)
         parts.device.begin(group.membership.generation)
@@ -229,9 +234,17 @@ class TaskSteps:
             return Outcome.ALL_DONE
         if isinstance(self._loader, StreamLoader):
             self._streams.compare(self._loader, step=result.step, is_due=due.compare)
+        elif isinstance(self._loader, ShardLoader) and self._loader.gathers(result.step):
+            self.gather()
         if due.log:
             self._log(result, epoch)
         return Outcome.GOES_ON
+
+    def gather(self) -> None:
+        """Have all ranks know how far each one's shards are, where they read a stream of such."""
+        if isinstance(self._loader, ShardLoader):
+            with waiting_for_peers(self._runtime.slot):
+                self._loader.gather(self._group, step=self._state.committed_step)
 
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""
@@ -364,6 +377,10 @@ class TaskSteps:
         }
         if result.loss_scale is not None:
             values["loss_scale"] = result.loss_scale
+        if isinstance(self._loader, StreamLoader) and self._group.rank == 0:
+            line = self._loader.slow_line(values["data_wait_share"])
+            if line:
+                self._runtime.logger.warning(line, step=result.step)
         if self._state.tokens is not None:
             values["tokens"] = self._state.tokens
         values.update(self._use.take(seconds=seconds))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import IterableDataset
 
 from ddp_runner import config
 from ddp_runner.checkpoint.codec import stored_bytes
@@ -32,8 +31,7 @@ from ddp_runner.core.step_schedule import RunLength, run_length
 from ddp_runner.data.draws import Draws
 from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.quarantine import Quarantine
-from ddp_runner.data.stream import StreamOrder, StreamPosition
-from ddp_runner.data.workers.count import AUTO
+from ddp_runner.data.stream import StreamOrder
 from ddp_runner.training.begin import begin_with
 from ddp_runner.training.components.ema import build_ema
 from ddp_runner.training.components.improvement_watch import ImprovementWatch
@@ -55,6 +53,7 @@ from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
 from ddp_runner.training.state import TrainState
+from ddp_runner.training.stream_order import is_stream, position_in, stream_order, too_little
 from ddp_runner.training.task import Datasets, HasLayerGroups, Task
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
 from ddp_runner.training.validation_data import monitor_for, refuse_unfit_validation
@@ -177,7 +176,7 @@ def build_workload(
     if global_batch < rank_info.world_size:
         expected = f"is less than the {rank_info.world_size} ranks: each needs a sample"
         raise BadInputError("data.global_batch_size", global_batch, expected)
-    refuse_unfit_validation(settings, datasets, is_stream=_is_stream)
+    refuse_unfit_validation(settings, datasets, is_stream=is_stream)
     datasets, order = _ordered(settings, datasets, global_batch, rank_info.world_size)
     length = run_length(
         steps_per_epoch=order.steps_per_epoch,
@@ -201,7 +200,10 @@ def build_workload(
     metrics = build_objects(task, settings, device)
     monitor = monitor_for(settings, task, datasets, model, objects=metrics, device=device)
     key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
-    named = "a stream" if isinstance(order, StreamOrder) else f"{order.dataset_size} samples"
+    named = f"{order.dataset_size} samples"
+    if isinstance(order, StreamOrder):
+        cut = f" of {getattr(datasets.train, 'shards', 0)} shards"
+        named = f"a stream{cut if order.is_sharded else ''}"
     key["data fingerprint"] = datasets.fingerprint or named
     key |= described(task, settings)
     if order.draws is not None:
@@ -313,13 +315,13 @@ def _ordered(
 def _sample_order(
     settings: Settings, datasets: Datasets, global_batch: int, world_size: int
 ) -> SampleOrder:
-    if _is_stream(datasets.train):
+    if is_stream(datasets.train):
         if datasets.weights is not None or datasets.lengths is not None:
             expected = (
                 "weights and lengths need map-style data: of a stream nobody knows what comes"
             )
             raise BadInputError("--task", settings.run.task, expected)
-        return _stream_order(settings, datasets.train, global_batch, world_size)
+        return stream_order(settings, datasets.train, global_batch, world_size)
     try:
         size = len(datasets.train)  # type: ignore[arg-type] # that is what is being checked
     except TypeError:
@@ -331,7 +333,7 @@ def _sample_order(
     if size == 0:
         raise BadInputError("--task", settings.run.task, "its training data is empty")
     if size < global_batch:
-        raise _too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
+        raise too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
     try:
         draws = Draws.of(
             size=size,
@@ -347,59 +349,6 @@ def _sample_order(
         global_batch_size=global_batch,
         shares=settings.data.shares,
         draws=draws,
-        first_step=steps_before(settings.stage),
-    )
-
-
-def _is_stream(dataset: Any) -> bool:
-    return isinstance(dataset, IterableDataset) or (
-        hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    )
-
-
-def _too_little(
-    settings: Settings, *, size: int, global_batch: int, world_size: int
-) -> BadInputError:
-    """The error of data that has not a single step."""
-    data = settings.data
-    if data.global_batch_size:
-        expected = f"is more than the data has, {size} samples: take a smaller one or more data"
-        return BadInputError("data.global_batch_size", data.global_batch_size, expected)
-    times = f"times {data.accumulation} accumulated " if data.accumulation > 1 else ""
-    return BadInputError(
-        "--batch-size",
-        data.batch_size,
-        f"{times}times {world_size} ranks needs {global_batch} samples a step, the data has {size}; "
-        "take a smaller batch, fewer ranks or more data",
-    )
-
-
-def _stream_order(
-    settings: Settings, dataset: Any, global_batch: int, world_size: int
-) -> StreamOrder:
-    """The order of an iterable dataset, as long as it says it is, or as the run."""
-    data, run = settings.data, settings.run
-    if data.num_workers not in (AUTO, 0):
-        raise BadInputError(
-            "data.num_workers",
-            data.num_workers,
-            "must be 0 with an iterable dataset: its items are loaded in the rank itself",
-        )
-    size = run.max_steps * global_batch
-    if hasattr(dataset, "__len__"):
-        size = len(dataset)
-    elif not size:
-        raise BadInputError(
-            "--max-steps", 0, "must say how long to train: the training data has no length"
-        )
-    if size < global_batch:
-        raise _too_little(settings, size=size, global_batch=global_batch, world_size=world_size)
-    return StreamOrder(
-        seed=run.seed,
-        dataset_size=size,
-        global_batch_size=global_batch,
-        shares=data.shares,
-        shuffle=False,
         first_step=steps_before(settings.stage),
     )
 
@@ -435,7 +384,7 @@ def _empty_state(
             name: empty_quarantine(settings, size)
             for name, size in workload.validation_samples.items()
         },
-        stream=StreamPosition() if isinstance(order, StreamOrder) else None,
+        stream=position_in(order) if isinstance(order, StreamOrder) else None,
         only_trained=settings.checkpoint.only_trained,
         side=SideState(
             model,

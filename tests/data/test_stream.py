@@ -701,3 +701,16 @@ def test_the_ranks_own_generators_stay_and_a_wait_can_be_left():
     torch.manual_seed(5)
     random.seed(5)
     assert after == (random.random(), float(torch.rand(())))
+
+
+def test_a_stream_that_ranks_wait_for_is_said_to_be_slow_once():
+    """Not where one rank reads it, who reads nothing for others, nor where nobody waits."""
+    loader = make(Stream())
+    loader.assign(rank=0, world_size=1, micro_batch_size=2)
+    assert loader.slow_line(0.9) == ""
+    loader.assign(rank=0, world_size=2, micro_batch_size=2)
+    assert loader.slow_line(0.2) == ""
+    assert loader.slow_line(0.4).startswith(
+        "40% of the time goes to waiting for data: each of 2 ranks reads the whole stream"
+    )
+    assert loader.slow_line(0.4) == ""

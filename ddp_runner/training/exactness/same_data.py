@@ -24,6 +24,7 @@ from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.data.loader import SafeDataLoader
 from ddp_runner.data.loader_faults import LoaderKills
+from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader, StreamOrder
 from ddp_runner.data.workers.count import cores_here, worker_count
 from ddp_runner.data.workers.fetch import BatchKey, SampleFailed, SampleSource
@@ -216,7 +217,7 @@ class SameData:
         if pool is not None:
             pool.end(grace_s=0.0)
 
-    def compare(self, group: Group, loader: SafeDataLoader | StreamLoader) -> None:
+    def compare(self, group: Group, loader: SafeDataLoader | StreamLoader | ShardLoader) -> None:
         """Hold what every rank of ``group`` has seen against each other; all must call it.
 
         Whoever has not looked yet is given what the others have seen, and holds its own against that

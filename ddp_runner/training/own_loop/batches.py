@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from ddp_runner.core.step_schedule import RunLength
 from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.stream import StreamLoader
 from ddp_runner.training.components.rng import seed_all, seed_step
 from ddp_runner.training.own_loop.misuse import misuse
@@ -97,7 +98,7 @@ class KeptLoader:
 class SafeBatches:
     """Batches of a :class:`SafeDataLoader`, by step."""
 
-    def __init__(self, loader: SafeDataLoader | StreamLoader) -> None:
+    def __init__(self, loader: SafeDataLoader | StreamLoader | ShardLoader) -> None:
         self._loader = loader
 
     @property

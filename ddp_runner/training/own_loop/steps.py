@@ -222,6 +222,9 @@ class LoopSteps:
             self._log(result)
         return Outcome.ALL_DONE if self._is_to_stop else Outcome.GOES_ON
 
+    def gather(self) -> None:
+        """Nothing: what a loop reads is the same on all ranks, or its own."""
+
     def evaluate(self) -> StopReason | None:
         """Call the functions that are due between steps. The net's buffers are put back behind them."""
         step, slot = self._state.committed_step, self._slot

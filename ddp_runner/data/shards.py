@@ -1,0 +1,290 @@
+"""Who reads which shard of a stream, in which order, and how far everybody is. Values only; reads nothing.
+
+A rank has *lanes*: each lane has shards of its own, which it reads one after the other, in another order each
+epoch. A rank's whole share of a step comes from one lane, and the lanes take turns. So what a step gets
+depends on seed, ranks and shards, and never on how many workers read the lanes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ddp_runner.core.faults import BadInputError
+from ddp_runner.data.permutation import KeyedPermutation
+
+_LANES = (24, 12, 8, 6, 4, 3, 2, 1)  # numbers with many divisors: so many workers suit them
+_LANE_SALT = 2**20  # keeps the orders of lanes apart
+
+
+class ShardedStream(Protocol):
+    """What a dataset has that is cut into shards, so that each rank, and each of its workers, reads its own.
+
+    ``read`` yields items, each with the position behind it, from which ``read`` goes on: None, a number, a text,
+    or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
+    exception stands for one that cannot be read, and ``data.on_bad_sample`` says what is done about it; after
+    an exception that ``read`` raises, it is begun again at the same position, twice, and then the run ends.
+    Python's, numpy's and torch's CPU generator are seeded for each item, unless the dataset has
+    ``deterministic = True``. What ``read`` opens it opens in a loader worker.
+
+    Two more attributes are used where they are: ``lengths``, how many items each shard has (then an epoch has a
+    length, and ``data.stream_end=drop`` can be had), and ``names``, what people call each shard.
+    """
+
+    @property
+    def shards(self) -> int:
+        """How many there are: at least as many as ranks, and better many times as many."""
+        ...
+
+    def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield ``(item, position behind it)`` of ``shard`` from ``position`` on; None: from its beginning."""
+        ...
+
+
+def is_sharded(dataset: object) -> bool:
+    """Whether a dataset says how it is cut."""
+    return callable(getattr(dataset, "read", None)) and hasattr(dataset, "shards")
+
+
+class LaneMark(NamedTuple):
+    """How far a lane is: its epoch, the place in that epoch's order, and what of the shard there was drawn.
+
+    ``position`` is the reader's own, None at the beginning; ``drawn`` counts the shard's items. ``owed``: so many
+    items are to be drawn and dropped before the next one that counts.
+    """
+
+    epoch: int = 0
+    place: int = 0
+    position: Any = None
+    drawn: int = 0
+    owed: int = 0
+
+
+class Turn(NamedTuple):
+    """Which lane a step reads, and in which epoch that is to be; -1: in its own."""
+
+    lane: int
+    epoch: int = -1
+
+
+class Part(NamedTuple):
+    """What is to be read of a shard: all from ``position`` on, of which ``drawn`` items come before."""
+
+    shard: int
+    position: Any = None
+    drawn: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The shards of one lane. ``first``: what it reads in ``first_epoch`` instead, where others dealt before."""
+
+    number: int  # over all ranks
+    seed: int
+    own: tuple[int, ...]
+    first: tuple[Part, ...] = ()
+    first_epoch: int = -1
+
+    def parts(self, epoch: int) -> tuple[Part, ...]:
+        """In the order in which they are read in ``epoch``."""
+        if epoch == self.first_epoch and self.first:
+            return self.first
+        size = len(self.own)
+        key = self.number * _LANE_SALT + epoch + 1
+        order = KeyedPermutation(seed=self.seed, epoch=key, size=size).at(np.arange(size))
+        return tuple(Part(self.own[index]) for index in order.tolist())
+
+    def left(self, mark: LaneMark) -> list[Part]:
+        """What of its epoch is still to be read."""
+        parts = list(self.parts(mark.epoch)[mark.place :])
+        if parts and mark.drawn:
+            parts[0] = Part(parts[0].shard, mark.position, mark.drawn)
+        return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """Which lane reads what, for a number of ranks. ``first``: see :class:`Lane`, by the number of the lane."""
+
+    seed: int
+    shards: int
+    world_size: int
+    lanes: int  # of a rank
+    first: tuple[tuple[Part, ...], ...] = ()
+    first_epoch: int = -1
+
+    @classmethod
+    def of(cls, *, seed: int, shards: int, world_size: int) -> Deal:
+        """For a run that begins. Raises ValueError where a rank would have no shard."""
+        if shards < world_size:
+            raise ValueError(
+                f"{world_size} ranks need at least {world_size} shards, the stream has {shards}:"
+                " cut it into more files, or take fewer ranks"
+            )
+        fewest = shards // world_size
+        lanes = next(count for count in _LANES if count <= fewest)
+        return cls(seed=seed, shards=shards, world_size=world_size, lanes=lanes)
+
+    def lane(self, rank: int, number: int) -> Lane:
+        """Lane ``number`` of ``rank``."""
+        mixed = _mixed(self.seed, self.shards)
+        over_all = rank * self.lanes + number
+        own = mixed[rank :: self.world_size][number :: self.lanes]
+        return Lane(
+            number=over_all,
+            seed=self.seed,
+            own=own,
+            first=self.first[over_all] if self.first else (),
+            first_epoch=self.first_epoch,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stand:
+    """How far all lanes of all ranks are before ``step``: ``marks`` by rank, then by lane.
+
+    ``every``: after so many steps all say so again.
+    """
+
+    step: int
+    deal: Deal
+    marks: tuple[tuple[LaneMark, ...], ...]
+    every: int = 1
+
+    @classmethod
+    def at_begin(cls, deal: Deal) -> Stand:
+        """Before the first step."""
+        one = (LaneMark(),) * deal.lanes
+        return cls(step=0, deal=deal, marks=(one,) * deal.world_size)
+
+    def marks_at(
+        self, step: int, *, rank: int, items: int, turn: Callable[[int], Turn]
+    ) -> list[LaneMark]:
+        """Where the lanes of ``rank`` are before a later ``step``, where it has taken ``items`` in each."""
+        marks = list(self.marks[rank])
+        for between in range(self.step, step):
+            lane, epoch = turn(between)
+            if marks[lane].epoch < epoch:  # what it owes of an epoch that is over is not read
+                marks[lane] = LaneMark(epoch=epoch)
+            marks[lane] = marks[lane]._replace(owed=marks[lane].owed + items)
+        return marks
+
+    def dealt_again(self, *, step: int, world_size: int) -> Stand:
+        """What is left of all shards, dealt to another number of ranks, which stand before ``step``."""
+        old = self.deal
+        epoch = max(mark.epoch for marks in self.marks for mark in marks)
+        left = [
+            part
+            for rank, marks in enumerate(self.marks)
+            for number, mark in enumerate(marks)
+            for part in old.lane(rank, number).left(mark)
+        ]
+        new = Deal.of(seed=old.seed, shards=old.shards, world_size=world_size)
+        first = tuple(
+            tuple(left[rank::world_size][number :: new.lanes])
+            for rank in range(world_size)
+            for number in range(new.lanes)
+        )
+        deal = replace(new, first=first, first_epoch=epoch)
+        one = (LaneMark(epoch=epoch),) * deal.lanes
+        return Stand(step=step, deal=deal, marks=(one,) * world_size)
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint and the wire."""
+        return {
+            "step": self.step,
+            "every": self.every,
+            "deal": {
+                **_fields(self.deal),
+                "first": [list(map(list, one)) for one in self.deal.first],
+            },
+            "marks": [[list(mark) for mark in marks] for marks in self.marks],
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Stand:
+        """The other way round. Raises ValueError for the record of a stream without shards."""
+        if "deal" not in record:
+            raise ValueError("the run was trained on a stream that was not cut into shards")
+        known = record["deal"]
+        first = tuple(tuple(Part(*part) for part in one) for one in known["first"])
+        marks = tuple(tuple(LaneMark(*mark) for mark in marks) for marks in record["marks"])
+        deal = Deal(**{**known, "first": first})
+        return cls(step=int(record["step"]), deal=deal, marks=marks, every=int(record["every"]))
+
+
+@dataclass(slots=True)
+class ShardPositions:
+    """Part of a run's state: how far all ranks were when they last said so."""
+
+    stand: Stand | None = None
+
+    def to_record(self, step: int) -> dict[str, Any]:
+        """Empty before anybody has read."""
+        del step  # who goes on from a later one draws again what comes between
+        return {} if self.stand is None else self.stand.to_record()
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Take over a record."""
+        self.stand = Stand.from_record(record) if record else None
+
+
+def as_text(marks: Sequence[LaneMark]) -> str:
+    """As they are sent. Raises BadInputError for a position that would not come back from JSON as it is."""
+    for mark in marks:
+        _check_plain(mark.position)
+    return json.dumps([list(mark) for mark in marks], allow_nan=False)
+
+
+def from_text(text: str) -> tuple[LaneMark, ...]:
+    """The other way round."""
+    return tuple(LaneMark(*mark) for mark in json.loads(text))
+
+
+def _check_plain(value: Any) -> None:
+    kind = type(value)
+    if kind in (list, tuple):
+        for one in value:
+            _check_plain(one)
+    elif kind is dict and all(type(key) is str for key in value):
+        for one in value.values():
+            _check_plain(one)
+    elif kind not in (type(None), bool, int, float, str) or (
+        kind is float and not math.isfinite(value)
+    ):
+        raise BadInputError(
+            "--task",
+            "",
+            f"a position in its stream is {value!r}: it may be None, numbers, texts, and lists and dicts"
+            " (with texts as keys) of such",
+        )
+
+
+def steps_of_epoch(lengths: Sequence[int], *, deal: Deal, shares: Sequence[int]) -> int:
+    """Steps until the first lane cannot fill its rank's share (``shares``, items by rank) any more.
+
+    The lanes of each rank take turns from its first one on, as they do where an epoch ends at once.
+    """
+    least = 2**62
+    for rank, share in enumerate(shares):
+        for number in range(deal.lanes if share else 0):
+            items = sum(lengths[shard] for shard in deal.lane(rank, number).own)
+            least = min(least, items // share * deal.lanes + number)
+    return least
+
+
+@lru_cache(maxsize=4)
+def _mixed(seed: int, size: int) -> tuple[int, ...]:
+    """All shards, in an order of the seed's."""
+    order = KeyedPermutation(seed=seed, epoch=0, size=size).at(np.arange(size))
+    return tuple(order.tolist())
+
+
+def _fields(deal: Deal) -> dict[str, Any]:
+    return {each.name: getattr(deal, each.name) for each in fields(deal)}

@@ -1,0 +1,172 @@
+"""Files as shards: every position leads to the items behind it, and what is damaged is never left out in silence."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import tarfile
+
+import pytest
+
+from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
+from ddp_runner.data.shard_wraps import Mapped, Shuffled
+
+
+def assert_goes_on_anywhere(stream, shard=0):
+    """From each position the items behind it come, also where the position went through JSON."""
+    random.seed(5)
+    whole = list(stream.read(shard, None))
+    items = [item for item, _ in whole]
+    for number, (_, position) in enumerate(whole, start=1):
+        again = stream.read(shard, json.loads(json.dumps(position)))
+        assert [item for item, _ in again] == items[number:]
+    return items
+
+
+def archive(path, files, **how):
+    with tarfile.open(path, "w", **how) as tar:
+        for name, content in files:
+            entry = tarfile.TarInfo(name)
+            if content is None:
+                entry.type = tarfile.DIRTYPE
+            else:
+                entry.size = len(content)
+            tar.addfile(entry, None if content is None else io.BytesIO(content))
+    return path
+
+
+FILES = (
+    ("set", None),
+    ("set/a.jpg", b"x" * 700),
+    ("set/a.json", b"{}"),
+    ("set/b.jpg", b""),
+    ("set/b.seg.png", b"y" * 512),
+    ("other/b.jpg", b"z"),
+    ("other/" + "long" * 60 + ".txt", b"of a long name"),
+    ("\u00e9t\u00e9.txt", b"last"),
+)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_lines_come_from_any_position_on(tmp_path, ending):
+    (tmp_path / "a.txt").write_bytes(
+        ending.join(["one", "", "zwei \u00fc ", "  ", "three"]).encode()
+    )
+    lines = TextLines(tmp_path / "*.txt")
+    assert assert_goes_on_anywhere(lines) == ["one", "zwei \u00fc ", "three"]
+    assert (lines.shards, lines.lengths) == (1, [3])
+
+
+def test_a_line_that_is_no_json_is_a_bad_item(tmp_path):
+    """And so is one that is no UTF-8; those behind it come."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"n": 1}\n{oops\n[2]\n"\xff"\nnull\n')
+    items = [item for item, _ in JsonLines([tmp_path / "a.jsonl"]).read(0, None)]
+    assert [item for item in items if not isinstance(item, Exception)] == [{"n": 1}, [2], None]
+    assert str(items[1]).startswith("the line at byte 9: Expecting property name")
+    assert str(items[3]).startswith("the line at byte 19: 'utf-8' codec can't decode")
+    assert JsonLines([tmp_path / "a.jsonl"]).lengths == [5]
+
+
+def test_no_file_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        TextLines(tmp_path / "*.txt")
+
+
+def test_files_are_shards_in_the_order_of_their_names(tmp_path):
+    for name in ("b", "a", "c"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    lines = TextLines(tmp_path / "*.txt")
+    assert [next(iter(lines.read(shard, None)))[0] for shard in range(3)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+def test_samples_of_an_archive_come_from_any_position_on(tmp_path, form):
+    """Long names have headers of their own, in front of that of the file: a position is before those."""
+    path = archive(tmp_path / "a.tar", FILES, format=form, encoding="utf-8")
+    samples = TarSamples([path])
+    found = assert_goes_on_anywhere(samples)
+    assert [sample["__key__"] for sample in found] == [
+        *("set/a", "set/b", "other/b", "other/" + "long" * 60, "\u00e9t\u00e9")
+    ]
+    assert found[0] == {"__key__": "set/a", "jpg": b"x" * 700, "json": b"{}"}
+    assert found[1] == {"__key__": "set/b", "jpg": b"", "seg.png": b"y" * 512}
+    assert samples.lengths == [5]
+
+
+def test_an_archive_without_its_end_is_read(tmp_path):
+    """As one that somebody still writes, or that was made by putting others behind each other."""
+    path = archive(tmp_path / "a.tar", FILES[:4])
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+        end = last.offset_data + last.size
+    path.write_bytes(path.read_bytes()[:end])
+    assert len(assert_goes_on_anywhere(TarSamples([path]))) == 2
+
+
+@pytest.mark.parametrize("cut", ["in a file", "in a header"])
+def test_an_archive_that_is_cut_short_is_an_error(tmp_path, cut):
+    path = archive(tmp_path / "a.tar", FILES)
+    with tarfile.open(path) as tar:
+        member = tar.getmembers()[4]
+    place = member.offset_data + 100 if cut == "in a file" else member.offset + 100
+    path.write_bytes(path.read_bytes()[:place])
+    with pytest.raises(tarfile.ReadError):
+        list(TarSamples([path]).read(0, None))
+
+
+def test_a_damaged_header_is_an_error_not_the_end(tmp_path):
+    """For Python's tarfile an archive ends there, without a word."""
+    path = archive(tmp_path / "a.tar", FILES)
+    with tarfile.open(path) as tar:
+        member = tar.getmembers()[4]
+    content = bytearray(path.read_bytes())
+    content[member.offset + 10] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(tarfile.ReadError, match=f"no file begins at byte {member.offset}"):
+        list(TarSamples([path]).read(0, None))
+
+
+def test_a_shuffle_gives_each_item_once_from_any_position_on(tmp_path):
+    """In blocks of 4, of which the last is short; seeded where the shard is begun."""
+    (tmp_path / "a.txt").write_text("\n".join(map(str, range(14))))
+    stream = Shuffled(TextLines(tmp_path / "*.txt"), size=4)
+    found = list(map(int, assert_goes_on_anywhere(stream)))
+    assert sorted(found) == list(range(14)) != found
+    assert [sorted(found[first : first + 4]) for first in (0, 4, 8)] == [
+        list(range(first, first + 4)) for first in (0, 4, 8)
+    ]
+    random.seed(6)
+    assert [int(item) for item, _ in stream.read(0, None)] != found
+    assert (stream.shards, stream.lengths, stream.names) == (1, [14], [str(tmp_path / "a.txt")])
+    with pytest.raises(ValueError, match="size=0: at least 1"):
+        Shuffled(TextLines(tmp_path / "*.txt"), size=0)
+
+
+def test_a_function_that_raises_makes_a_bad_item(tmp_path):
+    (tmp_path / "a.jsonl").write_text("4\n0\n{\n2\n")
+    stream = Mapped(JsonLines(tmp_path / "*.jsonl"), lambda item: 8 // item)
+    items = [item for item, _ in stream.read(0, None)]
+    assert [items[0], items[3]] == [2, 4]
+    assert [type(item) for item in items[1:3]] == [ZeroDivisionError, ValueError]
+    assert stream.lengths == [4]
+
+
+def test_nothing_is_counted_before_somebody_asks(tmp_path):
+    """Counting reads all files."""
+
+    class Counted(TextLines):
+        def _count(self, path):
+            raise AssertionError(path)
+
+    (tmp_path / "a.txt").write_text("one")
+    stream = Mapped(Shuffled(Counted(tmp_path / "*.txt"), size=2), len)
+    assert [item for item, _ in stream.read(0, None)] == [3]
+    assert not hasattr(Mapped(NoLengths(), len), "lengths")
+
+
+class NoLengths:
+    shards = 2
+
+    def read(self, shard, position):
+        yield from ()

@@ -1,0 +1,69 @@
+"""A stream that is cut into shards: its positions outlive workers, ranks and the run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import torch
+
+from tests.scenarios.conftest import PATIENT
+from tests.scenarios.harness import Run
+from tests.scenarios.sharded import write
+
+TASK = f"{Path(__file__).with_name('sharded.py')}:ShardTask"
+HOW = ("--audit", "save_every_steps=10", "evaluate_interval=0", "log.display=plain", *PATIENT)
+WHOLE = (*HOW, "-b", 8, "--max-steps", 48)
+LOST = (
+    *("--inject", "loader_kill:rank=0,step=5", "--inject", "kill:rank=1,step=10"),
+    *("--inject", "loader_stop:rank=1,step=16", "data.loader_timeout_s=2"),
+    *("--inject", "kill:rank=0,step=22", "--inject", "nan:rank=1,step=24"),
+)
+
+
+def test_a_stream_in_shards_goes_on_exactly_after_every_loss(tmp_path):
+    """Workers killed and stopped, first and last rank and all ranks killed, a stop amid shards, other workers.
+
+    A step whose loss is not a number is skipped in both runs.
+    """
+    folder = write(tmp_path / "data")
+    nan = ("--inject", "nan:rank=1,step=24")
+    with Run(tmp_path / "calm", *WHOLE, *folder, *nan, "num_workers=0", task=TASK) as calm:
+        assert calm.wait() == 0, calm.console
+    with Run(tmp_path / "run", *WHOLE, *folder, *LOST, "num_workers=2", task=TASK) as run:
+        run.wait_for_step(28)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    kinds = {fault["kind"] for fault in run.summary()["faults"]}
+    assert {"loader_worker_died", "loader_timeout", "rank_killed"} <= kinds
+    kills = ("--inject", "kill:rank=all,step=40", "num_workers=4")
+    with Run(tmp_path / "run", *WHOLE, *folder, *kills, task=TASK) as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == calm.digest
+    assert run.summary()["exact"] == calm.summary()["exact"]
+
+
+def test_other_ranks_share_what_is_left_of_the_shards(tmp_path):
+    """Said to be not exact, and why; bad lines are left out, and an epoch ends for all at one step."""
+    folder = write(tmp_path / "data", bad=True)
+    how = (*HOW, *folder, "-e", 2, "--max-steps", 0, "data.global_batch_size=6", "num_workers=1")
+    ends = ("data.stream_end=drop", "data.on_bad_sample=substitute")
+    with Run(tmp_path, *how, *ends, task=TASK) as run:
+        run.wait_for_step(12)
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 75, run.console
+    newest = max(run.checkpoints.glob("step_*.pt"))
+    record = torch.load(newest, weights_only=True)["stream"]
+    assert record["step"] == int(newest.stem.partition("_")[2])
+    assert len(json.dumps(record)) < 10_000
+    with Run(tmp_path, *how, *ends, task=TASK, world=3) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert summary["exact"] is False
+    reasons = [reason for reason in summary["inexact_reasons"] if "dealt to 3 ranks" in reason]
+    assert len(reasons) == 1, summary["inexact_reasons"]
+    assert "and were to 2: samples come in another order" in reasons[0]
+    lines = (run.logs / "quarantine.jsonl").read_text().splitlines()
+    assert lines
+    assert all("ValueError: the line at byte" in json.loads(line)["reason"] for line in lines)
