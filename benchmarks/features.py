@@ -44,7 +44,9 @@ CASES = {
     "nothing": Case(on=()),  # what noise there is
     "average": Case(on=("optim.ema_decay=0.999",)),
     "loss watch": Case(on=(), off=("recovery.explosion_window=0",)),
-    "copies": Case(on=(), off=("checkpoint.memory_every=0",)),  # --slice-s 9: the clock goes on in pauses
+    "copies": Case(
+        on=(), off=("checkpoint.memory_every=0",)
+    ),  # --slice-s 9: the clock goes on in pauses
     "Weighted": Case(on=(f"run.task={TASK}Sums",), off=(f"run.task={TASK}Mean",)),
     "named losses": Case(on=(f"run.task={TASK}Named",), off=(f"run.task={TASK}Mean",)),
     "watches and csv": Case(on=("log.gpu_watch_s=1", "log.trackers=csv"), off=UNWATCHED),

@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("--matrix", action="store_true", help="every size, with few repeats")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--state-mb", type=float, nargs="+", default=[2.0])
-    parser.add_argument("--harms", nargs="+", choices=HARMS, default=["kill1", "kill0", "raise", "stop"])
+    parser.add_argument(
+        "--harms", nargs="+", choices=HARMS, default=["kill1", "kill0", "raise", "stop"]
+    )
     parser.add_argument("--contenders", nargs="+", default=["ddp_runner", "torchrun"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", type=int, default=3, help="per round")
