@@ -11,6 +11,7 @@ from ddp_runner.core import batch_sizes
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.run_stages import steps_before
 from ddp_runner.core.settings import Settings
+from ddp_runner.data.order import SampleOrder
 from ddp_runner.data.shards import Deal, ShardPositions, is_sharded, steps_of_epoch
 from ddp_runner.data.stream import StreamOrder, StreamPosition
 from ddp_runner.data.workers.count import AUTO
@@ -28,6 +29,13 @@ def is_stream(dataset: Any) -> bool:
 def position_in(order: StreamOrder) -> StreamPosition | ShardPositions:
     """Where a run stands in its stream, at its begin."""
     return ShardPositions() if order.is_sharded else StreamPosition()
+
+
+def named_data(order: SampleOrder, dataset: Any) -> str:
+    """What a resume is held against where data has no fingerprint: its kind and size."""
+    if not isinstance(order, StreamOrder):
+        return f"{order.dataset_size} samples"
+    return f"a stream of {dataset.shards} shards" if order.is_sharded else "a stream"
 
 
 def too_little(

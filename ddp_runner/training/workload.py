@@ -53,7 +53,13 @@ from ddp_runner.training.measuring import build_objects
 from ddp_runner.training.runtime import RankInfo
 from ddp_runner.training.stage_begin import go_on_counting, of_its_stage
 from ddp_runner.training.state import TrainState
-from ddp_runner.training.stream_order import is_stream, position_in, stream_order, too_little
+from ddp_runner.training.stream_order import (
+    is_stream,
+    named_data,
+    position_in,
+    stream_order,
+    too_little,
+)
 from ddp_runner.training.task import Datasets, HasLayerGroups, Task
 from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
 from ddp_runner.training.validation_data import monitor_for, refuse_unfit_validation
@@ -200,11 +206,7 @@ def build_workload(
     metrics = build_objects(task, settings, device)
     monitor = monitor_for(settings, task, datasets, model, objects=metrics, device=device)
     key = dict(config.resume_key(settings, world_size=rank_info.computing_devices))
-    named = f"{order.dataset_size} samples"
-    if isinstance(order, StreamOrder):
-        cut = f" of {getattr(datasets.train, 'shards', 0)} shards"
-        named = f"a stream{cut if order.is_sharded else ''}"
-    key["data fingerprint"] = datasets.fingerprint or named
+    key["data fingerprint"] = datasets.fingerprint or named_data(order, datasets.train)
     key |= described(task, settings)
     if order.draws is not None:
         key["weights and lengths of samples"] = order.draws.digest()
