@@ -192,6 +192,8 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written["log.evaluate_batches"] = log.evaluate_batches
         if settings.checkpoint.mode != "min":  # as files of before it have none
             written["checkpoint.mode"] = settings.checkpoint.mode
+    if settings.data.stream_end != "wrap":  # as above
+        written["data.stream_end"] = settings.data.stream_end
     if found.own_task_reads_model:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
     if found.task_file:

@@ -231,8 +231,7 @@ class OptimSettings:
     schedule_steps: NonNegative = 0
     """Steps at which the schedule ends, before the end of the run or beyond. 0: with the run."""
     warmup_steps: StepsOrShare = 100
-    """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of
-    it."""
+    """Steps in which the learning rate grows linearly, or their share of the schedule; at most half of it."""
     decay_steps: StepsOrShare = 0.1
     """Steps, or their share of the schedule, in which wsd goes down at its end; at most what the warm-up
     leaves."""
@@ -353,8 +352,7 @@ class CheckpointSettings:
     """Leave weights out of checkpoints that stay as the run has begun with them, as frozen ones beside
     adapters do. A resume then needs that begin again: the same init_from."""
     rescue_dir: str = ""
-    """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log
-    folder."""
+    """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log folder."""
     after_save: str | None = None
     """A command for the shell that is run for each checkpoint, beside training and one at a time, such as
     rclone copy {path} remote:runs. If several come meanwhile, the newest is next. What fails is a warning.
@@ -437,8 +435,7 @@ class RecoverySettings:
     node_patience_s: Annotated[float, Field(ge=0)] = 30.0
     """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
     coordinator_wait_s: Annotated[float, Field(ge=0)] = 120.0
-    """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in
-    seconds."""
+    """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in seconds."""
     warm_spare: bool | Literal["libraries", "device"] = True
     """Keep a process ready that becomes the next lost rank. Once the zygote, the process that forks
     the others, was lost, also keep one ready to take its place. On GPUs, true means libraries: CUDA's
