@@ -174,7 +174,7 @@ def test_a_disk_turned_read_only_fails_the_last_save_and_no_step(tmp_path):
     hold = tmp_path / HOLD_NAME
     hold.write_text("20")  # before the next save
     with Run(tmp_path, *SETTINGS, *few) as run:
-        poll((run.checkpoints / "best").exists, what="the last file of a save")
+        poll(lambda: run.events("checkpoint_saved"), what="a save that is whole")
         with read_only(run.checkpoints):
             hold.unlink()
             assert run.wait() == 1, run.console
