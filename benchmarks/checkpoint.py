@@ -6,13 +6,15 @@ saves once, after an optimizer step, in an order that rotates. *Blocked* is what
 gives to the save: the call, and for ours the wait before the next optimizer step, for the hash of what
 several ranks compare and for the copy. *Step* is that
 next step as a whole (forward, backward, optimizer), against one without a save. *Written* is from the
-call until everything is on disk. Background work ends before the next contender begins.
+call until everything is on disk. *Cpu* is what the training process has used from the call
+until then, its step included, *beside* what the process that writes has. Background work ends before the next contender begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -23,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,8 +34,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ddp_runner.checkpoint.background import BackgroundSaver
-from ddp_runner.checkpoint.store import CheckpointStore
-from ddp_runner.training.components.tensor_hash import state_hashes
+from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.memory_slots import MemorySlots
+from ddp_runner.checkpoint.ordered_saves import OrderedSaves, OrderedWriter, ring
+from ddp_runner.checkpoint.store import CheckpointStore, made_here
+from ddp_runner.training.components.tensor_hash import state_hashes, tensor_hash
 from ddp_runner.training.exactness.state_hashes import StateHashing
 
 if TYPE_CHECKING:
@@ -67,7 +73,22 @@ class Training:
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """As a rank's state names what it hashes."""
-        return {str(number): tensor for number, tensor in enumerate(self.steady_tensors())}
+        weights, learnt = self.replicated_parts()
+        return {**weights, **learnt}
+
+    def replicated_parts(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The same in two."""
+        weights = {name: each.detach() for name, each in self.model.named_parameters()}
+        learnt = {
+            f"{number} {key}": value
+            for number, entry in enumerate(self.optimizer.state.values())
+            for key, value in entry.items()
+        }
+        return weights, learnt
+
+    def written_storages(self) -> frozenset[int]:
+        """What forward writes."""
+        return frozenset()
 
     def steady_tensors(self) -> list[torch.Tensor]:
         kept = [value for entry in self.optimizer.state.values() for value in entry.values()]
@@ -89,6 +110,13 @@ class Contender:
 
     def end(self) -> None:
         """Wait until everything is on disk."""
+
+    def cpu_beside_s(self) -> float:
+        """What another process has used for it, since that one began."""
+        return 0.0
+
+    def close(self) -> None:
+        """No more saves come."""
 
 
 class Copy(Contender):
@@ -132,8 +160,8 @@ class AsyncSave(Contender):
         self._future.result()
 
 
-class Ours(Contender):
-    """The save of ddp_runner beside training."""
+class OursInThread(Contender):
+    """The save of ddp_runner beside training, where there is no supervisor: a thread writes."""
 
     def __init__(self, training: Training, directory: Path) -> None:
         super().__init__(training, directory)
@@ -147,8 +175,11 @@ class Ours(Contender):
             "meaning": {}, "settings_digest": "", "monitored": None, "reason": "benchmark",
         }  # fmt: skip
 
+    def write(self) -> Callable[[dict[str, object]], object]:
+        return partial(self._store.save, **self._facts())
+
     def save(self) -> None:
-        write = partial(self._store.save, **self._facts())
+        write = self.write()
         self._save = self._saver.begin(
             self.training.state(), steady=self.training.steady_tensors(), write=write
         )
@@ -162,6 +193,52 @@ class Ours(Contender):
 
     def end(self) -> None:
         self._saver.take_ended(None).result()
+
+
+def _serve(parent: int, files: list[int], bell: int) -> None:
+    """As ``ddp:saver`` does."""
+    torch.set_num_threads(1)
+    own = [os.open(f"/proc/{parent}/fd/{one}", os.O_RDWR) for one in files]
+    writer = OrderedWriter(MemorySlots(own, checksum=tensor_hash), disk=RealDisk())
+    end = os.open(f"/proc/{parent}/fd/{bell}", os.O_RDONLY)
+    while os.read(end, 4096):
+        while writer.write_next():
+            pass
+
+
+class Ours(OursInThread):
+    """The save of ddp_runner beside training: a process of its own writes what a thread has copied."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        files = [os.memfd_create(f"slot{number}") for number in (0, 1)]
+        bell, self._rung = os.pipe()
+        self._slots = MemorySlots(files, checksum=tensor_hash)
+        self._orders = OrderedSaves(self._slots, self._store, ring=partial(ring, self._rung))
+        self._saver = BackgroundSaver(self._slots)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(os.getpid(), files, bell), daemon=True
+        )
+        self._process.start()
+
+    def write(self) -> Callable[[dict[str, object]], object]:
+        facts = {**self._facts(), "pace": {}, "recipe": {}, "changes": (), "start_sha256": ""}
+
+        def order(content: dict[str, object]) -> object:
+            facts.update(made_here())
+            return self._orders.wait(
+                self._slots.seal(content, facts, for_file=self._orders.for_file)
+            )
+
+        return order
+
+    def cpu_beside_s(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
 class OursCompared(Ours):
@@ -208,6 +285,7 @@ KINDS: dict[str, type[Contender]] = {
     "async_save": AsyncSave,
     "raw write + fsync": RawSynced,
     "ours, beside": Ours,
+    "ours, in a thread": OursInThread,
     "compared beside": OursCompared,
     "compared first": OursComparedFirst,
     "ours, at once": OursAtOnce,
@@ -229,6 +307,8 @@ def measure(training: Training, names: list[str], *, rounds: int, directory: Pat
                 figures[name].append(row)
             os.sync()  # nobody pays for the pages of the contender before
     report(training, figures, rounds)
+    for contender in contenders.values():
+        contender.close()
 
 
 def one_save(training: Training, contender: Contender) -> dict[str, float]:
@@ -236,6 +316,7 @@ def one_save(training: Training, contender: Contender) -> dict[str, float]:
         path.unlink()  # nor for the truncation of an older file
     shutil.rmtree(contender.directory / "dcp", ignore_errors=True)
     training.step()
+    beside_s, own_s = contender.cpu_beside_s(), time.process_time()
     began_s = time.perf_counter()
     contender.save()
     called_s = time.perf_counter()
@@ -248,6 +329,8 @@ def one_save(training: Training, contender: Contender) -> dict[str, float]:
         "compute": computed_s,
         "step": stepped_s - called_s - waited_s,
         "written": ended_s - began_s,
+        "cpu": time.process_time() - own_s,
+        "beside": contender.cpu_beside_s() - beside_s,
     }
 
 
@@ -262,6 +345,7 @@ def report(training: Training, figures: dict[str, list[dict[str, float]]], round
     )
     print(
         f"{'':<20}{'blocked':>9}{'quartiles':>16}{'x memcpy':>10}{'fwd+bwd':>9}{'step':>8}{'written':>9}"
+        f"{'cpu':>8}{'beside':>8}"
     )
     for name, rows in figures.items():
         blocked = sorted(row["blocked"] for row in rows)
@@ -270,6 +354,7 @@ def report(training: Training, figures: dict[str, list[dict[str, float]]], round
         print(
             f"{name:<20}{median(name, 'blocked'):>9.4f}{f'{low:.4f}-{high:.4f}':>16}{ratio:>10.2f}"
             f"{median(name, 'compute'):>9.3f}{median(name, 'step'):>8.3f}{median(name, 'written'):>9.3f}"
+            f"{median(name, 'cpu'):>8.3f}{median(name, 'beside'):>8.3f}"
         )
 
 

@@ -57,6 +57,8 @@ SIZES = {
     ),
     "small": Size(name="small", hidden_size=128, num_layers=2, num_heads=4, batch_size=8),
     "tiny": Size(name="tiny", hidden_size=16, num_layers=1, num_heads=1, batch_size=1, seq_len=8),
+    # 2,400 tensors, nearly all of a hundred numbers or fewer.
+    "many": Size(name="many", hidden_size=16, num_layers=200, num_heads=1, batch_size=1, seq_len=8),
     "large": Size(name="large", hidden_size=256, num_layers=7, num_heads=8, batch_size=4),
 }
 NAMES = ("ddp_runner", "plain", "plain, find_unused")
@@ -177,6 +179,13 @@ class Contender:
     def cpu_s(self) -> float:
         """User and system time of the whole tree so far."""
         times = [process.cpu_times() for process in self.tree()]
+        return sum(each.user + each.system for each in times)
+
+    def beside_cpu_s(self) -> float:
+        """The same of those of its processes that are no rank's: launcher, supervisor, watches, trackers."""
+        ranks = [one for one in self.tree() if one.name().startswith("ddp:rank")]
+        of_ranks = {one.pid for rank in ranks for one in (rank, *rank.children(recursive=True))}
+        times = [one.cpu_times() for one in self.tree() if one.pid not in of_ranks]
         return sum(each.user + each.system for each in times)
 
     def pause(self) -> None:

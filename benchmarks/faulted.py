@@ -53,6 +53,7 @@ class Job:
     state_mb: float
     pace_s: float = 0.016
     timeout_s: float = 0.0
+    tensors: int = 0  # of so many parameters, if not as they come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +209,7 @@ class Ours(Faulted):
             *(sys.executable, "-m", "ddp_runner", "train", "--cpu", "-n", str(job.world)),
             *("--task", f"{ROOT / 'benchmarks' / 'paced.py'}:Paced", "--audit"),
             *("-l", "logs", "-c", "checkpoints", "--max-steps", "1000000"),
-            f"task.state_mb={job.state_mb}",
+            *(f"task.state_mb={job.state_mb}", f"task.tensors={job.tensors}"),
             *(f"task.pace_s={job.pace_s}", "-b", str(BATCH_SIZE), "num_workers=0"),
             *(f"save_every_steps={SAVE_EVERY}", "save_interval=0", "evaluate_interval=0"),
             *("log.display=plain", "log_interval=1000", "recovery.max_restarts=100000"),
@@ -250,6 +251,7 @@ class Torchrun(Faulted):
             *(f"--pace-s={job.pace_s}", f"--batch-size={BATCH_SIZE}"),
             *(f"--save-every={SAVE_EVERY}",),
             *([f"--timeout-s={job.timeout_s}"] if job.timeout_s else []),
+            f"--tensors={job.tensors}",
         ]
 
     def pid_of(self, rank: int) -> int:

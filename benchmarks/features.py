@@ -2,7 +2,8 @@
 
 Run by hand: ``python benchmarks/features.py [--cases average ...] [--rounds 10] [--size light]``.
 Printed is, for each case, steps per second with the feature over those without (median and quartiles
-of the rounds), and CPU per step of the whole process tree with over without. ``accumulation`` is beside
+of the rounds), CPU per step of the whole process tree with over without, and what of it is not the
+ranks', with and without. ``accumulation`` is beside
 the plain script under torchrun, which accumulates with ``no_sync``.
 """
 
@@ -24,6 +25,18 @@ PARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """``ratios``: steps per second with over without, one a round; ``cpu``: per step with over without.
+
+    ``beside_ms``: CPU a step of processes that are no rank's, with and without.
+    """
+
+    ratios: list[float]
+    cpu: float
+    beside_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """``off`` runs by another command where its name says so. ``needs``: modules of ``on``."""
 
@@ -37,7 +50,9 @@ class Case:
         return [name for name in self.needs if find_spec(name) is None]
 
 
-UNWATCHED = ("log.gpu_watch_s=0", "recovery.explosion_window=0", "log.trackers=")
+# W&B is given a step once that is in a checkpoint.
+SAVES = "checkpoint.save_every_steps=100"
+UNWATCHED = (SAVES, "log.gpu_watch_s=0", "recovery.explosion_window=0", "log.trackers=")
 
 
 CASES = {
@@ -49,9 +64,9 @@ CASES = {
     ),  # --slice-s 9: the clock goes on in pauses
     "Weighted": Case(on=(f"run.task={TASK}Sums",), off=(f"run.task={TASK}Mean",)),
     "named losses": Case(on=(f"run.task={TASK}Named",), off=(f"run.task={TASK}Mean",)),
-    "watches and csv": Case(on=("log.gpu_watch_s=1", "log.trackers=csv"), off=UNWATCHED),
+    "watches and csv": Case(on=(SAVES, "log.gpu_watch_s=1", "log.trackers=csv"), off=UNWATCHED),
     "watches and trackers": Case(
-        on=("log.gpu_watch_s=1", "log.trackers=csv,tensorboard,wandb"),
+        on=(SAVES, "log.gpu_watch_s=1", "log.trackers=csv,tensorboard,wandb"),
         off=UNWATCHED,
         needs=("tensorboard", "wandb"),
     ),
@@ -62,8 +77,8 @@ CASES = {
 }
 
 
-def measure(case: Case, size: Size, *, rounds: int, slice_s: float) -> tuple[list[float], float]:
-    """Steps per second with over without, a ratio a round; and CPU per step with over without."""
+def measure(case: Case, size: Size, *, rounds: int, slice_s: float) -> Measured:
+    """The two by turns."""
     with contextlib.ExitStack() as stack:
         contenders = []
         for name, settings in (("ddp_runner, on", case.on), (case.other, case.off)):
@@ -74,6 +89,7 @@ def measure(case: Case, size: Size, *, rounds: int, slice_s: float) -> tuple[lis
             contender.pause()
             contenders.append(contender)
         time.sleep(SETTLE_S)
+        begins = [(one.lines()[-1]["step"], one.beside_cpu_s()) for one in contenders]
         turns = take_turns(contenders, rounds=rounds, slice_s=slice_s)
         step_s = [
             [own.step_s(one, turn=turn) for turn in range(rounds)]
@@ -88,7 +104,11 @@ def measure(case: Case, size: Size, *, rounds: int, slice_s: float) -> tuple[lis
             own.cpu_per_step_s(one, statistics.median(value for turn in each for value in turn))
             for one, own, each in zip(contenders, turns, step_s, strict=True)
         ]
-        return ratios, cpu_s[0] / cpu_s[1]
+        beside_ms = tuple(
+            (one.beside_cpu_s() - cpu) * 1e3 / (one.lines()[-1]["step"] - step)
+            for one, (step, cpu) in zip(contenders, begins, strict=True)
+        )
+        return Measured(ratios=ratios, cpu=cpu_s[0] / cpu_s[1], beside_ms=beside_ms)
 
 
 def main() -> None:
@@ -104,12 +124,14 @@ def main() -> None:
         if lacking := CASES[name].lacks():
             print(f"{name:<24} left out: {', '.join(lacking)} not installed", flush=True)
             continue
-        ratios, cpu = measure(
-            CASES[name], SIZES[asked.size], rounds=asked.rounds, slice_s=asked.slice_s
-        )
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        found = measure(CASES[name], SIZES[asked.size], rounds=asked.rounds, slice_s=asked.slice_s)
+        low, middle, high = statistics.quantiles(found.ratios, n=4)
+        beside = " / ".join(f"{ms:.2f}" for ms in found.beside_ms)
+        if not CASES[name].other.startswith("ddp_runner"):
+            beside = "unknown /"  # the other's ranks have no such names
         print(
-            f"{name:<24}{middle:>8.3f} ({low:.3f} to {high:.3f}), CPU {cpu:.3f}, n={len(ratios)}",
+            f"{name:<24}{middle:>8.3f} ({low:.3f} to {high:.3f}), CPU {found.cpu:.3f}, beside the ranks"
+            f" {beside} ms a step, n={len(found.ratios)}",
             flush=True,
         )
 

@@ -4,7 +4,7 @@ Run by hand, from the repository's root:
 ``python benchmarks/goodput.py --seconds 180 --every-s 10 --world 3 --json goodput.jsonl``
 (about 9 minutes: ``ddp_runner`` first, then ``torchrun --max-restarts`` with a checkpoint every 25 steps).
 Both are measured alike, from outside: steps that had not been committed before, times the seconds a step takes
-in a run of the same job without a fault, over the time. ``ddp_runner`` reports its own figure besides, from its summary. Goal: 0.97.
+in a run of the same job without a fault, over the time. With ``--all-ranks`` all of them are killed at once, every 30 s. ``ddp_runner`` reports its own figure besides, from its summary. Goal: 0.97.
 """
 
 from __future__ import annotations
@@ -175,7 +175,12 @@ def main() -> None:
     )
     parser.add_argument("--contenders", nargs="+", default=["ddp_runner", "torchrun"])
     parser.add_argument("--json", type=Path, help="append a line of JSON per contender here")
+    parser.add_argument(
+        "--all-ranks", action="store_true", help="all ranks are killed at once, every 30 s"
+    )
     asked = parser.parse_args()
+    if asked.all_ranks:
+        asked.kinds, asked.every_s = ["all"], 30.0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     facts = machine()
     show_machine(facts)

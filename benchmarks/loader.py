@@ -7,6 +7,8 @@ same order; rounds alternate, so that a slow moment of the machine meets both. P
 
 ``python benchmarks/loader.py --storm [--rounds 3] [--seconds 10]`` compares SafeDataLoader without faults with itself while a
 worker gets SIGKILL every 2 seconds; the goal is a ratio of 0.9.
+
+``python benchmarks/loader.py --streams`` compares streams in shards with torchdata's StatefulDataLoader (loader_streams.py).
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ STEPS = 10**9  # more than there is time for
 class Decoded:
     """Stands for decoding and augmenting an image: ``passes`` rounds of numpy work per sample."""
 
-    def __init__(self, passes: int) -> None:
+    def __init__(self, passes: int, *, deterministic: bool = False) -> None:
         self._passes = passes
+        self.deterministic = deterministic  # nothing random is drawn: for ours, seeding is left out
         self._pixels = np.random.default_rng(0).random((64, 64, 3), dtype=np.float32)
 
     def __len__(self) -> int:
@@ -81,10 +84,11 @@ def per_sample_us(dataset: Any) -> float:
     return (time.perf_counter() - began_s) / 300 * 1e6
 
 
-def decoded(target_us: float) -> Decoded:
+def decoded(target_us: float, *, deterministic: bool = False) -> Decoded:
     """A :class:`Decoded` that takes about ``target_us`` per sample on this machine."""
     low, high = per_sample_us(Decoded(0)), per_sample_us(Decoded(50))
-    return Decoded(max(round((target_us - low) / ((high - low) / 50)), 1))
+    passes = max(round((target_us - low) / ((high - low) / 50)), 1)
+    return Decoded(passes, deterministic=deterministic)
 
 
 class _Steps:
@@ -126,12 +130,16 @@ def safe(dataset: Any, order: SampleOrder, workers: int) -> Iterator[Any]:
 
 
 def samples_per_s(batches: Iterator[Any], *, workers: int, seconds: float) -> float:
-    """The rate once what was loaded ahead during the other's turn is used up."""
+    """The rate once what was loaded ahead during the other's turn is used up.
+
+    Without workers per second of CPU, which other work on the machine changes less.
+    """
     for _ in range(2 * PREFETCH * max(workers, 1)):
         next(batches)
-    began_s = time.perf_counter()
+    clock = time.perf_counter if workers else time.process_time
+    began_s = clock()
     taken = 0
-    while (now_s := time.perf_counter()) - began_s < seconds:
+    while (now_s := clock()) - began_s < seconds:
         next(batches)
         taken += BATCH
     return taken / (now_s - began_s)
@@ -205,23 +213,31 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="0.25 per turn; 10 in a storm")
     parser.add_argument("--storm", action="store_true", help="a worker is killed every 2 seconds")
     parser.add_argument("--waits", action="store_true", help="data that is waited for, 8 workers")
+    parser.add_argument("--streams", action="store_true", help="against torchdata, over shards")
+    parser.add_argument("--workers", type=int, nargs="+", default=(0, 1, 2))
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.streams:
+        import loader_streams
+
+        loader_streams.main(rounds=asked.rounds or 15, seconds=asked.seconds or 0.5)
+        return
     datasets = {
         "decode 200 us": decoded(200),
+        "declared 200 us": decoded(200, deterministic=True),
         "decode 1 ms": decoded(1000),
         "byte windows": ByteWindows(scan_standard_library(), seq_len=128),
     }
     if asked.storm:
         storm(datasets, rounds=asked.rounds or 3, seconds=asked.seconds or 10.0)
         return
-    counts: tuple[int, ...] = (0, 1, 2)
+    counts: tuple[int, ...] = tuple(asked.workers)
     if asked.waits:
         datasets, counts = {"wait 5 ms": Remote(0.005)}, (2, 8)
     asked.rounds, asked.seconds = asked.rounds or 25, asked.seconds or 0.25
     print(f"torch {torch.__version__}, batch {BATCH}, medians of {asked.rounds}; samples/s")
     print(
-        f"{'dataset':<14} {'workers':>7} {'plain':>9} {'safe':>9} {'ratio':>6}  {'middle half':>13}"
+        f"{'dataset':<16} {'workers':>7} {'plain':>9} {'safe':>9} {'ratio':>6}  {'middle half':>13}"
     )
     for name, dataset in datasets.items():
         for workers in counts:
@@ -229,7 +245,7 @@ def main() -> None:
             theirs, ours = (statistics.median(side) for side in zip(*pairs, strict=True))
             ratios = sorted(pair[1] / pair[0] for pair in pairs)
             print(
-                f"{name:<14} {workers:>7} {theirs:>9.0f} {ours:>9.0f} "
+                f"{name:<16} {workers:>7} {theirs:>9.0f} {ours:>9.0f} "
                 f"{statistics.median(ratios):>6.3f}  {ratios[len(ratios) // 4]:>6.3f}-{ratios[-len(ratios) // 4]:.3f}"
             )
 

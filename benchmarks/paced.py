@@ -39,8 +39,22 @@ class Samples(torch.utils.data.Dataset):
         return self._inputs[index]
 
 
-def build_model(state_mb: float) -> nn.Module:
-    """A model whose weights and AdamW moments take about ``state_mb`` megabytes."""
+class Beside(nn.Module):
+    """The sum of many small layers, which lie beside each other."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(FEATURES, width) for _ in range(count))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.stack([part(inputs) for part in self.parts]).sum(dim=(0, 2)).unsqueeze(1)
+
+
+def build_model(state_mb: float, tensors: int = 0) -> nn.Module:
+    """A model whose weights and AdamW moments take about ``state_mb`` megabytes; of so many ``tensors``, if not 0."""
+    if tensors:
+        layer_bytes = BYTES_PER_PARAMETER * (FEATURES + 1)
+        return Beside(tensors // 2, max(1, int(state_mb * 1e6 / (tensors // 2) / layer_bytes)))
     width = math.isqrt(int(state_mb * 1e6 / BYTES_PER_PARAMETER / LAYERS))
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(FEATURES, width), *layers, nn.Linear(width, 1))
@@ -59,12 +73,13 @@ def paced_loss(model: nn.Module, batch: Tensor, pace_s: float) -> Tensor:
 class Paced:
     """The task for ``ddp_runner``."""
 
-    def __init__(self, state_mb: float = 2.0, pace_s: float = 0.016) -> None:
+    def __init__(self, state_mb: float = 2.0, pace_s: float = 0.016, tensors: int = 0) -> None:
         self._state_mb = state_mb
+        self._tensors = tensors
         self._pace_s = pace_s
 
     def build_model(self) -> nn.Module:
-        return build_model(self._state_mb)
+        return build_model(self._state_mb, self._tensors)
 
     def build_datasets(self) -> Datasets:
         return Datasets(train=Samples(), validation=None)

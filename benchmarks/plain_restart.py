@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state-mb", type=float, default=2.0)
+    parser.add_argument("--tensors", type=int, default=0)
     parser.add_argument("--pace-s", type=float, default=0.016)
     parser.add_argument("--batch-size", type=int, default=8, help="per rank")
     parser.add_argument("--steps", type=int, default=1_000_000)
@@ -44,7 +45,7 @@ def main() -> None:
     rank = dist.get_rank()
     Path(f"rank_{rank}.pid").write_text(str(os.getpid()))
     torch.manual_seed(1)
-    model = build_model(asked.state_mb)
+    model = build_model(asked.state_mb, asked.tensors)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     checkpoint, step = Path("checkpoint.pt"), 0
     if checkpoint.exists():

@@ -23,7 +23,7 @@ from throughput import SETTLE_S, STEPS_FOR_EVER, WARM_UP_LINES, take_turns
 from ddp_runner.core.settings import RecoverySettings
 
 INTERVAL_STEPS = RecoverySettings().replica_check_steps
-SLICE_S = {"tiny": 1.0, "small": 3.0, "large": 20.0}
+SLICE_S = {"tiny": 1.0, "small": 3.0, "many": 12.0, "large": 20.0}
 
 
 def measure(size: Size, *, rounds: int) -> dict:

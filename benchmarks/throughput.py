@@ -26,6 +26,7 @@ from contenders import LOG_INTERVAL, NAMES, ROOT, SIZES, Contender, Size, machin
 BEFORE = "ddp_runner, before"
 STEPS_FOR_EVER = 1_000_000
 WARM_UP_LINES = 10  # behind the drill at step 50
+SLICE_S = {"tiny": 1.0, "light": 2.0, "small": 3.0, "many": 12.0, "large": 6.0}
 SETTLE_S = 0.3
 # A supervisor that is held and let go finds its ranks silent for the whole pause.
 
@@ -175,7 +176,7 @@ def main() -> None:
         size = SIZES[name]
         if asked.check:
             print(f"{name}: same weights as plain DDP: {'yes' if check(size) else 'NO'}")
-        slice_s = asked.slice_s or {"tiny": 1.0, "light": 2.0, "small": 3.0, "large": 6.0}[name]
+        slice_s = asked.slice_s or SLICE_S[name]
         rows += measure(
             size,
             rounds=asked.rounds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         command, rest = split_command(words)
+        if command == "train" and words == sys.argv[1:]:  # no other program has called this
+            return _train(rest)
         module = import_module(_MODULE_OF_COMMAND[command])
         start.interrupts_raise()
         return int(module.run(rest))
@@ -52,6 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output is gone; keep the interpreter from flushing into it at exit.
         sys.stdout = None
         return ExitCode.FAILED
+
+
+def _train(words: list[str]) -> int:
+    """With torch being imported from now on, which takes longer than to judge what was asked for."""
+    ahead = import_module("ddp_runner.cli.ahead").start(words, os.environ)
+    try:
+        module = import_module(_MODULE_OF_COMMAND["train"])
+        start.interrupts_raise()
+        return int(module.run(words, ahead))
+    finally:
+        if ahead is not None:
+            ahead.end()
 
 
 def split_command(words: list[str]) -> tuple[str, list[str]]:

@@ -30,6 +30,8 @@ from ddp_runner.config.fields import find_key, known_fields
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 
+MODES = "one of auto, single, data_parallel, distributed"
+
 
 def words_of(*pairs: tuple[str, str], **rest: object) -> str:
     with pytest.raises(BadInputError) as caught:
@@ -147,7 +149,7 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         (
             "warm_spare",
             "devices",
-            "warm_spare=devices: must be true or false, or libraries, or device",
+            "warm_spare=devices: must be true or false, or process, or model, or libraries, or device",
         ),
         ("ema_decay", "1", "ema_decay=1: must be a number, above 0 and below 1, or none"),
         (
@@ -182,6 +184,12 @@ def test_a_value_given_as_text_is_parsed_by_its_setting(name, text, key, value):
         ("nproc_per_node", "0", "nproc_per_node=0: must be a whole number, 1 or more, or auto"),
         ("seed", str(2**63), f"seed={2**63}: must be a whole number, 0 or more and below 2**63"),
         ("port", "70000", "port=70000: must be a whole number, 0 or more and at most 65535"),
+        (
+            *("mode", "max"),
+            f"mode=max: must be {MODES}; checkpoint.mode=max is another setting",
+        ),
+        ("run.mode", "max", f"run.mode=max: must be {MODES}"),
+        ("mode", "most", f"mode=most: must be {MODES}"),
         ("batchsize", "8", "batchsize: unknown setting; did you mean data.batch_size?"),
         ("data.batch", "8", "data.batch: unknown setting; did you mean data.batch_size?"),
         ("optim.lr", "1", "optim.lr: unknown setting; did you mean optim.learning_rate?"),

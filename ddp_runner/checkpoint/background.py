@@ -139,6 +139,11 @@ class BackgroundSaver:
         began_s = time.perf_counter()
         return self._start(borrowed(state, steady=steady), write, began_s=began_s)
 
+    def take_up(self, wait: Callable[[], Saved | None]) -> None:
+        """Go on with a save that another process has begun and proven: ``wait`` returns when it is written."""
+        nothing = borrowed({}, steady=())
+        self._start(nothing, lambda _: wait(), began_s=time.perf_counter()).prove()
+
     def _start(self, snapshot: Snapshot, write: Write, *, began_s: float) -> BackgroundSave:
         assert self._save is None, "one save at a time"
         self._save = BackgroundSave(snapshot, write)

@@ -8,7 +8,6 @@ checked by the CRC-32 that its own archive keeps of each record.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import stat
@@ -16,11 +15,13 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import (
     Manifest,
+    best_of,
     checkpoint_name,
     is_judged_as,
     manifest_name,
@@ -35,17 +36,18 @@ from ddp_runner.system.run_files import (
     is_regular,
     left_over,
     open_given,
-    open_to_read,
     read_small,
     reading,
 )
+
+if TYPE_CHECKING:
+    from ddp_runner.core.settings import JsonValue
 
 POINTERS = ("last", "best")
 FINAL, FINAL_AVERAGE = "final.pt", "final_ema.pt"  # bare weights at the end of a run
 WORDS = ("auto", "last", "best", "none")
 NO_MANIFEST = "no manifest: the save was cut off before it was published"
 NO_FILE = "a manifest without its file"
-_READ_BYTES = 4 * 1024 * 1024
 _POINTER_BYTES_MAX = 4096
 _MANIFEST_BYTES_MAX = 4 * 1024 * 1024
 _NAMED_BY_PID = re.compile(r"\.step_\d{8,}\.pt\.tmp-\d+")  # as earlier versions named them
@@ -103,7 +105,7 @@ class Catalog:
                     return _archive_problem(file, size_bytes)
                 if size_bytes != entry.manifest.size_bytes:
                     return f"{size_bytes} bytes, its manifest says {entry.manifest.size_bytes}"
-            if sha256_of(entry.path) != entry.manifest.sha256:
+            if digest_of(entry.path, entry.manifest.hashed) != entry.manifest.sha256:
                 return "its SHA-256 is not the one in its manifest"
         except FileNotFoundError:
             return NO_FILE
@@ -120,6 +122,28 @@ class Catalog:
     def pointer_problem(self, name: str) -> str | None:
         """Why :meth:`pointer` gives None, in words; None while it gives a path."""
         return self._follow(name)[1]
+
+    def best_so_far(self, now: Manifest) -> dict[str, JsonValue]:
+        """The best monitored value up to a step, its own or one that an earlier manifest of its stage knows."""
+        known: list[tuple[float, int]] = []
+        if now.monitored is not None:
+            known.append((now.monitored, now.step))
+        with contextlib.suppress(
+            OSError
+        ):  # no folder yet, or a disk that the save itself will name
+            for entry in self.entries():
+                before = entry.manifest
+                if before is None or entry.step >= now.step:
+                    continue
+                if stage_name(before) != stage_name(now) or not is_judged_as(before, now):
+                    continue
+                if before.monitored is not None:
+                    known.append((before.monitored, entry.step))
+                known += best_of(before)
+        if not known:
+            return {}
+        value, at = min(known, key=lambda one: (rank_of(one[0], now.mode), one[1]))
+        return {"best": {"step": at, "value": value}}
 
     def best(self, stage: str | None = None) -> Entry | None:
         """The entry with the best monitored value, the oldest of equals, by the manifests.
@@ -335,16 +359,6 @@ def _entry(directory: Path, step: int) -> Entry:
 def read_manifest(path: Path) -> Manifest:
     """The manifest in a file. Raises OSError, or ValueError where it is none."""
     return Manifest.from_json(read_small(path, bytes_max=_MANIFEST_BYTES_MAX).decode())
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, read in pieces. Raises OSError."""
-    digest = hashlib.sha256()
-    piece = memoryview(bytearray(_READ_BYTES))
-    with open(open_to_read(path), "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
-    return digest.hexdigest()
 
 
 def _size_of(path: Path) -> int | None:

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _Value = TypeVar("_Value")
 _COMPILED = "_orig_mod"
 _WRAPPED = "module."
+# What batch norms do beside is for files of torch before 0.4.1, which lack a name.
+_PLAIN_LOADS = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)  # noqa: SLF001
+_LOAD_HOOKS = (
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+_METHODS = ("state_dict", "_save_to_state_dict", "_load_from_state_dict")
 
 # INVARIANT bare-names: what is written has the bare model's names, and whatever names stand in a file
 # are read as those: a run resumes its own checkpoints, compiled or not, whichever of the two made them.
@@ -34,6 +46,13 @@ def bare_name(model: nn.Module, name: str) -> str:
             kept.append(part)
         at = None if at is None else at._modules.get(part)  # noqa: SLF001 - as named_modules() does
     return ".".join(kept)
+
+
+def bare_names(model: nn.Module) -> Callable[[str], str]:
+    """What gives :func:`bare_name` of ``model``, for many names: one look shows that it mostly has no wrapper."""
+    if any(_wrapped_child(module) is not None for module in model.modules()):
+        return partial(bare_name, model)
+    return str
 
 
 def live_name(model: nn.Module, bare: str) -> str:
@@ -65,21 +84,75 @@ def bare_state(model: nn.Module) -> dict[str, Any]:
 
     Raises ValueError if two entries have one name then.
     """
-    state = model.state_dict()
-    named: OrderedDict[str, Any] = OrderedDict(
-        (bare_name(model, name), value) for name, value in state.items()
-    )
+    state, bare = model.state_dict(), bare_names(model)
+    named: OrderedDict[str, Any] = OrderedDict((bare(name), value) for name, value in state.items())
     if len(named) != len(state):
         raise ValueError("two entries of the model have one name without torch's wrappers")
     if (versions := getattr(state, "_metadata", None)) is not None:
-        renamed = {bare_name(model, name): value for name, value in versions.items()}
+        renamed = {bare(name): value for name, value in versions.items()}
         named._metadata = renamed  # type: ignore[attr-defined] # noqa: SLF001 - as torch hangs it on
     return named
 
 
 def load_bare_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`bare_state`. Raises RuntimeError where ``state`` is of another model."""
-    model.load_state_dict({live_name(model, name): value for name, value in state.items()})
+    """The inverse of :func:`bare_state`. Raises RuntimeError where ``state`` is of another model.
+
+    What is the model's own memory already stays as it is.
+    """
+    live = _plain_entries(model)
+    if live is None or not _fit(state, live):
+        model.load_state_dict({live_name(model, name): value for name, value in state.items()})
+        return
+    with torch.no_grad():
+        for name, entry in live.items():
+            if not _is_same_memory(entry, state[name]):
+                entry.copy_(state[name])
+
+
+def _plain_entries(model: nn.Module) -> dict[str, Tensor] | None:
+    """The live tensors of the model's state by bare name; None where a module loads in a way of its own.
+
+    torch goes through all names at every module: the square of the time, seconds at ten thousand tensors.
+    """
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        return None
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return None
+    if not all(_loads_plainly(module) for module in model.modules()):
+        return None
+    named, bare = model.state_dict(keep_vars=True), bare_names(model)
+    entries = {bare(name): entry for name, entry in named.items()}
+    return entries if len(entries) == len(named) else None
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    kind, own = type(module), vars(module)
+    return (
+        kind._load_from_state_dict in _PLAIN_LOADS  # noqa: SLF001 - what load_state_dict() calls
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict  # noqa: SLF001
+        and kind.state_dict is nn.Module.state_dict
+        and kind.set_extra_state is nn.Module.set_extra_state
+        and not any(own.get(hooks) for hooks in _LOAD_HOOKS)
+        and not any(name in own for name in _METHODS)
+    )
+
+
+def _fit(state: Mapping[str, Any], live: Mapping[str, Tensor]) -> bool:
+    """Whether each live entry gets one tensor of its shape, and nothing is left."""
+    return state.keys() == live.keys() and all(
+        isinstance(state[name], Tensor) and state[name].shape == entry.shape
+        for name, entry in live.items()
+    )
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+        and one.device == other.device
+        and one.numel() > 0
+    )
 
 
 def read_as(found: Mapping[str, _Value], expected: Iterable[str]) -> dict[str, _Value]:

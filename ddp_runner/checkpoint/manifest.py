@@ -12,6 +12,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from ddp_runner.checkpoint.file_hash import ALGORITHMS, PLAIN
 from ddp_runner.core.run_stages import StageOfFile
 from ddp_runner.system.run_files import from_json
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
     from ddp_runner.core.settings import JsonValue
 
-FORMAT = 1
+FORMAT, FORMAT_OF_BLOCKS = 1, 2  # the latter: what versions that know only plain SHA-256 refuse
 _FILE_NAME = re.compile(r"step_(\d{8,})\.(pt|json)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_ABOUT_THE_FILE = ("file", "size_bytes", "sha256")
+_ABOUT_THE_FILE = ("file", "size_bytes", "sha256", "hashed")
 
 
 def checkpoint_name(step: int) -> str:
@@ -46,8 +47,8 @@ def step_of(name: str) -> int | None:
 class Manifest:
     """One published checkpoint.
 
-    ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` that of
-    the whole file. ``monitored`` is the value that ``best`` is judged by, None where there was none:
+    ``step`` is the number of committed steps, ``samples`` the samples they took, ``sha256`` the digest of
+    the whole file, ``hashed`` how that was made (``file_hash``). ``monitored`` is the value that ``best`` is judged by, None where there was none:
     of the figure ``monitor`` (older files name none); the lower the better, with ``mode`` ``max`` the
     higher. ``meaning`` is the resume key of the run (model, data, global batch, seed): resuming under another one is refused by the caller. ``created_utc`` is for people; ``pace``
     is what the run has learnt about the cost of saves, for whoever goes on with them; ``order`` the
@@ -81,11 +82,15 @@ class Manifest:
     about: Mapping[str, JsonValue] = field(default_factory=dict)
     monitor: str = ""
     mode: str = "min"
+    hashed: str = PLAIN
     format: int = FORMAT
 
     def to_json(self) -> str:
         """A JSON object, one field a line. Raises TypeError or ValueError if a value has no JSON form."""
-        return json.dumps(asdict(self), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        values = asdict(self)
+        if self.hashed != PLAIN:
+            values["format"] = FORMAT_OF_BLOCKS
+        return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def facts(self) -> dict[str, object]:
         """Everything but name, size and digest of the file, as plain JSON values."""
@@ -135,6 +140,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "about": (dict,),
     "monitor": (str,),
     "mode": (str,),
+    "hashed": (str,),
 }
 # Fields that older files of this format lack.
 _SINCE: dict[str, object] = {
@@ -147,6 +153,7 @@ _SINCE: dict[str, object] = {
     "about": {},
     "monitor": "",
     "mode": "min",
+    "hashed": PLAIN,
 }
 _NUMBER_MAX = 2**63  # JSON has no limit; what shows or compares numbers has
 _COUNTS = ("step", "epoch", "samples", "size_bytes")
@@ -167,13 +174,17 @@ def _checked(values: Mapping[str, object]) -> Manifest:
             raise ValueError(f"{name} is a number of {value.bit_length()} bits")
         if name in _COUNTS and isinstance(value, int) and value < 0:
             raise ValueError(f"{name} is {value}, below 0")
-    if values["format"] != FORMAT:
-        raise ValueError(f"format {values['format']}; this version reads format {FORMAT}")
+    if values["format"] not in (FORMAT, FORMAT_OF_BLOCKS):
+        raise ValueError(
+            f"format {values['format']}; this version reads format {FORMAT} and {FORMAT_OF_BLOCKS}"
+        )
+    if values["hashed"] not in ALGORITHMS:
+        raise ValueError(f"hashed {values['hashed']!r}; this version knows {', '.join(ALGORITHMS)}")
     if not _SHA256.fullmatch(str(values["sha256"])):
         raise ValueError("sha256 is not 64 hexadecimal digits")
     if step_of(str(values["file"])) != values["step"]:
         raise ValueError(f"file {values['file']!r} is not the file of step {values['step']}")
-    known: dict[str, object] = {name: values[name] for name in _TYPES}
+    known: dict[str, object] = {**{name: values[name] for name in _TYPES}, "format": FORMAT}
     known["changes"] = tuple(str(line) for line in values["changes"])  # type: ignore[attr-defined] # a list
     return Manifest(**known)  # type: ignore[arg-type]  # the types were compared above
 

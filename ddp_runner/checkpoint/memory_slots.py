@@ -7,27 +7,28 @@ rank that is killed leaves it as it is. Never touches a disk; never decides when
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
 import io
-import json
 import mmap
 import os
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ddp_runner.checkpoint import save_orders
 from ddp_runner.checkpoint.manifest import Manifest, checkpoint_name
 from ddp_runner.checkpoint.store import Loaded
 
 if TYPE_CHECKING:
     from ddp_runner.core.settings import JsonValue
 
-_HEADER_BYTES = 4096
+_HEADER_BYTES = save_orders.HEADER_BYTES + save_orders.ORDER_BYTES
 _ALIGNED_TO = 64
 _EMPTY = b"\0" * _HEADER_BYTES
 _NO_DIGEST = "0" * 64
@@ -46,17 +47,13 @@ class _Header:
     checksum: str
 
     def to_bytes(self) -> bytes:
-        text = json.dumps({name: getattr(self, name) for name in self.__slots__}).encode()
-        sealed = hashlib.sha256(text).hexdigest().encode() + b" " + text + b"\n"
-        return sealed.ljust(_HEADER_BYTES, b"\0")
+        return save_orders.as_record(asdict(self), save_orders.HEADER_BYTES)
 
     @classmethod
     def from_bytes(cls, header: bytes) -> _Header | None:
         """None of a slot that holds nothing whole."""
-        digest, _, text = header.rstrip(b"\0\n").partition(b" ")
-        if not text or hashlib.sha256(text).hexdigest().encode() != digest:
-            return None
-        return cls(**json.loads(text))
+        values = save_orders.from_record(header)
+        return None if values is None else cls(**values)
 
 
 class _Slot:
@@ -73,12 +70,23 @@ class _Slot:
     @property
     def header(self) -> _Header | None:
         """None where there is nothing whole."""
-        return _Header.from_bytes(os.pread(self._descriptor, _HEADER_BYTES, 0))
+        return _Header.from_bytes(os.pread(self._descriptor, save_orders.HEADER_BYTES, 0))
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a file is still to be made of what it holds."""
+        order = save_orders.read(self._descriptor)
+        return order is not None and order.is_open
 
     @property
     def size_bytes(self) -> int:
         """What it takes of the machine's memory."""
         return os.fstat(self._descriptor).st_blocks * 512
+
+    @property
+    def written_s(self) -> float:
+        """The wall time at which its header was written; before that, at which it was made."""
+        return os.fstat(self._descriptor).st_mtime
 
     def clear(self) -> None:
         """From here on it holds nothing."""
@@ -125,11 +133,18 @@ class _Slot:
             self._is_pinned = False
 
     def seal(
-        self, content: Mapping[str, Any], *, step: int, sealed: int, checksum: Checksum
+        self,
+        content: Mapping[str, Any],
+        *,
+        step: int,
+        sealed: int,
+        checksum: Checksum,
+        is_ordered: bool,
     ) -> None:
         """Say that the pieces hold ``content``, which is of ``step``, and nothing will change them.
 
-        What of it lies elsewhere is added. Raises OSError where there is no memory for that.
+        What of it lies elsewhere is added. Raises OSError where there is no memory for that. ``is_ordered``:
+        a file is to be made of it.
         """
         assert self._memory is not None, "seal() follows make_room()"
         described = io.BytesIO()
@@ -145,10 +160,37 @@ class _Slot:
             described_bytes=len(text),
             checksum=_checksum_of(self._memory, text, checksum),
         )
+        if is_ordered:
+            end = payload_bytes + len(text)
+            os.posix_fallocate(self._descriptor, end, save_orders.ANSWER_ROOM_BYTES)
+            save_orders.place(
+                self._descriptor, save_orders.SaveOrder(sealed=sealed, step=step, answer_at=end)
+            )
         # INVARIANT sealed-last: a slot says what it holds only once all of that is in it.
         # Broken if: the header is written before the last piece, or stays while a piece is written.
         # Guarded by: test_a_copy_that_is_cut_short_leaves_the_other_one.
         os.pwrite(self._descriptor, header.to_bytes(), 0)
+
+    def lent(self, checksum: Checksum) -> tuple[dict[str, Any], Callable[[], str]]:
+        """What it holds, not copied, and what says afterwards whether that was what it was sealed with.
+
+        The latter reads all of it: empty, or what is wrong. Raises OSError where nothing whole is there.
+        """
+        header = self.header
+        end = 0 if header is None else header.payload_bytes + header.described_bytes
+        if header is None or os.fstat(self._descriptor).st_size < end:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        memory = mmap.mmap(self._descriptor, end)  # which ends with the last tensor in it
+        text = bytearray(memory[header.payload_bytes :])
+
+        def wrong() -> str:
+            with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
+                is_same = _checksum_of(payload, text, checksum) == header.checksum
+            if not is_same:
+                return _OTHER_BYTES
+            return "" if self.header == header else "it was given up"
+
+        return _Builder(io.BytesIO(text), memory, lends=True).load(), wrong
 
     def read(self, checksum: Checksum) -> tuple[_Header, dict[str, Any]] | str:
         """What it holds, copied out of it; or why it is of no use."""
@@ -162,7 +204,7 @@ class _Slot:
             text = bytearray(memory[header.payload_bytes :])
             with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
                 if _checksum_of(payload, text, checksum) != header.checksum:
-                    return "its bytes are not those that were written"
+                    return _OTHER_BYTES
             return header, _Builder(io.BytesIO(text), memory).load()
 
 
@@ -173,6 +215,7 @@ class MemorySlots:
     """
 
     def __init__(self, descriptors: Sequence[int], *, checksum: Checksum) -> None:
+        self.descriptors = tuple(descriptors)
         self._slots = [_Slot(one) for one in descriptors]
         self._checksum = checksum
         self._writing: _Slot | None = None
@@ -184,6 +227,13 @@ class MemorySlots:
         return None if not found else found[-1][0].step
 
     @property
+    def age_s(self) -> float:
+        """Of the newest copy that is whole; without one, of the slot that nobody has begun to fill."""
+        by_age = self._by_age()
+        written_s = by_age[-1][1].written_s if by_age else min(s.written_s for s in self._slots)
+        return max(0.0, time.time() - written_s)
+
+    @property
     def size_bytes(self) -> int:
         """What both take of the machine's memory."""
         return sum(slot.size_bytes for slot in self._slots)
@@ -191,30 +241,59 @@ class MemorySlots:
     def make_room(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """Memory for the next copy, a piece for each size; the newest whole copy stays as it is.
 
-        Raises OSError where the machine has none.
+        Raises OSError where the machine has none, or what it has is still being written to a file.
         """
         by_age = self._by_age()
         newest = by_age[-1][1] if by_age else None
-        self._writing = next(slot for slot in self._slots if slot is not newest)
-        return self._writing.make_room(sizes)
+        chosen = next(slot for slot in self._slots if slot is not newest)
+        # INVARIANT written-first: a copy that is to be a file is not given up for the next one.
+        # Broken if: room is made in it before its order is answered.
+        # Guarded by: test_no_copy_is_made_in_what_is_still_to_be_written.
+        if chosen.is_ordered:
+            raise OSError(errno.EBUSY, "the copy before is still to be written")
+        self._writing = chosen
+        return chosen.make_room(sizes)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Make room for the next copies, ahead of them. Raises OSError where the machine has none."""
         by_age = self._by_age()
         for slot in self._slots:
+            if slot.is_ordered:
+                continue
             if not by_age or slot is not by_age[-1][1]:
                 slot.make_room(sizes)
 
-    def seal(self, content: Mapping[str, Any], facts: Mapping[str, JsonValue]) -> None:
-        """The copy in hand is whole, and sound. ``facts``: the arguments of :class:`Manifest` for it."""
+    def seal(
+        self,
+        content: Mapping[str, Any],
+        facts: Mapping[str, JsonValue],
+        *,
+        for_file: Mapping[str, JsonValue] | None = None,
+    ) -> int:
+        """The copy in hand is whole, and sound; the number that it has from now on.
+
+        ``facts``: the arguments of :class:`Manifest` for it. ``for_file``: a file is to be made of it, by
+        a store with these arguments.
+        """
         slot, self._writing = self._writing, None
         assert slot is not None, "seal() follows make_room()"
         by_age = self._by_age()
+        sealed = by_age[-1][0].sealed + 1 if by_age else 1
         slot.seal(
-            {**content, _FACTS: dict(facts)},
+            {**content, _FACTS: dict(facts), _FOR_FILE: dict(for_file or {})},
             step=int(str(facts["step"])),
-            sealed=by_age[-1][0].sealed + 1 if by_age else 1,
+            sealed=sealed,
             checksum=self._checksum,
+            is_ordered=for_file is not None,
+        )
+        return sealed
+
+    def lent(self, descriptor: int) -> Lent:
+        """What one of them holds. Raises OSError where that is nothing whole."""
+        slot = self._slots[self.descriptors.index(descriptor)]
+        content, wrong = slot.lent(self._checksum)
+        return Lent(
+            facts=content.pop(_FACTS), for_file=content.pop(_FOR_FILE), state=content, wrong=wrong
         )
 
     def clear(self) -> None:
@@ -232,6 +311,7 @@ class MemorySlots:
                 continue
             _, content = found
             facts = content.pop(_FACTS)
+            content.pop(_FOR_FILE)
             manifest = Manifest(
                 **facts, file=checkpoint_name(header.step), size_bytes=0, sha256=_NO_DIGEST
             )
@@ -246,6 +326,18 @@ class MemorySlots:
 
 
 _FACTS = "facts of the copy"
+_FOR_FILE = "store of its file"
+_OTHER_BYTES = "its bytes are not those that were written"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """A copy where it lies. ``wrong``: asked afterwards, whether it was what had been sealed (empty), or what not."""
+
+    facts: dict[str, Any]
+    for_file: dict[str, Any]
+    state: dict[str, Any]
+    wrong: Callable[[], str]
 
 
 class _Describer(pickle.Pickler):
@@ -268,16 +360,19 @@ class _Describer(pickle.Pickler):
 
 
 class _Builder(pickle.Unpickler):
-    """Builds the state; tensors that shared memory share it again."""
+    """Builds the state; tensors that shared memory share it again. ``lends``: it stays where it is."""
 
-    def __init__(self, text: io.BytesIO, memory: mmap.mmap) -> None:
+    def __init__(self, text: io.BytesIO, memory: mmap.mmap, *, lends: bool = False) -> None:
         super().__init__(text)
         self._memory = memory
+        self._lends = lends
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_load(self, found: Any) -> Tensor:
         place, size, kind, offset, shape, stride = found
-        if place not in self._storages:
+        if place not in self._storages and self._lends:
+            self._storages[place] = _piece(self._memory, place, size)
+        elif place not in self._storages:
             own = bytearray(self._memory[place : place + size])
             self._storages[place] = torch.frombuffer(own, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=getattr(torch, kind))

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import queue
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ddp_runner.checkpoint.file_hash import PIECE_BYTES_MIN, PLAIN, FileHash
 from ddp_runner.system.run_files import temporary_path
 
 if TYPE_CHECKING:
@@ -20,59 +19,17 @@ if TYPE_CHECKING:
 
     from ddp_runner.checkpoint.disk import Disk
 
-# Smaller pieces are gathered: torch writes four for each tensor, most of a few bytes, and below
-# this a hand-over to the hashing thread costs more than the hash.
-_PIECE_BYTES_MIN = 256 * 1024
+# Smaller pieces are gathered: torch writes four for each tensor, most of a few bytes.
+_PIECE_BYTES_MIN = PIECE_BYTES_MIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was published: size and SHA-256 of the bytes that were handed to the disk."""
+    """What was published: size and digest (see ``file_hash``) of the bytes that were handed to the disk."""
 
     path: Path
     size_bytes: int
     sha256: str
-
-
-class _Hasher:
-    """SHA-256 of a stream; large pieces are hashed by a thread of its own while they are written.
-
-    No executor of the standard library: those take no work once the interpreter is ending, when a
-    plain script's last save may still be under way.
-    """
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, view: memoryview) -> None:
-        """Take the next piece, which must stay as it is until :meth:`wait` returns."""
-        if view.nbytes < _PIECE_BYTES_MIN:
-            self._hash.update(view)
-            self._done.put(None)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="checkpoint-hash")
-            self._thread.start()
-        self._pieces.put(view)
-
-    def wait(self) -> None:
-        """Return once the piece is hashed."""
-        self._done.get()
-
-    def _run(self) -> None:
-        while (view := self._pieces.get()) is not None:
-            self._hash.update(view)
-            self._done.put(None)
-
-    def close(self) -> str:
-        """End the thread; the digest as hexadecimal digits."""
-        if self._thread is not None:
-            self._pieces.put(None)
-            self._thread.join()
-        return self._hash.hexdigest()
 
 
 class DurableWriter:
@@ -83,7 +40,7 @@ class DurableWriter:
     cannot end its archive after a failed write and would hide the cause behind its own error.
     """
 
-    def __init__(self, disk: Disk, handle: int, hasher: _Hasher) -> None:
+    def __init__(self, disk: Disk, handle: int, hasher: FileHash) -> None:
         self._disk = disk
         self._handle = handle
         self._hasher = hasher
@@ -133,8 +90,18 @@ class DurableWriter:
         self.size_bytes += view.nbytes
 
 
-def publish(disk: Disk, path: Path, produce: Callable[[DurableWriter], None]) -> Written:
+def publish(
+    disk: Disk,
+    path: Path,
+    produce: Callable[[DurableWriter], None],
+    *,
+    algorithm: str = PLAIN,
+    confirm: Callable[[], None] | None = None,
+) -> Written:
     """Have ``produce`` write a file and make it appear as ``path``, whole, or not at all.
+
+    ``algorithm``: of its digest. ``confirm`` is called when all is written, before the file appears; what it
+    raises is raised.
 
     The caller syncs the directory, once for all that it publishes there. On any error the temporary
     file is removed and what stood at ``path`` is untouched; if the removal fails too, the error
@@ -142,7 +109,9 @@ def publish(disk: Disk, path: Path, produce: Callable[[DurableWriter], None]) ->
     """
     temporary = temporary_path(path)
     try:
-        written = _write_synced(disk, temporary, produce)
+        written = _write_synced(
+            disk, temporary, produce, hasher=FileHash(algorithm), confirm=confirm
+        )
         # INVARIANT sync-before-rename: a name that readers look for never stands for bytes that a
         # loss of power can take away.
         # Broken if: replace() moves above the sync in _write_synced().
@@ -164,19 +133,26 @@ def _write_text(out: DurableWriter, text: str) -> None:
 
 
 def _write_synced(
-    disk: Disk, path: Path, produce: Callable[[DurableWriter], None]
+    disk: Disk,
+    path: Path,
+    produce: Callable[[DurableWriter], None],
+    *,
+    hasher: FileHash,
+    confirm: Callable[[], None] | None,
 ) -> tuple[int, str]:
     """Write and sync ``path``; size and digest. Raises OSError if the disk holds another size."""
     handle = disk.open_temporary(path)
     try:
-        hasher = _Hasher()
         try:
             writer = DurableWriter(disk, handle, hasher)
             produce(writer)
             writer.finish()
         finally:
             sha256 = hasher.close()
-        disk.sync_file(handle)
+        if confirm is None:
+            disk.sync_file(handle)
+        else:
+            _sync_beside(disk, handle, confirm)
     finally:
         disk.close(handle)
     size_bytes = disk.size_bytes(path)
@@ -184,6 +160,26 @@ def _write_synced(
         wrong = f"holds {size_bytes} bytes after a write of {writer.size_bytes}"
         raise OSError(errno.EIO, wrong, str(path))
     return size_bytes, sha256
+
+
+def _sync_beside(disk: Disk, handle: int, confirm: Callable[[], None]) -> None:
+    """Sync, and ``confirm`` meanwhile."""
+    failures: list[BaseException] = []
+
+    def check() -> None:
+        try:
+            confirm()
+        except BaseException as error:  # noqa: BLE001 - top of a thread: raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=check, name="checkpoint-confirm")
+    thread.start()
+    try:
+        disk.sync_file(handle)
+    finally:
+        thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _remove_if_there(disk: Disk, path: Path) -> None:

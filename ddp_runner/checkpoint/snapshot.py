@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_SMALL_BYTES = 1 << 14  # what is not larger is copied many at once: torch uses no threads for that
+
 _Storage = torch.UntypedStorage
 
 
@@ -65,6 +67,7 @@ class HostMemory:
                 raise MemoryError(error.strerror) from error
         walk = _Walk(pieces, steady=_keys(steady))
         content = {key: walk.tree(value) for key, value in state.items()}
+        walk.copy_small()
         if self._rooms is None:
             self._pieces = walk.pieces
         return Snapshot(content, walk)
@@ -109,7 +112,9 @@ def can_pin() -> bool:
 def borrowed(state: Mapping[str, Any], *, steady: Iterable[Tensor]) -> Snapshot:
     """A snapshot that copies only what is not steady; the rest must stay as it is while it is used."""
     walk = _Walk([], borrowed=_keys(steady))
-    return Snapshot({key: walk.tree(value) for key, value in state.items()}, walk)
+    content = {key: walk.tree(value) for key, value in state.items()}
+    walk.copy_small()
+    return Snapshot(content, walk)
 
 
 class Snapshot:
@@ -119,6 +124,7 @@ class Snapshot:
         self.content = content
         self.borrows = bool(walk.borrowed)
         self._copies = walk.copies
+        self._small = walk.small
         self._waiting = waiting = walk.waiting
         self._device = next((s.device for _, s in waiting if s.device.type == "cuda"), None)
         self._ready: Any = None
@@ -130,6 +136,8 @@ class Snapshot:
 
         The source must stay as it is until this returns.
         """
+        small, self._small = self._small, _Pairs()
+        small.copy()
         waiting, self._waiting = self._waiting, []
         on_host = [(to, of) for to, of in waiting if of.device.type == "cpu"]
         on_device = [(to, of) for to, of in waiting if of.device.type != "cpu"]
@@ -151,6 +159,24 @@ class Snapshot:
         return tensor.detach() if storage is None else _like(tensor, storage)
 
 
+class _Pairs:
+    """Small tensors in host memory, each all that its memory holds, and where they are copied to."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """Another one, for :meth:`copy`."""
+        self._targets.append(target)
+        self._sources.append(source)
+
+    def copy(self) -> None:
+        """All of them, in one call without the interpreter's lock."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+
+
 class _Walk:
     """One pass over a state: rebuilds its containers around tensors in host memory."""
 
@@ -163,6 +189,8 @@ class _Walk:
     ) -> None:
         self.pieces: list[_Storage] = []
         self.waiting: list[tuple[_Storage, _Storage]] = []
+        self.small = _Pairs()  # the same of small tensors
+        self._small_now = _Pairs()  # of those that are not steady
         self.copies: dict[int, _Storage] = {}
         self.borrowed = borrowed
         self._spare = spare
@@ -184,21 +212,32 @@ class _Walk:
     def _tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor.cpu().clone()
-        key = storage_key(tensor)
+        source = tensor.untyped_storage()
+        key = int(source._cdata)  # noqa: SLF001 - as storage_key()
         if key in self.borrowed:
             return tensor
-        return _like(tensor, self._copy_of(tensor.untyped_storage(), key))
+        known = self.copies.get(key)
+        if known is not None:
+            return _like(tensor, known)
+        target = self._room_for(source, key)
+        copied = _like(tensor, target)
+        if _is_small(tensor, source):
+            (self.small if key in self._steady else self._small_now).add(copied, tensor)
+        elif key in self._steady:
+            self.waiting.append((target, source))
+        else:
+            _bytes_of(target).copy_(_bytes_of(source))
+        return copied
 
-    def _copy_of(self, source: _Storage, key: int) -> _Storage:
-        if key not in self.copies:
-            target = self._piece(source.nbytes(), pinned=source.device.type == "cuda")
-            self.pieces.append(target)
-            self.copies[key] = target
-            if key in self._steady:
-                self.waiting.append((target, source))
-            else:
-                _bytes_of(target).copy_(_bytes_of(source))
-        return self.copies[key]
+    def copy_small(self) -> None:
+        """Copy what was left of small tensors that are not steady: the walk is over."""
+        self._small_now.copy()
+
+    def _room_for(self, source: _Storage, key: int) -> _Storage:
+        target = self._piece(source.nbytes(), pinned=source.device.type == "cuda")
+        self.pieces.append(target)
+        self.copies[key] = target
+        return target
 
     def _piece(self, size_bytes: int, *, pinned: bool) -> _Storage:
         """The piece that had this place in the copy before, if its size still fits."""
@@ -206,6 +245,17 @@ class _Walk:
         if place < len(self._spare) and self._spare[place].nbytes() == size_bytes:
             return self._spare[place]
         return _room(size_bytes, pinned=pinned)
+
+
+def _is_small(tensor: Tensor, storage: _Storage) -> bool:
+    """Whether it is small, and all that its memory on the host holds, without gaps."""
+    size_bytes = storage.nbytes()
+    return (
+        0 < size_bytes <= _SMALL_BYTES
+        and tensor.nbytes == size_bytes
+        and tensor.is_contiguous()
+        and tensor.is_cpu
+    )
 
 
 def _room(size_bytes: int, *, pinned: bool) -> _Storage:

@@ -6,7 +6,6 @@ A checkpoint is one file for plain ``torch.load(weights_only=True)``: the caller
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import math
@@ -21,18 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry, sha256_of
+from ddp_runner.checkpoint.catalog import POINTERS, WORDS, Catalog, Entry
 from ddp_runner.checkpoint.codec import stored_bytes
 from ddp_runner.checkpoint.disk import Disk, RealDisk
+from ddp_runner.checkpoint.file_hash import algorithm_for, digest_of
 from ddp_runner.checkpoint.left_out import start_sha256
 from ddp_runner.checkpoint.manifest import (
     Manifest,
-    best_of,
     checkpoint_name,
-    is_judged_as,
     manifest_name,
-    rank_of,
-    stage_name,
 )
 from ddp_runner.checkpoint.publish import publish, publish_text
 from ddp_runner.checkpoint.weights import (
@@ -44,7 +40,7 @@ from ddp_runner.checkpoint.weights import (
 from ddp_runner.core.faults import BadInputError, Fault, FaultError, FaultKind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ddp_runner.core.settings import JsonValue
 
@@ -124,12 +120,14 @@ class CheckpointStore:
         about: Mapping[str, JsonValue] = NO_RECIPE,
         monitor: str = "",
         mode: str = "min",
+        confirm: Callable[[], None] | None = None,
     ) -> Saved:
         """Publish ``state`` as the checkpoint of ``step``; returns when it survives a loss of power.
 
         Blocks for the write and its sync; device tensors are copied to the host one at a time. The
         model's entries must have the bare model's names (``naming``). ``monitored`` is the
         value of ``monitor``, better by ``mode``; one that is not finite counts as None.
+        ``confirm`` is called when the file is written, before it appears: what it raises is raised.
         Checkpoints of later steps belong to a branch that was left (a rollback, a resume from an older file): they are moved into
         ``set_aside_<utc>/``. The first save of a store removes what killed writers left over.
 
@@ -163,13 +161,15 @@ class CheckpointStore:
             monitor=monitor,
             mode=mode,
         )
-        manifest = replace(manifest, about={**about, **self._best_so_far(manifest)})
+        manifest = replace(manifest, about={**about, **self.catalog.best_so_far(manifest)})
         if MANIFEST_KEY in state:
             raise ValueError(f"state has the key {MANIFEST_KEY!r}, which the store writes itself")
         content = {**state, MANIFEST_KEY: manifest.facts()}
         least_bytes = stored_bytes(content, entry_bytes=0)
         try:
-            published, write_s = self._publish(content, manifest, least_bytes=least_bytes)
+            published, write_s = self._publish(
+                content, manifest, least_bytes=least_bytes, confirm=confirm
+            )
             self._set_later_aside(published)
         except OSError as error:
             where = self.directory / manifest.file
@@ -217,7 +217,12 @@ class CheckpointStore:
             raise _storage_fault(error, path, step=0, room="") from error
 
     def _publish(
-        self, content: dict[str, Any], manifest: Manifest, *, least_bytes: int
+        self,
+        content: dict[str, Any],
+        manifest: Manifest,
+        *,
+        least_bytes: int,
+        confirm: Callable[[], None] | None,
     ) -> tuple[Manifest, float]:
         """Put file and manifest in place; the finished manifest and the seconds of the file."""
         disk, directory = self._disk, self.directory
@@ -236,42 +241,25 @@ class CheckpointStore:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
         self._withdraw_manifest(manifest.step)
         started_s = time.perf_counter()
+        algorithm = algorithm_for(least_bytes)
         written = publish(
             disk,
             directory / manifest.file,
             lambda out: torch.save(content, out),  # type: ignore[arg-type]  # write and flush do
+            algorithm=algorithm,
+            confirm=confirm,
         )
         disk.sync_directory(directory)
         write_s = time.perf_counter() - started_s
-        finished = replace(manifest, size_bytes=written.size_bytes, sha256=written.sha256)
+        finished = replace(
+            manifest, size_bytes=written.size_bytes, sha256=written.sha256, hashed=algorithm
+        )
         # INVARIANT publish-last: a manifest is written only after the file that it names is on disk.
         # Broken if: this publish_text() moves above the sync_directory() that follows the file.
         # Guarded by: test_a_crash_at_any_disk_operation_keeps_the_newest_announced_checkpoint.
         publish_text(disk, directory / manifest_name(manifest.step), finished.to_json())
         disk.sync_directory(directory)
         return finished, write_s
-
-    def _best_so_far(self, now: Manifest) -> dict[str, JsonValue]:
-        """The best monitored value up to a step, its own or one that an earlier manifest of its stage knows."""
-        known: list[tuple[float, int]] = []
-        if now.monitored is not None:
-            known.append((now.monitored, now.step))
-        with contextlib.suppress(
-            OSError
-        ):  # no folder yet, or a disk that the save itself will name
-            for entry in self.catalog.entries():
-                before = entry.manifest
-                if before is None or entry.step >= now.step:
-                    continue
-                if stage_name(before) != stage_name(now) or not is_judged_as(before, now):
-                    continue
-                if before.monitored is not None:
-                    known.append((before.monitored, entry.step))
-                known += best_of(before)
-        if not known:
-            return {}
-        value, at = min(known, key=lambda one: (rank_of(one[0], now.mode), one[1]))
-        return {"best": {"step": at, "value": value}}
 
     def _missing_room(self, error: OSError, *, needed_bytes: int) -> str:
         """What to free, and where, in words; empty where room is not what is missing."""
@@ -340,6 +328,15 @@ class CheckpointStore:
                     if path.exists():
                         self._disk.remove(path)
         self._disk.sync_directory(self.directory)
+
+    @property
+    def proved(self) -> list[int]:
+        """The steps whose files were read once more and found whole."""
+        return sorted(self._proved)
+
+    def trust(self, proved: Iterable[int]) -> None:
+        """Another store of these files has read them once more."""
+        self._proved.update(proved)
 
     def is_for_good(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` stays, however many newer ones there are."""
@@ -453,7 +450,7 @@ def _read(entry: Entry, *, map_location: str | torch.device) -> Loaded | str:
             facts,
             file=entry.path.name,
             size_bytes=entry.path.stat().st_size,
-            sha256=sha256_of(entry.path),
+            sha256=digest_of(entry.path),
         )
     except UnreadableError as error:
         return str(error)

@@ -58,6 +58,7 @@ def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
         "samples": manifest.samples,
         "size_bytes": manifest.size_bytes,
         "sha256": manifest.sha256,
+        "hashed": manifest.hashed,
         "created_utc": manifest.created_utc,
         "reason": manifest.reason,
         "run_id": manifest.run_id,
@@ -66,7 +67,7 @@ def record_of(catalog: Catalog, entry: Entry) -> dict[str, object]:
         "mode": manifest.mode,
         "versions": dict(manifest.versions),
         "leaves_out": bool(manifest.start_sha256),
-        **{name: manifest.about.get(name) for name in ("tokens", "loss", "figures")},
+        **{name: manifest.about.get(name) for name in ("tokens", "loss", "figures", "trackers")},
         **({"stage": stage} if (stage := stage_name(manifest)) else {}),
         "best_so_far": _best_so_far(manifest),
         "settings": changed_settings(manifest),
@@ -148,6 +149,9 @@ def _figures(record: Mapping[str, object]) -> Iterator[str]:
         yield _line(
             "best so far", f"{named}{best['value']:.4f} at step {count(_whole(best['step']))}"
         )
+    if isinstance(trackers := record.get("trackers"), dict):
+        for name, known in trackers.items():
+            yield _line("tracker", f"{name} {known['id']} {known['link']}".strip())
 
 
 def _whole(value: object) -> int:

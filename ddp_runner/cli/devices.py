@@ -9,7 +9,7 @@ from ddp_runner.cli.amd_gpus import find_amd_gpus
 from ddp_runner.cli.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan
-from ddp_runner.core.placing import AUTO_CPU_RANKS
+from ddp_runner.core.threads import AUTO_CPU_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

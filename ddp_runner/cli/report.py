@@ -206,6 +206,9 @@ def event_lines(path: Path) -> Iterator[str]:
     counts: Counter[str] = Counter()
     try:
         counts.update(_event_name(line) for line in read_lines(path))
+    except FileNotFoundError:  # of a DDPTrainer in a plain script
+        yield f"{'events':<{_LABEL_COLUMNS}}none: there is no {path.name}, which a supervised run writes"
+        return
     except OSError as error:
         yield f"{'events':<{_LABEL_COLUMNS}}{path.name} cannot be read: {error.strerror}"
         return

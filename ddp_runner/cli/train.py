@@ -41,6 +41,7 @@ from ddp_runner.core.placing import ENGINE, engine_options
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
+from ddp_runner.core.threads import share_of_cores
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -48,24 +49,27 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from ddp_runner.core.settings import Settings
+    from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 
-THREADS_PER_GPU_RANK_MAX = 8
 _FINDERS = {BATCH_SIZE: "find_batch_size", LEARNING_RATE: "find_learning_rate"}
 OPEN_FILES_BASE, OPEN_FILES_PER_RANK = 64, 16  # of the process that has most: supervisor or rank
 
 
-def run(words: Sequence[str]) -> int:
-    """Train as ``words`` say; the exit code of the run. Raises BadInputError."""
+def run(words: Sequence[str], ahead: ZygoteAhead | None = None) -> int:
+    """Train as ``words`` say; the exit code of the run. Raises BadInputError.
+
+    ``ahead``: what imports torch meanwhile; the caller ends it.
+    """
     arguments = parse_train(words)
     if arguments.page:
         print(_page(arguments.page))
         return 0
     if ENGINE in dict(arguments.nodes):
         return _by_engine(arguments, words)
-    return _on_machines(arguments, words)
+    return _on_machines(arguments, words, ahead)
 
 
-def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
+def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteAhead | None) -> int:
     """On this one, and on others that start the command themselves."""
     rank = plain_rank(os.environ)
     not_trained = _not_trained(arguments)
@@ -95,7 +99,7 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str]) -> int:
     # Imported here, so that --help and wrong input answer without loading the supervisor.
     from ddp_runner.supervisor.loop import supervise  # noqa: PLC0415
 
-    return supervise(plan)
+    return supervise(plan, ahead=ahead)
 
 
 def _not_trained(arguments: TrainArguments) -> str:
@@ -303,9 +307,11 @@ def _environments() -> ModuleType:
 def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:
     """What of ``recovery.warm_spare`` is not as its word says."""
     wanted = settings.recovery.warm_spare
-    if isinstance(wanted, bool) or devices[0].visible_index is not None:
+    is_on_gpu = devices[0].visible_index is not None
+    if isinstance(wanted, bool) or is_on_gpu == (wanted in ("libraries", "device")):
         return ()
-    return (f"recovery.warm_spare={wanted} is for GPUs; on the CPU it means true",)
+    meant = "for the CPU; on GPUs" if is_on_gpu else "for GPUs; on the CPU"
+    return (f"recovery.warm_spare={wanted} is {meant} it means true",)
 
 
 def page_notes(settings: Settings) -> tuple[str, ...]:
@@ -329,12 +335,19 @@ def preset_name(devices: Sequence[DevicePlan], *, is_test: bool) -> str:
     return f"{base}_test" if is_test else base
 
 
-def threads_per_rank(settings: Settings, *, devices: Sequence[DevicePlan], cores: int) -> int:
-    """Intra-op threads of each rank: as set, else the cores shared out."""
+def threads_per_rank(
+    settings: Settings,
+    *,
+    devices: Sequence[DevicePlan],
+    cores: int,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Intra-op threads of each rank: as set, else as OMP_NUM_THREADS has it, else the cores shared out."""
     if settings.run.threads_per_rank:
         return settings.run.threads_per_rank
-    share = max(1, cores // len(devices))
-    return share if devices[0].visible_index is None else min(share, THREADS_PER_GPU_RANK_MAX)
+    on_cpu = devices[0].visible_index is None
+    own = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "")
+    return share_of_cores(cores, ranks=len(devices), on_cpu=on_cpu, own=own)
 
 
 def place_notes(

@@ -7,11 +7,8 @@ zero. So nothing is added to a step but these few numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,28 +45,3 @@ class Sent:
             slots = self.tensor[size:].view(self._world_size, -1).to(torch.uint8)
             summed[self._exact] = slots.view(torch.float32).sum(dim=0)
         return self._buffer.copy_(summed)
-
-
-def as_sent(
-    bucket: GradBucket,
-    dtype: torch.dtype | None,
-    *,
-    exact: Tensor,
-    rank: int,
-    world_size: int,
-) -> tuple[Tensor, Callable[[], Tensor]]:
-    """What is to be summed of ``bucket``, and what then gives its sums; ``dtype`` None: as it is.
-
-    ``exact``: the parameter whose gradient is summed as it is.
-    """
-    buffer = bucket.buffer()
-    if dtype in (None, buffer.dtype) or buffer.is_complex():
-        return buffer, lambda: buffer
-    begin, place = 0, None
-    for parameter in bucket.parameters():
-        if parameter is exact:
-            place = slice(begin, begin + parameter.numel())
-        begin += parameter.numel()
-    assert dtype is not None, "as above"
-    sent = Sent(buffer, dtype=dtype, exact=place, rank=rank, world_size=world_size)
-    return sent.tensor, sent.taken

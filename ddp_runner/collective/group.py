@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -29,7 +29,7 @@ from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.communicators import Communicators, EnteredGroup, ends_in_silence
 from ddp_runner.collective.signed import SignedStore, key_prefix, proof, tampered
 from ddp_runner.collective.tcp_store import StoreLink
-from ddp_runner.collective.waits import GroupOfReducer, Waits
+from ddp_runner.collective.waits import GroupOfReducer, SumsOfBuckets, Waits
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
 UNUSED_TAG = 2**30  # of a message that nobody sends
@@ -117,12 +117,12 @@ class Group:
             for rank in ranks:
                 self._store.get(f"{name}/noted/{rank}")
 
-    def of_reducer(self, *, map_begun: Callable[[], None]) -> dist.ProcessGroup:
-        """The group as DDP's reducer is to have it; ``map_begun`` is called where the CPU waits."""
+    def of_reducer(self, sums: SumsOfBuckets) -> dist.ProcessGroup:
+        """The group as DDP's reducer is to have it; ``sums``: of the gradients, where the CPU waits."""
         if self._communicators is not None:
             return EnteredGroup(_default_group(), self._communicators)
         assert self._waits is not None
-        return GroupOfReducer(_default_group(), self._waits, map_begun=map_begun)
+        return GroupOfReducer(_default_group(), self._waits, sums)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum ``tensor`` over ranks, in place.
@@ -189,6 +189,18 @@ class Group:
         """
         if self.ends_in_silence:
             _refuse_if_tripped(self._switch, "aborted before the device had finished")
+
+    # INVARIANT left-before-begun: a rank leaves what it computes only before it begins a sum that the step needs:
+    # then no rank can have committed that step.
+    # Broken if: this is asked once a step's last sum is under way.
+    # Guarded by: test_an_abort_ends_a_step_before_its_next_sum.
+    def refuse_aborted(self) -> None:
+        """Raise ConnectionError once this generation is aborted: what is computed in it is for nothing.
+
+        Where the device waits, an abort takes two acts, and :meth:`confirm` asks.
+        """
+        if not self.ends_in_silence:
+            _refuse_if_tripped(self._switch, "the generation was aborted")
 
 
 def _use_loopback(host: str) -> None:

@@ -32,6 +32,7 @@ class Signal(IntEnum):
     )
     # Ranks where a buffer has another shape or type than after the step before, or the loss other parts.
     RELAID = 5
+    NOT_ALL_USED = 6  # ranks that have left out a parameter; written by who sums the gradients
 
 
 PLAIN_FORM = LossForm()  # one number
@@ -59,17 +60,20 @@ class LossModule(nn.Module):
         self.model = model
         self.form = form
         self.seen = form  # with what a loss of this rank's has had beyond it
-        self.signal = nn.Parameter(torch.zeros(len(Signal) + form.cells, device=device))
+        # Whatever torch's default type is: numbers of ranks and bits of a mask are summed.
+        self.signal = nn.Parameter(
+            torch.zeros(len(Signal) + form.cells, device=device, dtype=torch.float32)
+        )
         self._loss = loss
         self._own_trouble = 2.0 ** min(rank, 20)
-        is_loss, trouble = torch.zeros(2, len(Signal))
+        is_loss, trouble = torch.zeros(2, len(Signal), dtype=torch.float32)
         is_loss[Signal.LOSS] = 1.0
         trouble[Signal.TROUBLE] = self._own_trouble
         self._is_loss, self._trouble = is_loss.bool().to(device), trouble.to(device)
         self._broken: Tensor | bool = (
             False  # whether a micro-batch of this step has been in trouble
         )
-        self._nothing = torch.zeros((), device=device)
+        self._nothing = torch.zeros((), device=device, dtype=torch.float32)
         self.unit = 1.0  # in which totals and weights are summed
         self.has_graph = False  # of a loss of this step, to any parameter
 
@@ -118,7 +122,7 @@ class LossModule(nn.Module):
         if not self._broken and not (math.isfinite(number) and number <= float(limit)):
             self._broken = True
             values[Signal.TROUBLE] += self._own_trouble
-        return torch.tensor(values)
+        return torch.tensor(values, dtype=torch.float32)
 
     def _on_device(self, own: Tensor, limit: Tensor | float, values: list[float]) -> Tensor:
         """The same, without a look at the device."""
@@ -133,7 +137,7 @@ class LossModule(nn.Module):
         self._broken = broken
         carried = torch.where(self._is_loss, own, news * self._trouble)
         if any(values):
-            carried += torch.tensor(values, device=own.device)
+            carried += torch.tensor(values, device=own.device, dtype=torch.float32)
         return carried
 
     def _computed(self, batch: Any, count: int) -> Any:

@@ -46,7 +46,7 @@ class _Carrier(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.signal = nn.Parameter(torch.zeros(cells, device=device))
+        self.signal = nn.Parameter(torch.zeros(cells, device=device, dtype=torch.float32))
         # Runs where the gradient is added to the parameter's, and so not for torch.autograd.grad().
         self.signal.register_hook(lambda _: take())  # type: ignore[no-untyped-call]
         self.has_graph = False  # of an output of this step, to any parameter
@@ -89,7 +89,6 @@ class ModelReplica(Replica):
         slot: Slot,
         device: DeviceProgress | None = None,
     ) -> None:
-        self.failure: Exception | None = None  # of a sum over ranks, in the step in hand
         carrier = _Carrier(model, cells=cells, device=group.device, take=take)
         self._wrap(carrier, group=group, settings=settings, slot=slot, device=device)
 
@@ -97,12 +96,10 @@ class ModelReplica(Replica):
         """The module's outputs, to be led to a loss and backward."""
         return self._ddp(*args, **named)
 
-    def _finish_sums(self) -> None:
-        try:
-            super()._finish_sums()
-        except Exception as error:
-            self.failure = error  # a loop may swallow it
-            raise
+    @property
+    def failure(self) -> Exception | None:
+        """Of a sum over ranks, in the step in hand: a loop may swallow it."""
+        return self.sums.failure
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As of DDP: backward within only adds to this rank's own gradients."""
@@ -110,8 +107,7 @@ class ModelReplica(Replica):
 
     def drop_signals(self) -> None:
         """A step begins. Other gradients are the loop's own to drop."""
-        self.failure = None
-        self._sums.clear()
+        self.sums.drop()
         self._module.begin_step()
         self._module.signal.grad = None
 

@@ -14,16 +14,15 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_runner.collective.bucket_sums import BucketSums
 from ddp_runner.collective.device_progress import DeviceProgress, NoDeviceProgress
-from ddp_runner.collective.gradient_dtype import DTYPES, as_sent
 from ddp_runner.collective.group import Group
 from ddp_runner.collective.loss import Loss, LossForm, LossMeans
 from ddp_runner.collective.loss_module import PLAIN_FORM, LossModule, Signal
@@ -32,6 +31,8 @@ from ddp_runner.collective.waiting import waiting_for_peers
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import DdpSettings
+
+BUCKET_TENSORS = 1000  # about so many at most
 
 
 class Relaid(Protocol):
@@ -48,20 +49,6 @@ class Relaid(Protocol):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
-
-
-class _Sum(NamedTuple):
-    """A bucket of gradients that is being summed over ranks; ``take`` then gives DDP its sums."""
-
-    work: dist.Work
-    take: Callable[[], object]
-
-
-class _Summed(NamedTuple):
-    """Says that a bucket holds its sums; ``place``: where it is in memory, and how many numbers."""
-
-    place: tuple[int, int]
-    future: torch.futures.Future[Tensor]
 
 
 class Replica:
@@ -113,20 +100,26 @@ class Replica:
         self._slot = slot
         self._waits = wait_clock(group.device)
         self._device = device or NoDeviceProgress()
+        self.sums = BucketSums(
+            group,
+            module.signal,
+            not_all_used=Signal.NOT_ALL_USED,
+            gradient_dtype=settings.gradient_dtype,
+            on_begun=self._has_begun_sums,
+        )
+        self._parameters = list(module.parameters())  # found once: a model has many modules
+        cap_mb = bucket_cap_mb(self._parameters, settings.bucket_cap_mb)
         self._ddp = DistributedDataParallel(
             self._module,
-            process_group=group.of_reducer(map_begun=self._finish_sums),
-            **_accepted_arguments(settings, group.device),
+            process_group=group.of_reducer(self.sums),
+            **_accepted_arguments(settings, group.device, cap_mb=cap_mb),
         )
         # Wrapped, because DDP refuses a hook whose annotations are strings, as ours are.
         self._ddp.register_comm_hook(
             state=self,
             hook=lambda replica, bucket: _sum_over_ranks(replica, bucket),  # noqa: PLW0108
         )
-        self._parameters = list(module.parameters())  # found once: a model has many modules
-        self._sums: list[_Sum] = []  # of this backward
-        self._summed: dict[int, _Summed] = {}  # by the number of the bucket
-        self._sent_as = DTYPES.get(settings.gradient_dtype)  # None: as they are computed
+        self.sums.finds_unused = self._ddp.find_unused_parameters
         # Is given each parameter with this rank's own gradient of the step, before it is summed: of
         # all micro-batches, times the loss scale, zeros for a parameter without any. Not the signals'.
         self.on_own_gradient: Callable[[Tensor, Tensor], None] | None = None
@@ -144,7 +137,7 @@ class Replica:
         if remove is not None:
             remove()
         self._check_finalized = None
-        self._sums.clear()
+        self.sums.drop()
         del self._ddp
 
     def forward(
@@ -163,6 +156,7 @@ class Replica:
         among those that are in trouble. ``votes``: a number for each :class:`Signal`.
         """
         loss: Tensor = self._ddp(batch, weight, votes, loss_limit, count)
+        self.group.refuse_aborted()  # a large model's backward takes longer than all the rest
         return loss
 
     def use_unit(self, unit: float) -> None:
@@ -223,7 +217,7 @@ class Replica:
 
     def zero_gradients(self) -> None:
         """Drop every gradient, the signals' too: a step begins."""
-        self._sums.clear()
+        self.sums.drop()
         self._module.begin_step()
         for parameter in self._parameters:
             parameter.grad = None
@@ -267,6 +261,8 @@ class Replica:
         All ranks get the same answer: with ``find_unused_parameters=True`` DDP sums its map of the
         used parameters itself, and has waited for it. False where torch does not show the map.
         """
+        if self.sums.all_used is not None:
+            return self.sums.all_used
         used = getattr(self._ddp.reducer, "_get_local_used_map", None)
         return used is not None and bool((used() == self.group.world_size).all())
 
@@ -338,52 +334,8 @@ class Replica:
         """Have the device note that it has come here, once it has."""
         self._device.come_to_sum()
 
-    def as_sent(self, bucket: GradBucket) -> tuple[Tensor, Callable[[], Tensor]]:
-        """What is to be summed of ``bucket``, and what then gives DDP its sums."""
-        return as_sent(
-            bucket,
-            self._sent_as,
-            exact=self._module.signal,
-            rank=self.group.rank,
-            world_size=self.group.world_size,
-        )
-
-    def sum_of(
-        self, work: dist.Work, bucket: GradBucket, taken: Callable[[], Tensor]
-    ) -> torch.futures.Future[Tensor]:
-        """What DDP is to wait for: ``bucket`` as ``taken`` once ``work`` has summed it.
-
-        DDP waits when it has handed over the last one, where nobody could end its wait. So all of
-        them are waited for before it does: here, or once the map of the used parameters is under way.
-        """
-        # gloo's sum of a GPU's tensors is waited for like any other: handed on as it is, DDP may use
-        # it before it is there (torch before 2.11: pytorch#155714, #170812).
-        buffer = bucket.buffer()
-        if buffer.device.type == "cpu":
-            future = self._summed_in_place(bucket.index(), buffer)
-            self._sums.append(_Sum(work, taken))
-        else:
-            future = torch.futures.Future(devices=[buffer.device])
-            self._sums.append(_Sum(work, lambda: future.set_result(taken())))
-        if bucket.is_last() and not self._ddp.find_unused_parameters:
-            self._finish_sums()
-        return future
-
-    def _summed_in_place(self, number: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """What says that bucket ``number`` holds its sums: it does when DDP asks, after all waits.
-
-        DDP keeps a bucket's memory from step to step, so what says so is kept as well.
-        """
-        place = buffer.data_ptr(), buffer.numel()
-        kept = self._summed.get(number)
-        if kept is not None and kept.place != place:  # DDP has laid them out again
-            self._summed.clear()  # who keeps one keeps its memory
-            kept = None
-        if kept is None:
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(buffer)
-            kept = self._summed[number] = _Summed(place, future)
-        return kept.future
+    def _has_begun_sums(self) -> None:
+        self.reach(Moment.REDUCING)
 
     def show_own(self, bucket: GradBucket) -> None:
         """Hand over this rank's own gradients in ``bucket`` to whoever wants to know them."""
@@ -392,12 +344,6 @@ class Replica:
         for parameter, gradient in zip(bucket.parameters(), _gradients_in(bucket), strict=True):
             if parameter is not self._module.signal:
                 self.on_own_gradient(parameter, _as_laid_out(gradient, parameter))
-
-    def _finish_sums(self) -> None:
-        for one in self._sums:
-            self.group.wait_for(one.work)
-            one.take()
-        self._sums.clear()
 
     def reach(self, moment: Moment) -> None:
         """Be at ``moment`` of the step."""
@@ -446,15 +392,7 @@ def _sum_over_ranks(replica: Replica, bucket: GradBucket) -> torch.futures.Futur
         replica.come_to_last_sum()
     if replica.averages:
         bucket.buffer().div_(replica.group.world_size)  # before the sum, as torch's allreduce_hook
-    sent, taken = replica.as_sent(bucket)
-    work = replica.group.begin_sum(sent)
-    if is_last:
-        replica.reach(Moment.REDUCING)
-    # The device waits, and the abort of its communicators ends that.
-    if replica.group.ends_in_silence:
-        summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: taken())
-        return summed
-    return replica.sum_of(work, bucket, taken)
+    return replica.sums.begin(bucket)
 
 
 def _gradients_in(bucket: GradBucket) -> list[Tensor]:
@@ -477,7 +415,21 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.as_strided(parameter.size(), parameter.stride())
 
 
-def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str, Any]:
+def bucket_cap_mb(parameters: Sequence[Tensor], wanted_mb: float) -> float:
+    """``wanted_mb``, or less where a bucket would hold far more than :data:`BUCKET_TENSORS` on average.
+
+    Setting a bucket up takes torch the square of the number of its tensors: 0.5 s for ten thousand. A
+    function of the model alone, so that it is the same on all ranks and after every repair.
+    """
+    trained = [one.nbytes for one in parameters if one.requires_grad]
+    if len(trained) <= BUCKET_TENSORS:
+        return wanted_mb
+    return min(wanted_mb, sum(trained) / len(trained) * BUCKET_TENSORS / 2**20)
+
+
+def _accepted_arguments(
+    settings: DdpSettings, device: torch.device, *, cap_mb: float
+) -> dict[str, Any]:
     """Only arguments that the installed torch knows and does not deprecate."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     # Buffers are shared by share_buffers, parameters by the state transfer.
@@ -488,7 +440,7 @@ def _accepted_arguments(settings: DdpSettings, device: torch.device) -> dict[str
         # "auto" starts safe; whoever relaxes it passes settings that say False.
         "find_unused_parameters": bool(settings.find_unused_parameters),
         "gradient_as_bucket_view": settings.gradient_as_bucket_view,
-        "bucket_cap_mb": settings.bucket_cap_mb,
+        "bucket_cap_mb": cap_mb,
         "static_graph": settings.static_graph and not settings.find_unused_parameters,
     }
     if device.type == "cuda":

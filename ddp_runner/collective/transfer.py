@@ -1,22 +1,35 @@
-"""Moves a nested state of tensors and plain values from one rank to others, in large flat pieces."""
+"""Moves a nested state of tensors and plain values from one rank to others.
+
+Between processes of one machine the receiver reads the source's memory; to others it goes in large flat pieces.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
-import math
 import mmap
 import pickle
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_runner.collective import peer_memory
 from ddp_runner.collective.group import Group
+from ddp_runner.collective.state_header import (
+    Description,
+    OwnTypes,
+    described_as,
+    own_places,
+    put_back,
+    size_bytes_of,
+    take_out,
+)
 
 PIECE_BYTES = 64 * 1024 * 1024
 PACKED_SHARE = 16  # of a piece: so much is packed together at most
@@ -28,50 +41,12 @@ GROUP_PIECES = 16  # with one mark behind them; fewer where they come to a piece
 GROUPS_AHEAD = 4  # under way at once, so that neither side waits for the other's next call
 
 
-@dataclass(frozen=True, slots=True)
-class _Hole:
-    """Stands in the skeleton where a tensor was."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Description:
-    """What the receiver must allocate: dtype, shape, and whether it lived on an accelerator."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    on_device: bool
-
-
-def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value.detach())
-        return _Hole(len(tensors) - 1)
-    if isinstance(value, dict):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_take_out(item, tensors) for item in value)
-    return value
-
-
-def _put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Hole):
-        return tensors[value.index]
-    if isinstance(value, dict):
-        return {key: _put_back(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_put_back(item, tensors) for item in value)
-    return value
-
-
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A flat uint8 view of a contiguous tensor's memory."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """The bytes of a tensor's values in a row: a view of its memory where they lie there so."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Some bytes of one tensor."""
 
     tensor: int
@@ -136,27 +111,74 @@ def send_state(
     each time that some pieces have arrived.
     """
     tensors: list[Tensor] = []
-    skeleton = _take_out(state, tensors)
-    described = [
-        _Description(tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu")
-        for tensor in tensors
-    ]
-    header = pickle.dumps((skeleton, described))
+    skeleton = take_out(state, tensors)
+    described = described_as(tensors)
     device = _wire_device(group)
-    sizes_bytes = [_size_bytes(one) for one in described]
-    size = torch.tensor([len(header)], dtype=torch.int64, device=device)
-    _Sent([size], to, group).wait()
-    _Sent([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)], to, group).wait()
+    sizes_bytes = [size_bytes_of(one) for one in described]
+    with _shown(group, tensors) as shown:
+        header = pickle.dumps((skeleton, described, None if shown is None else tuple(shown)))
+        size = torch.tensor([len(header)], dtype=torch.int64, device=device)
+        _Sent([size], to, group).wait()
+        _Sent([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device)], to, group).wait()
+        readers = [] if shown is None else _who_reads(group, to)
+        _send_pieces(
+            group, tensors, sizes_bytes, to=[r for r in to if r not in readers], call=on_progress
+        )
+        if readers:
+            _await_readers(group, sizes_bytes, readers, call=on_progress)
+    return sum(sizes_bytes)
+
+
+def _shown(
+    group: Group, tensors: list[Tensor]
+) -> contextlib.AbstractContextManager[peer_memory.Shown | None]:
+    """Within the block those of this machine may read ``tensors``, which are as they lie in memory then."""
+    if group.ends_in_silence or any(tensor.device.type != "cpu" for tensor in tensors):
+        return contextlib.nullcontext()
+    tensors[:] = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    return peer_memory.showing(tensors)
+
+
+def _who_reads(group: Group, to: Sequence[int]) -> list[int]:
+    """Those of ``to`` that read this process's memory, as each says by a mark."""
+    answers = {rank: _mark() for rank in to}
+    _wait([group.receive(answer, rank) for rank, answer in answers.items()])
+    return [rank for rank, answer in answers.items() if int(answer)]
+
+
+def _await_readers(
+    group: Group, sizes_bytes: Sequence[int], readers: Sequence[int], *, call: Callable[[], None]
+) -> None:
+    """Return when all have read everything, and know that it was as it is."""
+    for _ in _groups(sizes_bytes):
+        _wait([group.receive(_mark(), rank) for rank in readers])
+        call()
+    # INVARIANT read-while-held: what a reader takes for a state is of before its source went on.
+    # Broken if: a reader goes on without the source's word that it has stood still until then.
+    # Guarded by: test_a_reader_whose_source_has_left_has_no_state.
+    group.wait_for_messages([group.send(_mark(), rank) for rank in readers])
+
+
+def _send_pieces(
+    group: Group,
+    tensors: Sequence[Tensor],
+    sizes_bytes: Sequence[int],
+    *,
+    to: Sequence[int],
+    call: Callable[[], None],
+) -> None:
+    if not to:
+        return
+    device = _wire_device(group)
     under_way: deque[_Sent] = deque()
     for pieces in _groups(sizes_bytes):
         if len(under_way) == GROUPS_AHEAD:
             under_way.popleft().wait()
-            on_progress()
+            call()
         under_way.append(_Sent([_packed(piece, tensors, device) for piece in pieces], to, group))
     for sent in under_way:
         sent.wait()
-        on_progress()
-    return sum(sizes_bytes)
+        call()
 
 
 def _packed(piece: Sequence[_Part], tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -164,10 +186,6 @@ def _packed(piece: Sequence[_Part], tensors: Sequence[Tensor], device: torch.dev
     if len(views) == 1 and views[0].device.type == device.type:
         return views[0]
     return torch.cat([view.to(device) for view in views])
-
-
-def _size_bytes(described: _Description) -> int:
-    return math.prod(described.shape) * described.dtype.itemsize
 
 
 # INVARIANT nobody-waits-inside-a-message: receivers wait for the mark behind some tensors, the sender
@@ -212,8 +230,8 @@ class _Received:
             self._group.wait_for_messages([self._group.send(_mark(), self._source)])
 
 
-def _mark() -> Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
+def _mark(word: int = 0) -> Tensor:
+    return torch.full((1,), word, dtype=torch.uint8)
 
 
 def _wait(works: Sequence[dist.Work | None]) -> None:
@@ -222,49 +240,119 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
             work.wait()
 
 
-class _OwnTypes(pickle.Unpickler):
-    """Reads a header from a peer of this very run; refuses every type that a header has no use for."""
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name == __name__ and global_name in ("_Hole", "_Description"):
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and global_name in ("Size", "device"):
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return super().find_class(module_name, global_name)
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} in a state header")
-
-
 def receive_state(
-    group: Group, *, source: int, on_progress: Callable[[], None] = _nothing
+    group: Group,
+    *,
+    source: int,
+    into: Mapping[str, Any] | None = None,
+    on_progress: Callable[[], None] = _nothing,
 ) -> dict[str, Any]:
     """The state that ``source`` sends, on the CPU or on this rank's device as it was at the source.
 
-    Raises ConnectionError when it was cut short.
+    ``into``: a state of this rank's own that counts for nothing any more: where it has a tensor in the same
+    place, of the same kind, that one is written and returned. Raises ConnectionError or DistNetworkError when it was cut short.
     """
     device = _wire_device(group)
     size = torch.empty(1, dtype=torch.int64, device=device)
     _Received([size], source, group).wait()
     header = torch.empty(int(size), dtype=torch.uint8, device=device)
     _Received([header], source, group).wait()
-    skeleton, described = _OwnTypes(io.BytesIO(header.cpu().numpy().tobytes())).load()
-    tensors = [
-        torch.empty(d.shape, dtype=d.dtype, device=group.device if d.on_device else "cpu")
-        for d in described
-    ]
-    _fill(tensors, described, source=source, group=group, device=device, on_progress=on_progress)
+    skeleton, described, shown = OwnTypes(io.BytesIO(header.cpu().numpy().tobytes())).load()
+    own: dict[int, list[Tensor]] = {}
+    own_places(skeleton, into, own)
+    tensors = _places(described, own, group)
+    if shown is None or not _read_memory(
+        peer_memory.Shown(*shown), tensors, described, source=source, group=group, call=on_progress
+    ):
+        _fill(
+            tensors, described, source=source, group=group, device=device, on_progress=on_progress
+        )
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     group.confirm()
-    state = _put_back(skeleton, tensors)
+    state = put_back(skeleton, tensors)
     if not isinstance(state, dict):
         raise TypeError(f"received a {type(state).__name__} where a state dict was due")
     return state
 
 
+def _places(
+    described: Sequence[Description], own: Mapping[int, Sequence[Tensor]], group: Group
+) -> list[Tensor]:
+    """Memory for each tensor: the first of this rank's ``own`` that fits; none of them twice."""
+    taken: set[int] = set()
+    places = []
+    for number, one in enumerate(described):
+        device = group.device if one.on_device else torch.device("cpu")
+        for place in own.get(number, ()):
+            if place.data_ptr() not in taken and _fits(place, one, device):
+                taken.add(place.data_ptr())
+                places.append(place)
+                break
+        else:
+            places.append(torch.empty(one.shape, dtype=one.dtype, device=device))
+    return places
+
+
+def _fits(place: Tensor, described: Description, device: torch.device) -> bool:
+    return (
+        place.dtype == described.dtype
+        and tuple(place.shape) == described.shape
+        and place.device == device
+        and place.layout is torch.strided
+        and place.is_contiguous()
+        and not place.is_conj()
+        and not place.is_neg()
+    )
+
+
+def _read_memory(
+    shown: peer_memory.Shown,
+    tensors: Sequence[Tensor],
+    described: Sequence[Description],
+    *,
+    source: int,
+    group: Group,
+    call: Callable[[], None],
+) -> bool:
+    """Read the source's memory into ``tensors``, and let it know; False where that cannot be."""
+    reads = peer_memory.can_read(shown) and all(one.device.type == "cpu" for one in tensors)
+    group.wait_for_messages([group.send(_mark(int(reads)), source)])
+    if not reads:
+        return False
+    addresses = array("Q")
+    addresses.frombytes(shown.addresses)
+    marks: list[dist.Work | None] = []
+    groups = list(_groups([size_bytes_of(one) for one in described]))
+    for left, pieces in zip(reversed(range(len(groups))), groups, strict=True):
+        parts = [
+            peer_memory.Part(
+                source=addresses[part.tensor] + part.start,
+                target=tensors[part.tensor].data_ptr() + part.start,
+                size=part.end - part.start,
+            )
+            for piece in pieces
+            for part in piece
+        ]
+        for part in (part for piece in pieces for part in piece):
+            if part.end - part.start >= BACKED_BYTES_MIN:
+                _back_with_memory(_as_bytes(tensors[part.tensor])[part.start : part.end])
+        peer_memory.read(shown, parts)
+        if not left and not peer_memory.can_read(shown):
+            raise dist.DistNetworkError("the source has gone while its memory was read")
+        marks.append(group.send(_mark(), source))
+        if left:
+            call()
+    group.wait_for_messages(marks)
+    _wait([group.receive(_mark(), source)])
+    if groups:
+        call()
+    return True
+
+
 def _fill(
     tensors: Sequence[Tensor],
-    described: Sequence[_Description],
+    described: Sequence[Description],
     *,
     source: int,
     group: Group,
@@ -273,7 +361,7 @@ def _fill(
 ) -> None:
     """Receive into ``tensors``, in place where they lie on the wire's device."""
     under_way: deque[tuple[_Received, list[_Incoming]]] = deque()
-    for pieces in _groups([_size_bytes(one) for one in described]):
+    for pieces in _groups([size_bytes_of(one) for one in described]):
         if len(under_way) == GROUPS_AHEAD:
             _unpack(*under_way.popleft())
             on_progress()
@@ -310,7 +398,8 @@ class _Incoming:
 def _back_with_memory(piece: Tensor) -> None:
     """Have the kernel give a new allocation its pages at once, in the shadow of earlier pieces.
 
-    Else each page is a fault of its own in gloo's one thread, which costs more than the receiving.
+    Else each page is a fault of its own in gloo's one thread, which costs more than the receiving. What has
+    its pages already costs next to nothing.
     """
     if piece.device.type != "cpu":
         return

@@ -9,9 +9,9 @@ no more than a rank that gets no CPU for a moment while its peer dies.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -85,6 +85,18 @@ class Waits:
             errors.clear()  # else it would hold itself, and with it the group's connections
 
 
+class SumsOfBuckets(Protocol):
+    """Of the backward in hand."""
+
+    def sum_map(self, used: Tensor) -> dist.Work | None:
+        """Sum the map of the ``used`` parameters, and wait for all buckets; None: that is to be done here."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for all buckets."""
+        ...
+
+
 class GroupOfReducer(dist.ProcessGroup):
     """What DDP's reducer takes for the group: its own small collectives, waited for as ours are.
 
@@ -93,13 +105,11 @@ class GroupOfReducer(dist.ProcessGroup):
     (torch, test/distributed/test_c10d_pypg.py).
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, waits: Waits, *, map_begun: Callable[[], None]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, waits: Waits, sums: SumsOfBuckets) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg] # not in torch's stub
         self._group = group
         self._waits = waits
-        self._map_begun = map_begun
+        self._sums = sums
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """For DDP's log; the name of one of torch's own would have it look for that one inside."""
@@ -112,8 +122,10 @@ class GroupOfReducer(dist.ProcessGroup):
 
         It waits for that map next, so it is waited for here.
         """
-        work = self._group.allreduce(tensors, *options)
-        self._map_begun()
+        work = self._sums.sum_map(tensors[0])
+        if work is None:
+            work = self._group.allreduce(tensors, *options)
+            self._sums.finish()
         return self._done(work)
 
     def broadcast(  # type: ignore[override] # the same

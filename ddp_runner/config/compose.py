@@ -18,6 +18,7 @@ from ddp_runner.config.fields import (
     Kind,
     find_key,
     known_fields,
+    whose_value,
 )
 from ddp_runner.config.foreign_values import in_our_values, note_on
 from ddp_runner.config.presets import PRESETS
@@ -209,8 +210,8 @@ def _legal_value(given: Assignment, spec: FieldSpec | None) -> object:
     try:
         return spec.parse(given.value)
     except (ValueError, OverflowError):
-        shown = _shown(given.value)
-        raise BadInputError(given.written, shown, f"must be {spec.expected()}") from None
+        shown, other = _shown(given.value), whose_value(given.name, given.value)
+        raise BadInputError(given.written, shown, f"must be {spec.expected()}{other}") from None
 
 
 def _shown(value: object) -> str:

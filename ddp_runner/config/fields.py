@@ -6,6 +6,7 @@ and what would be right, in the same words for YAML, environment, command line a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -332,6 +333,17 @@ def find_key(written: str, name: str, known: Sequence[str]) -> str:
     if name in ANSWERS:
         raise ForeignNameError(written, "", f"unknown setting; {ANSWERS[name]}")
     raise BadInputError(written, "", f"unknown setting{_did_you_mean(name, known)}")
+
+
+def whose_value(name: str, value: object) -> str:
+    """For a last name that means one setting of several: the other one that takes ``value``, in words."""
+    name = normal_name(name)
+    for key, spec in known_fields().items() if name in _MEANT else ():
+        if key.rpartition(".")[2] == name and key != _MEANT[name]:
+            with contextlib.suppress(ValueError, OverflowError):
+                spec.parse(value)
+                return f"; {key}={value} is another setting"
+    return ""
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:

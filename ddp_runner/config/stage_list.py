@@ -60,6 +60,7 @@ OF_A_STAGE = frozenset(
         "data.loader_timeout_s",
         "data.on_bad_sample",
         "data.max_bad_samples",
+        "data.stream_end",
         "data.compare_samples",
         "data.largest_samples",
         "data.validation_fraction",

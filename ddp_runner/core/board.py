@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from ddp_runner.core.phases import Moment, Phase
 
-CELLS_PER_SLOT = 32
+CELLS_PER_SLOT = 40
 SLOT_BYTES = CELLS_PER_SLOT * 8
 _COUNT_BITS = 32  # of DONE_BETWEEN
 
@@ -54,6 +54,9 @@ class Cell(IntEnum):
     SCRIPT_LOADS = 29  # and how often it has read with torch
     SCRIPT_HEARTBEATS = 30  # and how often it has said that it is at work
     LEASE_NS = 31  # written by its supervisor: until when it may publish; 0: as long as it lives
+    BUILD_NS = (
+        32  # how long it took this process to build its data and its model; 0: not built here
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -441,12 +441,14 @@ class StandbyEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareReady(Event):
-    """A spare waits. ``kind`` is a :class:`SpareKind`'s value."""
+    """A spare waits. ``kind`` is a :class:`SpareKind`'s value; ``built_bytes``: of what it has built in ``build_s``."""
 
     pid: int | None
     kind: str
     device: str
     device_bytes: int
+    built_bytes: int = 0
+    build_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,6 +457,16 @@ class SpareTaken(Event):
 
     rank: int
     pid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverEnded(Event):
+    """The process that writes checkpoints is gone; ``step``: of what it had in hand, -1 where that was nothing."""
+
+    exit_code: int | None
+    signal: int | None
+    step: int
+    said: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

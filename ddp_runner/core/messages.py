@@ -16,8 +16,9 @@ from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.run_stages import OtherStage
 
 WIRE_VERSION = 1
-STORE_RANK, SPARE_RANK, STANDBY_RANK, DRILL_RANK = -1, -2, -3, -4  # in a Fork: who is no rank
-NO_PROCESS = 0  # in a Forked
+STORE_RANK, SPARE_RANK, STANDBY_RANK, DRILL_RANK, IMPORT_RANK = -1, -2, -3, -4, -5  # no ranks
+SAVER_RANK = -6  # the same
+NO_PROCESS = 0  # in a Forked, of one that the run can do without
 PACKET_BYTES_MAX = 128 * 1024  # a local socket's default buffer holds one
 
 
@@ -356,7 +357,7 @@ class RestartProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Supervisor -> zygote: fork a rank, or what :data:`STORE_RANK` and the others stand for.
+    """Supervisor -> zygote: fork a rank, or what :data:`STORE_RANK` and the others stand for, but import for the last.
 
     Supervisor -> spare: become that rank. Descriptors come along.
     """
@@ -369,10 +370,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """Zygote -> supervisor: the process of ``token`` runs as ``pid``, a child of the supervisor.
-
-    :data:`NO_PROCESS` where a spare or a zygote that stands by could not be forked; the run can do without.
-    """
+    """Zygote -> supervisor: the process of ``token`` runs as ``pid``, the supervisor's child, or cannot be forked."""
 
     token: int
     pid: int
@@ -399,12 +397,11 @@ class StoreReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpareReady:
-    """Spare -> supervisor: it is warm, and waits to become a rank.
-
-    ``device_bytes``: about so much of its GPU it holds; 0 also where nobody could say.
-    """
+    """Spare -> supervisor: it waits, and holds so much of its GPU (0: or nobody knows) and of what it built."""
 
     device_bytes: int = 0
+    built_bytes: int = 0
+    build_s: float = 0.0
 
 
 Message = (

@@ -91,8 +91,8 @@ class RunSettings:
     its batches out over all. single: one rank on one device. auto: distributed where ranks can
     meet, else data_parallel, else single; the start block says why."""
     threads_per_rank: NonNegative = 0
-    """Threads that one operation of torch uses in each rank. 0: the cores divided by the ranks, on
-    GPUs at most 8."""
+    """Threads that one operation of torch uses in each rank. 0: OMP_NUM_THREADS where that is set, else the
+    cores divided by the ranks, on GPUs at most 8."""
     audit: bool = False
     """Write the sample indices and the loss of each committed step to audit_rank_<r>.jsonl."""
     test: bool = False
@@ -292,7 +292,7 @@ class DdpSettings:
     gradient_as_bucket_view: bool = True
     """Let gradients be views of DDP's communication buckets, which saves a copy of them."""
     bucket_cap_mb: Positive = 25
-    """Size of a bucket of gradients that are summed together, in MB."""
+    """Size of a bucket of gradients that are summed together, in MB; of about 1,000 tensors at most."""
     collective_timeout_s: Seconds = 60.0
     """Longest wait inside a collective, in seconds. It is raised to what the peers may take to load
     data and, where a supervisor watches, to evaluate or to save."""
@@ -436,11 +436,11 @@ class RecoverySettings:
     """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
     coordinator_wait_s: Annotated[float, Field(ge=0)] = 120.0
     """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in seconds."""
-    warm_spare: bool | Literal["libraries", "device"] = True
-    """Keep a process ready that becomes the next lost rank. Once the zygote, the process that forks
-    the others, was lost, also keep one ready to take its place. On GPUs, true means libraries: CUDA's
-    are loaded, no memory of a GPU is held. device: also a context on one GPU, about 0.5 GB. On the
-    CPU both mean true."""
+    warm_spare: bool | Literal["process", "model", "libraries", "device"] = True
+    """Keep a process ready that becomes the next lost rank, and, once the process that forks was lost, one for
+    that. On the CPU: process has torch and the task imported; model has also built data and model, in a rank's
+    memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs, true means libraries:
+    CUDA's are loaded, no memory of a GPU is held. device: also a context on one GPU, about 0.5 GB."""
     hang_min_s: Seconds = 2.0
     """The shortest time without progress, in seconds, after which a rank may be called hung."""
     hang_factor: Annotated[float, Field(gt=1)] = 10.0
@@ -451,7 +451,7 @@ class RecoverySettings:
     evaluation_timeout_s: Seconds = 1800.0
     """Longest time without progress in an evaluation, in seconds."""
     checkpoint_timeout_s: Seconds = 600.0
-    """Longest time for a save that training waits for, and for the last save of a run, in seconds."""
+    """Longest time for a save that training waits for, the last one of a run, or one that does nothing, in seconds."""
     stop_timeout_s: Seconds = 300.0
     """Longest time to finish the step and save once the run was asked to stop, in seconds."""
     max_errors_per_epoch: NonNegative = 10

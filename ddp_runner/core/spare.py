@@ -6,6 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+BUILDS_MIN_S = 0.1  # of a task that is worth building ahead
+FREE_SHARE_MAX = 0.25  # of the memory that is free, for what is built ahead
+LOST_BUILDING_MAX = 2  # spares in a row that ended; from then on they build nothing
 LOST_MAX = 5  # spares in a row that ended unused and young; then there are no more
 YOUNG_S = 60.0
 LOST_WAIT_S = 1.0  # after the first of them; each further one waits once longer
@@ -18,6 +21,9 @@ class SpareKind(Enum):
     """What a spare has done ahead of what a replacement has to do."""
 
     CPU = "cpu"  # a first step, on the CPU
+    MODEL = (
+        "model"  # also the task's data and model, with room for the optimizer's state, on the CPU
+    )
     LIBRARIES = "libraries"  # CUDA's driver and libraries are there; nothing is held on any GPU
     DEVICE = "device"  # also a first step on one GPU, where it holds a context
 
@@ -29,6 +35,11 @@ class SparePlan:
     kind: SpareKind
     device: str = ""
 
+    @property
+    def record(self) -> dict[str, str]:
+        """For the process that carries it out; plain."""
+        return {"kind": self.kind.value, "device": self.device}
+
     def serves(self, device: str) -> bool:
         """Whether it may become a rank on ``device``."""
         return self.device in ("", device)
@@ -39,23 +50,39 @@ def spare_plan(
     *,
     processes: Sequence[tuple[str, float]],
     refused: Collection[str] = (),
+    is_built: bool = False,
 ) -> SparePlan | None:
     """The spare that a run keeps by ``recovery.warm_spare``; None: none.
 
     ``processes``: the device of each rank, and when its process was asked for. A spare that holds a
     context serves the GPU of the youngest process, which is the rank that was lost last (in a run
     that has lost none: the last rank): a GPU or a sample that ends ranks does so again. On
-    ``refused`` GPUs nothing is held: there the memory is needed. On the CPU every setting but
-    ``false`` means the same.
+    ``refused`` GPUs nothing is held: there the memory is needed. ``is_built``: on the CPU, by :func:`builds_ahead`.
     """
     if not setting:
         return None
     device, _ = max(reversed(processes), key=lambda process: process[1])
     if device == "cpu":
-        return SparePlan(kind=SpareKind.CPU)
+        return SparePlan(kind=SpareKind.MODEL if is_built else SpareKind.CPU)
     if setting != SpareKind.DEVICE.value or device in refused:
         return SparePlan(kind=SpareKind.LIBRARIES)
     return SparePlan(kind=SpareKind.DEVICE, device=device)
+
+
+def builds_ahead(
+    setting: bool | str, *, build_s: float, rank_bytes: int, free_bytes: int, lost_in_a_row: int
+) -> bool:
+    """Whether a spare on the CPU builds what it may have to train.
+
+    ``build_s``: how long that took a rank; ``rank_bytes``: all that one holds; ``free_bytes``: of the machine or the
+    container, without a spare. Where it is asked for by name it is not weighed.
+    """
+    if lost_in_a_row >= LOST_BUILDING_MAX:
+        return False
+    if setting == SpareKind.MODEL.value:
+        return True
+    is_worth_it = build_s > BUILDS_MIN_S and 0 < rank_bytes <= FREE_SHARE_MAX * free_bytes
+    return setting is True and is_worth_it
 
 
 def must_end(

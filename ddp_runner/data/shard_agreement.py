@@ -12,6 +12,7 @@ from ddp_runner.data.shards import Deal, LaneMark, ShardPositions, Stand, as_tex
 
 SAID_EVERY_S = 2.0  # so much of a rank's work at most its replacement has to read again
 _EVERY_STEPS_MAX = 1000
+_RANKS = 32  # with more of them it is said more rarely: each reads what all have said
 
 
 class Exchanging(Protocol):
@@ -58,7 +59,8 @@ class ShardAgreement:
         every = 1 if stand is None else stand.every
         if 0 <= self._said_step < step:
             step_s = (now_s - self._said_s) / (step - self._said_step)
-            every = max(1, min(_EVERY_STEPS_MAX, int(SAID_EVERY_S / max(step_s, 1e-6))))
+            every_s = SAID_EVERY_S * max(1.0, deal.world_size / _RANKS)
+            every = max(1, min(_EVERY_STEPS_MAX, int(every_s / max(step_s, 1e-6))))
         answers = group.exchange(f"shards/{step}", json.dumps([every, as_text(marks)]))
         known = [json.loads(answer) for answer in answers]
         self._said_step, self._said_s = step, time.monotonic()

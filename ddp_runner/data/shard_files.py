@@ -1,17 +1,27 @@
 """Streams over many files, a shard each: lines of text, JSON lines, tar files. Never decides who reads which.
 
+Files that end in ``.gz`` or ``.tgz`` are read unpacked.
+
 Datasets(train=Shuffled(JsonLines("data/*.jsonl"), size=10_000))
 """
 
 from __future__ import annotations
 
+import codecs
 import glob
+import gzip
 import json
+import os
+import stat
 import tarfile
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
+
+from ddp_runner.core.faults import BadInputError
+
+_PACKED = (".gz", ".tgz")
 
 
 class _Files:
@@ -20,14 +30,29 @@ class _Files:
     deterministic = True  # what is read needs no random numbers
 
     def __init__(self, files: str | Path | Iterable[str | Path]) -> None:
-        """``files``: a pattern such as ``data/*.jsonl``, or paths. Raises FileNotFoundError where there is none."""
+        """``files``: a pattern such as ``data/*.jsonl``, or paths. Empty ones are left out.
+
+        Raises BadInputError where there is none, or where one cannot be read.
+        """
+        kind = type(self).__name__
         if isinstance(files, (str, Path)):
             found = sorted(glob.glob(str(files), recursive=True))  # noqa: PTH207 - of any folder
+            named = [name for name in found if not Path(name).is_dir()]
+            if found and not named:
+                expected = f"is a folder: give a pattern, such as {Path(files, '*')}"
+                raise BadInputError(kind, files, expected)
         else:
-            found = [str(path) for path in files]
-        if not found:
-            raise FileNotFoundError(f"no file matches {files}")
-        self.names = found
+            named = [str(path) for path in files]
+        if not named:
+            expected = f"matches no file (the working directory is {Path.cwd()})"
+            raise BadInputError(kind, files if isinstance(files, (str, Path)) else "[]", expected)
+        bytes_of = {name: _bytes_in(name, kind) for name in named}
+        self.names = [name for name in named if bytes_of[name]]
+        if not self.names:
+            raise BadInputError(kind, named[0], "is empty, and so is each other file")
+        packed = {name.endswith(_PACKED) for name in self.names}
+        # How much there is in each, where that can be compared.
+        self.sizes = [bytes_of[name] for name in self.names] if len(packed) == 1 else []
 
     @property
     def shards(self) -> int:
@@ -37,9 +62,9 @@ class _Files:
     @cached_property
     def lengths(self) -> list[int]:
         """How many items each file has."""
-        return [self._count(Path(name)) for name in self.names]
+        return [self._count(name) for name in self.names]
 
-    def _count(self, path: Path) -> int:
+    def _count(self, name: str) -> int:
         raise NotImplementedError
 
 
@@ -51,13 +76,8 @@ class TextLines(_Files):
 
     def read(self, shard: int, position: int | None) -> Iterator[tuple[Any, int]]:
         """Yield each line from ``position`` on, and the place behind it."""
-        with Path(self.names[shard]).open("rb") as file:
-            place = position or 0
-            file.seek(place)
-            for line in file:
-                begin, place = place, place + len(line)
-                if line.isspace():
-                    continue
+        with _opened(self.names[shard]) as file:
+            for begin, line, place in _lines(file, position or 0):
                 try:
                     item = self._item(line)
                 except ValueError as error:  # of JSON, and of Unicode
@@ -67,29 +87,29 @@ class TextLines(_Files):
     def _item(self, line: bytes) -> Any:
         return line.decode("utf-8").rstrip("\r\n")
 
-    def _count(self, path: Path) -> int:
-        with path.open("rb") as file:
-            return sum(1 for line in file if not line.isspace())
+    def _count(self, name: str) -> int:
+        with _opened(name) as file:
+            return sum(1 for _ in _lines(file, 0))
 
 
 class JsonLines(TextLines):
     """A JSON value a line. What is no JSON is an item that cannot be read (``data.on_bad_sample``)."""
 
     def _item(self, line: bytes) -> Any:
-        return json.loads(line)
+        return json.loads(line.decode("utf-8"))
 
 
 class TarSamples(_Files):
     """Samples in tar files as WebDataset lays them out: files that follow each other and share a name.
 
     A sample is a dict: ``__key__``, the name up to the first dot of its last part, and the bytes of each file by
-    what follows that dot. A position is where a sample begins, in bytes. The archives are not compressed; one
-    that is cut short ends the run. Source: https://github.com/webdataset/webdataset.
+    what follows that dot. A position is where a sample begins, in bytes. An archive that is cut short ends
+    the run. Source: https://github.com/webdataset/webdataset.
     """
 
     def read(self, shard: int, position: int | None) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield each sample from ``position`` on, and the place behind it."""
-        with Path(self.names[shard]).open("rb") as file:
+        with _opened(self.names[shard]) as file:
             file.seek(position or 0)
             sample: dict[str, Any] = {}
             end = position or 0
@@ -104,13 +124,40 @@ class TarSamples(_Files):
             if sample:
                 yield sample, -(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
-    def _count(self, path: Path) -> int:
-        with path.open("rb") as file:
+    def _count(self, name: str) -> int:
+        with _opened(name) as file:
             keys = [_name_of(member.name)[0] for member in _members(file)]
         return sum(key != before for key, before in zip(keys, [None, *keys], strict=False))
 
 
-def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+def _bytes_in(name: str, kind: str) -> int:
+    try:
+        if not stat.S_ISDIR((found := Path(name).stat()).st_mode) and os.access(name, os.R_OK):
+            return found.st_size
+        with Path(name).open("rb"):  # says why not
+            return found.st_size
+    except OSError as error:
+        raise BadInputError(kind, name, f"cannot be read: {error.strerror}") from error
+
+
+def _opened(name: str) -> IO[bytes]:
+    """A compressed one gives its content; to get to a place in it all before that is read."""
+    if name.endswith(_PACKED):
+        return cast("IO[bytes]", gzip.open(name, "rb"))
+    return Path(name).open("rb")
+
+
+def _lines(file: IO[bytes], place: int) -> Iterator[tuple[int, bytes, int]]:
+    """Where a line begins, the line, and the place behind it; those that are empty are left out."""
+    file.seek(place)
+    for line in file:
+        begin, place = place, place + len(line)
+        text = line if begin else line.removeprefix(codecs.BOM_UTF8)  # as some editors begin a file
+        if text and not text.isspace():
+            yield begin, text, place
+
+
+def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     """The regular files of the archive from where ``file`` stands; their places are those in ``file``.
 
     Raises tarfile.ReadError where the archive is cut short or damaged.
@@ -128,7 +175,7 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             raise tarfile.ReadError(f"no file begins at byte {place}, where one should")
 
 
-def _content(file: BinaryIO, member: tarfile.TarInfo) -> bytes:
+def _content(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
     if member.issparse():
         raise tarfile.ReadError(f"{member.name} is a sparse file")
     file.seek(member.offset_data)

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.core.loader_recovery import LoaderHistory, plan_loader_repair, workers_to_use
+from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.data.last_batch import Ahead, MicroBatch, NotCopiedError, copied
 from ddp_runner.data.loader_faults import (
     SAMPLES_REPLACED,
@@ -29,11 +30,11 @@ from ddp_runner.data.loader_faults import (
 from ddp_runner.data.order import micro_batches
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
 from ddp_runner.data.shard_agreement import Exchanging, ShardAgreement
-from ddp_runner.data.shards import Deal, LaneMark, ShardPositions, Stand, Turn
+from ddp_runner.data.shards import Deal, LaneMark, ShardPositions, Stand, Turn, uneven_note
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count
-from ddp_runner.data.workers.fetch import SampleFailed, SampleSource, generators_kept
+from ddp_runner.data.workers.fetch import SampleFailed, SampleSource
 from ddp_runner.data.workers.memory_files import collate_batch
 from ddp_runner.data.workers.pool import PoolSettings, WorkerPool
 from ddp_runner.data.workers.shard_source import ShardSource, Share, ShareKey
@@ -130,7 +131,9 @@ class ShardLoader:
         self._ahead = Ahead()
         self._agreement = ShardAgreement(positions)
         self.waited_s = 0.0
-        self._deal  # noqa: B018 - refuses too few shards
+        deal = self._deal  # refuses too few shards
+        note = "" if ends_at_once else uneven_note(dataset, deal)
+        self.notes = (note,) if note else ()
 
     @property
     def _deal(self) -> Deal:
@@ -276,7 +279,8 @@ class ShardLoader:
             marks = list(self._marks)
             marks[self._turn(step).lane] = given.mark
             return marks
-        stand = self._positions.stand or Stand.at_begin(self._deal)
+        begin = self._order.first_step
+        stand = self._positions.stand or Stand.at_begin(self._deal, step=begin)
         if stand.step > step or stand.deal.world_size != self._world_size:
             raise AssertionError(
                 f"step {step}: the positions are of {stand.step}, or not dealt yet"
@@ -285,7 +289,7 @@ class ShardLoader:
 
     def _turn(self, step: int) -> Turn:
         if not self._ends_at_once:
-            return Turn(step % self._deal.lanes)
+            return Turn((step - self._order.first_step) % self._deal.lanes)
         epoch, within = self._order.position(step)
         return Turn(within % self._deal.lanes, epoch)
 

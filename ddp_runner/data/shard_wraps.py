@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from ddp_runner.data.permutation import KeyedPermutation
+from ddp_runner.data.host_generators import generators_kept, seed_host
+from ddp_runner.data.permutation import KeyedPermutation, mix64
 from ddp_runner.data.shards import ShardedStream
 
 
@@ -17,6 +20,7 @@ class _Over:
 
     def __init__(self, stream: ShardedStream) -> None:
         self._stream = stream
+        self.deterministic = bool(getattr(stream, "deterministic", False))
 
     @property
     def shards(self) -> int:
@@ -25,7 +29,7 @@ class _Over:
 
     def __getattr__(self, name: str) -> Any:
         # Only where the stream has them; lengths may have to be counted, so not before they are asked for.
-        if name in ("lengths", "names"):
+        if name in ("lengths", "names", "sizes"):
             return getattr(self._stream, name)
         raise AttributeError(name)
 
@@ -38,8 +42,6 @@ class Shuffled(_Over):
     changes of items belong around it: ``Mapped(Shuffled(...), change)``.
     """
 
-    deterministic = False  # an epoch's order is drawn when a shard is begun
-
     def __init__(self, stream: ShardedStream, *, size: int) -> None:
         """Raises ValueError for a ``size`` below 1."""
         super().__init__(stream)
@@ -49,15 +51,16 @@ class Shuffled(_Over):
 
     def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
         """Yield each item, and the position behind it."""
-        # Where a shard begins, Python's generator is seeded by the run, its epoch and the shard.
+        # Where a shard is opened, Python's generator is seeded by the run, its epoch and the shard.
         begin, number, out, seed = position or (None, 0, 0, random.getrandbits(48))
+        source: Iterator[tuple[Any, Any]] | None = None
         while True:
             block, end = [], begin
-            for item, behind in self._stream.read(shard, begin):
-                block.append(item)
-                end = behind
-                if len(block) == self._size:
-                    break
+            with self._drawing(seed, number):
+                source = source or iter(self._stream.read(shard, begin))
+                for item, behind in islice(source, self._size):
+                    block.append(item)
+                    end = behind
             if not block:
                 return
             order = KeyedPermutation(seed=seed, epoch=number, size=len(block))
@@ -65,6 +68,16 @@ class Shuffled(_Over):
             for count, place in enumerate(places[out:], start=out + 1):
                 yield block[place], (begin, number, count, seed)
             begin, number, out = end, number + 1, 0
+
+    @contextmanager
+    def _drawing(self, seed: int, number: int) -> Iterator[None]:
+        """What a stream draws while it gives a block follows from the block, which may be read once more."""
+        if self.deterministic and number:  # with the first block the shard is opened
+            yield
+            return
+        with generators_kept():
+            seed_host(mix64(seed + number))
+            yield
 
 
 class Mapped(_Over):
@@ -74,11 +87,17 @@ class Mapped(_Over):
     it raises makes the item one that cannot be read (``data.on_bad_sample``).
     """
 
-    deterministic = False
-
-    def __init__(self, stream: ShardedStream, function: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        stream: ShardedStream,
+        function: Callable[[Any], Any],
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        """``deterministic``: the function draws nothing, so that nothing is seeded for it, which takes time."""
         super().__init__(stream)
         self._function = function
+        self.deterministic = self.deterministic and deterministic
 
     def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
         """Yield what is made of each item, and the position behind it."""

@@ -20,6 +20,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.permutation import KeyedPermutation
 
 _LANES = (24, 12, 8, 6, 4, 3, 2, 1)  # numbers with many divisors: so many workers suit them
+_UNEVEN = 3  # times as large as another may a lane be without a word
 _LANE_SALT = 2**20  # keeps the orders of lanes apart
 
 
@@ -30,11 +31,12 @@ class ShardedStream(Protocol):
     or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
     exception stands for one that cannot be read, and ``data.on_bad_sample`` says what is done about it; after
     an exception that ``read`` raises, it is begun again at the same position, twice, and then the run ends.
-    Python's, numpy's and torch's CPU generator are seeded for each item, unless the dataset has
-    ``deterministic = True``. What ``read`` opens it opens in a loader worker.
+    Python's, numpy's and torch's CPU generator are seeded where a shard is opened and for each item; where
+    the dataset has ``deterministic = True``, only where a shard is opened. What ``read`` opens it opens in a loader worker.
 
-    Two more attributes are used where they are: ``lengths``, how many items each shard has (then an epoch has a
-    length, and ``data.stream_end=drop`` can be had), and ``names``, what people call each shard.
+    More attributes are used where they are: ``lengths``, how many items each shard has (then an epoch has a
+    length, and ``data.stream_end=drop`` can be had); ``names``, what people call each shard; and ``sizes``, how
+    much there is in each, by any measure, to warn of shards that are uneven.
     """
 
     @property
@@ -158,10 +160,10 @@ class Stand:
     every: int = 1
 
     @classmethod
-    def at_begin(cls, deal: Deal) -> Stand:
-        """Before the first step."""
+    def at_begin(cls, deal: Deal, *, step: int = 0) -> Stand:
+        """Before the first step, of the run or of its stage."""
         one = (LaneMark(),) * deal.lanes
-        return cls(step=0, deal=deal, marks=(one,) * deal.world_size)
+        return cls(step=step, deal=deal, marks=(one,) * deal.world_size)
 
     def marks_at(
         self, step: int, *, rank: int, items: int, turn: Callable[[int], Turn]
@@ -277,6 +279,27 @@ def steps_of_epoch(lengths: Sequence[int], *, deal: Deal, shares: Sequence[int])
             items = sum(lengths[shard] for shard in deal.lane(rank, number).own)
             least = min(least, items // share * deal.lanes + number)
     return least
+
+
+def uneven_note(dataset: Any, deal: Deal) -> str:
+    """What to say where items of some shards come far more often than others; empty where they do not."""
+    sizes = getattr(dataset, "sizes", ())
+    if len(sizes) != deal.shards:
+        return ""
+    lanes = [
+        deal.lane(rank, number) for rank in range(deal.world_size) for number in range(deal.lanes)
+    ]
+    least, most = (
+        pick(lanes, key=lambda lane: sum(sizes[shard] for shard in lane.own)) for pick in (min, max)
+    )
+    few, many = (sum(sizes[shard] for shard in lane.own) for lane in (least, most))
+    if many < _UNEVEN * max(few, 1):
+        return ""
+    names = getattr(dataset, "names", None) or [f"shard {shard}" for shard in range(deal.shards)]
+    return (
+        f"the shards are uneven: items of {names[least.own[0]]} come about {many / max(few, 1):.0f} times as often as those of"
+        f" {names[most.own[0]]}; cut them into more, and more even ones"
+    )
 
 
 @lru_cache(maxsize=4)

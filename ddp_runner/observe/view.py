@@ -124,6 +124,7 @@ class RunView:
     goodput: float | None = None
     stage: str = ""  # the one that is trained, of so many; empty and 0 without stages
     stages: int = 0
+    spare: Mapping[str, object] = field(default_factory=dict)  # that waits: its kind, what it holds
 
 
 def status_record(view: RunView) -> dict[str, object]:

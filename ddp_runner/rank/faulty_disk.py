@@ -9,60 +9,78 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_runner.checkpoint.manifest import manifest_name, step_of
+from ddp_runner.checkpoint.manifest import checkpoint_name, manifest_name, step_of
 from ddp_runner.rank.fenced_disk import FencedDisk, never
 from ddp_runner.system.run_files import open_to_change
 
+TROUBLE_BYTES = 32  # of memory that two processes may share
+# The last is one more than the step, so that fresh memory has none.
+_FULL_UNTIL_NS, _DELAY_NS, _FAILS_SYNC, _NEWEST = range(4)
+
 
 class FaultyDisk(FencedDisk):
-    """The system's own disk until it is asked for trouble. Asked by the training thread, used by any."""
+    """The system's own disk until it is asked for trouble. Asked by the training thread, used by any.
 
-    def __init__(self, is_fenced: Callable[[], bool] = never) -> None:
+    ``trouble``: what is asked, where it is another process that writes; ``folder``: where checkpoints are.
+    """
+
+    def __init__(
+        self,
+        is_fenced: Callable[[], bool] = never,
+        *,
+        trouble: memoryview | None = None,
+        folder: Path | None = None,
+    ) -> None:
         super().__init__(is_fenced)
-        self._full_until_s = 0.0
-        self._delay_s = 0.0
-        self._fails_sync = False
-        self._newest: Path | None = None
+        bytes_of = memoryview(bytearray(TROUBLE_BYTES)) if trouble is None else trouble
+        self._cells = bytes_of[:TROUBLE_BYTES].cast("q")
+        self._folder = folder
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether this process has published one that can be damaged, and writes no newer one."""
+        """Whether one has been published that can be damaged, and no newer one is being written."""
         newest = self._newest
         return newest is not None and _manifest_of(newest).exists()
 
     def fill(self, *, seconds: float) -> None:
         """Refuse every write for so long."""
-        self._full_until_s = time.monotonic() + seconds
+        self._cells[_FULL_UNTIL_NS] = time.monotonic_ns() + int(seconds * 1e9)
 
     def slow_down(self, *, seconds: float) -> None:
         """Take so much longer for the next write."""
-        self._delay_s += seconds
+        self._cells[_DELAY_NS] += int(seconds * 1e9)
 
     def fail_next_sync(self) -> None:
         """Have the next sync of a file fail as on a broken device; the bytes may or may not be there."""
-        self._fails_sync = True
+        self._cells[_FAILS_SYNC] = 1
 
     def damage_newest(self) -> None:
         """Turn over a byte in the middle of the newest checkpoint; nothing where there is none."""
-        if self._newest is None:
+        newest = self._newest
+        if newest is None:
             return
-        with os.fdopen(open_to_change(self._newest), "rb+") as file:
+        with os.fdopen(open_to_change(newest), "rb+") as file:
             middle = file.seek(0, os.SEEK_END) // 2
             byte = os.pread(file.fileno(), 1, middle)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 0xFF]), middle)
 
+    @property
+    def _newest(self) -> Path | None:
+        number, folder = self._cells[_NEWEST], self._folder
+        return folder / checkpoint_name(number - 1) if number and folder is not None else None
+
     def open_temporary(self, path: Path) -> int:
         """As the system does it; what comes to be is no checkpoint yet."""
         if ".pt." in path.name:
-            self._newest = None
+            self._cells[_NEWEST] = 0
         return super().open_temporary(path)
 
     def write(self, handle: int, data: memoryview) -> None:
         """Append all of ``data``, unless the system refuses it: by a limit on the size of files."""
-        delay_s, self._delay_s = self._delay_s, 0.0
-        if delay_s:
-            time.sleep(delay_s)
-        if time.monotonic() >= self._full_until_s:
+        delay_ns, self._cells[_DELAY_NS] = self._cells[_DELAY_NS], 0
+        if delay_ns:
+            time.sleep(delay_ns / 1e9)
+        if time.monotonic_ns() >= self._cells[_FULL_UNTIL_NS]:
             super().write(handle, data)
             return
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -74,7 +92,7 @@ class FaultyDisk(FencedDisk):
 
     def sync_file(self, handle: int) -> None:
         """fsync(2), unless it is to fail."""
-        fails, self._fails_sync = self._fails_sync, False
+        fails, self._cells[_FAILS_SYNC] = self._cells[_FAILS_SYNC], 0
         if fails:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         super().sync_file(handle)
@@ -82,8 +100,9 @@ class FaultyDisk(FencedDisk):
     def replace(self, source: Path, target: Path) -> None:
         """rename(2); remembers the checkpoint that is published by it."""
         super().replace(source, target)
-        if target.suffix == ".pt" and step_of(target.name) is not None:
-            self._newest = target
+        step = step_of(target.name) if target.suffix == ".pt" else None
+        if step is not None:
+            self._folder, self._cells[_NEWEST] = target.parent, step + 1
 
 
 def _manifest_of(path: Path) -> Path:

@@ -30,6 +30,7 @@ from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel
 from ddp_runner.system.folder_owner import FolderOwner
 from ddp_runner.system.interfaces import interface_of, interface_to
+from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.failure import fault_of
 from ddp_runner.training.loaders import collective_timeout_s
 from ddp_runner.training.runtime import RankInfo
@@ -38,10 +39,13 @@ from ddp_runner.training.trainer import DDPTrainer
 STACKS_SIGNAL = signal.SIGRTMIN  # nobody sends it to all processes of a run
 
 
-def main(request: Fork, descriptors: list[int]) -> int:
-    """Run one rank; returns its exit status. ``descriptors``: control channel, board, output."""
+def main(request: Fork, descriptors: list[int], built: BuiltAhead | None = None) -> int:
+    """Run one rank; returns its exit status. ``descriptors``: control channel, board, output.
+
+    ``built``: what this process has built before it was a rank.
+    """
     settings, runtime = begin(request, descriptors)
-    status = _train(settings, runtime)
+    status = _train(settings, runtime, built)
     run_exit_functions()
     return status
 
@@ -71,6 +75,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         device_free_bytes=int(spec["device_free_bytes"]),
         preload=tuple(spec["preload"]),
         memory_slots=tuple(spec["memory_slots"]),
+        saver_bell=str(spec["saver_bell"]),
         log_folder=int(spec.get("log_folder", 0)),
         other_devices=tuple(spec.get("other_devices", ())),
         mode=str(spec.get("mode", "")),
@@ -93,8 +98,23 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         link=link,
         injections=_injections(settings, spec),
         owner=FolderOwner(Path(settings.run.checkpoint_dir), term) if term else None,
+        trouble=shared_trouble(str(spec["saver_trouble"])) if request.rank == 0 else None,
+        folder=Path(settings.run.checkpoint_dir),
     )
     return config_with_resume(settings, str(spec["resume"])), runtime
+
+
+def shared_trouble(path: str) -> memoryview | None:
+    """What is injected into the disk, where another process writes; None where nothing is shared."""
+    if not path:
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # the supervisor has just ended, and so does this process
+        return None
+    memory = mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+    return memoryview(memory)
 
 
 def _injections(settings: Any, spec: dict[str, Any]) -> dict[int, Injection] | None:
@@ -168,7 +188,7 @@ def report_end(runtime: SupervisedRuntime, error: BaseException) -> None:
     runtime.report(Faulted(generation=reading.generation, fault=fault))
 
 
-def _train(settings: Any, runtime: SupervisedRuntime) -> int:
+def _train(settings: Any, runtime: SupervisedRuntime, built: BuiltAhead | None) -> int:
     """The rank boundary: whatever escapes the trainer becomes a Fault and an exit status."""
     try:
         DDPTrainer(
@@ -176,6 +196,7 @@ def _train(settings: Any, runtime: SupervisedRuntime) -> int:
             world_size=runtime.rank_info.world_size,
             config=settings,
             runtime=runtime,
+            built=built,
         ).train()
     except ReportedFaultError:
         return 1

@@ -127,15 +127,23 @@ class SupervisedRuntime:
         link: StoreLink,
         injections: dict[int, Injection] | None = None,
         owner: FolderOwner | None = None,
+        trouble: memoryview | None = None,
+        folder: Path | None = None,
     ) -> None:
-        """``owner``: of the checkpoint folder, where several coordinators might take it."""
+        """``owner``: of the checkpoint folder, where several coordinators might take it.
+
+        ``trouble`` and ``folder``: of :class:`FaultyDisk`.
+        """
         self.rank_info = rank_info
         self.run_id = ""
         self._loader_pids: tuple[int, ...] = ()
         self._owner = owner
         self._fence = slot  # itself: what is injected does not change what may be published
         self.disk: Disk = FencedDisk(self._may_not_publish)
-        self.slot = slot if injections is None else self._injecting(slot, injections)
+        self.slot = slot
+        if injections is not None:
+            self.disk = disk = FaultyDisk(self._may_not_publish, trouble=trouble, folder=folder)
+            self.slot = self._injecting(slot, injections, disk)
         self.logger = logger
         self._channel = channel
         self._link = link
@@ -206,8 +214,9 @@ class SupervisedRuntime:
         is_anothers = self._owner is not None and self._owner.is_other()
         return may_not_publish(self._fence, time.monotonic_ns()) or is_anothers
 
-    def _injecting(self, slot: Slot, injections: dict[int, Injection]) -> Slot:
-        self.disk = disk = FaultyDisk(self._may_not_publish)
+    def _injecting(
+        self, slot: Slot, injections: dict[int, Injection], disk: FaultyDisk
+    ) -> InjectingSlot:
         return InjectingSlot(
             slot,
             injections,

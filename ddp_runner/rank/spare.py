@@ -1,7 +1,8 @@
 """A spare: forked and warmed up ahead, then asleep until it is made the rank that has died.
 
 It runs nothing of the user's beyond what the zygote has imported, and keeps no more memory of its
-own than what it has warmed up: on a GPU none, or a context on the one that it serves.
+own than what it has warmed up: on a GPU none, or a context on the one that it serves. One that builds
+ahead (building) has run the task's own building, too, and holds what that made.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import contextlib
 import gc
 import os
 import random
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,7 @@ from ddp_runner.core.spare import SpareKind
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.rank import process
+from ddp_runner.rank.building import Built, build, first_to_end, spare_children
 from ddp_runner.rank.cuda_driver import CudaDriver, load_libraries, used_bytes
 from ddp_runner.system import parent_death
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
@@ -51,28 +55,44 @@ def wait(request: Fork, descriptors: list[int]) -> int:
     control, output = descriptors
     for stream in (1, 2):  # its zygote's until now
         os.dup2(output, stream)
-    os.close(output)
     channel = Channel.from_descriptor(control)
     spec: dict[str, Any] = request.spec
     torch.set_num_threads(int(spec["threads"]))
-    device_bytes = _prepare(
-        SpareKind(spec["kind"]), config.from_record(spec["settings"]), str(spec["device"])
-    )
-    try:
-        channel.send(SpareReady(device_bytes=device_bytes))
-        taken, inherited = channel.receive()
-    except ChannelClosedError:
-        return 0
+    kind, settings = SpareKind(spec["kind"]), config.from_record(spec["settings"])
+    device_bytes = _prepare(kind, settings, str(spec["device"]))
+    with contextlib.ExitStack() as held:
+        built: Built | None = None
+        if kind is SpareKind.MODEL:
+            score = held.enter_context(first_to_end())
+            built = build(settings, spec)
+            spare_children(score)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        ready = SpareReady(device_bytes=device_bytes)
+        if built is not None:
+            ready = replace(ready, built_bytes=built.held_bytes, build_s=built.took_s)
+        try:
+            channel.send(ready)
+            taken, inherited = channel.receive()
+        except ChannelClosedError:
+            return 0
     channel.close()
     if not isinstance(taken, Fork):
         raise TypeError(f"a spare only becomes a rank; got {type(taken).__name__}")
-    return process.main(taken, inherited)
+    if built is None:
+        os.close(output)
+        return process.main(taken, inherited)
+    # What the task has said is the rank's, wherever it may have led its output since.
+    with contextlib.suppress(OSError):
+        os.write(inherited[-1], os.pread(output, os.fstat(output).st_size, 0))
+    os.close(output)
+    return process.main(taken, inherited, built.ahead)
 
 
 def _prepare(kind: SpareKind, settings: Settings, device: str) -> int:
     """Do what a spare of this kind does ahead; returns the bytes of ``device`` that it holds then."""
     match kind:
-        case SpareKind.CPU:
+        case SpareKind.CPU | SpareKind.MODEL:
             warm_up(settings)
         case SpareKind.LIBRARIES:
             start_libraries()

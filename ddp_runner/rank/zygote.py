@@ -24,7 +24,9 @@ from typing import NoReturn
 from ddp_runner import start
 from ddp_runner.core.messages import (
     DRILL_RANK,
+    IMPORT_RANK,
     NO_PROCESS,
+    SAVER_RANK,
     SPARE_RANK,
     STANDBY_RANK,
     STORE_RANK,
@@ -52,6 +54,7 @@ _PRELOADED = (
     "ddp_runner.rank.process",
     "ddp_runner.rank.spare",
     "ddp_runner.rank.drill",
+    "ddp_runner.rank.saver",
     "ddp_runner.rank.store_host",
 )
 
@@ -216,7 +219,7 @@ def serve(channel: Channel, supervisor_pid: int) -> None:
         try:
             pid = fork_to_supervisor(supervisor_pid, run)
         except OSError:
-            if message.rank not in (SPARE_RANK, STANDBY_RANK, DRILL_RANK):
+            if message.rank not in (SPARE_RANK, STANDBY_RANK, DRILL_RANK, SAVER_RANK):
                 raise
             pid = NO_PROCESS
         for descriptor in descriptors:
@@ -240,8 +243,10 @@ def _run(request: Fork, inherited: list[int], supervisor_pid: int) -> int:
         from ddp_runner.rank import attached  # noqa: PLC0415 - as above
 
         raise ProgramBegins(lambda: attached.run(request, inherited))
-    from ddp_runner.rank import drill, process, spare  # noqa: PLC0415 - as above
+    from ddp_runner.rank import drill, process, saver, spare  # noqa: PLC0415 - as above
 
+    if request.rank == SAVER_RANK:
+        return saver.main(request, inherited)
     if request.rank == SPARE_RANK:
         return spare.wait(request, inherited)
     if request.rank == DRILL_RANK:
@@ -297,10 +302,20 @@ def main(arguments: list[str]) -> int:
     channel = Channel.from_descriptor(descriptor)
     wanted, left_out = arguments[2] if len(arguments) > 2 else "", arguments[3:]
     environment = dict(os.environ)  # before anybody's import changes it
+    ahead_s = 0.0
+    if wanted == start.ZYGOTE_AHEAD:
+        ahead_s = preload("")
+        try:
+            message, _ = channel.receive()
+        except ChannelClosedError:
+            return 0
+        assert isinstance(message, Fork), "what else to import is sent first of all"
+        assert message.rank == IMPORT_RANK
+        wanted = str(message.spec["wanted"])
     try:
         kind = next((one for one in _PRELOADED_FOR if wanted.startswith(one)), None)
         if kind is None:
-            import_s = preload(wanted)
+            import_s = ahead_s + preload(wanted)
         else:
             modules = wanted.removeprefix(kind)
             import_s = preload_for_programs(kind, modules.split(",") if modules else ())

@@ -32,6 +32,7 @@ from ddp_runner.supervisor.processes.children import Ended, end_descendants
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.resources import StorePlace, remove_temporary_files
+from ddp_runner.supervisor.processes.zygote_start import ZygoteAhead
 from ddp_runner.supervisor.reporting.outputs import Outputs
 from ddp_runner.supervisor.reporting.page_keeper import PageKeeper
 from ddp_runner.supervisor.reporting.run_facts import Ending
@@ -58,10 +59,12 @@ FAULTS_SHOWN = 3
 _QUIT = "SIGQUIT"  # a shell has its background jobs ignore it; a run ends of it all the same
 
 
-def supervise(plan: LaunchPlan, place: Place | None = None) -> int:
+def supervise(
+    plan: LaunchPlan, place: Place | None = None, *, ahead: ZygoteAhead | None = None
+) -> int:
     """Run ``plan`` to its end and return the exit code.
 
-    ``place``: this machine's in a run on several, of which it is the coordinator. Must be called from the main thread. Raises BadInputError before any process was started; after
+    ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: what may import torch already. Must be called from the main thread. Raises BadInputError before any process was started; after
     that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
@@ -74,7 +77,7 @@ def supervise(plan: LaunchPlan, place: Place | None = None) -> int:
             return _coordinate(
                 plan, place, signals=signals, selector=selector, directories=directories
             )
-        node = Node(plan, selector, system=Linux(), clock=SYSTEM_CLOCK)
+        node = Node(plan, selector, system=Linux(ahead), clock=SYSTEM_CLOCK)
         make: Callable[..., Supervisor] = Supervisor
         if plan.script is not None:
             make = partial(ScriptSupervisor, script=plan.script)
@@ -233,6 +236,7 @@ class _Loop:
         self._shown_at_s = 0.0
         self._status_at_s = 0.0
         self._memory_at_s = 0.0
+        self._is_hurried = False  # nothing is waited for
         selector.register(signals, selectors.EVENT_READ, None)
 
     def run(self) -> int:
@@ -319,6 +323,7 @@ class _Loop:
                 by = INSISTENT.get(signal.Signals(number), StopSignal.OTHER)
                 self._supervisor.ask_stop(reason, by=by)
             elif number == signal.SIGQUIT and self._supervisor.ending is None:
+                self._is_hurried = True
                 line = f"{_QUIT}: ended at once"
                 self._supervisor.run_end.at_once(Ending.of(RunStatus.FAILED, line))
             elif number == SAVE_SIGNAL:
@@ -384,6 +389,8 @@ class _Loop:
         if self._others is not None:
             self._others.announce_end(exit_code=int(ending.exit_code), line=ending.reason)
         self._watch.end()
+        if ending.status in (RunStatus.FAILED, RunStatus.GAVE_UP) and not self._is_hurried:
+            supervisor.keeper.savers.finish(is_cut_short=self._is_interrupted)
         stays = set(self._trackers.pids)
         if self._after_save.is_owed:
             beside = (self._after_save.pid, self._node.guardian.pid)

@@ -1,4 +1,4 @@
-"""Looks after the processes of this machine that are no ranks: zygote, store, spare, who stands by, drill."""
+"""Looks after the processes of this machine that are no ranks: zygote, store, spare, saver, drill."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ddp_runner.supervisor.processes.children import Ended
 from ddp_runner.supervisor.processes.departures import (
     DrillEnded,
     HelperDeparture,
+    SaverEnded,
     SpareEnded,
     StandbyEnded,
     StoreEnded,
@@ -29,6 +30,7 @@ from ddp_runner.supervisor.processes.endings import store_died
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes, Respawns, SeesImport
 from ddp_runner.supervisor.recovery.drills import DrillKeeper
+from ddp_runner.supervisor.recovery.saver_keeper import SaverKeeper
 from ddp_runner.supervisor.recovery.spare_keeper import SpareKeeper
 from ddp_runner.supervisor.recovery.zygote_keeper import NoZygote, ZygoteKeeper
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
@@ -64,6 +66,12 @@ class NodeKeeper:
             plan, facts, node=node, world=world, recorder=recorder, repair=repair
         )
         self.drills = DrillKeeper(plan, node=node, recorder=recorder)
+        self.savers = SaverKeeper(plan, node=node, recorder=recorder)
+
+    def look_beside(self, now_s: float, *, fault_free: bool) -> None:
+        """At each turn of the run, also while it ends: those that work for it, and are no part of a repair."""
+        self.drills.look(now_s, fault_free=fault_free)
+        self.savers.look(now_s)
 
     def on_message(self, message: Message) -> Ended | None:
         """One of them has something to say. Returns the end of a fork that was reaped before it had a name."""
@@ -93,13 +101,16 @@ class NodeKeeper:
     def _on_forked(self, forked: Forked) -> Ended | None:
         is_standby = self.zygotes.is_standby(forked)
         is_drill = self._node.drill is not None and self._node.drill.token == forked.token
+        is_saver = self.savers.is_saver(forked)
         rank, ended = self._node.claim(forked)
         if rank is not None:
             self._world.ranks[rank].pid = forked.pid
         if forked.pid == NO_PROCESS and is_standby:
             self.zygotes.standby_refused(self._clock.monotonic())
-        elif forked.pid == NO_PROCESS and not is_drill:
+        elif forked.pid == NO_PROCESS and not (is_drill or is_saver):
             self.spares.lost(self._clock.monotonic())
+        if is_saver:
+            self.savers.was_forked(forked)
         self.spares.was_forked(forked)
         return ended
 
@@ -118,6 +129,9 @@ class NodeKeeper:
             case DrillEnded():
                 self._claim_kernel_kill(ended)
                 self.drills.ended(ended, output)
+            case SaverEnded():
+                self._claim_kernel_kill(ended)
+                self.savers.ended(ended, output, self._clock.monotonic())
             case StandbyEnded():
                 self.zygotes.standby_ended(ended)
             case StoreEnded():

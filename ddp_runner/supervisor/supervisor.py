@@ -344,7 +344,7 @@ class Supervisor:
         self.facts.committed_step = max(self.world.present_cells(Cell.COMMITTED_STEP))
         self._cutting.look(now_s)
         self.run_end.refuse_inexact()
-        self.keeper.drills.look(now_s, fault_free=self._is_fault_free)
+        self.keeper.look_beside(now_s, fault_free=self._is_fault_free)
         if self._is_at_its_end(now_s):
             return
         self.keeper.zygotes.look(now_s)

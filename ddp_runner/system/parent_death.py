@@ -12,6 +12,10 @@ import ctypes
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # What every process of a run inherits, so that what user code has started can be recognized.
 MARK_VARIABLE = "DDP_RUNNER_MARK"
@@ -53,16 +57,36 @@ def set_process_name(name: str) -> None:
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 
+def marked(environment: Mapping[str, str], run_mark: str) -> dict[str, str]:
+    """``environment`` for the processes of a run; a run inside another one's rank has two marks."""
+    marks = [mark for mark in environment.get(MARK_VARIABLE, "").split(",") if mark]
+    return {**environment, MARK_VARIABLE: ",".join([*marks, run_mark])}
+
+
 def rank_mark(run_mark: str, pid: int) -> str:
     """What the processes carry that the rank of this pid has started, beside the mark of the run."""
     return f"{run_mark}.{pid}"
 
 
+def semaphores_of(pid: int) -> str:
+    """How the names of semaphores begin that a rank makes for its workers."""
+    return f"ddp{pid}-"
+
+
 def mark_own_children() -> None:
-    """In a rank: have what user code starts from here on carry this rank's mark, in its own session."""
+    """In a rank: have what user code starts from here on carry this rank's mark, in its own session.
+
+    So do the names that multiprocessing gives to semaphores. It removes each at once, but a rank that
+    is killed in between leaves one, of which nobody else would know whose it was.
+    """
+    from multiprocessing import current_process  # noqa: PLC0415 - a launch need not wait for it
+
+    prefix = "/" + semaphores_of(os.getpid()).rstrip("-")
+    with contextlib.suppress(AttributeError, TypeError):  # another Python may have no such thing
+        current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]  # noqa: SLF001
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
     marks = os.environ.get(MARK_VARIABLE, "")
-    if marks:
+    if marks and not marks.endswith(f".{os.getpid()}"):  # a spare that has built has done so
         run_mark = marks.rpartition(",")[2]
         os.environ[MARK_VARIABLE] = f"{marks},{rank_mark(run_mark, os.getpid())}"

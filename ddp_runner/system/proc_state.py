@@ -39,6 +39,11 @@ def is_stopped(pid: int | None) -> bool:
     return stat_fields(pid)[:1] == ["T"]
 
 
+def waits_for_disk(pid: int) -> bool:
+    """Whether the kernel has it wait for a device (state D), where no signal ends it before that answers."""
+    return stat_fields(pid)[:1] == ["D"]
+
+
 def cpu_ticks(pid: int) -> int | None:
     """Time that all threads of the process have computed, in ticks (SC_CLK_TCK); None where there is none."""
     fields = stat_fields(pid)

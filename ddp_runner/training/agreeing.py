@@ -61,7 +61,10 @@ def bring_to_newest(
         was_left = has_trained and state.committed_step == EMPTY_STEP
         learnt = state.tuning
         received = receive_state(
-            group, source=election.source, on_progress=lambda: _show_progress(parts)
+            group,
+            source=election.source,
+            into=state.to_write_over(),
+            on_progress=lambda: _show_progress(parts),
         )
         state.restore(received)
         if was_left:

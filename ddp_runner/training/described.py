@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ddp_runner import config
@@ -12,9 +14,11 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.run_stages import StageOfFile, StagePlace
 from ddp_runner.core.secrets import holds_secret
 from ddp_runner.core.settings import JsonValue, Settings
+from ddp_runner.observe.trackers.position import position_path, read_position
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.task import Describes, Task
 
+_NONE: Mapping[str, JsonValue] = MappingProxyType({})
 _CHARACTERS_MAX = 20_000  # it stands in every manifest
 
 
@@ -24,11 +28,12 @@ def about_file(
     loss: float,
     settings: Mapping[str, JsonValue],
     place: StagePlace | None = None,
+    trackers: Mapping[str, JsonValue] = _NONE,
 ) -> dict[str, JsonValue]:
     """What people and tools want to know of a file without reading it.
 
     ``loss``: of the last step. ``settings``: without secrets. What is no number is left out. ``place``: the
-    stage, by which a run of stages knows where it goes on.
+    stage, by which a run of stages knows where it goes on. ``trackers``: of :func:`tracker_ids`.
     """
     shown: dict[str, object] = {n: value for n, value in settings.items() if n != "stage"}
     found: dict[str, JsonValue] = {"settings": shown}
@@ -39,7 +44,18 @@ def about_file(
     if math.isfinite(loss):
         found["loss"] = loss
     figures = {name: one for name, one in state.figures.items() if math.isfinite(one)}
-    return found | ({"figures": {**figures}} if figures else {})
+    found |= {"figures": {**figures}} if figures else {}
+    return found | ({"trackers": {**trackers}} if trackers else {})
+
+
+def tracker_ids(settings: Settings) -> dict[str, JsonValue]:
+    """What each tracker that has runs of its own calls this one, and its link, as far as it is known by now."""
+    found: dict[str, JsonValue] = {}
+    for name in settings.log.trackers:
+        kept = read_position(position_path(Path(settings.run.log_dir), name)).get("kept")
+        if isinstance(kept, Mapping) and kept.get("id"):
+            found[name] = {"id": str(kept["id"]), "link": str(kept.get("link", ""))}
+    return found
 
 
 def described(task: Task, settings: Settings) -> dict[str, Any]:

@@ -379,7 +379,7 @@ class NumericsGuard:
             send_state(self._group, self._state.capture(), to=others)
         else:
             with waiting_for_peers(self._runtime.slot):
-                received = receive_state(self._group, source=0)
+                received = receive_state(self._group, source=0, into=self._state.to_write_over())
             self._state.restore(received)
         self._runtime.slot.set(Cell.COMMITTED_STEP, self._state.committed_step)
         action = f"rolled back to step {self._state.committed_step}"

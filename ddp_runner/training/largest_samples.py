@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from ddp_runner.core.settings import Settings
-from ddp_runner.data.workers.fetch import generators_kept
+from ddp_runner.data.host_generators import generators_kept
 from ddp_runner.training.components.rng import seed_all
 from ddp_runner.training.task import Datasets
 

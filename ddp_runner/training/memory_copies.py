@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ddp_runner.checkpoint.background import BackgroundSave
 from ddp_runner.checkpoint.left_out import start_sha256
 from ddp_runner.checkpoint.memory_slots import MemorySlots
-from ddp_runner.checkpoint.store import Saved, made_here
+from ddp_runner.checkpoint.ordered_saves import NobodyWritesError, OrderedSaves, ring
+from ddp_runner.checkpoint.save_orders import SaveOrder
+from ddp_runner.checkpoint.store import CheckpointStore, Saved, made_here
+from ddp_runner.core.board import Cell
 from ddp_runner.core.checkpoint_interval import CopyInterval
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.training.components.tensor_hash import tensor_hash
@@ -30,13 +35,26 @@ def open_slots(info: RankInfo) -> MemorySlots | None:
 
 
 class MemoryCopies:
-    """One rank's. All calls come from the training thread, but for what :meth:`sealing` returns."""
+    """One rank's. All calls come from the training thread, but for what :meth:`sealing` returns.
 
-    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+    ``store``: whose files are made of copies, by a process of their own where the supervisor has one.
+    """
+
+    def __init__(self, settings: Settings, runtime: Runtime, store: CheckpointStore) -> None:
         self.slots = open_slots(runtime.rank_info)
+        self._runtime = runtime
         self._logger = runtime.logger
+        self._orders: OrderedSaves | None = None
+        bell = runtime.rank_info.saver_bell
+        if self.slots is not None and bell:
+            with contextlib.suppress(OSError):  # as above
+                end = os.open(bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._orders = OrderedSaves(self.slots, store, ring=partial(ring, end))
         self._is_by_time = settings.checkpoint.memory_every == "auto"
         self._interval = CopyInterval(now_s=time.monotonic())
+        if self.slots is not None:
+            # Ranks 0 that die one soon after the other must not put copies off for good.
+            self._interval.began(now_s=time.monotonic() - self.slots.age_s)
         self._compare_s = 0.0
 
     def is_time(self, *, step_s: float) -> bool:
@@ -74,21 +92,43 @@ class MemoryCopies:
         self._logger.warning(
             f"no room in memory for {COPIES_HELD} copies of the state"
             f" ({COPIES_HELD * needed_bytes / 1e9:.2f} GB): where all ranks end at once, the run goes on"
-            " from the newest file (checkpoint.memory_every=0 does not ask for them)"
+            " from the newest file, which rank 0 writes itself (checkpoint.memory_every=0 does not ask for them)"
         )
-        self.slots = None
+        self.slots = self._orders = None
+
+    def left_to_write(self) -> SaveOrder | None:
+        """What a rank before has left to the process that writes, if that is not done yet."""
+        return None if self._orders is None else self._orders.oldest()
+
+    def written(self, order: SaveOrder) -> Saved | None:
+        """Return once that is done; raises what came of it. For any thread."""
+        assert self._orders is not None, "only who can order is asked to wait"
+        try:
+            return self._orders.wait(order.sealed)
+        except NobodyWritesError as error:
+            raise RuntimeError("no process is there that writes it") from error
 
     def sealing(
         self, facts: Mapping[str, JsonValue], write: Callable[[dict[str, Any]], Saved] | None
     ) -> Callable[[dict[str, Any]], Saved | None]:
         """What a thread does with a copy that is proven: say that it is whole, then ``write`` the file."""
-        slots = self.slots
+        slots, orders = self.slots, self._orders if write is not None else None
 
         def seal(content: dict[str, Any]) -> Saved | None:
-            if slots is not None:
-                start = start_sha256(content)
-                slots.seal(content, {**facts, "start_sha256": start, **made_here()})
-            return None if write is None else write(content)
+            if slots is None:
+                return None if write is None else write(content)
+            start = start_sha256(content)
+            described = {**facts, "start_sha256": start, **made_here()}
+            if orders is None or self._runtime.slot.get(Cell.FENCED):
+                slots.seal(content, described)
+                return None if write is None else write(content)
+            sealed = slots.seal(content, described, for_file=orders.for_file)
+            try:
+                return orders.wait(sealed)
+            except NobodyWritesError:
+                assert write is not None
+                self._logger.warning("no process is there that writes checkpoints: this rank does")
+                return write(content)
 
         return seal
 

@@ -65,6 +65,7 @@ class RankInfo:
     device_free_bytes: int = 0
     preload: tuple[str, ...] = ()
     memory_slots: tuple[str, ...] = ()  # where copies of the state outlive this process
+    saver_bell: str = ""  # what wakes the process that writes them to files; empty: there is none
     log_folder: int = 0  # ranks with the same number write their logs into one folder
     other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches
     mode: str = ""  # how several devices are used and why, in words; empty: nobody chose

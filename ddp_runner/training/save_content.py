@@ -7,7 +7,7 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.settings import JsonValue, Settings
-from ddp_runner.training.described import about_file
+from ddp_runner.training.described import about_file, tracker_ids
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.state import TrainState
@@ -62,6 +62,7 @@ class SaveContent:
                 loss=self._progress.loss,
                 settings=self._settings_record,
                 place=self._settings.stage,
+                trackers=tracker_ids(self._settings),
             ),
             "monitored": self._state.monitored(self._workload.monitor),
             "monitor": self._workload.monitor.name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,12 +74,13 @@ class Saving:
         )
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
-        self._copies = MemoryCopies(settings, runtime)
+        self._copies = MemoryCopies(settings, runtime, store)
         self._saver = BackgroundSaver(self._copies.slots)
         self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save
-        # What training waited to have it proven; None: not yet.
-        self._compare_s: float | None = None
+        self._compare_s: float | None = (
+            None  # what training waited to have it proven; None: not yet
+        )
         self._put_off = ""  # why a save came due while another one was under way
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
@@ -120,6 +121,13 @@ class Saving:
         self._collect(timeout_s=0.0)
         if self._copies.slots is not None and not self._saver.is_busy:
             self._begin(COPY)
+
+    def take_over(self) -> None:
+        """Go on with the save that a rank before has left to be written, if there is one."""
+        order = None if self._saver.is_busy else self._copies.left_to_write()
+        if order is not None:
+            self._is_copying, self._begun_step, self._compare_s = False, order.step, 0.0
+            self._saver.take_up(partial(self._copies.written, order))
 
     def put_off(self, reason: str) -> None:
         """Save not now but at a later boundary: :meth:`asks` says so until it has come."""
@@ -220,15 +228,13 @@ class Saving:
         if self._is_copying:
             return
         self._interval.compared(compare_s)
-        if (
-            self._compare_s is None
-        ):  # else it is for the save's sake no more, which is being written
+        if self._compare_s is None:  # else the save is being written, and it is not for its sake
             self._compare_s = compare_s
 
     def stepped(self, step_s: float) -> None:
         """A step has ended, which took so long without what it waited for a save."""
-        is_busy = self._saver.is_busy
-        is_copying, is_saving = is_busy and self._is_copying, is_busy and not self._is_copying
+        is_copying = self._saver.is_busy and self._is_copying
+        is_saving = self._saver.is_busy and not self._is_copying
         if not is_copying:
             self._interval.stepped(step_s, beside_save=is_saving)
         if not is_saving:
@@ -264,6 +270,7 @@ class Saving:
         state = self._state
         reported_step, cause, is_its_own = self._progress.checkpoint_step, "", True
         try:
+            self.take_over()
             self.settle()
             just_reported = reported_step != self._progress.checkpoint_step == state.committed_step
             if state.is_in_doubt:
@@ -328,15 +335,13 @@ class Saving:
             self._put_off = ""
             self.save_requests.begun()
             self._interval.began(now_s=time.monotonic())
-        began_ns = self._enter()
-        try:
-            self._start_saving(reason)
-        except (RuntimeError, MemoryError) as error:
-            cause = f"no checkpoint could be begun ({type(error).__name__}: {error})"
-            if not self._is_copying:
-                self._failed(self._disk_faults.storage_failed(cause))
-        finally:
-            self._leave(began_ns)
+        with self._at_disk():
+            try:
+                self._start_saving(reason)
+            except (RuntimeError, MemoryError) as error:
+                cause = f"no checkpoint could be begun ({type(error).__name__}: {error})"
+                if not self._is_copying:
+                    self._failed(self._disk_faults.storage_failed(cause))
 
     def _start_saving(self, reason: str) -> None:
         """Raises RuntimeError or MemoryError where there is no thread, or no memory at all, for it."""
@@ -392,11 +397,8 @@ class Saving:
         return self.content.facts(reason, pace=self._interval.to_record(now_s=time.monotonic()))
 
     def _save_at_once(self, store: CheckpointStore, *, reason: str) -> Saved:
-        began_ns = self._enter()
-        try:
+        with self._at_disk():
             return self.writer(reason, store)(self.content.for_file())
-        finally:
-            self._leave(began_ns)
 
     def _save_last(self, reason: str, *, compare_s: float = 0.0) -> Fault | None:
         """Save, if need be elsewhere: then what the disk says that has the other checkpoints."""
@@ -410,12 +412,8 @@ class Saving:
         """Report the save under way if it ends within the time."""
         if not self._saver.is_busy:
             return
-        began_ns = self._enter() if timeout_s != 0.0 else None
-        try:
+        with self._at_disk() if timeout_s != 0.0 else contextlib.nullcontext():
             ended = self._saver.take_ended(timeout_s)
-        finally:
-            if began_ns is not None:
-                self._leave(began_ns)
         if ended is not None:
             self._conclude(ended)
 
@@ -487,14 +485,15 @@ class Saving:
     def _release_state(self) -> None:
         """Called before anything changes what a copy may still be reading."""
         if self._saver.reads_state:
-            began_ns = self._enter()
-            self._saver.release_state()
-            self._leave(began_ns)
+            with self._at_disk():
+                self._saver.release_state()
 
-    def _enter(self) -> int:
-        now_ns = time.monotonic_ns()
-        self._runtime.slot.stamp(Phase.CHECKPOINT, now_ns)
-        return now_ns
-
-    def _leave(self, began_ns: int) -> None:
-        self._runtime.slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)
+    @contextlib.contextmanager
+    def _at_disk(self) -> Iterator[None]:
+        """Around what the training thread gives to a save: shown, and counted."""
+        began_ns = time.monotonic_ns()
+        self._runtime.slot.stamp(Phase.CHECKPOINT, began_ns)
+        try:
+            yield
+        finally:
+            self._runtime.slot.add(Cell.CHECKPOINT_NS, time.monotonic_ns() - began_ns)

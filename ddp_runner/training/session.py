@@ -121,6 +121,8 @@ class Session:
         parts.runtime.slot.begin_between(parts.state.committed_step)
         if group.rank != 0:
             self._saving.settle()  # a save of a former rank 0 ends before the new one saves anything
+        else:
+            self._saving.take_over()
 
     def close(self) -> None:
         """Unwrap the model; what was not proven to be sound is not saved."""

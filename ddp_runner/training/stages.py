@@ -24,6 +24,8 @@ class StageClock:
         self._runtime.slot.set(Cell.STAGE, stage)
         if self._stage is not Stage.NONE:
             took_s = round(now_s - self._since_s, 4)
+            if self._stage in (Stage.DATA, Stage.MODEL):
+                self._runtime.slot.add(Cell.BUILD_NS, int(took_s * 1e9))
             rank = self._runtime.rank_info.rank
             self._runtime.report(Built(rank=rank, stage=int(self._stage), seconds=took_s))
         self._stage, self._since_s = stage, now_s

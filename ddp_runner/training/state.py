@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_runner.checkpoint.entry_names import bare_name, bare_state, load_bare_state, read_as
+from ddp_runner.checkpoint.entry_names import bare_names, bare_state, load_bare_state, read_as
 from ddp_runner.checkpoint.left_out import START, start_record
 from ddp_runner.checkpoint.snapshot import storage_key
 from ddp_runner.core.election import EMPTY_STEP
@@ -25,6 +25,7 @@ from ddp_runner.training.components.layout import lay_out_moments
 from ddp_runner.training.components.loss_monitor import LossMonitor
 from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import take_in, update_only
+from ddp_runner.training.components.optimizer_state import load_optimizer_state
 from ddp_runner.training.components.precision import Precision
 from ddp_runner.training.components.start_weights import (
     frozen_entries,
@@ -93,6 +94,9 @@ class TrainState:
         self.buffers = Buffers(model)
         self.side = side or SideState(model)
         self.is_rehearsed = False  # what a step changes has been looked at, by this launch
+        self.room: dict[
+            int, dict[str, Tensor]
+        ] = {}  # for moments that are to come, by their places
         self.lost: list[str] = []  # of the model's own, what could not be put back
         self.only_trained = only_trained
         self.figures: dict[str, float] = {}  # of the newest evaluation, by name
@@ -117,11 +121,13 @@ class TrainState:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters, tied ones once, under their bare names."""
+        bare = bare_names(self.model)
         for name, parameter in self.model.named_parameters():
-            yield bare_name(self.model, name), parameter
+            yield bare(name), parameter
 
     def capture(self) -> dict[str, Any]:
         """References, not copies: valid until the next optimizer step."""
+        self.train_unfrozen()  # it may be freed between a forward that unfroze and that step's next one
         state: dict[str, Any] = {
             "model": self.weights(),
             "optimizer": self.optimizer.state_dict(),
@@ -200,22 +206,50 @@ class TrainState:
             tensors += [value for value in entry.values() if isinstance(value, Tensor)]
         if self.ema is not None:
             tensors += self.ema.averages()
-        changing = (*self.buffers.live(), *self.buffers.followed(), *self.side.tensors())
-        written = {storage_key(one) for one in changing}
+        written = self.written_storages()
+        if not written:
+            return tensors
         return [tensor for tensor in tensors if storage_key(tensor) not in written]
+
+    def written_storages(self) -> set[int]:
+        """The keys of the memory that forward or loss may write."""
+        changing = (*self.buffers.live(), *self.buffers.followed(), *self.side.tensors())
+        return {storage_key(one) for one in changing}
 
     def replicated(self) -> dict[str, Tensor]:
         """What must be the same on every rank after a commit, by name; references, in one order."""
+        weights, learnt = self.replicated_parts()
+        return {**weights, **learnt}
+
+    def replicated_parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The same in two: the model's own, and what is known beside, which only commits and restores change."""
         values = self.weights().items()
-        found = {name: value for name, value in values if isinstance(value, Tensor)}
-        for name, parameter in self.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    found[f"{name} ({key})"] = value
+        weights = {name: value for name, value in values if isinstance(value, Tensor)}
+        of_parameters = self.optimizer.state
+        learnt = {
+            f"{name} ({key})": value
+            for name, parameter in self.named_parameters()
+            for key, value in of_parameters.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
         if self.ema is not None:
             averages = self.ema.averages()
-            found.update({f"average {number}": value for number, value in enumerate(averages)})
-        return found
+            learnt.update({f"average {number}": value for number, value in enumerate(averages)})
+        return weights, learnt
+
+    # INVARIANT written-over-when-empty: a state that comes is written into this rank's memory only while what
+    # is there counts for nothing: should its source die on the way, this rank may be who has the newest step.
+    # Broken if: a rank that stands at a step receives into its own tensors.
+    # Guarded by: test_a_rank_that_stands_at_a_step_is_not_written_over.
+    def to_write_over(self) -> dict[str, Any] | None:
+        """The tensors that may be overwritten by a state that comes, placed as captured; None while they count."""
+        if self.committed_step != EMPTY_STEP:
+            return None
+        self.before_change()
+        return {
+            "model": self.weights(),
+            "optimizer": {"state": self.optimizer.state_dict()["state"] or self.room},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a captured state of the same run.
@@ -230,8 +264,9 @@ class TrainState:
         weights = read_as(state["model"], self.weights())
         self.prepare_for(state, weights)
         load_bare_state(self.model, weights)
-        self.optimizer.load_state_dict(self.optimizer_state_of(state))
+        load_optimizer_state(self.optimizer, self.optimizer_state_of(state))
         lay_out_moments(self.optimizer)
+        self.room = {}
         self.precision.load_state_dict(state["scaler"])
         self.monitor.load_state_dict(state["monitor"])
         if "explosions" in state:

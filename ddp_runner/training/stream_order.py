@@ -78,10 +78,6 @@ def stream_order(
             " how it is cut (shards and read, such as JsonLines) has workers",
         )
     size = run.max_steps * global_batch
-    if cut_up and settings.stage is not None:
-        raise BadInputError(
-            "stages", settings.stage.name, "cannot have a stream that is cut into shards yet"
-        )
     if cut_up:
         _refuse_too_few_shards(settings, dataset, world_size)
     if lengths is not None:
@@ -125,7 +121,7 @@ def _items_of_epoch(
         raise BadInputError(
             "data.stream_end",
             "drop",
-            f"leaves an epoch without a step: {deal.lanes} lanes of {world_size} ranks share the shards, and the"
+            f"leaves an epoch without a step: {deal.lanes * world_size} lanes share the shards, and the"
             " smallest has fewer items than one step takes; take wrap, or shards of more even length",
         )
     return steps * global_batch

@@ -17,12 +17,14 @@ from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.device_progress import NoDeviceProgress, device_progress
 from ddp_runner.config.identity import TASK_FILE
 from ddp_runner.core.board import Cell
+from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.plain_rank import plain_rank
 from ddp_runner.core.secrets import environment_secrets, secret_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
+from ddp_runner.training.built_ahead import BuiltAhead
 from ddp_runner.training.changes import report_changes
 from ddp_runner.training.compiling import Compiler
 from ddp_runner.training.engine import Engine
@@ -66,7 +68,9 @@ class DDPTrainer:
         config: Settings | Mapping[str, Any] | None = None,
         *,
         runtime: Runtime | None = None,
+        built: BuiltAhead | None = None,
     ) -> None:
+        """``built``: what was built ahead of need."""
         if not isinstance(rank, int):
             if isinstance(config, Settings):
                 raise TypeError("with a task class, config must be a mapping")
@@ -88,6 +92,7 @@ class DDPTrainer:
             *environment_secrets(os.environ),
         )
         self._rank_info = self._runtime.rank_info
+        self._built = built  # until it is taken
         self._engine: Engine | None = None  # once there is something to train
         self._parts: TaskParts | None = None  # the same
 
@@ -149,7 +154,10 @@ class DDPTrainer:
         make_forks_safe()
         settings = self.settings
         stages = StageClock(self._runtime)
-        workload, state = build_workload(settings, self._rank_info, entering=stages.enter)
+        if self._built is None:
+            workload, state = build_workload(settings, self._rank_info, entering=stages.enter)
+        else:
+            (workload, state), self._built = self._built.taken(settings, self._rank_info), None
         if settings.data.preload:
             stages.enter(Stage.PRELOAD)
             workload = preloaded(settings, workload, state, self._runtime, ending=ending)
@@ -169,6 +177,8 @@ class DDPTrainer:
         except OtherStageError as error:
             leave_for(error.stage, self._runtime)
         loaded, progress = start.loaded, start.progress
+        if state.committed_step != EMPTY_STEP:
+            state.room = {}  # for what it was to receive
         if loaded is not None:
             self._log_old_order(state)
             same_data.compare_with(loaded, workload, state)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ddp_runner.checkpoint.entry_names import (
     bare_name,
+    bare_names,
     bare_state,
     live_name,
     load_bare_state,
@@ -164,3 +165,11 @@ def test_versions_of_modules_are_named_alike():
     """What torch keeps of each module's version goes by the same names."""
     model = compiled(plain(1))
     assert bare_state(model)._metadata["1"] == {"version": 2}
+
+
+@pytest.mark.parametrize("form", [*FORMS, *WRAPPED, *WRAPPED_AND_COMPILED])
+def test_many_names_are_those_that_each_has_alone(form):
+    """Also where no look at each is needed: a model without any of torch's wrappers."""
+    model = {**FORMS, **WRAPPED, **WRAPPED_AND_COMPILED}[form](1)
+    names = [name for name, _ in model.named_parameters()]
+    assert list(map(bare_names(model), names)) == [bare_name(model, name) for name in names]

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from ddp_runner.checkpoint.catalog import sha256_of
 from ddp_runner.checkpoint.disk import RealDisk
+from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import Fault, FaultError, FaultKind
 
@@ -123,7 +123,7 @@ def test_a_write_that_fails_within_a_large_file_ends_its_threads(tmp_path: Path,
     loaded = CheckpointStore(tmp_path, keep_last=2).load()
     assert loaded.manifest.step == 50
     assert all(torch.equal(loaded.state[name], weight) for name, weight in large.items())
-    assert sha256_of(saved.path) == saved.manifest.sha256
+    assert digest_of(saved.path) == saved.manifest.sha256
 
 
 def test_a_file_system_that_became_read_only_is_a_storage_fault(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -55,6 +56,44 @@ def test_a_finished_snapshot_equals_the_state_and_shares_nothing_with_it():
             tensor.add_(1)
     assert _bits(copied.content) == before
     assert copied.content["model"]._metadata == state["model"]._metadata
+
+
+def _small_and_large(dtype, *, mark):
+    """Tensors below and above what is copied many at once, as they may lie in memory."""
+
+    def made(*shape):
+        return (torch.arange(math.prod(shape)).view(shape) % 7 + mark).to(dtype)
+
+    return {
+        "zero-dim": made(),
+        "matrix": made(3, 5),
+        "transposed": made(3, 5).t(),
+        "with gaps": made(4, 6)[:, ::2],
+        "a part": made(9)[2:5],
+        "large": made(40, 1000),
+        "empty": made(0),
+    }
+
+
+@pytest.mark.parametrize("is_steady", [True, False])
+def test_small_tensors_of_every_type_are_copied_as_large_ones_are(is_steady):
+    """Whatever their type and layout, and whatever shares their memory; a second time into the same memory."""
+    memory = HostMemory()
+    for mark in (0, 1):
+        state = {
+            str(dtype): _small_and_large(dtype, mark=mark)
+            for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+        }
+        state["again"] = {"a view": state["torch.float32"]["matrix"][1:, 2:4]}
+        tensors = [one for group in state.values() for one in group.values()]
+        copied = memory.snapshot(state, steady=tensors if is_steady else ())
+        if is_steady:
+            copied.copy_steady()
+        before = _bits(state)
+        for tensor in tensors:
+            tensor.fill_(1 - mark)
+        assert _bits(copied.content) == before
+        assert size_in_memory(copied.content) == size_in_memory(state)
 
 
 def test_tensors_that_share_memory_share_it_in_the_copy():

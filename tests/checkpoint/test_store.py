@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_runner.checkpoint.catalog import sha256_of
+from ddp_runner.checkpoint.file_hash import digest_of
 from ddp_runner.checkpoint.manifest import Manifest, manifest_name
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
@@ -274,7 +274,7 @@ def put_code(directory, step):
     saved = save(directory, step)
     torch.save({"manifest": {}, "model": RunsCode()}, saved.path)
     facts = saved.manifest.facts()
-    size_bytes, digest = saved.path.stat().st_size, sha256_of(saved.path)
+    size_bytes, digest = saved.path.stat().st_size, digest_of(saved.path)
     manifest = Manifest.from_facts(
         facts, file=saved.path.name, size_bytes=size_bytes, sha256=digest
     )

@@ -70,7 +70,9 @@ def test_a_real_run_is_measured_and_leaves_nothing(tmp_path):
     assert parts["forward_ms"]["median_ms"] >= 10.0
     assert parts[STEP]["median_ms"] >= parts["forward_ms"]["median_ms"]
     assert all(part["median_ms"] > 0 for part in parts.values())
-    assert found["bound"] in {"computation", "communication", "a slow rank"}
+    assert found["bound"] in {"computation", "communication", "a slow rank", "data"}, (
+        "of a busy machine"
+    )
     assert found["tries"]
     assert not run.logs.exists()
     assert not run.checkpoints.exists()

@@ -71,6 +71,7 @@ def made(folder, step=5, *, task="", ema=None, content=None, **facts):
 def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):
     """Step, losses, best, settings that differ, what the task described; verified."""
     about = {"figures": {"validation_loss": 3.25}, "settings": {"run": {"seed": 99}}, "loss": 2.5}
+    about["trackers"] = {"wandb": {"id": "r1", "link": "https://wandb.example/r1"}}
     made(tmp_path, 4, monitored=1.75)
     made(tmp_path, 5, about=about)
     assert main(["checkpoints", "show", "-c", str(tmp_path)]) == 0
@@ -82,6 +83,7 @@ def test_show_names_what_a_checkpoint_holds(tmp_path, capsys):
         "1.7500 at step 4",
         "run.seed=99",
         "tokenizer=bpe-8k",
+        "wandb r1 https://wandb.example/r1",
     ):
         assert part in said
     assert main(["checkpoints", "show", "best", "--json", "-c", str(tmp_path)]) == 0

@@ -99,7 +99,9 @@ def command(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["report", "-l", "."], ["--log-dir=.: holds no run: no summary.json"]),
         (
             ["train", "recovery.warm_spare=2"],
-            ["recovery.warm_spare=2: must be true or false, or libraries, or device"],
+            [
+                "recovery.warm_spare=2: must be true or false, or process, or model, or libraries, or device"
+            ],
         ),
         (["doctor", "--jsno"], ["--jsno: unknown option; did you mean --json?"]),
     ],
@@ -418,7 +420,7 @@ def test_a_report_shows_a_fault_that_was_not_repaired(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "gave_up (exit 3)" in text
     assert "step 60: all ranks: killed by SIGKILL, not repaired" in text
-    assert "events.jsonl cannot be read" in text
+    assert "events      none: there is no events.jsonl, which a supervised run writes" in text
 
 
 def test_a_report_on_a_live_run_shows_its_status(tmp_path, capsys):

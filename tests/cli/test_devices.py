@@ -265,6 +265,7 @@ def test_ranks_and_their_devices_follow_the_mode(monkeypatch):
     each = _launch(monkeypatch, "-b", "8")
     assert (each.world_size, each.mode) == (3, "distributed: 3 GPUs, NCCL 2.28.9")
     assert each.resume_key == over_all.resume_key
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     on_cpu = _launch(monkeypatch, "run.mode=data_parallel", "--cpu", "-n", "2")
     assert (on_cpu.world_size, on_cpu.devices[0].others) == (1, ("cpu",))
     assert on_cpu.threads_per_rank == core_count()
@@ -330,8 +331,9 @@ def test_on_gpus_a_rank_has_longer_before_it_is_called_hung(monkeypatch):
     assert on_gpu.form_timeout_s >= 2 * SILENT_LEAVE_TIMEOUT_S
 
 
-def test_devices_choose_preset_and_threads():
+def test_devices_choose_preset_and_threads(monkeypatch):
     """The CPU preset for the CPU; cores are shared out, at most 8 to a GPU's rank."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = VisibleGpus(gpus=GPUS)
     settings = resolve().settings
     on_gpu, on_cpu = planned(found=found), planned(("device", "cpu"), found=found)
@@ -342,6 +344,19 @@ def test_devices_choose_preset_and_threads():
     assert threads_per_rank(settings, devices=on_cpu, cores=1) == 1
     fixed = resolve(command_line=[("threads_per_rank", "3")]).settings
     assert threads_per_rank(fixed, devices=on_gpu, cores=96) == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "threads"), [("1", 1), ("5,2", 5), ("0", 48), ("many", 48), ("", 48)]
+)
+def test_omp_num_threads_of_the_user_counts(own, threads):
+    """As for any program with torch; a setting counts more, what is no number nothing."""
+    devices = planned(("device", "cpu"), found=VisibleGpus(gpus=GPUS))
+    made = {"OMP_NUM_THREADS": own}
+    settings = resolve().settings
+    assert threads_per_rank(settings, devices=devices, cores=96, environment=made) == threads
+    fixed = resolve(command_line=[("threads_per_rank", "3")]).settings
+    assert threads_per_rank(fixed, devices=devices, cores=96, environment=made) == 3
 
 
 def test_the_torch_build_is_read_without_importing_torch(torch_version):

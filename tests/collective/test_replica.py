@@ -15,7 +15,7 @@ from ddp_runner.collective import group as group_module
 from ddp_runner.collective import waits as waits_module
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.loss_module import Signal
-from ddp_runner.collective.replica import Replica
+from ddp_runner.collective.replica import BUCKET_TENSORS, Replica, bucket_cap_mb
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.settings import DdpSettings
@@ -136,6 +136,60 @@ def test_gradients_of_two_ranks_are_their_sum_bit_for_bit(options, micro_steps):
             assert torch.equal(gradient, one + other)
 
 
+def test_a_bucket_of_many_small_tensors_is_cut_by_their_number():
+    """Of few tensors, or large ones, it is as large as it was asked for, whatever of them is frozen."""
+    small = [nn.Parameter(torch.zeros(4)) for _ in range(5000)]
+    assert bucket_cap_mb(small, 25) * 2**20 == 16 * BUCKET_TENSORS
+    assert bucket_cap_mb(small, 0.01) == 0.01
+    assert bucket_cap_mb(small[:BUCKET_TENSORS], 25) == 25
+    large = nn.Parameter(torch.zeros(10_000_000))
+    assert bucket_cap_mb([*small, large], 25) == pytest.approx(40_080_000 / 5001 * 1000 / 2**20)
+    assert bucket_cap_mb([*small, *[large] * 100], 25) == 25
+    for one in small:
+        one.requires_grad_(False)
+    assert bucket_cap_mb([*small, large], 25) == 25
+
+
+def _sum_of_many(me, port, options):
+    """How many buckets there are after two steps, and the gradients."""
+    torch.manual_seed(3)
+    model = nn.ParameterList([torch.randn(1 + number % 3) for number in range(2500)])
+
+    def loss(model, factor):
+        return torch.stack([(one * factor).square().sum() for one in model]).sum()
+
+    with join(me, port) as group:
+        settings = DdpSettings(bucket_cap_mb=25, **options)
+        replica = Replica(model, loss, group=group, settings=settings, slot=make_slot())
+        for _ in range(2):
+            replica.zero_gradients()
+            replica.forward(
+                float(me.rank + 1), weight=weight_of(me.rank), votes=no_votes()
+            ).backward()
+            replica.check_reduced()
+        return len(replica._ddp.reducer._get_zeros_like_grad_buckets()), gradients(model)
+
+
+@pytest.mark.parametrize("options", COMBINATIONS[::3], ids=str)
+def test_many_small_tensors_are_summed_in_buckets_of_a_thousand(options):
+    """Exactly: two numbers have one sum, in whatever bucket they are."""
+    with hosted_store() as port:
+        answers = run_ranks(_sum_of_many, 2, port, options)
+    torch.manual_seed(3)
+    made = [torch.randn(1 + number % 3) for number in range(2500)]
+    for buckets, summed in answers:
+        assert 3 <= buckets <= 4
+        for gradient, one in zip(summed, made, strict=True):
+            shares = [_share_of(one, rank) for rank in range(2)]
+            assert torch.equal(gradient, shares[0] + shares[1])
+
+
+def _share_of(values, rank):
+    parameter = nn.Parameter(values.clone())
+    ((parameter * float(rank + 1)).square().sum() * weight_of(rank)).backward()
+    return parameter.grad
+
+
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("options", COMBINATIONS, ids=str)
 def test_gradients_and_signals_are_the_same_on_every_rank(options, micro_steps):
@@ -216,7 +270,7 @@ def _find_unfinished(me, port, ranks_that_use_second, trips):
                 me.hear()  # stays in the group: the peer shall be freed by its own switch
                 raise
             optimizer.step()
-    except RuntimeError:
+    except (RuntimeError, ConnectionError):
         outcome = "raised"
     freed_s = freed_after_s(moments) if moments is not None else None
     pairs = zip(before, model.parameters(), strict=True)
@@ -306,6 +360,87 @@ def test_all_ranks_know_alike_whether_every_parameter_was_used(users):
     with hosted_store() as port:
         answers = run_ranks(_count_use, 3, port, users)
     assert answers == [[len(users) == 3, True]] * 3
+
+
+USERS = [
+    (0, 1, 2),
+    (1,),
+    (1, 2),
+    (0, 1, 2),
+    (),
+    (0, 1, 2),
+    (0, 1, 2),
+]  # of the second layer, by step
+
+
+def _use_from_step_to_step(me, port, options):
+    found = []
+    with join(me, port) as group:
+        model = fresh_model()
+        replica = make_replica(model, group, **options)
+        for users in USERS:
+            replica.zero_gradients()
+            before = group_module.collectives_begun()
+            batch = batch_of(me.rank, use_second=me.rank in users)
+            replica.forward(batch, weight=weight_of(me.rank), votes=no_votes()).backward()
+            replica.check_reduced()
+            begun = group_module.collectives_begun() - before
+            found.append((begun, replica.every_parameter_was_used(), gradients(model)))
+    return found
+
+
+def _sums_by_hand(users):
+    model, sums = fresh_model(), None
+    for rank in range(3):
+        model.zero_grad(set_to_none=True)
+        (loss_of(model, batch_of(rank, use_second=rank in users)) * weight_of(rank)).backward()
+        own = gradients(model)
+        sums = own if sums is None else [_plus(a, b) for a, b in zip(sums, own, strict=True)]
+    return sums
+
+
+def _plus(a, b):
+    return b if a is None else a if b is None else a + b
+
+
+@pytest.mark.parametrize("sent_as", ["auto", "bf16"])
+def test_the_map_of_used_parameters_is_summed_only_where_it_is_needed(sent_as):
+    """What one rank leaves out gets the others' sum, what all leave out no gradient, in any order of steps."""
+    options = {"find_unused_parameters": True, "gradient_dtype": sent_as}
+    with hosted_store() as port:
+        answers = run_ranks(_use_from_step_to_step, 3, port, options)
+    for steps in answers:
+        for users, (_, all_used, reduced) in zip(USERS, steps, strict=True):
+            assert all_used == (len(users) == 3)
+            for got, wanted in zip(reduced, _sums_by_hand(users), strict=True):
+                assert (got is None) == (wanted is None)
+                if got is not None:
+                    torch.testing.assert_close(got, wanted, rtol=0.02, atol=1e-4)
+        buckets = steps[0][0]
+        assert buckets > 1
+        # One more where it is needed, and in the step after that, when nobody waits to know.
+        assert [begun - buckets for begun, _, _ in steps] == [0, 1, 1, 1, 1, 1, 0]
+
+
+def _sum_with_another_default_type(me, port, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        with join(me, port) as group:
+            replica = make_replica(fresh_model(), group, find_unused_parameters=True)
+            inputs, uses = batch_of(me.rank)
+            votes = no_votes()
+            votes[Signal.SAVE] = 4097.0  # beyond bfloat16
+            replica.forward((inputs.to(dtype), uses), weight=0.5, votes=votes).backward()
+            return replica.signals()[0][Signal.SAVE], replica.every_parameter_was_used()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_rides_along_is_exact_whatever_torch_s_default_type_is(dtype):
+    """A task may leave another one set."""
+    with hosted_store() as port:
+        assert run_ranks(_sum_with_another_default_type, 2, port, dtype) == [(8194.0, True)] * 2
 
 
 def _touch_nothing_on_rank_1(me, port, find_unused):
@@ -581,3 +716,36 @@ def test_a_number_that_is_read_with_the_signals_loses_no_bit():
             assert nothing is None
             assert double == (plain, 1 / 3)
             assert single == (plain, float(torch.tensor(1 / 3)))
+
+
+def _be_aborted_within(me, moment):
+    switch = AbortSwitch()
+    begun = []
+
+    def loss(model, batch):
+        if moment == "forward":
+            switch.trip()
+        return loss_of(model, batch)
+
+    def step(group):
+        begin_sum = group.begin_sum
+        group.begin_sum = lambda tensor: (begun.append(tensor.numel()), begin_sum(tensor))[1]
+        model = fresh_model()
+        replica = Replica(
+            model, loss, group=group, settings=DdpSettings(bucket_cap_mb=1), slot=make_slot()
+        )
+        replica.zero_gradients()
+        loss_now = replica.forward(batch_of(0), weight=1.0, votes=no_votes())
+        if moment == "backward":
+            switch.trip()
+        loss_now.backward()
+
+    with pytest.raises(ConnectionError, match="aborted"), join(me, 0, switch=switch) as group:
+        step(group)
+    return begun
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_an_abort_ends_a_step_before_its_next_sum(moment):
+    """Nobody waits for the rest of a large model's forward and backward; no sum was begun, so nobody has stepped."""
+    assert run_ranks(_be_aborted_within, 1, moment) == [[]]

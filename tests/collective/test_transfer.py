@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_runner.collective import transfer
+from ddp_runner.collective import state_header, transfer
 from ddp_runner.collective.abort import AbortSwitch
 from ddp_runner.collective.transfer import receive_state, send_state
 from tests.processes import hosted_store, poll, ranks, run_ranks
@@ -46,6 +46,8 @@ def nested_state():
             count=torch.arange(2**62, 2**62 + 5),
             mask=random > 0,
             complex=torch.view_as_complex(random[:, :2].contiguous()),
+            conjugated=torch.view_as_complex(random[:, 2:4].contiguous()).conj(),
+            negative=torch.view_as_complex(random[:, 2:4].contiguous()).conj().imag,
             empty=torch.empty(0, 3),
             nothing_is_finite=torch.tensor([float("nan"), float("inf"), -0.0]),
         ),
@@ -59,7 +61,8 @@ def nested_state():
 
 
 def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return whole.reshape(-1).view(torch.uint8).tolist() if tensor.numel() else []
 
 
 def as_plain(value):
@@ -75,18 +78,27 @@ def as_plain(value):
 
 def _groups_of(state):
     tensors = []
-    transfer._take_out(state, tensors)
+    state_header.take_out(state, tensors)
     return transfer._groups([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
-def _hand_over(me, port, piece_bytes, source, receivers):
+def send_in_pieces():
+    """Have this process receive as from another machine."""
+    transfer.peer_memory.can_read = lambda _: False
+
+
+def _hand_over(me, port, piece_bytes, among):
+    source, receivers, in_pieces = among
     transfer.PIECE_BYTES = piece_bytes
+    if me.rank in in_pieces:
+        send_in_pieces()
     with join(me, port) as group:
         group.exchange("joined", "")  # who takes no part must not leave before all have come
         if me.rank == source:
             state, signs = nested_state(), []
             sent_bytes = send_state(group, state, to=receivers, on_progress=lambda: signs.append(1))
-            assert len(signs) == len(list(_groups_of(state)))
+            ways = {rank in in_pieces for rank in receivers}
+            assert len(signs) == len(list(_groups_of(state))) * len(ways)
             assert as_plain(state) == as_plain(nested_state()), "the source's own state changed"
             return sent_bytes
         if me.rank in receivers:
@@ -97,11 +109,12 @@ def _hand_over(me, port, piece_bytes, source, receivers):
         return "did not take part"
 
 
+@pytest.mark.parametrize("in_pieces", [(), (1,)], ids=["read", "sent"])
 @pytest.mark.parametrize("piece_bytes", [SMALL_PIECE_BYTES, 64, transfer.PIECE_BYTES])
-def test_every_bit_of_a_nested_state_arrives(piece_bytes):
-    """Types, shapes, containers and bits are those of the source, however it is cut in pieces."""
+def test_every_bit_of_a_nested_state_arrives(piece_bytes, in_pieces):
+    """Types, shapes, containers and bits are those of the source, read there or cut in pieces."""
     with hosted_store() as port:
-        sent_bytes, received = run_ranks(_hand_over, 2, port, piece_bytes, 0, (1,))
+        sent_bytes, received = run_ranks(_hand_over, 2, port, piece_bytes, (0, (1,), in_pieces))
     assert received == as_plain(nested_state())
     assert list(received["model"]) == list(nested_state()["model"])
     assert sent_bytes > 10 * SMALL_PIECE_BYTES
@@ -125,9 +138,9 @@ def test_pieces_cover_every_byte_once_and_in_order(sizes, piece_bytes):
 
 
 def test_several_receivers_and_one_that_takes_no_part():
-    """The ranks named get the same; one that needs nothing calls nothing and waits for nobody."""
+    """The ranks named get the same, however it comes; who needs nothing calls nothing and waits for nobody."""
     with hosted_store() as port:
-        answers = run_ranks(_hand_over, 4, port, SMALL_PIECE_BYTES, 2, (0, 3))
+        answers = run_ranks(_hand_over, 4, port, SMALL_PIECE_BYTES, (2, (0, 3), (3,)))
     assert answers[0] == answers[3] == as_plain(nested_state())
     assert answers[1] == "did not take part"
     assert isinstance(answers[2], int)
@@ -212,6 +225,40 @@ class _Calls:
         return self._call
 
 
+def test_tensors_that_are_alike_are_described_once():
+    """By one object, which a header has once: of ten thousand parameters few differ."""
+    tensors = [torch.zeros(4) for _ in range(500)] + [torch.zeros(4, dtype=torch.int32)]
+    described = state_header.described_as(tensors)
+    assert described[0] is described[499]
+    assert described[500] == state_header.Description(torch.int32, (4,), False)
+    holes = [state_header.Hole(number) for number in range(len(tensors))]
+    assert len(pickle.dumps((holes, described))) < 20 * len(tensors)
+
+
+def test_tied_weights_are_sent_once_and_views_of_them_each():
+    """Tied weights are; a view of another shape, layout or type is a tensor of its own."""
+    weight = torch.arange(6.0).view(2, 3)
+    state = {
+        "tied": [weight, nn.Parameter(weight)],
+        "views": (weight[:1], weight.t(), weight.view(torch.int32), weight.view(3, 2)),
+        "empty": [torch.empty(0), torch.empty(0), torch.empty(0, 2)],
+    }
+    tensors = []
+    skeleton = state_header.take_out(state, tensors)
+    assert len(tensors) == 7
+    assert not any(one.requires_grad for one in tensors)
+    assert skeleton["tied"][0] is skeleton["tied"][1]
+    back = state_header.put_back(skeleton, tensors)
+    for name, made in state.items():
+        for one, other in zip(made, back[name], strict=True):
+            assert (one.dtype, one.shape, one.stride()) == (
+                other.dtype,
+                other.shape,
+                other.stride(),
+            )
+            assert torch.equal(one, other)
+
+
 def _names_global(module, name):
     """A pickle that asks for ``module.name``, as protocol 4 writes it."""
     parts = [module.encode(), name.encode()]
@@ -234,7 +281,7 @@ def _names_global(module, name):
 def test_a_header_that_names_anything_else_is_refused(module, name):
     """A peer can send tensors and plain values; it cannot have code looked up, let alone run."""
     with pytest.raises(pickle.UnpicklingError):
-        transfer._OwnTypes(io.BytesIO(_names_global(module, name))).load()
+        state_header.OwnTypes(io.BytesIO(_names_global(module, name))).load()
 
 
 def test_a_header_cannot_run_a_command(tmp_path):
@@ -242,16 +289,19 @@ def test_a_header_cannot_run_a_command(tmp_path):
     witness = tmp_path / "ran"
     header = pickle.dumps((_Calls(os.system, f"touch {witness}"), []))
     with pytest.raises(pickle.UnpicklingError):
-        transfer._OwnTypes(io.BytesIO(header)).load()
+        state_header.OwnTypes(io.BytesIO(header)).load()
     assert not witness.exists()
 
 
 def test_a_header_of_our_own_is_read():
     """Control: every dtype's description comes back as it was."""
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-    described = [transfer._Description(dtype, (2, 3), False) for dtype in dtypes]
-    header = pickle.dumps(({"a": [transfer._Hole(0)]}, described))
-    assert transfer._OwnTypes(io.BytesIO(header)).load() == ({"a": [transfer._Hole(0)]}, described)
+    described = [state_header.Description(dtype, (2, 3), False) for dtype in dtypes]
+    header = pickle.dumps(({"a": [state_header.Hole(0)]}, described))
+    assert state_header.OwnTypes(io.BytesIO(header)).load() == (
+        {"a": [state_header.Hole(0)]},
+        described,
+    )
 
 
 def _receive_and_be_aborted(me, port, ends_in_silence):
@@ -289,6 +339,7 @@ def _stop_inside_a_piece(me, pid, pieces):
 
 
 def _transfer_until_freed(me, port, stopped):
+    send_in_pieces()
     switch = AbortSwitch()
     moments = trip_when_asked(me, switch)
     state = {"bytes": torch.ones(transfer.PIECE_BYTES, dtype=torch.uint8)}
@@ -321,3 +372,78 @@ def test_a_transfer_cut_within_a_piece_frees_the_other_side(stopped):
             poll(lambda: is_stopped(world[1]), what="the stop")
         world[1 - stopped].say("trip")
         assert world[1 - stopped].result() < FREED_WITHIN_S
+
+
+def _receive_over_own(me, port):
+    with join(me, port) as group:
+        if me.rank == 0:
+            source = torch.arange(6.0)
+            others = {name: source.clone() for name in ("other_type", "longer", "strided")}
+            tied = {"tied": source, "fits": source}
+            send_state(group, {**tied, **others, "nested": [{"fits": source + 1}]}, to=(1,))
+            return None
+        base = torch.full((12,), 7.0)
+        own = {
+            "fits": torch.zeros(6),
+            "other_type": torch.zeros(6, dtype=torch.float64),
+            "longer": torch.zeros(7),
+            "strided": base[::2],
+            "nested": [{"fits": torch.zeros(6)}],
+            "gone": torch.full((2,), 7.0),
+        }
+        received = receive_state(group, source=0, into=own)
+        own_places = {
+            "fits": received["fits"].data_ptr() == own["fits"].data_ptr(),
+            "nested": received["nested"][0]["fits"].data_ptr()
+            == own["nested"][0]["fits"].data_ptr(),
+            "tied": received["tied"] is received["fits"],
+        }
+        return own_places, as_plain(received), as_plain([base, own["gone"], own["longer"]])
+
+
+def test_a_state_is_received_into_the_memory_that_fits():
+    """Where a tensor of the same kind stands in the same place; nothing else of the receiver's is touched."""
+    with hosted_store() as port:
+        _, (own_places, received, rest) = run_ranks(_receive_over_own, 2, port)
+    assert own_places == {"fits": True, "nested": True, "tied": True}
+    source = torch.arange(6.0)
+    assert received == as_plain(
+        {
+            **dict.fromkeys(("fits", "tied", "other_type", "longer", "strided"), source),
+            "nested": [{"fits": source + 1}],
+        }
+    )
+    assert rest == as_plain([torch.full((12,), 7.0), torch.full((2,), 7.0), torch.zeros(7)])
+
+
+def _be_left_by_the_source(me, port, how):
+    switch = AbortSwitch()
+    read = transfer.peer_memory.read
+
+    def transfer_in(group):
+        pids = [int(pid) for pid in group.exchange("pid", str(os.getpid()))]
+
+        def read_from_the_dead(shown, parts):
+            os.kill(pids[0], signal.SIGKILL)
+            poll(lambda: not transfer.peer_memory.can_read(shown), what="its end")
+            read(shown, parts)
+
+        if how == "killed":
+            transfer.peer_memory.read = read_from_the_dead
+        if me.rank == 0:
+            send_state(group, nested_state(), to=[1], on_progress=switch.trip)
+        else:
+            receive_state(group, source=0)
+
+    with pytest.raises((ConnectionError, RuntimeError)), join(me, port, switch=switch) as group:
+        transfer_in(group)
+    return "cut short"
+
+
+@pytest.mark.parametrize("how", ["killed", "aborted"])
+def test_a_reader_whose_source_has_left_has_no_state(how):
+    """Killed while it is read, or gone when all was read and before it has said that it stood still."""
+    with hosted_store() as port, ranks(_be_left_by_the_source, 2, port, how) as world:
+        assert world[1].result() == "cut short"
+        if how == "aborted":
+            assert world[0].result() == "cut short"

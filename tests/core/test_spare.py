@@ -6,6 +6,8 @@ import pytest
 
 from ddp_runner.core.spare import (
     BEGIN_TIMEOUT_S,
+    BUILDS_MIN_S,
+    LOST_BUILDING_MAX,
     LOST_MAX,
     LOST_WAIT_S,
     SLOW_BEGIN_TIMEOUT_S,
@@ -13,6 +15,7 @@ from ddp_runner.core.spare import (
     SpareFacts,
     SpareKind,
     SparePlan,
+    builds_ahead,
     lost_after,
     must_end,
     must_give_back,
@@ -89,12 +92,50 @@ LAST = SparePlan(kind=SpareKind.DEVICE, device="cuda:2")
         (True, ON_GPUS, NOWHERE),
         ("libraries", ON_GPUS, NOWHERE),
         ("device", ON_GPUS, LAST),
-        *((word, ON_CPU, SparePlan(kind=SpareKind.CPU)) for word in (True, "libraries", "device")),
+        ("model", ON_GPUS, NOWHERE),
+        ("process", ON_GPUS, NOWHERE),
+        *(
+            (word, ON_CPU, SparePlan(kind=SpareKind.CPU))
+            for word in (True, "process", "libraries", "device")
+        ),
     ],
 )
 def test_which_spare_a_run_keeps(setting, processes, plan):
     """On GPUs no memory is held unless somebody says so; on the CPU there is one kind."""
     assert spare_plan(setting, processes=processes) == plan
+
+
+def test_what_is_built_ahead_is_built_on_the_cpu_only():
+    """On GPUs it would have to be brought to one."""
+    assert spare_plan(True, processes=ON_CPU, is_built=True) == SparePlan(kind=SpareKind.MODEL)
+    assert spare_plan(True, processes=ON_GPUS, is_built=True) == NOWHERE
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes", "expected"),
+    [
+        (True, {}, True),
+        (True, {"build_s": BUILDS_MIN_S}, False),
+        (True, {"rank_bytes": 251}, False),
+        (True, {"rank_bytes": 0}, False),
+        (True, {"lost_in_a_row": LOST_BUILDING_MAX}, False),
+        (True, {"lost_in_a_row": LOST_BUILDING_MAX - 1}, True),
+        ("process", {}, False),
+        ("device", {}, False),
+        (False, {}, False),
+        ("model", {"build_s": 0.0, "rank_bytes": 2000}, True),
+        ("model", {"lost_in_a_row": LOST_BUILDING_MAX}, False),
+    ],
+)
+def test_a_spare_builds_ahead_what_takes_long_and_fits(setting, changes, expected):
+    """By itself only in a quarter of the memory that is free, where a rank's building takes a moment."""
+    known = {
+        "build_s": BUILDS_MIN_S * 1.01,
+        "rank_bytes": 250,
+        "free_bytes": 1000,
+        "lost_in_a_row": 0,
+    }
+    assert builds_ahead(setting, **{**known, **changes}) is expected
 
 
 def test_a_spare_that_holds_memory_serves_the_newest_lost_gpu():

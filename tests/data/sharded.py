@@ -71,17 +71,28 @@ class _Group:
         return self._ranks.exchange(self._rank, name, value)
 
 
-def order_of(batch, *, steps_per_epoch=1000):
+def order_of(batch, *, steps_per_epoch=1000, first_step=0):
     return StreamOrder(
         seed=7,
         dataset_size=steps_per_epoch * batch,
         global_batch_size=batch,
         shuffle=False,
         is_sharded=True,
+        first_step=first_step,
     )
 
 
-def make(dataset, *, rank=0, world_size=1, batch=4, positions=None, steps_per_epoch=1000, **given):
+def make(
+    dataset,
+    *,
+    rank=0,
+    world_size=1,
+    batch=4,
+    positions=None,
+    steps_per_epoch=1000,
+    first_step=0,
+    **given,
+):
     """A loader of ``batch`` items a step over all ranks, which hands items on as they are."""
     how = {
         "num_workers": 0,
@@ -92,7 +103,7 @@ def make(dataset, *, rank=0, world_size=1, batch=4, positions=None, steps_per_ep
     }
     return ShardLoader(
         dataset,
-        order=order_of(batch, steps_per_epoch=steps_per_epoch),
+        order=order_of(batch, steps_per_epoch=steps_per_epoch, first_step=first_step),
         positions=ShardPositions() if positions is None else positions,
         rank=rank,
         world_size=world_size,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import random
 import tarfile
 
 import pytest
 
+from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.shard_files import JsonLines, TarSamples, TextLines
 from ddp_runner.data.shard_wraps import Mapped, Shuffled
 
@@ -68,9 +71,72 @@ def test_a_line_that_is_no_json_is_a_bad_item(tmp_path):
     assert JsonLines([tmp_path / "a.jsonl"]).lengths == [5]
 
 
-def test_no_file_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file matches"):
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path):
+    """As some editors write it; a file of nothing else has no line."""
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf[1]\n[2]\n")
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf\n")
+    lines = JsonLines(tmp_path / "*.jsonl")
+    assert assert_goes_on_anywhere(lines) == [[1], [2]]
+    assert (lines.lengths, list(lines.read(1, None))) == ([2, 0], [])
+
+
+def test_compressed_files_are_read_from_any_position(tmp_path):
+    """Positions are those of the content."""
+    content = b"".join(b"[%d]\n" % n for n in range(50))
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
+    lines = JsonLines(tmp_path / "*.jsonl*")
+    assert assert_goes_on_anywhere(lines, 1) == [[n] for n in range(50)]
+    assert list(lines.read(1, 20)) == list(lines.read(0, 20))
+    assert lines.lengths == [50, 50]
+    plain = archive(tmp_path / "a.tar", FILES)
+    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    samples = TarSamples([plain, tmp_path / "b.tar.gz"])
+    assert assert_goes_on_anywhere(samples, 1) == assert_goes_on_anywhere(samples, 0)
+
+
+def test_a_compressed_file_that_is_cut_short_is_an_error(tmp_path):
+    content = gzip.compress(b"[1]\n" * 5000)
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(EOFError):
+        list(JsonLines([tmp_path / "a.jsonl.gz"]).read(0, None))
+
+
+def test_what_cannot_be_read_is_refused_at_once(tmp_path, monkeypatch):
+    """In one line, with what is to be looked at, and before a worker tries it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for files, expected in (
+        ("*.json", f"TextLines=*.json: matches no file (the working directory is {tmp_path})"),
+        ([], f"TextLines=[]: matches no file (the working directory is {tmp_path})"),
+        ("a", "TextLines=a: is a folder: give a pattern, such as a/*"),
+        (["gone.txt"], "TextLines=gone.txt: cannot be read: No such file or directory"),
+        (["a"], "TextLines=a: cannot be read: Is a directory"),
+        ("*.txt", "TextLines=empty.txt: is empty, and so is each other file"),
+    ):
+        with pytest.raises(BadInputError) as raised:
+            TextLines(files)
+        assert str(raised.value) == expected
+    (tmp_path / "a" / "b.txt").write_text("one")
+    assert TextLines("**/*").names == ["a/b.txt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_nobody_may_read_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "a.txt").chmod(0)
+    with pytest.raises(BadInputError, match="cannot be read: Permission denied"):
         TextLines(tmp_path / "*.txt")
+
+
+def test_sizes_are_given_where_they_can_be_compared(tmp_path):
+    """A compressed file has more in it than one of its size that is not."""
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text("three")
+    assert Mapped(TextLines(tmp_path / "*"), len).sizes == [3, 5]
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"four"))
+    assert TextLines(tmp_path / "*").sizes == []
 
 
 def test_files_are_shards_in_the_order_of_their_names(tmp_path):
@@ -143,6 +209,36 @@ def test_a_shuffle_gives_each_item_once_from_any_position_on(tmp_path):
         Shuffled(TextLines(tmp_path / "*.txt"), size=0)
 
 
+class Noisy:
+    """One number is drawn where a shard is opened without a position, and one for each item."""
+
+    shards = 1
+
+    def __init__(self, deterministic):
+        self.deterministic = deterministic
+
+    def read(self, shard, position):
+        number, drawn = position or (0, random.random())
+        for n in range(number, 14):
+            yield (n, drawn, 0 if self.deterministic else random.random()), (n + 1, drawn)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", [0, 99])
+def test_what_is_drawn_below_a_shuffle_comes_again_with_its_block(deterministic, seed):
+    """A block is read again from where it begins, after a loss in its middle; its draws move no others."""
+    stream = Shuffled(Noisy(deterministic), size=4)
+    random.seed(5)
+    whole = list(stream.read(0, None))
+    assert len({item[1] for item, _ in whole}) == 1
+    for number, (_, position) in enumerate(whole, start=1):
+        random.seed(seed)
+        expected = random.random()
+        random.seed(seed)
+        assert list(stream.read(0, position)) == whole[number:]
+        assert random.random() == expected
+
+
 def test_a_function_that_raises_makes_a_bad_item(tmp_path):
     (tmp_path / "a.jsonl").write_text("4\n0\n{\n2\n")
     stream = Mapped(JsonLines(tmp_path / "*.jsonl"), lambda item: 8 // item)
@@ -156,8 +252,8 @@ def test_nothing_is_counted_before_somebody_asks(tmp_path):
     """Counting reads all files."""
 
     class Counted(TextLines):
-        def _count(self, path):
-            raise AssertionError(path)
+        def _count(self, name):
+            raise AssertionError(name)
 
     (tmp_path / "a.txt").write_text("one")
     stream = Mapped(Shuffled(Counted(tmp_path / "*.txt"), size=2), len)

@@ -141,6 +141,28 @@ def test_csv_holds_more_rows_than_stay_open(tmp_path):
     assert rows(tmp_path) == stands(tmp_path)
 
 
+def test_csv_makes_the_line_of_a_row_once(tmp_path, monkeypatch):
+    """However many rows stay open: it runs beside ranks, at each look."""
+    files = Files(tmp_path)
+    files.event("run_begins", run_id="abc", resumed_step=0)
+    files.steps(1, 400)
+    follower, tracker = Follower(tmp_path), CsvTracker(tmp_path)
+    follow(tracker, follower)
+    made = []
+    line_of = tracker._line
+    monkeypatch.setattr(tracker, "_line", lambda row: made.append(row["step"]) or line_of(row))
+    files.metrics(400, validation_loss=0.5)  # a column more
+    follow(tracker, follower)
+    assert len(made) == 800
+    made.clear()
+    files.metrics(400, rank=1, validation_loss=0.6)
+    files.steps(401, 402)
+    follow(tracker, follower)
+    assert made == [400, 401, 401, 402, 402]
+    tracker.close(0)
+    assert rows(tmp_path) == stands(tmp_path)
+
+
 def test_an_event_comes_after_the_points_that_were_written_before_it(tmp_path):
     """So that a checkpoint finds the points that it holds."""
     files = Files(tmp_path)

@@ -145,7 +145,12 @@ def _spare(me, folder, nvidia, changes):
     facts["has_it"] = _has_driver(pid)
     spare = played.node.spare
     spare.is_ready = True
-    elsewhere = Fork(token=99, rank=1, local_rank=1, spec={"device": "cuda:1"})
+    elsewhere = Fork(
+        token=99,
+        rank=1,
+        local_rank=1,
+        spec={"device": "cuda:1", "settings": played.node.settings_record},
+    )
     spare.plan = SparePlan(kind=SpareKind.DEVICE, device="cuda:0")  # it would serve another GPU
     theirs = Channel.pair()[1]
     facts["elsewhere"] = spare.becomes(elsewhere, [theirs.fileno()])

@@ -10,7 +10,7 @@ import torch
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.core.board import SLOT_BYTES, Board, Cell
 from ddp_runner.core.faults import FaultError
-from ddp_runner.rank.faulty_disk import FaultyDisk
+from ddp_runner.rank.faulty_disk import TROUBLE_BYTES, FaultyDisk
 from ddp_runner.rank.fenced_disk import FencedDisk
 from tests.checkpoint.states import save, steps_in
 
@@ -78,6 +78,27 @@ def test_a_slow_disk_takes_its_time_once(tmp_path, monkeypatch):
     for step in (20, 30):
         save(tmp_path, step, disk=disk)
     assert slept_s == [0.3]
+
+
+def test_what_is_asked_in_one_process_another_one_does(tmp_path):
+    """By memory that they share: the rank asks, and who writes its checkpoints has the trouble."""
+    shared = memoryview(bytearray(TROUBLE_BYTES))
+    asked = FaultyDisk(trouble=shared, folder=tmp_path)
+    writes = FaultyDisk(trouble=shared, folder=tmp_path)
+    save(tmp_path, 10, disk=writes)
+    asked.fail_next_sync()
+    with pytest.raises(FaultError, match="Input/output error"):
+        save(tmp_path, 20, disk=writes)
+    asked.fill(seconds=60.0)
+    with pytest.raises(FaultError, match="File too large"):
+        save(tmp_path, 20, disk=writes)
+    asked.fill(seconds=0.0)
+    assert not asked.has_checkpoint
+    save(tmp_path, 30, disk=writes)
+    assert asked.has_checkpoint
+    asked.damage_newest()
+    catalog = CheckpointStore(tmp_path, keep_last=1).catalog
+    assert catalog.verify(catalog.entries()[0]) is not None
 
 
 def test_a_damaged_checkpoint_is_the_newest_and_is_found(tmp_path):

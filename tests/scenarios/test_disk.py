@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .harness import WORKLOAD, Run, poll
 from .workload import HOLD_NAME, SLOW_DISK_NAME
 
 pytestmark = pytest.mark.whole_run
+SLOW = f"{Path(__file__).with_name('slow_disk.py')}:WritesSlowly"
 
 
 def injected(*specs):
@@ -47,7 +49,7 @@ def test_a_rank_lost_during_a_save_is_replaced_beside_the_save(fault_free, tmp_p
     slow_disk.touch()
     # Rank 0 has ended the step before by then, so that its state is the newest.
     kill = injected("slow:rank=1,step=12,seconds=0.25", "kill:rank=1,step=12")
-    with Run(tmp_path, *SETTINGS, *kill, task=f"{WORKLOAD}:WritesSlowly") as run:
+    with Run(tmp_path, *SETTINGS, *kill, task=SLOW) as run:
         run.wait_for_event("repaired")
         slow_disk.unlink()
         assert run.wait() == 0, run.console
@@ -80,9 +82,72 @@ def test_a_save_that_its_rank_could_not_report_is_found_once(tmp_path, restarts)
     assert newest["size_bytes"] == Path(newest["path"]).stat().st_size
 
 
-def test_a_rank_killed_inside_its_save_leaves_nothing_behind(fault_free, tmp_path):
-    """The next rank 0 goes on; what was half written is gone, every file that is left verifies."""
-    run = finish(tmp_path, *injected("slow_disk:rank=0,step=9,seconds=30", "kill:rank=0,step=12"))
+def is_being_written(run):
+    return bool(list(run.checkpoints.glob(".*tmp*")))
+
+
+def test_a_file_is_finished_though_its_writer_and_rank_0_are_killed(fault_free, tmp_path):
+    """The writer is replaced and begins again, the next rank 0 reports what it has not begun itself."""
+    slow_disk = tmp_path / SLOW_DISK_NAME
+    slow_disk.touch()
+    with Run(tmp_path, *SETTINGS, task=SLOW) as run:
+        poll(lambda: is_being_written(run), what="a save that is being written")
+        writer = run.named("ddp:saver").pid
+        run.signal(signal.SIGKILL, writer)
+        run.wait_for_event("saver_ended")
+        poll(lambda: run.named("ddp:saver").pid != writer, what="another writer")
+        run.signal(signal.SIGKILL, run.rank_pid(0))
+        run.wait_for_event("repaired")
+        assert saved(run) == []
+        slow_disk.unlink()
+        assert run.wait() == 0, run.console
+        run.assert_nothing_left()
+    (ended,) = run.events("saver_ended")
+    assert (ended["signal"], ended["step"]) == (signal.SIGKILL, 10)
+    assert "another one takes its place, and goes on with that of step 10" in run.console
+    assert saved(run).count(10) == 1
+    assert (saved(run)[-1], run.digest) == (STEPS, fault_free(2).digest)
+    assert STEPS in verified_steps(run)
+    assert list(run.checkpoints.glob(".*tmp*")) == []
+
+
+def test_a_run_that_gives_up_waits_for_the_file_in_hand(tmp_path):
+    """Nobody is left who has the state but the process that writes."""
+    slow_disk = tmp_path / SLOW_DISK_NAME
+    slow_disk.touch()
+    with Run(tmp_path, *SETTINGS, "--max-restarts", 0, task=SLOW) as run:
+        poll(lambda: is_being_written(run), what="a save that is being written")
+        run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in (0, 1)))
+        run.wait_for_event("fault")
+        poll(lambda: "ddp:rank0" not in {one.name for one in run.processes()}, what="no rank")
+        slow_disk.unlink()
+        assert run.wait() == 3, run.console
+        run.assert_nothing_left()
+    assert (saved(run), verified_steps(run)) == ([10], [10])
+
+
+def test_a_supervisor_killed_beside_a_save_leaves_disk_and_memory_clean(fault_free, tmp_path):
+    """Its copies are gone with it, the writer too; the next launch removes what was half written."""
+    slow_disk = tmp_path / SLOW_DISK_NAME
+    slow_disk.touch()
+    with Run(tmp_path, *SETTINGS, task=SLOW) as run:
+        poll(lambda: is_being_written(run), what="a save that is being written")
+        run.signal(signal.SIGKILL)
+        run.assert_gone()
+        run.assert_machine_clean()
+    assert verified_steps(run) == []
+    slow_disk.unlink()
+    with Run(tmp_path, *SETTINGS, task=SLOW) as run:
+        assert run.wait() == 0, run.console
+    assert "which a writer that was killed had left" in run.console
+    assert list(run.checkpoints.glob(".*tmp*")) == []
+    assert run.digest == fault_free(2).digest
+
+
+def test_a_rank_killed_inside_its_own_save_leaves_nothing_behind(fault_free, tmp_path):
+    """Without copies it writes itself. What was half written is gone, every file that is left verifies."""
+    specs = ("slow_disk:rank=0,step=9,seconds=30", "kill:rank=0,step=12")
+    run = finish(tmp_path, *injected(*specs), "memory_every=0")
     assert 10 not in saved(run)
     assert run.digest == fault_free(2).digest
     assert STEPS in verified_steps(run)

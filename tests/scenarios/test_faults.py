@@ -78,10 +78,15 @@ def kill_in_step(rank):
 
 
 def together(ranks, *, falls_back=False):
-    """SIGKILL at the same place of the same step: all within a few milliseconds."""
+    """SIGKILL at the same place of the same step: all within a few milliseconds.
+
+    At the end of the wait itself: who comes to a later phase has left the step by then.
+    """
     ranks = frozenset(ranks)
     return Blow(
-        specs=tuple(spec for rank in sorted(ranks) for spec in kill_in_step(rank)),
+        specs=tuple(
+            spec for rank in sorted(ranks) for spec in caught_up("kill:step=@,phase=forward", rank)
+        ),
         incidents=(("rank_killed", ranks),),
         replaced=ranks,
         falls_back=falls_back,
@@ -278,7 +283,8 @@ def test_an_exception_on_all_ranks_at_once_loses_no_step(fault_free, tmp_path, w
 def test_the_source_of_the_state_dies_while_it_sends(tmp_path):
     """Another survivor sends in its place: the replacement waits for nobody who is dead."""
     large = ("task.width=200000", "--max-steps", 14, "save_every_steps=0", *PATIENT)  # 30 MB
-    large += ("num_workers=0",)
+    # A spare that builds ahead has the memory that is watched here.
+    large += ("num_workers=0", "recovery.warm_spare=process")
     with Run(tmp_path / "fault_free", *QUICK, *large, *CHEAP, world=3) as run:
         assert run.wait() == 0, run.console
         digest = run.digest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 
 from tests.processes import poll
@@ -18,27 +17,6 @@ def kill_all(run, world=2):
     before = len(run.events("copy_taken"))
     run.signals_at_once(*((signal.SIGKILL, run.rank_pid(rank)) for rank in range(world)))
     poll(lambda: len(run.events("copy_taken")) > before, what=f"a copy: {run.console}")
-
-
-def test_all_ranks_are_lost_again_and_again_without_any_file(tmp_path, made_once):
-    """Each time the newest copy is taken: few steps are done again, and no bit differs."""
-    with Run(tmp_path, *WITHOUT_WORKERS, *NO_FILES, "memory_every=4", "task.pace_s=0.05") as run:
-        for step in (6, 14, 15, 23):
-            run.wait_for_step(step)
-            kill_all(run)
-        run.wait_for_step(30)
-        run.signal(signal.SIGKILL, run.rank_pid(0))  # the next rank 0 copies beside what it finds
-        run.wait_for_step(36)
-        kill_all(run)
-        assert run.wait() == 0, run.console
-        run.assert_nothing_left()
-    summary, calm = run.summary(), made_once(*WITHOUT_WORKERS, world=2)
-    assert (summary["exact"], summary["weights_sha256"]) == (True, calm.digest)
-    lost = [fault for fault in summary["faults"] if fault["all_ranks_dead"]]
-    assert len(lost) >= 4, "one may come while the one before is still being repaired"
-    assert all(0 <= fault["steps_lost"] <= 8 for fault in lost)
-    assert all("from the newest checkpoint (in memory, of step" in one["action"] for one in lost)
-    assert re.search(r"no rank was left: the copy in memory is of step \d+", run.console)
 
 
 def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):

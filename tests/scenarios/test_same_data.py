@@ -20,7 +20,8 @@ SETTINGS = (
 
 
 def start(folder, name, *arguments, steps=40, workers=1, **kept):
-    words = (f"num_workers={workers}", "--max-steps", steps)
+    # A spare that builds ahead has the data of before.
+    words = (f"num_workers={workers}", "--max-steps", steps, "recovery.warm_spare=process")
     return Run(folder, *SETTINGS, *words, *arguments, task=f"{TASKS}:{name}", **kept)
 
 

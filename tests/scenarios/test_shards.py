@@ -44,6 +44,36 @@ def test_a_stream_in_shards_goes_on_exactly_after_every_loss(tmp_path):
     assert run.summary()["exact"] == calm.summary()["exact"]
 
 
+def test_each_stage_reads_a_stream_of_its_own_in_shards(tmp_path):
+    """As a run that begins with its weights: ranks are lost amid both stages, and all of them in the second."""
+    first, second = ({"folder": str(tmp_path / name)} for name in ("first", "second"))
+    write(tmp_path / "first")
+    write(tmp_path / "second", bad=True)
+    ends = {"stream_end": "drop", "on_bad_sample": "substitute"}
+    stages = (
+        {"name": "one", "max_steps": 9, "task": first},
+        {"name": "two", "max_steps": 16, "batch_size": 4, "seed": 5, "data": ends, "task": second},
+    )
+    config = tmp_path / "stages.json"
+    config.write_text(json.dumps({"batch_size": 4, "num_workers": 2, "stages": stages}))
+    kills = ("kill:rank=1,step=6", "kill:rank=0,step=13", "kill:rank=all,step=20")
+    how = (*HOW, "--config", config, *(word for one in kills for word in ("--inject", one)))
+    with Run(tmp_path / "run", *how, task=TASK) as run:
+        assert run.wait() == 0, run.console
+    assert run.summary()["steps"] == 25
+    config.write_text(
+        json.dumps({"batch_size": 4, "seed": 5, "num_workers": 1, "data": ends, "task": second})
+    )
+    begin = run.checkpoints / "step_00000009.pt"
+    alone = (*HOW, "--config", config, "--max-steps", 16, "--init-from", begin)
+    with Run(tmp_path / "alone", *alone, task=TASK) as one:
+        assert one.wait() == 0, one.console
+    assert run.digest == one.digest
+    reasons = one.summary()["inexact_reasons"]
+    assert run.summary()["inexact_reasons"] == reasons
+    assert len(reasons) == 1
+
+
 def test_other_ranks_share_what_is_left_of_the_shards(tmp_path):
     """Said to be not exact, and why; bad lines are left out, and an epoch ends for all at one step."""
     folder = write(tmp_path / "data", bad=True)

@@ -142,13 +142,26 @@ def kill_held(run, stage, *ranks):
     poll(lambda: len(held(run.folder, stage)) == 2 + len(ranks), what="their successors")
 
 
+def assert_no_spare_of_another_stage(run):
+    """What a spare has built is of the stage in which it becomes a rank."""
+    stage, built_in = "", {}
+    for event in run.events():
+        stage = event["stage"] if event["event"] == "stage_begins" else stage
+        if event["event"] == "spare_ready":
+            built_in[event["pid"]] = stage
+        if event["event"] == "spare_taken":
+            assert built_in[event["pid"]] == stage
+    assert "pre" in built_in.values()
+
+
 def test_ranks_killed_where_stages_change_are_replaced_exactly(fault_free, tmp_path):
     """Rank 0 before one change, all of them before the next, the last rank in the middle; and ranks that differ
     before their stage has saved, go back to its begin.
     """
     gates = {stage: hold(tmp_path, stage) for stage in ("tune", "last")}
     faults = ("diverge:rank=1,step=14", "kill:rank=1,step=19,phase=backward")
-    with staged(tmp_path, *(word for fault in faults for word in ("--inject", fault))) as run:
+    words = [word for fault in faults for word in ("--inject", fault)]
+    with staged(tmp_path, *words, "recovery.warm_spare=model") as run:
         kill_held(run, "tune", 0)
         gates["tune"].unlink()
         kill_held(run, "last", 0, 1)
@@ -163,6 +176,24 @@ def test_ranks_killed_where_stages_change_are_replaced_exactly(fault_free, tmp_p
     assert set(found[3:]) <= {("rank_killed", 0, 0), ("rank_killed", 1, 0)}
     assert len(found) in (4, 5)
     assert "rolled back to step 12" in run.console
+    assert_no_spare_of_another_stage(run)
+
+
+def test_exceptions_where_stages_change_leave_no_trace(fault_free, tmp_path):
+    """In the last step of a stage, in the first of the next, and in the last of that on the other rank."""
+    faults = ((0, 11, "backward"), (1, 12, "forward"), (1, 21, "optimizer"))
+    words = [
+        word
+        for rank, step, phase in faults
+        for word in ("--inject", f"raise:rank={rank},step={step},phase={phase}")
+    ]
+    with staged(tmp_path, *words) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert run.digest == fault_free.digest
+    assert summary["exact"]
+    found = [(one["rank"], one["step"], one["steps_lost"]) for one in summary["faults"]]
+    assert found == [(rank, step, 0) for rank, step, _ in faults]
 
 
 def test_a_run_goes_on_in_the_stage_it_was_stopped_in(fault_free, tmp_path):

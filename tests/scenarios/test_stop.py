@@ -33,8 +33,8 @@ def to_everybody(run, number):
     """As container runtimes and systemd do: none of the processes must fall over it."""
     run.wait_for_event("spare_ready")
     everybody = {process.pid for process in run.processes()}
-    # Supervisor, guardian, zygote, store, spare, and two ranks with a loader worker each.
-    assert len(everybody) == 9
+    # Supervisor, guardian, zygote, store, spare, saver, and two ranks with a loader worker each.
+    assert len(everybody) == 10
     for pid in sorted(everybody, reverse=True):  # the supervisor, the oldest, comes last
         # Should this test be held up here, the first rank has asked for the stop and it is done.
         with contextlib.suppress(ProcessLookupError):

@@ -42,7 +42,12 @@ def test_a_task_that_starts_a_thread_is_imported_by_each_rank(tmp_path):
         "open('imported', 'a').write(f'{os.getpid()}\\n')\n"
         "class Task(PacedTask):\n    pass\n"
     )
-    with Run(tmp_path, *SETTINGS, "task.pace_s=0", task=f"{tmp_path / 'threaded.py'}:Task") as run:
+    settings = (
+        *SETTINGS,
+        "task.pace_s=0",
+        "recovery.warm_spare=false",
+    )  # which would import it too
+    with Run(tmp_path, *settings, task=f"{tmp_path / 'threaded.py'}:Task") as run:
         assert run.wait() == 0, run.console
     warning = (
         "the task is imported by each rank, not ahead of them: after importing it 2 threads run"

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.training.saving import Saving
 from ddp_runner.training.task import Datasets
 
@@ -30,7 +29,7 @@ TROUBLE_NAME = "trouble"
 # Training goes on once it is gone. With ``CALL`` in it, no process waits before its loss is asked for so
 # often: a run that is held so from the start gets to that step and no further, however slow a test is.
 HOLD_NAME = "hold"
-SLOW_DISK_NAME = "slow_disk"  # no checkpoint is written before it is gone
+SLOW_DISK_NAME = "slow_disk"  # with slow_disk.py as task no checkpoint is written before it is gone
 _calls = Counter()  # how often this process has come to each place
 
 
@@ -100,8 +99,8 @@ def _make(action):  # noqa: C901 - a row an action
         time.sleep(float(action.removeprefix("sleep")))
     if action.startswith("barrier"):  # which nobody else is in
         several = action == "barriers"  # as many as hold every thread of gloo
-        for _ in range(4 if several else 1):
-            torch.distributed.barrier(async_op=several)
+        for number in range(4 if several else 2):
+            torch.distributed.barrier(async_op=several or number == 0)
     if action.startswith("gil"):
         # PyDLL keeps the interpreter's lock for the length of the call.
         ctypes.PyDLL(None).usleep(int(float(action.removeprefix("gil")) * 1e6))
@@ -254,21 +253,6 @@ class DiesAtExit(PacedTask):
 
     def build_model(self):
         atexit.register(os.kill, os.getpid(), signal.SIGKILL)
-        return super().build_model()
-
-
-class WritesSlowly(PacedTask):
-    """What it saves is written when a test says so."""
-
-    def build_model(self):
-        write = RealDisk.write
-
-        def later(disk, handle, data):
-            while Path(SLOW_DISK_NAME).exists():
-                time.sleep(0.01)
-            write(disk, handle, data)
-
-        RealDisk.write = later
         return super().build_model()
 
 

@@ -2,12 +2,13 @@
 
 By hand: ``python -m tests.soak.storm --runs 20 --world 3 --seed 1 --folder /tmp/storm``. A hit is
 SIGKILL, SIGSTOP, SIGSEGV, SIGABRT or SIGBUS to a rank, the zygote, the store, the spare or a loader
-worker. Each run must end completed, with the weights of a run without a fault.
+worker, or SIGKILL to all ranks at once. Each run must end completed, with the weights of a run without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tests.scenarios.harness import TRAIN, Run
 
 TASK = f"{Path(__file__).parents[1] / 'scenarios' / 'stranger.py'}:Classifier"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
+ALL_RANKS_EACH = 6  # so many hits, one of them is of all ranks
 APART_S = (1.0, 2.0)
 PACE_S = 0.05
 LIMIT_S = 900.0  # only a run that hangs comes so far
@@ -47,6 +50,7 @@ class Result:
     incidents: int = 0
     steps_lost: int = 0
     all_ranks_dead: int = 0  # incidents after which no rank had the state
+    copies_taken: int = 0  # from memory, where no rank was left
     unexplained_loss: int = 0  # steps lost by another incident: must be none
     wall_s: float = 0.0
     last_lines: str = ""
@@ -81,12 +85,24 @@ def hit(run: Run, draw: random.Random) -> str:
     found = [one for one in run.processes() if one.pid != run.process.pid]
     if not any(kind_of(one.name) in ("rank", "spare") for one in found):
         return ""
+    if draw.randrange(ALL_RANKS_EACH) == 0:
+        return kill_all_ranks(one.pid for one in found if kind_of(one.name) == "rank")
     victim, number = draw.choice(found), draw.choice(SIGNALS)
     try:
         os.kill(victim.pid, number)
     except ProcessLookupError:
         return ""
     return f"{number.name} {kind_of(victim.name)}"
+
+
+def kill_all_ranks(pids: Iterable[int]) -> str:
+    """One directly after the other, as the kernel or a person does it; who was."""
+    killed = 0
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    return f"SIGKILL all {killed} ranks" if killed else ""
 
 
 def storm(run: Run, draw: random.Random) -> list[str]:
@@ -129,6 +145,7 @@ def run_once(folder: Path, *, steps: int, world: int, seed: int, digest: str) ->
         incidents=sum(record["event"] == "plan" for record in run.events()),
         steps_lost=sum(fault["steps_lost"] for fault in faults),
         all_ranks_dead=sum(fault["all_ranks_dead"] for fault in faults),
+        copies_taken=len(run.events("copy_taken")),
         unexplained_loss=unexplained_loss(faults),
         wall_s=summary["wall_s"],
         last_lines="" if code == 0 else run.console[-3000:],
@@ -191,6 +208,7 @@ def totals(results: list[Result], *, calm_s: float) -> dict[str, object]:
         "incidents": sum(result.incidents for result in results),
         "steps_lost": sum(result.steps_lost for result in results),
         "all_ranks_dead": sum(result.all_ranks_dead for result in results),
+        "copies_taken": sum(result.copies_taken for result in results),
         "wall_s": [walls[0], walls[len(walls) // 2], walls[-1]],
         "calm_s": calm_s,
         "hits_of": dict(hits_of.most_common()),

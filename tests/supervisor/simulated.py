@@ -23,6 +23,7 @@ from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan
 from ddp_runner.core.messages import (
     DRILL_RANK,
     NO_PROCESS,
+    SAVER_RANK,
     SPARE_RANK,
     STANDBY_RANK,
     Abort,
@@ -47,7 +48,7 @@ from ddp_runner.core.messages import (
 )
 from ddp_runner.core.phases import Phase
 from ddp_runner.core.run_stages import StagePlace
-from ddp_runner.core.settings import RecoverySettings, RunSettings, Settings
+from ddp_runner.core.settings import CheckpointSettings, RecoverySettings, RunSettings, Settings
 from ddp_runner.memory.kernel_kills import KernelKills
 from ddp_runner.supervisor import loop
 from ddp_runner.supervisor.processes.children import Ended, make_output_file
@@ -61,8 +62,14 @@ SAVE_EVERY = 10
 IMPORT_S, FORK_S, STARTUP_S, FORM_S, EXIT_S = 1.0, 0.01, 0.05, 0.03, 0.005
 ITS_STACKS = b'Current thread 0x0001 (most recent call first):\n  File "task.py", line 3 in loss\n'
 WARM_S = 0.04  # until a spare is ready
-SPARE, STANDBY, DRILL = -3, -4, -5  # as processes
-_KIND = {SPARE_RANK: SPARE, STANDBY_RANK: STANDBY, DRILL_RANK: DRILL}
+SPARE, STANDBY, DRILL, SAVER = -3, -4, -5, -6  # as processes
+_KIND = {SPARE_RANK: SPARE, STANDBY_RANK: STANDBY, DRILL_RANK: DRILL, SAVER_RANK: SAVER}
+
+_REFUSED = {
+    SPARE_RANK: "spares_refused",
+    DRILL_RANK: "drills_refused",
+    SAVER_RANK: "savers_refused",
+}
 
 
 class _Unclaimed:
@@ -148,7 +155,7 @@ class Machine:
 @dataclass
 class Process:
     """A simulated process; ``rank`` -1 is the store host, -2 the zygote, -3 a spare, -4 who stands by,
-    -5 a drill, which does nothing by itself."""
+    -5 a drill, -6 who writes checkpoints; these do nothing by themselves."""
 
     pid: int
     rank: int
@@ -192,6 +199,7 @@ class Simulation:
         seed=0,
         import_s=IMPORT_S,
         run_options=None,
+        memory_every="auto",
         silent=False,
         devices=None,
         stage_ends=(),
@@ -225,21 +233,24 @@ class Simulation:
         self.zygotes = 0
         self.resumed = []  # what was sent to each rank that has loaded
         self.answers_s = 0.0  # after which the zygote says whom it has forked
-        self.spares_refused = 0  # forks of a spare for which there is no room
-        self.drills_refused = 0
+        # Forks for which there is no room.
+        self.spares_refused = self.drills_refused = self.savers_refused = 0
         self.spares_asked = []  # what the ranks were doing when one was asked for
-        self.spare_fails_on = set()  # devices that no spare can open
+        self.spare_fails_on = set()  # devices that no spare can open, and kinds that none can be
+        self.free_bytes = 2**40
         self.spare_kinds = []  # what each of them was to be, and where
         self.drills_asked = []  # step and rank of each
         self.import_s = import_s
         self._heap = []
         self._numbers = itertools.count()
         self._pids = itertools.count(100)
-        self.resident = {}  # pid -> bytes, as far as a test says so
+        # Of pids, as far as a test says so: CPU time, resident bytes, who waits for a disk.
+        self.ticks, self.resident, self.waiting_for_disk = {}, {}, set()
         self.kills = KernelKills(Path("/no/machine"))  # of this one nothing is counted
         self.settings = settings = Settings(
             run=RunSettings(task="synthetic", **(run_options or {})),
             recovery=RecoverySettings(**recovery),
+            checkpoint=CheckpointSettings(memory_every=memory_every),
         )
         cpu = DevicePlan(device="cpu", name="CPU", visible_index=None)
         plan = LaunchPlan(
@@ -418,7 +429,7 @@ class Simulation:
         self._unborn.append(channel)
         zygote = machine.zygote
 
-        def born():  # noqa: PLR0911 - the same
+        def born():
             if zygote.dead:
                 channel.close()
                 return
@@ -426,13 +437,9 @@ class Simulation:
                 self.later(0.01, born)
                 return
             self._unborn.remove(channel)
-            if request.rank == DRILL_RANK and self.drills_refused:
-                self.drills_refused -= 1
-                channel.close()
-                self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
-                return
-            if request.rank == SPARE_RANK and self.spares_refused:
-                self.spares_refused -= 1
+            refused = _REFUSED.get(request.rank, "")
+            if refused and getattr(self, refused):
+                setattr(self, refused, getattr(self, refused) - 1)
                 channel.close()
                 self.send(zygote, Forked(token=request.token, pid=NO_PROCESS))
                 return
@@ -444,7 +451,7 @@ class Simulation:
                 self.send(zygote, answer)
             if request.rank == DRILL_RANK:
                 self.drills_asked.append((request.spec["step"], request.spec["rank"]))
-            if request.rank in (STANDBY_RANK, DRILL_RANK):
+            if request.rank in (STANDBY_RANK, DRILL_RANK, SAVER_RANK):
                 return
             if request.rank == SPARE_RANK:
                 self.later(WARM_S, lambda: self._warm(process, str(request.spec["device"])))
@@ -474,7 +481,7 @@ class Simulation:
         self.later(takes_s, lambda: self._built(process, loads))
 
     def _warm(self, process, device):
-        if device in self.spare_fails_on:
+        if self.spare_fails_on & {device, self.spare_kinds[-1][0]}:
             self._end(process, exit_code=1)
         else:
             self.send(process, SpareReady(device_bytes=5 * 10**8 if device else 0))
@@ -878,8 +885,17 @@ class System:
     def is_killed(self, pid):
         return pid in self._simulation.unreaped_kills
 
+    def cpu_ticks(self, pid):
+        return self._simulation.ticks.get(pid, 0)
+
+    def waits_for_disk(self, pid):
+        return pid in self._simulation.waiting_for_disk
+
     def resident_bytes(self, pid):
         return self._simulation.resident.get(pid, 0)
+
+    def free_bytes(self):
+        return self._simulation.free_bytes
 
 
 class Directory(Published):

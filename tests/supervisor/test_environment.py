@@ -9,9 +9,9 @@ from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.settings import RunSettings, Settings
 from ddp_runner.supervisor.processes.environment import (
     kept_against_advice,
-    what_to_import,
     zygote_environment,
 )
+from ddp_runner.supervisor.processes.zygote_imports import what_to_import
 
 PACKAGE_PARENT = str(Path(ddp_runner.__file__).resolve().parents[1])
 
@@ -66,6 +66,12 @@ def test_sets_of_names_have_one_order_in_every_process():
     """A model that is made from one has its parts in the same order in a replacement and at a resume."""
     assert environment({})["PYTHONHASHSEED"] == "0"
     assert environment({"PYTHONHASHSEED": "7"})["PYTHONHASHSEED"] == "7"
+
+
+def test_large_tensors_come_in_large_pages():
+    """Unless the user has said otherwise."""
+    assert environment({})["THP_MEM_ALLOC_ENABLE"] == "1"
+    assert environment({"THP_MEM_ALLOC_ENABLE": "0"})["THP_MEM_ALLOC_ENABLE"] == "0"
 
 
 def test_debug_turns_on_torch_s_own_checks():

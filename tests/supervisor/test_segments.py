@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from _multiprocessing import SemLock
+from multiprocessing import synchronize
 from pathlib import Path
 
 import pytest
 
 from ddp_runner.supervisor.processes.children import reap_children
+from ddp_runner.system import parent_death
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -20,6 +23,9 @@ def test_a_segment_goes_with_the_process_that_made_it():
     child = os.fork()
     if child == 0:
         (SHARED_MEMORY / f"torch_{os.getpid()}_1_0").write_bytes(b"x")
+        parent_death.mark_own_children()
+        kept = SemLock(1, 1, 1, synchronize.SemLock._make_name(), False)  # as killed in between
+        assert kept
         os.write(writer, b"x")
         signal.pause()
     other = SHARED_MEMORY / f"torch_{os.getpid()}_1_0"
@@ -28,8 +34,11 @@ def test_a_segment_goes_with_the_process_that_made_it():
         os.read(reader, 1)
         os.kill(child, signal.SIGKILL)
         os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        semaphores = f"sem.{parent_death.semaphores_of(child)}*"
+        assert len(list(SHARED_MEMORY.glob(semaphores))) == 1
         assert child in [ended.pid for ended in reap_children()]
         assert not (SHARED_MEMORY / f"torch_{child}_1_0").exists()
+        assert not list(SHARED_MEMORY.glob(semaphores))
         assert other.exists()
     finally:
         other.unlink()

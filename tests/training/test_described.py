@@ -12,7 +12,8 @@ from ddp_runner.checkpoint.manifest import Manifest, best_of
 from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.training.described import about_file, described
+from ddp_runner.observe.trackers.position import Position
+from ddp_runner.training.described import about_file, described, tracker_ids
 from ddp_runner.training.resume import load_start
 from tests.checkpoint.states import facts_of, save
 
@@ -52,6 +53,22 @@ def test_a_state_says_its_settings_losses_and_tokens_as_json():
     assert again.figures["validation_loss"] == 1.5
     bare = about_file(build_state(), loss=math.nan, settings={})
     assert bare == {"settings": {}}
+
+
+def test_a_file_says_the_ids_of_trackers_that_have_begun(tmp_path):
+    """As far as they are known by now; a tracker that only writes files has none."""
+    settings = from_flat(
+        {"log.trackers": ("csv", "wandb", "tensorboard"), "run.log_dir": str(tmp_path)}
+    )
+    assert tracker_ids(settings) == {}
+    position = Position(tmp_path, "wandb")
+    position.kept.update(id="r1-2", link="https://wandb.example/r1-2")
+    position.save(link="")
+    Position(tmp_path, "csv").save(link="metrics.csv")
+    known = tracker_ids(settings)
+    assert known == {"wandb": {"id": "r1-2", "link": "https://wandb.example/r1-2"}}
+    found = about_file(build_state(), loss=math.nan, settings={}, trackers=known)
+    assert found == {"settings": {}, "trackers": known}
 
 
 def test_the_best_so_far_outlives_its_file(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from ddp_runner import DDPTrainer
 from ddp_runner.checkpoint.memory_slots import MemorySlots
+from ddp_runner.checkpoint.store import CheckpointStore
 from ddp_runner.config import from_flat
 from ddp_runner.core import checkpoint_interval as pacing
 from ddp_runner.core.checkpoint_interval import CopyInterval
@@ -209,6 +210,24 @@ def test_copies_are_so_far_apart_that_they_cost_half_a_percent():
     assert interval.is_due(now_s=30.1, step_s=0.1)
 
 
+def test_ranks_that_die_one_soon_after_the_other_put_no_copy_off(tmp_path):
+    """Who takes over counts from the newest copy, or from where there was none, and not from its own start."""
+    runtime, store = RecordingRuntime(tmp_path), CheckpointStore(tmp_path, keep_last=1)
+    now_s = time.time()
+    found, paths = files()
+    runtime.rank_info = replace(runtime.rank_info, memory_slots=paths)
+    for ages_s, is_due in (((1, 1), False), ((9, 8), True), ((9, 1), True)):
+        for one, age_s in zip(found, ages_s, strict=True):
+            os.utime(one, (now_s - age_s, now_s - age_s))
+        copies = MemoryCopies(from_flat(settings(tmp_path)), runtime, store)
+        assert copies.is_time(step_s=0.001) == is_due, ages_s
+    slots = slots_on(found)
+    slots.make_room([8])
+    slots.seal({"model": {}}, {"step": 3})
+    assert slots.age_s < pacing.FIRST_COPY_S
+    assert not MemoryCopies(from_flat(settings(tmp_path)), runtime, store).is_time(step_s=0.001)
+
+
 def test_without_memory_or_by_steps_no_copy_is_due_by_time(tmp_path):
     """Control: a plain script has no supervisor; with a number of steps the clock says nothing."""
     runtime = RecordingRuntime(tmp_path)
@@ -217,7 +236,7 @@ def test_without_memory_or_by_steps_no_copy_is_due_by_time(tmp_path):
     for every, slots in (("auto", ()), (5, paths), ("auto", paths)):
         made = settings(tmp_path, memory_every=every)
         runtime.rank_info = replace(runtime.rank_info, memory_slots=slots)
-        copies = MemoryCopies(from_flat(made), runtime)
+        copies = MemoryCopies(from_flat(made), runtime, CheckpointStore(tmp_path, keep_last=1))
         began_s = time.monotonic()
         assert not copies.is_time(step_s=0.001)
         copies._interval.began(now_s=began_s - pacing_s - 1)

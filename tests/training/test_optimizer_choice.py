@@ -203,6 +203,31 @@ def test_a_state_of_before_an_unfreezing_can_be_gone_back_to(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_state_captured_amid_an_unfreezing_is_taken_over(kind):
+    """Its source was freed after the forward that unfroze: what it updates comes along, without moments."""
+    source, other = partly_frozen(kind), partly_frozen(kind)
+    more(source, 0)
+    source.model[0].requires_grad_(True)
+    captured = copy.deepcopy(source.capture())
+    assert misfit(captured, other) == ""
+    other.restore(captured)
+    source.train_unfrozen()
+    for state in (source, other):
+        more(state, 1)
+    assert bits_of(other) == bits_of(source)
+
+
+def test_a_state_without_a_parameter_that_is_trained_is_a_misfit():
+    """Control: one that its own flags do not say was unfrozen."""
+    source, other = partly_frozen("adamw"), partly_frozen("adamw")
+    more(source, 0)
+    captured = copy.deepcopy(source.capture())
+    other.model[0].requires_grad_(True)
+    captured["optimizer_names"] = captured["optimizer_names"][:-1]
+    assert "of other parameters" in misfit(captured, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_was_trained_and_is_frozen_again_keeps_its_moments(kind):
     """Also in a process that has never trained it."""
     source, other = partly_frozen(kind), partly_frozen(kind)

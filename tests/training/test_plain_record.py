@@ -7,6 +7,7 @@ import json
 import pytest
 
 from ddp_runner import DDPTrainer
+from ddp_runner.__main__ import main
 from ddp_runner.core.exits import RunStatus
 from ddp_runner.core.faults import FaultError
 from ddp_runner.observe.summary import read_summary
@@ -42,7 +43,7 @@ def lines(folder):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_plain_trainer_writes_metrics_and_summary(tmp_path):
+def test_a_plain_trainer_writes_metrics_and_summary(tmp_path, capsys):
     """As a supervised run does, so that the same tools read them; a resume adds to the metrics."""
     _, weights, *_ = train(tmp_path, max_steps=6)
     steps = [line["step"] for line in lines(tmp_path) if "step_s" in line]
@@ -62,6 +63,10 @@ def test_a_plain_trainer_writes_metrics_and_summary(tmp_path):
     assert any(name.startswith("validation_") for name in lines(tmp_path)[-1])
     train(tmp_path)  # complete: nothing is trained, and the account of before stands
     assert read_summary(tmp_path / "logs" / "summary.json") == second
+    assert main(["report", "-l", str(tmp_path / "logs")]) == 0
+    shown = capsys.readouterr().out
+    assert "completed (exit 0)" in shown
+    assert "events      none: there is no events.jsonl" in shown
 
 
 def test_an_error_of_the_task_stands_in_the_summary(tmp_path):

@@ -71,6 +71,89 @@ def test_a_state_is_hashed_by_name_in_its_order():
     assert combined(list(hashes.values())) != combined(list(hashes.values())[::-1])
 
 
+def _small_of(dtype):
+    """Small tensors of one type, in every way that they may lie in memory, and of many lengths."""
+    generator = torch.Generator().manual_seed(5)
+    flat = (torch.randn(40_000, generator=generator) * 50).to(dtype)
+    sizes = {f"{size}": flat[size : 2 * size].clone() for size in (1, 2, 3, 7, 8, 9, 1001)}
+    return sizes | {
+        "zero-dim": flat[5].clone(),
+        "empty": flat[:0],
+        "transposed": flat[:35].view(5, 7).t(),
+        "every third": flat[3:60:3],
+        "a part of a storage": flat[3:11],
+        "the same memory": flat[3:11],
+        "trained": torch.nn.Parameter(flat[:6].clone(), requires_grad=dtype.is_floating_point),
+        "large": flat[: module.PACKED_BYTES // dtype.itemsize + 1],
+        "largest": flat[: module.PACKED_BYTES // dtype.itemsize],
+    }
+
+
+_TYPES = [*module._PACKED_TYPES, torch.float8_e4m3fn]
+
+
+def test_many_tensors_at_once_have_the_hashes_that_each_has_alone():
+    """Of all types mixed, whatever their layout: who has one has the other's."""
+    state = {
+        f"{name} {dtype}": tensor
+        for name, *tensors in zip(_small_of(torch.float32), *map(_items_of, _TYPES), strict=True)
+        for dtype, tensor in zip(_TYPES, tensors, strict=True)
+    }
+    expected = {name: tensor_hash(one) for name, one in state.items() if one.numel()}
+    assert state_hashes(state) == expected
+    assert list(state_hashes(state)) == list(expected)
+
+
+def _items_of(dtype):
+    return list(_small_of(dtype).values())
+
+
+def test_what_torch_has_only_marked_as_conjugated_is_hashed_as_its_values():
+    """The bits in memory are others then."""
+    one = torch.randn(5, dtype=torch.complex64)
+    state = {"conjugated": one.conj(), "negative": one.conj().imag, "itself": one}
+    values = {name: tensor.resolve_conj().resolve_neg() for name, tensor in state.items()}
+    assert state_hashes(state) == {name: tensor_hash(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("dtype", module._PACKED_TYPES)
+@pytest.mark.parametrize("begin", [1, 3])
+def test_one_small_tensor_that_begins_between_words_is_hashed(dtype, begin):
+    """As a buffer that is the rest of another one; nothing else is in its pack."""
+    whole = torch.arange(24).to(dtype)
+    part = whole[begin : begin + 16]
+    assert state_hashes({"part": part}) == {"part": tensor_hash(part.clone())}
+
+
+def test_each_flipped_bit_of_many_small_tensors_shows_in_its_own_tensor():
+    """Nothing of a neighbour, nor of what fills a last word up, is in a hash."""
+    state = {str(number): torch.randn(number) for number in range(1, 40)}
+    before = state_hashes(state)
+    for name, tensor in state.items():
+        place = int(name) // 2
+        tensor.view(torch.int32)[place] ^= 1
+        after = state_hashes(state)
+        assert [one for one in after if after[one] != before[one]] == [name]
+        tensor.view(torch.int32)[place] ^= 1
+
+
+def test_more_small_tensors_than_are_packed_together_are_hashed_in_several_packs():
+    """A pack is of a bounded size, whatever there is."""
+    state = {str(number): torch.full((2000,), float(number)) for number in range(600)}
+    packs = list(module._packs(state, torch.float32))
+    assert len(packs) > 1
+    assert max(pack.words.numel() for _, pack in packs) <= 2 * module._CHUNK
+    assert state_hashes(state) == {name: tensor_hash(one) for name, one in state.items()}
+
+
+@pytest.mark.parametrize("dtype", module._PACKED_TYPES)
+def test_a_device_comes_to_the_same_hashes_of_many_small_tensors(dtype):
+    """What a GPU would sum is summed here on the CPU."""
+    small = {n: one for n, one in _small_of(dtype).items() if 0 < one.numel() <= 1001}
+    for _, pack in module._packs(small, dtype):
+        assert pack.sums_on_device().tolist() == pack.sums_on_host()
+
+
 @pytest.mark.parametrize("size", [0, 1, 7, 2**18, 3 * 2**21 + 5])
 def test_a_device_comes_to_the_same_hash_with_one_look_at_it(size):
     """Replicas on unlike devices are compared; what a GPU would sum is summed here on the CPU."""

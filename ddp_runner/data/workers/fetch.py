@@ -7,25 +7,20 @@ sample that fails.
 from __future__ import annotations
 
 import copy
-import random
 import traceback
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
-
 from ddp_runner.core.classify import lacks_memory
+from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.permutation import mix64
 from ddp_runner.data.sample_hash import sample_hash
 from ddp_runner.data.unshared import Unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 _MASK = 0xFFFFFFFFFFFFFFFF
-_MASK32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
 _SALT = 0x5A17ED5EED5A17ED  # keeps the seeds of samples apart from the keys of the sample order
 
@@ -69,24 +64,7 @@ def seed_generators(base: int, *, index: int) -> None:
     About 6 microseconds. ``torch.manual_seed`` would take a hundred, because it also visits every
     device; generators of devices are left alone, since a dataset must not touch a device.
     """
-    state = mix64((base + index * _GOLDEN) & _MASK)
-    random.seed(state)
-    np.random.seed(state & _MASK32)  # noqa: NPY002 - the generator that datasets draw from
-    torch.default_generator.manual_seed(state)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Give python's, numpy's and torch's CPU generator back as they were."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002 - as above
-    torch_state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002 - as above
-        torch.default_generator.set_state(torch_state)
+    seed_host(mix64((base + index * _GOLDEN) & _MASK))
 
 
 class SampleSource:

@@ -20,6 +20,7 @@ from ddp_runner.data.workers.fetch import (
 )
 
 _ITEMS_MAX = 2**32  # of a shard, so that each item has a number of its own
+_CURE = " (data.on_bad_sample=substitute would leave it out)"
 _OPENING = _ITEMS_MAX - 1  # in the place of an item's number, while a shard is opened
 
 
@@ -60,8 +61,10 @@ class _Reader:
     """One lane, being read."""
 
     def __init__(self, dataset: Any, lane: Lane, mark: LaneMark, *, left_out_max: int) -> None:
-        self.mark = mark
+        self._at = mark  # but for the next two, which each item changes
+        self._position, self._drawn = mark.position, mark.drawn
         self.left_out: list[Left] = []
+        self.is_spoilt = False  # by an item that might have been left out
         self._dataset = dataset
         self._lane = lane
         self._left_out_max = left_out_max
@@ -69,14 +72,24 @@ class _Reader:
         self._items: Iterator[tuple[Any, Any]] | None = None
         self._parts: Sequence[Part] = ()
         self._drawing = 0  # the number of an item in its shard
+        self._base, self._first = 0, 0  # what the seeds of the shard's items follow from
         self._stays = False  # in its epoch, also where that has no more items for it
+
+    @property
+    def mark(self) -> LaneMark:
+        """Where the lane stands."""
+        return self._at._replace(position=self._position, drawn=self._drawn)
+
+    def _go_to(self, mark: LaneMark) -> None:
+        self._at, self._position, self._drawn = mark, mark.position, mark.drawn
 
     def begin(self, epoch: int) -> int:
         """A share: drop what is left of the epochs before this one; how many items are owed first."""
         self._stays = epoch >= 0
-        if self.mark.epoch < epoch:
-            self._items, self.mark = None, LaneMark(epoch=epoch)
-        owed, self.mark = self.mark.owed, self.mark._replace(owed=0)
+        if self._at.epoch < epoch:
+            self._items = None
+            self._go_to(LaneMark(epoch=epoch))
+        owed, self._at = self._at.owed, self._at._replace(owed=0)
         self.left_out.clear()
         return owed
 
@@ -90,16 +103,16 @@ class _Reader:
             if not isinstance(item, Exception):
                 return item
             if len(self.left_out) >= self._left_out_max:
+                self.is_spoilt = not self._left_out_max
                 raise item
-            number = self._parts[self.mark.place].shard * _ITEMS_MAX + self._drawing
             reason = f"{self.where()}: {failed(item, indices=()).error}"
-            self.left_out.append(Left(number, reason))
+            self.left_out.append(Left(self._first + self._drawing, reason))
 
     def where(self) -> str:
         """For people: which item was drawn last, or was to be."""
-        if self.mark.place >= len(self._parts):
+        if self._at.place >= len(self._parts):
             return f"lane {self._lane.number}"
-        shard, names = self._parts[self.mark.place].shard, getattr(self._dataset, "names", None)
+        shard, names = self._parts[self._at.place].shard, getattr(self._dataset, "names", None)
         named = f" ({names[shard]})" if names else ""
         return f"item {self._drawing} of shard {shard}{named}"
 
@@ -109,38 +122,37 @@ class _Reader:
             if self._items is None and not self._open():
                 times_over += 1
                 if times_over > 2:
-                    raise LaneEmptyError(f"shards {list(self._lane.own)} gave no item")
+                    names = getattr(self._dataset, "names", range(self._dataset.shards))
+                    empty = ", ".join(str(names[shard]) for shard in self._lane.own)
+                    raise LaneEmptyError(f"no item in {empty}: leave empty shards out")
                 continue
             assert self._items is not None
-            self._drawing = self.mark.drawn
-            self._seed(self._drawing)
+            self._drawing = self._drawn
+            if self._is_seeded:
+                seed_generators(self._base, index=self._first + self._drawing)
             try:
-                item, position = next(self._items)
+                item, self._position = next(self._items)
             except StopIteration:
                 self._items = None
-                self.mark = LaneMark(epoch=self.mark.epoch, place=self.mark.place + 1)
+                self._go_to(LaneMark(epoch=self._at.epoch, place=self._at.place + 1))
                 continue
-            self.mark = self.mark._replace(position=position, drawn=self.mark.drawn + 1)
+            self._drawn += 1
             return item
 
     def _open(self) -> bool:
         """Begin with the shard that is due; False where the epoch was over, and begins again, or the next."""
-        self._parts = self._lane.parts(self.mark.epoch)
-        if self.mark.place >= len(self._parts):
-            self.mark = LaneMark(epoch=self.mark.epoch + (not self._stays))
+        self._parts = self._lane.parts(self._at.epoch)
+        if self._at.place >= len(self._parts):
+            self._go_to(LaneMark(epoch=self._at.epoch + (not self._stays)))
             return False
-        part = self._parts[self.mark.place]
-        if not self.mark.drawn:
-            self.mark = self.mark._replace(position=part.position, drawn=part.drawn)
-        self._seed(_OPENING)
-        self._items = iter(self._dataset.read(part.shard, self.mark.position))
+        part = self._parts[self._at.place]
+        if not self._drawn:
+            self._position, self._drawn = part.position, part.drawn
+        self._base = seeding_base(seed=self._lane.seed, epoch=self._at.epoch)
+        self._first = part.shard * _ITEMS_MAX
+        seed_generators(self._base, index=self._first + _OPENING)
+        self._items = iter(self._dataset.read(part.shard, self._position))
         return True
-
-    def _seed(self, number: int) -> None:
-        if self._is_seeded:
-            base = seeding_base(seed=self._lane.seed, epoch=self.mark.epoch)
-            shard = self._parts[self.mark.place].shard
-            seed_generators(base, index=shard * _ITEMS_MAX + number)
 
 
 @contextmanager
@@ -194,7 +206,8 @@ class ShardSource:
                 items.append(reader.draw())
             except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
                 found = failed(error, indices=(number,))
-                return replace(found, error=f"{reader.where()}: {found.error}")
+                cure = _CURE if reader.is_spoilt else ""
+                return replace(found, error=f"{reader.where()}: {found.error}{cure}")
             if owed:
                 owed -= 1
                 items.clear()

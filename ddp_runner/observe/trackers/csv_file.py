@@ -31,6 +31,9 @@ class CsvTracker:
         self._courses: dict[int, Course] = {}
         # Rows that are not in the file, or are in its end; and the bytes before the first of them.
         self._open: dict[tuple[int, int], dict[str, object]] = {}
+        self._lines: dict[
+            tuple[int, int], bytes
+        ] = {}  # what the file has of these, where they are unchanged
         self._closed_bytes = 0
         self._is_changed = True
         self._is_published = False
@@ -60,24 +63,41 @@ class CsvTracker:
             self._write_again({})
         row = self._open.setdefault((step, rank), {"step": step, "rank": rank, "utc": record.utc})
         row.update(change.values)
+        self._lines.pop((step, rank), None)
         self._is_changed = True
 
     def flush(self) -> None:
         """Have the file hold all rows."""
         if not self._is_changed:
             return
-        self._file.seek(self._closed_bytes)
-        self._file.truncate()
-        keys = list(self._open)
-        kept = set(keys[-_OPEN_ROWS:])
-        for key in keys:
-            if key in kept:
-                self._file.write(self._line(self._open[key]))
-            else:
-                self._closed_bytes += self._file.write(self._line(self._open.pop(key)))
+        self._write_open_rows()
         self._file.flush()
         self._publish()
         self._is_changed = False
+
+    def _write_open_rows(self) -> None:
+        """From the first that has changed on; the oldest of too many are closed."""
+        keys = list(self._open)
+        at, is_same = self._closed_bytes, True
+        for number, key in enumerate(keys):
+            line = self._lines.get(key)
+            if line is None:
+                line = self._lines[key] = self._line(self._open[key])
+                if is_same:
+                    self._cut_at(at)
+                is_same = False
+            if not is_same:
+                self._file.write(line)
+            at += len(line)
+            if number < len(keys) - _OPEN_ROWS:
+                self._closed_bytes = at
+                del self._open[key], self._lines[key]
+        if is_same:
+            self._cut_at(at)
+
+    def _cut_at(self, size_bytes: int) -> None:
+        self._file.seek(size_bytes)
+        self._file.truncate()
 
     def close(self, exit_code: int) -> None:
         """Write what is left."""
@@ -122,6 +142,7 @@ class CsvTracker:
         return path, os.fdopen(open_new(path), "wb")
 
     def _write_header(self) -> None:
+        self._lines.clear()
         self._closed_bytes = self._file.write(_encoded(self._columns))
 
     def _line(self, row: dict[str, object] | dict[str, str]) -> bytes:

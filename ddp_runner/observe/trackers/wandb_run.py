@@ -113,6 +113,7 @@ class WandbTracker:
             self._run.finish()
             self._run = None
         self._kept.update(run_id=run_id, part=part, link="", floor=self._settled.written)
+        self._kept["id"] = self._wandb_id  # for checkpoints
         self._is_changed = True
 
     def _log(self, points: list[tuple[int, dict[str, float | None]]]) -> None:

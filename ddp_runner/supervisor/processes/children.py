@@ -7,19 +7,18 @@ import ctypes
 import errno
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from ddp_runner import start
-from ddp_runner.core.messages import Fork
+from ddp_runner.core.messages import IMPORT_RANK, Fork
 from ddp_runner.supervisor.processes.guardian_process import tidies_up
-from ddp_runner.system.control_channel import Channel
+from ddp_runner.supervisor.processes.zygote_start import StartedZygote
+from ddp_runner.system.control_channel import Channel, ChannelClosedError
+from ddp_runner.system.parent_death import semaphores_of
 from ddp_runner.system.proc_state import stat_fields
 from ddp_runner.system.run_files import reading
 
@@ -81,37 +80,26 @@ def read_end(path: Path, *, begin: int) -> str:
 class Zygote:
     """The process that forks the others. A new object for each one started."""
 
-    def __init__(self, *, task: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, started: StartedZygote) -> None:
         # Requests go out by it, answers come in the order of the requests. Open until close().
-        self.channel, theirs = Channel.pair()
+        self.channel = Channel(started.connection)
         # A file in memory that it, and what it imports, writes to. Open until close().
-        self.output = make_output_file("zygote")
+        self.output = started.output
         # Whether it has imported torch and the task, so that it forks at once. Never taken back.
         self.ready = False
-        # The channel is handed over by number; a session of its own keeps a terminal's Ctrl-C and
-        # hang-up with the supervisor, who decides what they mean.
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [
-                sys.executable,
-                start.__file__,
-                "ddp_runner.rank.zygote",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                task,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=self.output,
-            stderr=self.output,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            env=dict(environment),
-        )
-        theirs.close()
+        self._process = started.process
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def send_import(self, wanted: str) -> None:
+        """Have one that was started ahead import the rest too; its end, if it has ended, follows."""
+        with contextlib.suppress(ChannelClosedError):
+            self.channel.send(
+                Fork(token=0, rank=IMPORT_RANK, local_rank=0, spec={"wanted": wanted})
+            )
 
     def fork(self, request: Fork, descriptors: Sequence[int]) -> None:
         """Ask for a fork; ``Forked`` with the same token answers. Raises ChannelClosedError."""
@@ -159,11 +147,12 @@ def _remove_segments(pid: int) -> None:
     """Remove the shared memory that a process was making when it died.
 
     torch names a segment by its process and unlinks it at once; a loader worker that is killed in
-    between, as it is when its rank dies, leaves the name for good.
+    between, as it is when its rank dies, leaves the name for good. So does a rank a semaphore.
     """
-    for segment in _SHARED_MEMORY.glob(f"torch_{pid}_*"):
-        with contextlib.suppress(OSError):  # of a same-numbered process of somebody else
-            segment.unlink()
+    for pattern in (f"torch_{pid}_*", f"sem.{semaphores_of(pid)}*"):
+        for segment in _SHARED_MEMORY.glob(pattern):
+            with contextlib.suppress(OSError):  # of a same-numbered process of somebody else
+                segment.unlink()
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

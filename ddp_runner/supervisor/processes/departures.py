@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_runner.supervisor.processes.children import Ended
-from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
+from ddp_runner.supervisor.processes.helper_process import (
+    Drill,
+    Helper,
+    Saver,
+    Spare,
+    Standby,
+    StoreHost,
+)
 from ddp_runner.supervisor.processes.rank_process import WhatItWrote
 
 
@@ -58,12 +65,21 @@ class DrillEnded:
     output: str
 
 
-Departure = ZygoteEnded | StoreEnded | RankEnded | SpareEnded | StandbyEnded | DrillEnded
-HelperDeparture = ZygoteEnded | StoreEnded | SpareEnded | StandbyEnded | DrillEnded
-HelperEnded = StoreEnded | SpareEnded | StandbyEnded | DrillEnded
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaverEnded:
+    """The process that writes checkpoints is gone; ``output`` is what it said last."""
+
+    ended: Ended
+    output: str
+
+
+HelperEnded = StoreEnded | SpareEnded | StandbyEnded | DrillEnded | SaverEnded
+HelperDeparture = ZygoteEnded | HelperEnded
+Departure = RankEnded | HelperDeparture
 HELPER_ENDED: dict[type[Helper], type[HelperEnded]] = {
     StoreHost: StoreEnded,
     Spare: SpareEnded,
     Standby: StandbyEnded,
     Drill: DrillEnded,
+    Saver: SaverEnded,
 }

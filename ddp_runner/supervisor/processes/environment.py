@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.script import ZYGOTE_OF_LOOPS, ZYGOTE_OF_SCRIPTS
 from ddp_runner.start import PACKAGE_PARENT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ddp_runner.core.launch_plan import LaunchPlan
 
 # Ranks that must survive a failed collective: the watchdog would kill them.
 _NCCL = {
@@ -34,29 +36,49 @@ _NCCL_IN_ORDER = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 _BUS_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 # A model whose parts come from a set of names has them in one order in every process, a replacement's too.
 _SETS_IN_ORDER = {"PYTHONHASHSEED": "0"}
+# Memory of 2 MB and more comes in pages of that size where the kernel leaves it to the program: a replacement
+# has its gigabyte in a quarter of the time, and a process that is killed is gone at once.
+_LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 # torch's advice at every start; the settings that it is about are this runner's choice.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "CUDA_LAUNCH_BLOCKING": "1"}
-_NAME_IN_TASK = re.compile(r":\w+$")  # behind the file or module
 
 
 def zygote_environment(plan: LaunchPlan, own: Mapping[str, str]) -> dict[str, str]:
     """``own`` with what this run needs. A variable that the user has set is left alone."""
-    threads = str(plan.threads_per_rank)
     if plan.script is not None:
-        return _for_scripts(threads, own)
+        return _for_scripts(str(plan.threads_per_rank), own)
     settings = plan.settings.run
+    return training_environment(
+        own,
+        threads=plan.threads_per_rank,
+        is_deterministic=settings.deterministic,
+        is_debug=settings.debug,
+        is_alone=plan.nodes is None,
+    )
+
+
+def training_environment(
+    own: Mapping[str, str],
+    *,
+    threads: int,
+    is_deterministic: bool = False,
+    is_debug: bool = False,
+    is_alone: bool = True,
+) -> dict[str, str]:
+    """``own`` with what a training needs. ``is_alone``: all ranks are on this machine."""
     added = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         # numpy would start its threads at import, and a zygote must have none.
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         **_SETS_IN_ORDER,
+        **_LARGE_PAGES,
         **_BUS_ORDER,
-        **_of_gpus(is_deterministic=settings.deterministic, is_alone=plan.nodes is None),
-        **(_DETERMINISTIC if settings.deterministic else {}),
-        **(_DEBUG if settings.debug else _QUIET),
+        **_of_gpus(is_deterministic=is_deterministic, is_alone=is_alone),
+        **(_DETERMINISTIC if is_deterministic else {}),
+        **(_DEBUG if is_debug else _QUIET),
     }
     environment = {**added, **own}
     environment["PYTHONPATH"] = _with_package(own.get("PYTHONPATH", ""))
@@ -104,18 +126,6 @@ def _with_package(path: str) -> str:
     if PACKAGE_PARENT not in parts:
         parts.append(PACKAGE_PARENT)
     return ":".join(parts)
-
-
-def what_to_import(plan: LaunchPlan) -> str:
-    """What the zygote is sent: the task, or that its forks run programs, and modules to import for them."""
-    if plan.script is not None:
-        return ZYGOTE_OF_SCRIPTS + ",".join(plan.script.preload)
-    if plan.loop is not None:
-        return ZYGOTE_OF_LOOPS + ",".join(plan.loop.preload)
-    # What a stage's task imports, all forks would have: also a later stage's, whose folder may have another
-    # module of that name.
-    tasks = {_NAME_IN_TASK.sub("", one.run.task) for one in plan.stages}
-    return "" if len(tasks) > 1 else plan.settings.run.task
 
 
 COORDINATORS_LOGS = 0  # the number of the coordinator's machine

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from ddp_runner.supervisor.processes import guardian_process
-from ddp_runner.system.parent_death import MARK_VARIABLE, rank_mark
+from ddp_runner.system.parent_death import MARK_VARIABLE, marked, rank_mark
 
 _MARK_BYTES = 16
 _LOOKS_MAX = (
@@ -30,15 +30,15 @@ class Guardian:
     go on, unless it still descends from this process when the run ends.
     """
 
-    def __init__(self) -> None:
-        self._token = secrets.token_hex(_MARK_BYTES)
+    def __init__(self, mark: str = "") -> None:
+        """``mark``: which processes of the run have already, if any."""
+        self._token = mark or secrets.token_hex(_MARK_BYTES)
         self._process: subprocess.Popen[bytes] | None = None
         self._writer = -1
 
     def marked(self, environment: Mapping[str, str]) -> dict[str, str]:
         """``environment`` for the processes of this run; a run inside another one's rank has two marks."""
-        marks = [mark for mark in environment.get(MARK_VARIABLE, "").split(",") if mark]
-        return {**environment, MARK_VARIABLE: ",".join([*marks, self._token])}
+        return marked(environment, self._token)
 
     def start(self) -> None:
         """Start the process that ends what is left, should this one be killed. May raise OSError."""

@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ddp_runner.core.messages import DRILL_RANK, SPARE_RANK, STANDBY_RANK, STORE_RANK, Fork
-from ddp_runner.core.spare import SparePlan
+from ddp_runner.core.messages import (
+    DRILL_RANK,
+    SAVER_RANK,
+    SPARE_RANK,
+    STANDBY_RANK,
+    STORE_RANK,
+    Fork,
+    SpareReady,
+)
+from ddp_runner.core.spare import SpareKind, SparePlan
 from ddp_runner.supervisor.processes.children import make_output_file, read_output
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 
@@ -69,20 +77,28 @@ class Spare(Helper):
 
     name, rank = "spare", SPARE_RANK
 
-    def __init__(self, plan: SparePlan, *, token: int, now_s: float) -> None:
+    def __init__(self, plan: SparePlan, *, token: int, now_s: float, settings: object) -> None:
+        """``settings``: of the ranks, as a record."""
         super().__init__(token=token, now_s=now_s)
         self.channel.set_blocking(blocking=False)
+        # What it may have built is of these, and of no others.
+        self._settings = settings
         # What it prepares, and for which GPU; another plan is another spare.
         self.plan = plan
-        # Memory of its GPU that it holds, by its own word; 0 before it is ready.
-        self.device_bytes = 0
+        # What it said when it was ready, of the memory that it holds.
+        self.ready = SpareReady()
+
+    def fits(self, device: str, settings: object) -> bool:
+        """Whether it may become a rank there, in a run with these settings."""
+        is_of_them = self.plan.kind is not SpareKind.MODEL or settings is self._settings
+        return is_of_them and self.plan.serves(device)
 
     def becomes(self, request: Fork, descriptors: Sequence[int]) -> bool:
         """Have it become a rank.
 
-        False where that needs an ordinary fork: it is gone, or serves another GPU.
+        False where that needs an ordinary fork: it is gone, serves another GPU, or has built something else.
         """
-        if not self.plan.serves(str(request.spec["device"])):
+        if not self.fits(str(request.spec["device"]), request.spec["settings"]):
             return False
         try:
             self.channel.send(request, descriptors=descriptors)
@@ -105,6 +121,12 @@ class Drill(Helper):
     """Computes what a replacement would, beside the run; never becomes a rank."""
 
     name, rank = "drill", DRILL_RANK
+
+
+class Saver(Helper):
+    """Writes checkpoints of what ranks have left in memory."""
+
+    name, rank = "saver", SAVER_RANK
 
 
 class PromotedZygote:

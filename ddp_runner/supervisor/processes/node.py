@@ -25,11 +25,7 @@ from ddp_runner.supervisor.processes.departures import (
     RankEnded,
     ZygoteEnded,
 )
-from ddp_runner.supervisor.processes.environment import (
-    of_plan,
-    what_to_import,
-    zygote_environment,
-)
+from ddp_runner.supervisor.processes.environment import of_plan, zygote_environment
 from ddp_runner.supervisor.processes.helper_process import Drill, Helper, Spare, Standby, StoreHost
 from ddp_runner.supervisor.processes.operating_system import OperatingSystem, ZygoteProcess
 from ddp_runner.supervisor.processes.rank_process import RankProcess
@@ -37,9 +33,10 @@ from ddp_runner.supervisor.processes.rank_start import RankStart, StartedBy
 from ddp_runner.supervisor.processes.resources import (
     BoardMemory,
     ProgramMemory,
+    SharedByRanks,
     StorePlace,
-    shared_memory,
 )
+from ddp_runner.supervisor.processes.zygote_imports import what_to_import
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.control_channel import Channel, ChannelClosedError
 from ddp_runner.system.proc_state import StoppedWatch
@@ -65,10 +62,10 @@ class Node:
         store: StorePlace | None = None,
     ) -> None:
         self.train(plan)
-        self._selector, self._system, self._clock = selector, system, clock
+        self._selector, self.system, self._clock = selector, system, clock
         self._program = None if plan.loop is None else ProgramMemory(plan.loop)
         self.store_at = store or StorePlace.on_this_machine(plan.settings.ddp.port)
-        self._shared = shared_memory(plan.settings)
+        self.shared = SharedByRanks(plan)
         self._memory = BoardMemory(plan.world_size)
         # Of all ranks of the run, wherever they are: its board has the same layout on each machine.
         self._slots = [self._memory.board.slot(rank) for rank in range(plan.world_size)]
@@ -77,6 +74,7 @@ class Node:
         self.spare: Spare | None = None
         self.standby: Standby | None = None
         self.drill: Drill | None = None
+        self.saver: Helper | None = None
         self._zygote: ZygoteProcess | None = None
         self.guardian = system.make_guardian()
         self.kernel_kills = system.kernel_kills()
@@ -91,7 +89,7 @@ class Node:
 
     def train(self, plan: LaunchPlan) -> None:
         """Have whoever is started from now on train what ``plan`` has; the rest of it is as before."""
-        self._plan, self._settings_record = plan, config.to_record(plan.settings)
+        self._plan, self.settings_record = plan, config.to_record(plan.settings)
 
     def become(self, ranks: Sequence[int]) -> None:
         """Have these ranks from now on. None of those before has a process."""
@@ -122,9 +120,8 @@ class Node:
     @property
     def fork_owed_since_s(self) -> float | None:
         """When the zygote was asked for the oldest fork that it still owes; None: it owes none."""
-        asked_s = [
-            one.asked_at_s for one in self.processes.values() if one.asked_at_s and one.is_owed
-        ]
+        ranks = self.processes.values()
+        asked_s = [one.asked_at_s for one in ranks if one.asked_at_s and one.is_owed]
         asked_s += [helper.since_s for helper in self._helpers if helper.pid is None]
         return min(asked_s, default=None)
 
@@ -139,7 +136,7 @@ class Node:
     def start_zygote(self) -> None:
         """Start a zygote; ``ZygoteReady`` follows."""
         environment = zygote_environment(self._plan, os.environ)
-        self._zygote = self._system.start_zygote(
+        self._zygote = self.system.start_zygote(
             task=what_to_import(self._plan), environment=self.guardian.marked(environment)
         )
         self.zygote_since_s = self._clock.monotonic()
@@ -153,7 +150,7 @@ class Node:
     def promote_standby(self) -> bool:
         """Have who stands by fork from now on; False where nobody does, or it is stopped."""
         standby = self.standby
-        if standby is None or self._system.is_stopped(standby.pid):
+        if standby is None or self.system.is_stopped(standby.pid):
             return False
         zygote = standby.take_over()
         if zygote is None:
@@ -183,11 +180,17 @@ class Node:
         spec = {**self._surroundings(rank), "rank": rank, "step": step, "folder": folder}
         self._start(self.drill, spec)
 
+    def start_saver(self) -> None:
+        """Fork the process that writes checkpoints; it begins with what is owed."""
+        lines = self.shared.saver
+        self.saver = lines.reader(token=self._take_token(), now_s=self._clock.monotonic())
+        self._start(self.saver, lines.spec(self._plan), lines.bell)
+
     def start_spare(self, plan: SparePlan) -> None:
         """Fork a process ahead of need; ``SpareReady`` follows."""
-        self.spare = Spare(plan, token=self._take_token(), now_s=self._clock.monotonic())
-        spec = {"settings": self._settings_record, "threads": self._plan.threads_per_rank}
-        self._start(self.spare, {**spec, "kind": plan.kind.value, "device": plan.device})
+        token, now_s, record = self._take_token(), self._clock.monotonic(), self.settings_record
+        self.spare = Spare(plan, token=token, now_s=now_s, settings=record)
+        self._start(self.spare, {**self._surroundings(self.ranks[0]), **plan.record})
 
     def start_rank(self, rank: int, start: RankStart) -> StartedBy:
         """A process for a rank that has none: the spare, or else a fork, which is owed then."""
@@ -224,8 +227,8 @@ class Node:
 
     def has_spare_for(self, device: str) -> bool:
         """Whether a process waits that may become a rank on this device."""
-        spare = self.spare
-        return spare is not None and self._is_warm(spare) and spare.plan.serves(device)
+        spare, record = self.spare, self.settings_record
+        return bool(spare and self._is_warm(spare) and spare.fits(device, record))
 
     def claim(self, forked: Forked) -> tuple[int | None, Ended | None]:
         """Learn a fork's pid. Returns which rank it is, if any, and its end if it was reaped already."""
@@ -235,7 +238,7 @@ class Node:
                 helper.pid, helper.since_s = forked.pid, self._clock.monotonic()
                 if forked.pid == NO_PROCESS:
                     self._close(helper)
-                elif helper is self.drill:  # it runs what users have written
+                elif helper in {self.drill, self.spare}:  # which run what users have written
                     self.guardian.watch(forked.pid)
         for process in self.processes.values():
             if process.token == forked.token and process.is_owed:
@@ -270,9 +273,8 @@ class Node:
 
     def last_messages(self, pid: int) -> Iterator[tuple[Message, int | None]]:
         """What a process that has ended had sent and nobody has read yet; with its rank, if any."""
-        process = next((one for one in self.processes.values() if one.pid == pid), None)
-        rank = None if process is None else process.rank
-        channel = None if process is None else process.channel
+        found = [(one.channel, one.rank) for one in self.processes.values() if one.pid == pid]
+        channel, rank = found[0] if found else (None, None)
         if self.drill is not None and self.drill.pid == pid:
             channel = self.drill.channel
         if self._zygote is not None and self._zygote.pid == pid:
@@ -287,7 +289,7 @@ class Node:
 
     def reap(self) -> Iterator[Ended]:
         """Every child that has ended since the last call, orphans that we adopted included."""
-        return self._system.reap()
+        return self.system.reap()
 
     def departed(self, ended: Ended) -> Departure | None:
         """Whose process ended; None for an orphan that we merely adopted."""
@@ -302,7 +304,7 @@ class Node:
             if helper.pid == ended.pid:
                 output = helper.last_output()
                 kind = HELPER_ENDED[type(helper)]
-                if helper is self.drill:
+                if helper in {self.drill, self.spare}:
                     self.guardian.rank_ended(ended.pid, known=self._pids)
                 self._close(helper)
                 return kind(ended=ended, output=output)
@@ -335,7 +337,7 @@ class Node:
         """SIGKILL a rank; its end follows. False where its pid is not known yet: it is cut off."""
         process = self.processes[rank]
         if process.pid is not None:
-            self._system.signal(process.pid, signal.SIGKILL)
+            self.system.signal(process.pid, signal.SIGKILL)
             return True
         if process.channel is not None:
             self._forget_channel(process.channel)
@@ -345,15 +347,13 @@ class Node:
 
     def signal_rank(self, rank: int, number: int) -> None:
         """Signal the process of a rank, if it is known."""
-        pid = self.processes[rank].pid
-        if pid is not None:
-            self._system.signal(pid, number)
+        if (pid := self.processes[rank].pid) is not None:
+            self.system.signal(pid, number)
 
     def force_stacks(self, rank: int) -> None:
         """Have the main thread of a rank that answers nothing write where it is, once it is awake."""
-        pid = self.processes[rank].pid
-        if pid is not None:
-            self._system.signal_main_thread(pid, STACKS_SIGNAL)
+        if (pid := self.processes[rank].pid) is not None:
+            self.system.signal_main_thread(pid, STACKS_SIGNAL)
 
     def claim_kernel_kill(self, now_s: float, *, before_it: int = 0) -> bool:
         """Whether what has just ended of SIGKILL was most likely killed by the kernel; asked once each."""
@@ -365,7 +365,7 @@ class Node:
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the system holds the process of this rank stopped."""
-        return self._system.is_stopped(self.processes[rank].pid)
+        return self.system.is_stopped(self.processes[rank].pid)
 
     def stopped_s(self, rank: int, now_s: float) -> float:
         """How long it has been seen stopped without a break; 0.0 where it is not now."""
@@ -378,12 +378,12 @@ class Node:
 
     def is_killed(self, rank: int) -> bool:
         """Whether somebody has sent SIGKILL to the process of this rank, which has not been reaped."""
-        return self._system.is_killed(self.processes[rank].pid)
+        return self.system.is_killed(self.processes[rank].pid)
 
     def resident_bytes(self, rank: int) -> int:
         """Memory of the process of this rank; 0 where it is not known."""
         pid = self.processes[rank].pid
-        return 0 if pid is None else self._system.resident_bytes(pid)
+        return 0 if pid is None else self.system.resident_bytes(pid)
 
     def helper_stopped_s(self, helper: Helper | None, now_s: float) -> float:
         """As :meth:`stopped_s`, of a process that is no rank."""
@@ -396,17 +396,17 @@ class Node:
     def kill_zygote(self) -> None:
         """SIGKILL the zygote; its end follows."""
         if self._zygote is not None:
-            self._system.signal(self._zygote.pid, signal.SIGKILL)
+            self.system.signal(self._zygote.pid, signal.SIGKILL)
 
     def ask_zygote_for_stacks(self) -> None:
         """Have the zygote say where it is; that is in its output once it has ended."""
         if self._zygote is not None:
-            self._system.signal(self._zygote.pid, STACKS_SIGNAL)
+            self.system.signal(self._zygote.pid, STACKS_SIGNAL)
 
     def kill(self, helper: Helper | None) -> None:
         """SIGKILL a process that is no rank, if it is there; its end follows."""
         if helper is not None and helper.pid is not None:
-            self._system.signal(helper.pid, signal.SIGKILL)
+            self.system.signal(helper.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Let go of everything; the processes have been ended."""
@@ -424,8 +424,7 @@ class Node:
         for slot in self._slots:
             slot.release()
         self._memory.close()
-        for memory in self._shared.values():
-            memory.close()
+        self.shared.close()
         if self._program is not None:
             self._program.close()
 
@@ -433,16 +432,16 @@ class Node:
         """What user code finds around it in this rank."""
         return {
             **of_plan(self._plan, rank, term=self.term, shares_logs=self.shares_logs),
-            "settings": self._settings_record,
+            "settings": self.settings_record,
             "store_host": self.store_at.host,
             "store_port": self.store_at.port,
-            **{name: memory.record for name, memory in self._shared.items()},
+            **self.shared.record,
             **({} if self._program is None else {"program": self._program.record}),
         }
 
     def _is_warm(self, spare: Spare) -> bool:
         """Whether it waits, and is not stopped."""
-        return spare.is_ready and spare.pid is not None and not self._system.is_stopped(spare.pid)
+        return spare.is_ready and spare.pid is not None and not self.system.is_stopped(spare.pid)
 
     def _spare_becomes(self, process: RankProcess, request: Fork, descriptors: list[int]) -> bool:
         spare = self.spare
@@ -463,16 +462,15 @@ class Node:
 
     @property
     def _helpers(self) -> list[Helper]:
-        helpers = (self.store, self.spare, self.standby, self.drill)
+        helpers = (self.store, self.spare, self.standby, self.drill, self.saver)
         return [helper for helper in helpers if helper is not None]
 
     def _close(self, helper: Helper) -> None:
         self._forget_channel(helper.channel)
         helper.close()
-        self.store = None if helper is self.store else self.store
-        self.spare = None if helper is self.spare else self.spare
-        self.drill = None if helper is self.drill else self.drill
-        self.standby = None if helper is self.standby else self.standby
+        for name in ("store", "spare", "standby", "drill", "saver"):
+            if getattr(self, name) is helper:
+                setattr(self, name, None)
 
     def _start(self, helper: Helper, spec: dict[str, object], *inherited: int) -> None:
         self._watch(helper.channel, None)

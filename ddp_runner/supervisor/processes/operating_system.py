@@ -9,10 +9,13 @@ from typing import Protocol
 import psutil
 
 from ddp_runner.core.messages import Fork
+from ddp_runner.memory.free import free_bytes
 from ddp_runner.memory.kernel_kills import KernelKills
+from ddp_runner.memory.limits import container_limit
 from ddp_runner.supervisor.processes import children
 from ddp_runner.supervisor.processes.children import Ended, Zygote
 from ddp_runner.supervisor.processes.guardian import Guardian
+from ddp_runner.supervisor.processes.zygote_start import StartedZygote, ZygoteAhead
 from ddp_runner.system import proc_state
 from ddp_runner.system.control_channel import Channel
 
@@ -94,20 +97,39 @@ class OperatingSystem(Protocol):
     def is_killed(self, pid: int | None) -> bool:
         """Whether a child that is not reaped has got SIGKILL."""
 
+    def cpu_ticks(self, pid: int) -> int | None:
+        """Time that all threads of the process have computed; None where there is none."""
+
+    def waits_for_disk(self, pid: int) -> bool:
+        """Whether the kernel has it wait for a device, where no signal ends it before that answers."""
+
     def resident_bytes(self, pid: int) -> int:
         """Resident memory of a process; 0 where it is not known, as of one that ends."""
+
+    def free_bytes(self) -> int:
+        """Memory of this machine, or container, that may still be taken."""
 
 
 class Linux:
     """The real one."""
 
+    def __init__(self, ahead: ZygoteAhead | None = None) -> None:
+        """``ahead``: a zygote that was started before it was known what is wanted of it."""
+        self._ahead = ahead
+
     def start_zygote(self, *, task: str, environment: Mapping[str, str]) -> ZygoteProcess:
-        """Start our own interpreter, with our own module."""
-        return Zygote(task=task, environment=environment)
+        """Start our own interpreter, with our own module; or take the one that was started ahead."""
+        ahead, self._ahead = self._ahead, None
+        started = None if ahead is None else ahead.take(environment)
+        if started is None:
+            return Zygote(StartedZygote(task, environment))
+        zygote = Zygote(started)
+        zygote.send_import(task)
+        return zygote
 
     def make_guardian(self) -> GuardianProcess:
         """One whose process is not started yet."""
-        return Guardian()
+        return Guardian("" if self._ahead is None else self._ahead.mark)
 
     def kernel_kills(self) -> KernelKills:
         """By the counters of this container."""
@@ -133,8 +155,20 @@ class Linux:
         """By proc(5)."""
         return children.is_killed(pid)
 
+    def cpu_ticks(self, pid: int) -> int | None:
+        """By proc(5)."""
+        return proc_state.cpu_ticks(pid)
+
+    def waits_for_disk(self, pid: int) -> bool:
+        """By proc(5)."""
+        return proc_state.waits_for_disk(pid)
+
     def resident_bytes(self, pid: int) -> int:
         """By proc(5)."""
         with contextlib.suppress(psutil.Error):
             return int(psutil.Process(pid).memory_info().rss)
         return 0
+
+    def free_bytes(self) -> int:
+        """Below every limit that is known."""
+        return free_bytes(container_limit())

@@ -6,14 +6,20 @@ import contextlib
 import mmap
 import os
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from ddp_runner.checkpoint.save_orders import SaveOrder, is_written, open_orders
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.script import LoopPlan
-from ddp_runner.core.settings import Settings
+from ddp_runner.supervisor.processes.helper_process import Saver
 from ddp_runner.system.run_files import left_over
 
+_POLL_S = 0.02
+_NOBODY_S = 3.0  # in which a process that writes is forked, or takes up the next file
 LOOPBACK = "127.0.0.1"
 
 
@@ -108,17 +114,95 @@ class SharedMemory:
         self._descriptors = [os.memfd_create(name) for name in names]
         self.record = [f"/proc/{os.getpid()}/fd/{number}" for number in self._descriptors]
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """By which this process has them."""
+        return tuple(self._descriptors)
+
     def close(self) -> None:
         """No rank comes any more."""
         for descriptor in self._descriptors:
             os.close(descriptor)
 
 
-def shared_memory(settings: Settings) -> dict[str, SharedMemory]:
-    """What the ranks of a machine share, by the name under which they are sent its record."""
-    samples = ("training_samples", "validation_samples") if settings.data.preload else ()
-    copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
-    return {"preload": SharedMemory(*samples), "memory_slots": SharedMemory(*copies)}
+class SaverLines:
+    """How ranks reach the process that writes their copies to files; this process's, as the copies are.
+
+    ``is_used``: whether there is to be such a process. ``record``: what ranks, and that one, are sent.
+    """
+
+    def __init__(self, plan: LaunchPlan, copies: SharedMemory) -> None:
+        settings = plan.settings
+        # On several machines who may write is a matter of leases, which only a rank has.
+        self.is_used = bool(copies.record and plan.script is None and plan.nodes is None)
+        self.record = {"saver_bell": "", "saver_trouble": ""}
+        self._copies = copies
+        self._descriptors: list[int] = []
+        if not self.is_used:
+            return
+        self._descriptors += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.record["saver_bell"] = f"/proc/{os.getpid()}/fd/{self._descriptors[1]}"
+        if settings.run.inject:
+            trouble = os.memfd_create("disk_trouble")
+            os.ftruncate(trouble, mmap.PAGESIZE)
+            self._descriptors.append(trouble)
+            self.record["saver_trouble"] = f"/proc/{os.getpid()}/fd/{trouble}"
+
+    def reader(self, *, token: int, now_s: float) -> Saver:
+        """Such a process, which is to be asked for."""
+        return Saver(token=token, now_s=now_s)
+
+    @property
+    def bell(self) -> int:
+        """Where that process hears that there is something to write."""
+        return self._descriptors[0]
+
+    def owed(self) -> list[SaveOrder]:
+        """What that one still has to write, oldest first."""
+        return [order for order, _ in open_orders(self._copies.descriptors)] if self.is_used else []
+
+    def wait(self, *, limit_s: float, is_cut_short: Callable[[], bool]) -> None:
+        """Return once nothing is owed, nobody has written for a while, or the time is up."""
+        now_s = written_s = time.monotonic()
+        deadline_s = now_s + limit_s
+        while self.owed() and now_s < deadline_s and not is_cut_short():
+            if is_written(self._copies.descriptors):
+                written_s = now_s
+            elif now_s > written_s + _NOBODY_S:
+                return
+            time.sleep(_POLL_S)
+            now_s = time.monotonic()
+
+    def spec(self, plan: LaunchPlan) -> dict[str, object]:
+        """What that one is sent."""
+        folder = plan.settings.run.checkpoint_dir
+        return {**self.record, "memory_slots": self._copies.record, "folder": folder}
+
+    def close(self) -> None:
+        """Nobody rings any more."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+class SharedByRanks:
+    """All that the ranks of a machine share but the board: samples, copies of the state, who writes these."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        settings = plan.settings
+        samples = ("training_samples", "validation_samples") if settings.data.preload else ()
+        copies = ("state_copy_0", "state_copy_1") if settings.checkpoint.memory_every else ()
+        self._samples, self._copies = SharedMemory(*samples), SharedMemory(*copies)
+        self.saver = SaverLines(plan, self._copies)
+        self.record: dict[str, object] = {
+            "preload": self._samples.record,
+            "memory_slots": self._copies.record,
+            **self.saver.record,
+        }
+
+    def close(self) -> None:
+        """No rank comes any more."""
+        for held in (self._samples, self._copies, self.saver):
+            held.close()
 
 
 class ProgramMemory:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from ddp_runner.core import events
+from ddp_runner.core.board import Cell
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RankState
 from ddp_runner.core.messages import Forked, SpareReady
 from ddp_runner.core.spare import (
+    LOST_BUILDING_MAX,
     SpareFacts,
     SpareKind,
     SparePlan,
+    builds_ahead,
     lost_after,
     must_end,
     must_give_back,
@@ -26,6 +31,7 @@ from ddp_runner.supervisor.world import World
 WARM_TIMEOUT_S = 20.0  # from the fork of a spare to its being ready; it takes a tenth of a second
 # Of one that starts CUDA: seconds, and on a machine with many GPUs that nobody has used since its boot more.
 CUDA_WARM_TIMEOUT_S = 60.0
+BUILD_FACTOR = 20  # how much longer than a rank's own a spare's building may take, beside all ranks
 
 
 class SpareKeeper:
@@ -49,7 +55,9 @@ class SpareKeeper:
         self._repair = repair
         self._generation = 0
         self._formed_at_step = 0
+        self._build_s = 0.0  # the longest that a rank took to build what it trains
         self._lost_in_a_row = 0
+        self._lost_building = 0  # of those that build ahead; one that said why counts as many
         self._lost_at_s = 0.0
         self._asked_at_s = 0.0
         self._newest: Spare | None = None  # also once it is gone
@@ -63,6 +71,8 @@ class SpareKeeper:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
         self._give_back(now_s)
         self._note_short_of_memory()
+        if self._node.spare is None:
+            self._facts.spare = {}
         plan = spare_plan(
             self._settings.warm_spare,
             processes=[(one.device.device, one.spawned_at_s) for one in self._world.present],
@@ -79,14 +89,17 @@ class SpareKeeper:
             if handle.state is RankState.STARTING and not handle.was_spare
         }
         spare = self._node.spare
-        if spare is not None and must_end(
-            spare.plan, plan, fault_free=fault_free, starting=starting, refused=self._refused
+        if spare is not None and (
+            must_end(
+                spare.plan, plan, fault_free=fault_free, starting=starting, refused=self._refused
+            )
+            or not self._may_go_on(spare, fault_free=fault_free)
         ):
             self._dismissed = spare
             self._node.kill(spare)
         elif spare is not None and (
             self._node.helper_stopped_s(spare, now_s) > self._settings.hang_min_s
-            or (not spare.is_ready and now_s > spare.since_s + _warm_timeout_s(spare.plan))
+            or (not spare.is_ready and now_s > spare.since_s + self._warm_timeout_s(spare.plan))
         ):
             self._node.kill(spare)
         facts = SpareFacts(
@@ -99,8 +112,37 @@ class SpareKeeper:
         )
         if self._node.can_fork and wants_spare(facts):
             self._asked_at_s = now_s
-            self._node.start_spare(plan)
+            self._node.start_spare(self._with_model(plan))
             self._newest = self._node.spare
+
+    def _with_model(self, plan: SparePlan) -> SparePlan:
+        """The plan, with what is built ahead where that is wanted and there is memory for it."""
+        if plan.kind is not SpareKind.CPU:
+            return plan
+        # Of other machines as well: they build the same.
+        took_ns = max(handle.slot.get(Cell.BUILD_NS) for handle in self._world.present)
+        self._build_s = max(self._build_s, took_ns / 1e9)
+        here = [handle for handle in self._world.present if self._world.is_here(handle)]
+        is_built = builds_ahead(
+            self._settings.warm_spare,
+            build_s=self._build_s,
+            rank_bytes=max((self._node.resident_bytes(one.rank) for one in here), default=0),
+            free_bytes=self._node.system.free_bytes(),
+            lost_in_a_row=self._lost_building,
+        )
+        return SparePlan(kind=SpareKind.MODEL) if is_built else plan
+
+    def _may_go_on(self, spare: Spare, *, fault_free: bool) -> bool:
+        """Whether what it builds is of this run's stage, and takes no time from a repair."""
+        if spare.plan.kind is not SpareKind.MODEL:
+            return True
+        is_of_stage = spare.fits(spare.plan.device, self._node.settings_record)
+        return is_of_stage and (spare.is_ready or fault_free)
+
+    def _warm_timeout_s(self, plan: SparePlan) -> float:
+        if plan.kind is SpareKind.MODEL:
+            return CUDA_WARM_TIMEOUT_S + BUILD_FACTOR * self._build_s
+        return WARM_TIMEOUT_S if plan.kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S
 
     def _note_short_of_memory(self) -> None:
         for rank in sorted(self._facts.short_of_memory):
@@ -139,7 +181,9 @@ class SpareKeeper:
             self._reported.add(device)
             about = f"{message.device_bytes / 1e9:.1f} GB" if message.device_bytes else "memory"
             self._recorder.say(f"a spare for {device} waits, and holds {about} of it")
-        spare.device_bytes = message.device_bytes
+        spare.ready = message
+        self._facts.spare = {"kind": spare.plan.kind.value, **asdict(message)}
+        self._lost_building = 0
         if spare.pid is not None:
             self._report_ready(spare)
 
@@ -149,7 +193,9 @@ class SpareKeeper:
                 pid=spare.pid,
                 kind=spare.plan.kind.value,
                 device=spare.plan.device,
-                device_bytes=spare.device_bytes,
+                device_bytes=spare.ready.device_bytes,
+                built_bytes=spare.ready.built_bytes,
+                build_s=spare.ready.build_s,
             )
         )
 
@@ -166,8 +212,11 @@ class SpareKeeper:
             lived_s = now_s - self._asked_at_s
             self._lost_in_a_row = lost_after(self._lost_in_a_row, lived_s=lived_s)
             self._lost_at_s = now_s
-        if newest is not None and device and not newest.is_ready and ended and ended.exit_code:
-            self._refuse(device, "it could not start there")
+        if newest is not None and not newest.is_ready and newest is not self._dismissed and ended:
+            if device and ended.exit_code:
+                self._refuse(device, "it could not start there")
+            if newest.plan.kind is SpareKind.MODEL:
+                self._lost_building += LOST_BUILDING_MAX if ended.exit_code else 1
         self._recorder.record(
             events.SpareEnded(
                 exit_code=ended.exit_code if ended is not None else None,
@@ -175,7 +224,3 @@ class SpareKeeper:
                 said=output.splitlines()[-1] if output else "",
             )
         )
-
-
-def _warm_timeout_s(plan: SparePlan) -> float:
-    return WARM_TIMEOUT_S if plan.kind is SpareKind.CPU else CUDA_WARM_TIMEOUT_S

@@ -66,6 +66,7 @@ class RunFacts(RunFindings):
     formed_at_s: float = 0.0  # when the newest generation was asked to form, or loaded for that
     kept: RunSummary | None = None  # of the run, which was complete before this launch
     short_of_memory: set[int] = field(default_factory=set)  # ranks that ever ran out of it
+    spare: dict[str, object] = field(default_factory=dict)  # what the one that waits here holds
 
     def take(self, event: events.Event) -> None:
         """What an event says of the run as a whole."""

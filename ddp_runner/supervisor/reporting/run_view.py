@@ -95,6 +95,7 @@ def run_view(
         goodput=_goodput(time_s, elapsed_s),
         stage=facts.stage,
         stages=len(plan.stages),
+        spare=dict(facts.spare),
     )
 
 

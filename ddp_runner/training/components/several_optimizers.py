@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_runner.training.components.optimizer_state import load_optimizer_state
+
 
 class _States(Mapping[Tensor, Any]):
     """The entries of several optimizers; one that is not there is not made, as theirs would be."""
@@ -81,7 +83,7 @@ class SeveralOptimizers:
             numbers = [number for group in own for number in group["params"]]
             own = [{**g, "params": [number - begin for number in g["params"]]} for g in own]
             entries = {n - begin: state["state"][n] for n in numbers if n in state["state"]}
-            one.load_state_dict({"state": entries, "param_groups": own})
+            load_optimizer_state(one, {"state": entries, "param_groups": own})
 
     def _parts(self) -> Iterator[tuple[int, torch.optim.Optimizer]]:
         """Each optimizer with the number of its first parameter."""

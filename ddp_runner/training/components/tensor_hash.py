@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +14,12 @@ from torch import Tensor
 
 _CHUNK = 1 << 18  # of 8-byte words: 2 MB, which stays in the cache
 _MULTIPLIER = 0x9E3779B97F4A7C15  # odd; 2**64 over the golden ratio
+PACKED_BYTES = 1 << 14  # tensors up to that are hashed many at once: one alone takes 20 us
+_PACKED_TYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+_PACKED_COUNTS = {dtype: PACKED_BYTES // dtype.itemsize for dtype in _PACKED_TYPES}
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -83,7 +91,9 @@ def _signed(number: int) -> int:
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     """The bytes as 8-byte words; what is left over at the end is a word of its own."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    # Of a conjugate or negative view memory holds other numbers than the tensor.
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    flat = whole.reshape(-1).view(torch.uint8)
     rest = flat.numel() % 8
     # A view needs aligned storage, which the start of a slice may not have.
     aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
@@ -95,16 +105,129 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def state_hashes(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> hash, in the order of ``state``; a device is waited for once."""
-    filled = {name: value.detach() for name, value in state.items() if value.numel()}
-    totals = {
-        name: _total_on_device(_chunks(value), value.device)
-        for name, value in filled.items()
-        if value.device.type != "cpu"
+    """Name -> hash, in the order of ``state``; a device is waited for once. Empty tensors have none."""
+    found = dict(hashes_of(state))
+    return {name: found[name] for name in state if name in found}
+
+
+def hashes_of(state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """The same, one after the other in an order of their own; what lies on devices comes last."""
+    small: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    on_devices: dict[str, Tensor] = {}
+    for name, value in state.items():
+        count = value.numel()
+        if not count:
+            continue
+        if _is_packed(value, count):
+            small.setdefault((value.device, value.dtype), {})[name] = value
+        elif value.is_cpu:
+            yield name, tensor_hash(value)
+        else:
+            own = value.detach()
+            on_devices[name] = _total_on_device(_chunks(own), own.device)
+    packs_there: list[tuple[list[str], Tensor]] = []
+    for (device, dtype), tensors in small.items():
+        for names, pack in _packs(tensors, dtype):
+            sums = pack.sums_on_host() if device.type == "cpu" else pack.sums_on_device()
+            if isinstance(sums, Tensor):
+                packs_there.append((names, sums))
+            else:
+                yield from zip(names, map(_as_text, sums), strict=True)
+    read = [sums for _, sums in packs_there] + [total.view(1) for total in on_devices.values()]
+    if read:
+        names = [name for names, _ in packs_there for name in names] + list(on_devices)
+        yield from zip(names, map(_as_text, _read_together(read)), strict=True)
+
+
+def _read_together(totals: Sequence[Tensor]) -> list[int]:
+    """The numbers of all, in their order; each device is waited for once."""
+    devices = {one.device for one in totals}
+    read = {
+        device: iter(torch.cat([one for one in totals if one.device == device]).tolist())
+        for device in devices
     }
-    read = torch.stack(list(totals.values())).tolist() if totals else []
-    on_device = {name: _as_text(total) for name, total in zip(totals, read, strict=True)}
-    return {name: on_device.get(name) or tensor_hash(value) for name, value in filled.items()}
+    return [next(read[one.device]) for one in totals for _ in range(one.numel())]
+
+
+def _is_packed(tensor: Tensor, count: int) -> bool:
+    most = _PACKED_COUNTS.get(tensor.dtype)
+    return (
+        most is not None
+        and count <= most
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+    )
+
+
+class _Pack(NamedTuple):
+    """The bytes of many small tensors; each begins with a word, and its last one is filled up."""
+
+    words: Tensor
+    lengths: np.ndarray[Any, np.dtype[np.int64]]  # of each, in words
+    ragged: np.ndarray[
+        Any, np.dtype[np.bool_]
+    ]  # those whose last word is filled up, after another one
+
+    def sums_on_host(self) -> list[int]:
+        """The sum of each, as of :func:`tensor_hash`."""
+        words, factors = self.words.numpy(), self._factors()
+        mixed = np.right_shift(words, 32)
+        np.bitwise_xor(mixed, words, out=mixed)
+        np.multiply(mixed, factors, out=mixed)
+        sums: list[int] = np.add.reduceat(mixed, self._starts()).tolist()
+        return sums
+
+    def sums_on_device(self) -> Tensor:
+        """The same numbers, left there."""
+        device = self.words.device
+        factors = torch.from_numpy(self._factors()).to(device)
+        ends = torch.from_numpy(self._starts() + self.lengths - 1).to(device)
+        up_to = (((self.words >> 32) ^ self.words) * factors).cumsum(0)[ends]
+        return torch.cat([up_to[:1], up_to[1:] - up_to[:-1]])
+
+    def _starts(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        ends: np.ndarray[Any, np.dtype[np.int64]] = np.cumsum(self.lengths)
+        starts: np.ndarray[Any, np.dtype[np.int64]] = ends - self.lengths
+        return starts
+
+    def _factors(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Of each word: the odd number of its place in its tensor."""
+        odd, starts = _odd_numbers(torch.device("cpu")).numpy(), self._starts()
+        places = np.arange(self.words.numel()) - np.repeat(starts, self.lengths)
+        factors: np.ndarray[Any, np.dtype[np.int64]] = odd[places]
+        # What is left over at the end is a chunk of its own.
+        last = (starts + self.lengths - 1)[self.ragged]
+        factors[last] = _signed(int(odd[0]) * _MULTIPLIER % 2**64)
+        return factors
+
+
+def _packs(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[list[str], _Pack]]:
+    """``tensors``, which are small, of one type and on one device, with their names."""
+    counts = np.array([one.numel() for one in tensors.values()])
+    per_word = max(1, 8 // dtype.itemsize)
+    lengths = -(-counts * dtype.itemsize // 8)
+    ragged = (counts % per_word > 0) & (lengths > 1)
+    names, parts = list(tensors), list(tensors.values())
+    fill = [parts[0].new_zeros(count) for count in range(per_word)]
+    together = np.cumsum(lengths) // _CHUNK  # the pack that each is in, and so at most twice that
+    bounds = [0, *(np.flatnonzero(np.diff(together)) + 1).tolist(), len(parts)]
+    for begin, end in itertools.pairwise(bounds):
+        with torch.no_grad():
+            flat = torch._utils._flatten_dense_tensors(  # type: ignore[no-untyped-call] # noqa: SLF001 - one call for all
+                [
+                    one
+                    for part, count in zip(
+                        parts[begin:end], counts[begin:end].tolist(), strict=True
+                    )
+                    for one in ((part, fill[-count % per_word]) if count % per_word else (part,))
+                ]
+            )
+        # Flattening one tensor copies nothing, so that it may be a view: of other numbers, or where no word begins.
+        flat = flat.resolve_conj().resolve_neg()
+        if flat.storage_offset() * flat.element_size() % 8:
+            flat = flat.clone()
+        words = flat.view(torch.int64)
+        yield names[begin:end], _Pack(words, lengths[begin:end], ragged[begin:end])
 
 
 def combined(hashes: Sequence[str]) -> str:

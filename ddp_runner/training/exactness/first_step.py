@@ -21,7 +21,7 @@ from ddp_runner.core.messages import Proved, TuningChanged
 from ddp_runner.core.run_stages import is_first_generation
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.observe.format import byte_size, rank_list
-from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.rank_context import RankParts, TaskParts
 from ddp_runner.training.saving import ROOM_SHARE_MAX
@@ -117,7 +117,7 @@ class FirstStep:
             raise
         finally:
             came = [name for name in state.weights() if name not in known]
-            hashes = {name: tensor_hash(one) for name, one in state.named_parameters()}
+            hashes = state_hashes(dict(state.named_parameters()))
             changed = [f"model.{name}" for name in state.buffers.follow_changed_since(held)]
             state.buffers.drop()
             state.buffers.keep()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ddp_runner.checkpoint.entry_names import bare_name
+from ddp_runner.checkpoint.entry_names import bare_names
 from ddp_runner.training.exactness.values import (
     ENTRIES_MAX,
     Kept,
@@ -371,11 +371,12 @@ class SideState:
         own: set[int] = {id(one) for one in self._model.parameters()}
         owners: dict[str, _Owner] = {}
         seen: set[int] = set()
+        bare_of = bare_names(self._model)
         for path, module in self._model.named_modules():
             unsaved = module._non_persistent_buffers_set  # noqa: SLF001
             saved = {k: b for k, b in module._buffers.items() if k not in unsaved}  # noqa: SLF001
             own.update(id(buffer) for buffer in saved.values() if buffer is not None)
-            bare = bare_name(self._model, path)
+            bare = bare_of(path)
             name = f"model.{bare}" if bare else "model"
             owners.setdefault(name, _Owner(name, module, is_models=True))
             seen.add(id(module))

@@ -6,13 +6,15 @@ Only :meth:`StateHashing.result` waits. What they are compared with, and when, i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
 from ddp_runner.checkpoint.snapshot import storage_key
-from ddp_runner.training.components.tensor_hash import tensor_hash
+from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.state import TrainState
+
+_PORTION_BYTES = 1 << 23  # between two looks at whether it is dropped
 
 Source = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -26,13 +28,20 @@ class StateHashing:
     """
 
     def __init__(self, state: TrainState, *, source: Source) -> None:
-        steady = {storage_key(t) for t in state.steady_tensors() if t.device.type == "cpu"}
-        tensors = {name: each for name, each in state.replicated().items() if each.numel()}
-        self._names = list(tensors)
-        self._later = {n: each for n, each in tensors.items() if storage_key(each) in steady}
-        self._hashes = {
-            name: tensor_hash(each) for name, each in tensors.items() if name not in self._later
+        weights, learnt = state.replicated_parts()
+        written = state.written_storages()
+        steady = {storage_key(one) for one in state.model.parameters()} - written
+        self._later = {
+            n: each for n, each in weights.items() if each.is_cpu and storage_key(each) in steady
         }
+        self._later |= {
+            n: each
+            for n, each in learnt.items()
+            if each.is_cpu and not (written and storage_key(each) in written)
+        }
+        tensors = {**weights, **learnt}
+        self._names = list(tensors)
+        self._hashes = state_hashes({n: tensors[n] for n in self._names if n not in self._later})
         self._source = source
         self._is_dropped = False
         self._failure: BaseException | None = None
@@ -45,21 +54,33 @@ class StateHashing:
     def _run(self) -> None:
         """Thread: hash what is steady."""
         try:
-            for name, tensor in self._source(self._later).items():
-                if self._is_dropped:
-                    return
-                self._hashes[name] = tensor_hash(tensor)
+            for portion in self._portions(self._source(self._later)):
+                self._hashes |= state_hashes(portion)
         except BaseException as error:  # noqa: BLE001 - top of a thread: result() raises it
             self._failure = error
         finally:
             self._ended.set()
+
+    def _portions(self, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """All of ``tensors``, as long as somebody wants to know."""
+        portion: dict[str, Tensor] = {}
+        size_bytes = 0
+        for name, tensor in tensors.items():
+            if self._is_dropped:
+                return
+            portion[name] = tensor
+            size_bytes += tensor.nbytes
+            if size_bytes >= _PORTION_BYTES:
+                yield portion
+                portion, size_bytes = {}, 0
+        yield portion
 
     def result(self) -> dict[str, str]:
         """Name -> hash, in the order of the state. Waits for the thread; raises what it raised."""
         self._ended.wait()
         if self._failure is not None:
             raise self._failure
-        return {name: self._hashes[name] for name in self._names}
+        return {name: self._hashes[name] for name in self._names if name in self._hashes}
 
     def drop(self) -> None:
         """Nobody wants to know any more. Does not wait."""

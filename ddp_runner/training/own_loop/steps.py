@@ -71,7 +71,7 @@ class LoopSteps:
         self._loop = loop
         self._group = group
         self._guard = guard
-        self._zeros = torch.zeros(_CELLS, device=group.device)
+        self._zeros = torch.zeros(_CELLS, device=group.device, dtype=torch.float32)
         self._votes = Votes()
         self._failure: Exception | None = None  # of the step in hand, whatever the loop makes of it
         self._agreed: Agreed | None = None  # of the step in hand, once its update has begun
@@ -287,9 +287,9 @@ class LoopSteps:
         is_noted = loss is not None and not self._has_carried_loss
         if self._has_carried and not is_noted:
             return self._zeros
-        carried = torch.zeros(_CELLS)
+        carried = torch.zeros(_CELLS, dtype=torch.float32)
         if not self._has_carried:
-            carried[: len(Signal)] = torch.tensor(as_signals(self._votes))
+            carried[: len(Signal)] = torch.tensor(as_signals(self._votes), dtype=torch.float32)
             carried[Signal.RELAID] = float(self._state.buffers.is_relaid())
             carried[_Own.STEP] = float(self._state.committed_step % _COUNTED_TO)
             carried[_Own.UPDATED] = float(self._state.has_updated)

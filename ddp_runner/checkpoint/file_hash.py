@@ -1,0 +1,126 @@
+"""The digest of a file's bytes, while they pass by: plain SHA-256, or a tree of it that several cores make.
+
+``sha256-1MiB`` is the SHA-256 over the SHA-256 digests, one after the other, of all its blocks of 1 MiB, the
+last of which may be shorter. The blocks are that small because a file comes tensor by tensor, and a tensor
+must be hashed by several threads while its bytes are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import queue
+import threading
+from pathlib import Path
+
+from ddp_runner.system.run_files import open_to_read
+
+PLAIN, BLOCKS = "sha256", "sha256-1MiB"
+ALGORITHMS = (PLAIN, BLOCKS)
+BLOCK_BYTES = 1 << 20
+# From here on a file is hashed in blocks; a smaller one is hashed in no time, and `sha256sum` can check it.
+BLOCKS_FROM_BYTES = 64 << 20
+THREADS_MAX = 4
+# Below this a hand-over to another thread costs more than the hash.
+PIECE_BYTES_MIN = 256 * 1024
+_READ_BYTES = 8 << 20
+
+
+def algorithm_for(size_bytes: int) -> str:
+    """How a file of about that size is hashed."""
+    return BLOCKS if size_bytes >= BLOCKS_FROM_BYTES else PLAIN
+
+
+class FileHash:
+    """The digest of a stream; large pieces are hashed by threads of its own, beside who hands them over.
+
+    No executor of the standard library: those take no work once the interpreter is ending, when a
+    plain script's last save may still be under way.
+    """
+
+    def __init__(self, algorithm: str = PLAIN) -> None:
+        self.algorithm = algorithm
+        self._threads_max = 1 if algorithm == PLAIN else min(THREADS_MAX, _cores())
+        self._hash = hashlib.sha256()  # of the file, or of the block that is not full
+        self._left_bytes = BLOCK_BYTES  # of that block
+        self._digests = bytearray()  # of the blocks that are full
+        self._full: list[hashlib._Hash] = []  # whose digests are to come
+        self._parts: queue.SimpleQueue[tuple[hashlib._Hash, memoryview] | None] = (
+            queue.SimpleQueue()
+        )
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._owed = 0
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, view: memoryview) -> None:
+        """Take the next piece, which must stay as it is until :meth:`wait` returns."""
+        parts = [(self._hash, view)] if self.algorithm == PLAIN else self._in_blocks(view)
+        if view.nbytes < PIECE_BYTES_MIN:
+            for one, part in parts:
+                one.update(part)
+            return
+        while len(self._threads) < min(self._threads_max, len(parts)):
+            thread = threading.Thread(target=self._run, name="checkpoint-hash")
+            thread.start()
+            self._threads.append(thread)
+        self._owed = len(parts)
+        for pair in parts:
+            self._parts.put(pair)
+
+    def _in_blocks(self, view: memoryview) -> list[tuple[hashlib._Hash, memoryview]]:
+        parts, at = [], 0
+        while at < view.nbytes:
+            count = min(self._left_bytes, view.nbytes - at)
+            parts.append((self._hash, view[at : at + count]))
+            at += count
+            self._left_bytes -= count
+            if not self._left_bytes:
+                self._full.append(self._hash)
+                self._hash, self._left_bytes = hashlib.sha256(), BLOCK_BYTES
+        return parts
+
+    def wait(self) -> None:
+        """Return once the piece is hashed."""
+        while self._owed:
+            self._done.get()
+            self._owed -= 1
+        self._digests += b"".join(one.digest() for one in self._full)
+        self._full.clear()
+
+    def _run(self) -> None:
+        while (pair := self._parts.get()) is not None:
+            one, part = pair
+            one.update(part)
+            self._done.put(None)
+
+    def close(self) -> str:
+        """End the threads; the digest as hexadecimal digits."""
+        for _ in self._threads:
+            self._parts.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self.algorithm == PLAIN:
+            return self._hash.hexdigest()
+        last = b"" if self._left_bytes == BLOCK_BYTES else self._hash.digest()
+        return hashlib.sha256(bytes(self._digests) + last).hexdigest()
+
+
+def digest_of(path: Path, algorithm: str = PLAIN) -> str:
+    """The digest of a file, read in pieces. Raises OSError."""
+    found = FileHash(algorithm)
+    try:
+        with open(open_to_read(path), "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
+            size = max(1, min(_READ_BYTES, os.fstat(file.fileno()).st_size))
+            pieces = [memoryview(bytearray(size)) for _ in (0, 1)]  # one is read, the other hashed
+            while count := file.readinto(pieces[0]):
+                found.wait()
+                found.begin(pieces[0][:count])
+                pieces.reverse()
+        found.wait()
+    finally:
+        digest = found.close()
+    return digest
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
