@@ -366,9 +366,10 @@ class NumericsGuard:
             self._report_inexact(step, lowered=lowered)  # also where what follows is cut short
         self._state.tuning = replace(self._state.tuning, rate_factor=rate_factor)
         # INVARIANT left-for-good: after a roll-back has begun, no rank has the state that is left.
-        # Broken if: a rank fails in here while its committed_step is still the old one.
+        # Broken if: a rank fails in here while its own committed_step, or another's, is still the old one.
         # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
         self._state.committed_step = EMPTY_STEP
+        self._exchange(f"left/{step}", "")
         self._saving.forget_copies()
         if self._group.rank == 0:
             loaded = restore_newest(self._settings, self._workload, self._state, self._store)

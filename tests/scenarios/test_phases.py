@@ -113,11 +113,12 @@ def test_half_updated_weights_never_spread(tmp_path, world):
 
 
 def test_a_rank_that_was_declared_dead_comes_back_to_nothing(fault_free, tmp_path):
-    """SIGCONT, again and again, in the middle of a save: it publishes nothing and joins nothing.
+    """SIGCONT, again and again, in the middle of a save of its own: it publishes nothing and joins nothing.
 
     By then the disk has taken its time: the save would be over at once.
     """
     settings = (*SETTINGS, "--max-steps", conftest.STEPS, "hang_min_s=2.5", "task.pace_s=0.08")
+    settings += ("memory_every=0",)  # no other process writes for it
     slow = ("--inject", "slow_disk:rank=0,step=6,seconds=2,phase=data")
     with Run(tmp_path, *settings, *slow) as run:
         first = run.wait_for_event("rank_formed", rank=0)["pid"]
