@@ -25,24 +25,23 @@ fail() {
     exit 2
 }
 
-# True for an interpreter that starts and is new enough to run ddp_runner/cli/python_environment.py.
-is_new_enough() {
-    "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1
+# Prints the program behind an interpreter that starts and is new enough to run ddp_runner/cli/python_environment.py:
+# a version manager's script in its place takes longer to find it than the rest of this one.
+program_of() {
+    "$1" -I -c 'import sys; print(sys.executable) if sys.version_info >= (3, 10) else sys.exit(1)' 2>/dev/null
 }
 
 # Prints the interpreter to begin with: the chosen one, else the active one, else the first fit.
 first_python() {
     local candidate
     if [[ -n ${DDP_RUNNER_PYTHON:-} ]]; then
-        is_new_enough "$DDP_RUNNER_PYTHON" ||
+        program_of "$DDP_RUNNER_PYTHON" ||
             fail "DDP_RUNNER_PYTHON=$DDP_RUNNER_PYTHON: must be a Python 3.10 or newer that starts"
-        printf '%s\n' "$DDP_RUNNER_PYTHON"
         return
     fi
     for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} \
         python3 python python3.13 python3.12 python3.11 python3.10; do
-        if is_new_enough "$candidate"; then
-            printf '%s\n' "$candidate"
+        if program_of "$candidate"; then
             return
         fi
     done

@@ -9,6 +9,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 PARTS_MAX = 1024  # of one call: IOV_MAX of Linux
-READ_BYTES_MAX = 64 * 1024 * 1024  # of one call, which nothing can cut short
+READ_BYTES_MAX = 16 * 1024 * 1024  # of one call, which nothing can cut short
+THREADS_MAX = (
+    4  # that read at once: all other ranks wait, and one core copies slower than memory is
+)
 _WORD_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61  # of linux/prctl.h
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -84,21 +88,35 @@ def read(shown: Shown, parts: Sequence[Part]) -> None:
 
     A word of it, read afterwards with :func:`can_read`, shows that it was still that process.
     """
+    calls = list(_calls(parts))
+    threads = min(THREADS_MAX, len(os.sched_getaffinity(0)), len(calls))
+    if threads <= 1:
+        for call in calls:
+            _read_whole(shown.pid, call)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="read-memory") as pool:
+        for _ in pool.map(lambda call: _read_whole(shown.pid, call), calls):
+            pass  # what a thread raises is raised here
+
+
+def _calls(parts: Sequence[Part]) -> Iterator[list[Part]]:
+    """The same bytes, in what one call takes."""
     together: list[Part] = []
     together_bytes = 0
     for part in parts:
         for start in range(0, part.size, READ_BYTES_MAX):
             size = min(READ_BYTES_MAX, part.size - start)
             if together and (len(together) == PARTS_MAX or together_bytes + size > READ_BYTES_MAX):
-                _read_whole(shown.pid, together, together_bytes)
+                yield together
                 together, together_bytes = [], 0
             together.append(Part(part.source + start, part.target + start, size))
             together_bytes += size
     if together:
-        _read_whole(shown.pid, together, together_bytes)
+        yield together
 
 
-def _read_whole(pid: int, parts: Sequence[Part], size_bytes: int) -> None:
+def _read_whole(pid: int, parts: Sequence[Part]) -> None:
+    size_bytes = sum(part.size for part in parts)
     found = _read(pid, parts)
     if found != size_bytes:
         why = os.strerror(ctypes.get_errno()) if found < 0 else f"{found} of {size_bytes} bytes"

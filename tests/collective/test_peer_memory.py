@@ -35,8 +35,10 @@ def test_another_process_of_that_number_is_not_read():
         assert not can_read(shown._replace(word_at=8))
 
 
-def test_a_process_that_is_gone_is_not_read():
+@pytest.mark.parametrize("read_bytes", [8, 1], ids=["one call", "several threads"])
+def test_a_process_that_is_gone_is_not_read(monkeypatch, read_bytes):
     """Neither its word nor anything else."""
+    monkeypatch.setattr(peer_memory, "READ_BYTES_MAX", read_bytes)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
