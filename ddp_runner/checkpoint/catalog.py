@@ -115,6 +115,10 @@ class Catalog:
             return f"cannot be read: {error.strerror or error}"
         return None
 
+    def has_whole(self, *, after: int) -> bool:
+        """Whether a file of a later step verifies; only files of later steps are read."""
+        return any(entry.step > after and self.verify(entry) is None for entry in self.entries())
+
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that pointer file ``last`` or ``best`` names; None if it names none."""
         return self._follow(name)[0]

@@ -93,6 +93,12 @@ class _Slot:
         if os.fstat(self._descriptor).st_size:
             os.pwrite(self._descriptor, _EMPTY, 0)
 
+    def release(self) -> None:
+        """Hold nothing, and give the memory back; nobody may read what lay in it."""
+        self._unpin()
+        self._pieces, self._memory, self._sizes = [], None, ()
+        os.ftruncate(self._descriptor, 0)
+
     def make_room(self, sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         """A piece of memory for each size, the same ones as last time where the sizes are the same.
 
@@ -139,12 +145,12 @@ class _Slot:
         step: int,
         sealed: int,
         checksum: Checksum,
-        is_ordered: bool,
+        may_order: Callable[[], bool],
     ) -> None:
         """Say that the pieces hold ``content``, which is of ``step``, and nothing will change them.
 
-        What of it lies elsewhere is added. Raises OSError where there is no memory for that. ``is_ordered``:
-        a file is to be made of it.
+        What of it lies elsewhere is added. Raises OSError where there is no memory for that. ``may_order``:
+        asked last of all, whether a file is to be made of it.
         """
         assert self._memory is not None, "seal() follows make_room()"
         described = io.BytesIO()
@@ -160,7 +166,7 @@ class _Slot:
             described_bytes=len(text),
             checksum=_checksum_of(self._memory, text, checksum),
         )
-        if is_ordered:
+        if may_order():
             end = payload_bytes + len(text)
             os.posix_fallocate(self._descriptor, end, save_orders.ANSWER_ROOM_BYTES)
             save_orders.place(
@@ -174,7 +180,8 @@ class _Slot:
     def lent(self, checksum: Checksum) -> tuple[dict[str, Any], Callable[[], str]]:
         """What it holds, not copied, and what says afterwards whether that was what it was sealed with.
 
-        The latter reads all of it: empty, or what is wrong. Raises OSError where nothing whole is there.
+        The latter reads all of it: empty, or what is wrong. Raises OSError where nothing whole is there, also
+        where what describes the tensors is not what it was.
         """
         header = self.header
         end = 0 if header is None else header.payload_bytes + header.described_bytes
@@ -182,6 +189,8 @@ class _Slot:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         memory = mmap.mmap(self._descriptor, end)  # which ends with the last tensor in it
         text = bytearray(memory[header.payload_bytes :])
+        if _sums(memory[:0], text, checksum)[-1] != header.checksum.split()[-1]:
+            raise OSError(errno.EIO, _OTHER_BYTES)
 
         def wrong() -> str:
             with memoryview(memory) as whole, whole[: header.payload_bytes] as payload:
@@ -269,11 +278,12 @@ class MemorySlots:
         facts: Mapping[str, JsonValue],
         *,
         for_file: Mapping[str, JsonValue] | None = None,
+        may_order: Callable[[], bool] = lambda: True,
     ) -> int:
         """The copy in hand is whole, and sound; the number that it has from now on.
 
         ``facts``: the arguments of :class:`Manifest` for it. ``for_file``: a file is to be made of it, by
-        a store with these arguments.
+        a store with these arguments, if ``may_order`` says so once all else is done.
         """
         slot, self._writing = self._writing, None
         assert slot is not None, "seal() follows make_room()"
@@ -284,7 +294,7 @@ class MemorySlots:
             step=int(str(facts["step"])),
             sealed=sealed,
             checksum=self._checksum,
-            is_ordered=for_file is not None,
+            may_order=may_order if for_file is not None else lambda: False,
         )
         return sealed
 
@@ -301,13 +311,22 @@ class MemorySlots:
         for slot in self._slots:
             slot.clear()
 
+    def release(self) -> None:
+        """As :meth:`clear`, and give all memory back to the machine."""
+        for slot in self._slots:
+            slot.release()
+
     def load(self) -> tuple[Loaded | None, list[str]]:
-        """The newest copy that is whole, of which nothing is theirs; and what is wrong with newer ones."""
+        """The newest copy that is whole, of which nothing is theirs; and what is wrong with newer ones.
+
+        Those hold nothing any more: the next copy is made there, and not in the place of the one that is whole.
+        """
         wrong: list[str] = []
         for header, slot in reversed(self._by_age()):
             found = slot.read(self._checksum)
             if isinstance(found, str):
                 wrong.append(f"the copy in memory of step {header.step} is of no use: {found}")
+                slot.clear()
                 continue
             _, content = found
             facts = content.pop(_FACTS)
@@ -397,5 +416,10 @@ def _piece(memory: mmap.mmap, place: int, size: int) -> torch.UntypedStorage:
 
 def _checksum_of(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> str:
     """Over all but the header, which has it."""
-    parts = (memoryview(payload)[_HEADER_BYTES:], text)
-    return " ".join(checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p))
+    return " ".join(_sums(memoryview(payload)[_HEADER_BYTES:], text, checksum))
+
+
+def _sums(payload: Any, text: bytearray | memoryview, checksum: Checksum) -> list[str]:
+    """Of each that is not empty."""
+    parts = (payload, text)
+    return [checksum(torch.frombuffer(p, dtype=torch.uint8)) for p in parts if len(p)]

@@ -24,12 +24,13 @@ from ddp_runner.core.settings import JsonValue
 POLL_S = (0.002, 0.02)  # until the first look for an answer; between later ones
 PATIENCE_S = 20.0  # while nobody writes: a process that ended is replaced in a fraction of that
 NO_PATIENCE_S = 1.0  # where nobody has written the one before
+_NOBODY = "no process is there that writes checkpoints"
 # To the facts of a copy; a store finds them itself.
 _ADDED = ("versions", "created_utc", "start_sha256")
 
 
 class NobodyWritesError(Exception):
-    """There is no process that writes; the order is withdrawn."""
+    """There is no process that writes it, which the text says; the order is withdrawn."""
 
 
 class OrderedSaves:
@@ -94,7 +95,7 @@ class OrderedSaves:
                 for one in self._slots.descriptors
             )
             if is_idle and idle_s >= (NO_PATIENCE_S if self._has_nobody else PATIENCE_S):
-                save_orders.answer(descriptor, order, {"problem": "withdrawn", "text": ""})
+                save_orders.answer(descriptor, order, {"problem": "withdrawn", "text": _NOBODY})
             elif is_idle:
                 self._ring()
             return is_idle
@@ -127,7 +128,7 @@ class OrderedSaves:
             case "state":
                 raise TypeError(text)
             case "withdrawn":
-                raise NobodyWritesError
+                raise NobodyWritesError(text)
             case _:
                 raise RuntimeError(text)
 
@@ -155,7 +156,7 @@ class OrderedWriter:
                 return True
             if found.tries >= save_orders.TRIES_MAX:
                 ended = f"{found.tries} processes in a row have ended while they wrote it"
-                save_orders.answer(descriptor, found, {"problem": "other", "text": ended})
+                save_orders.answer(descriptor, found, {"problem": "withdrawn", "text": ended})
                 return True
             order = save_orders.begin(descriptor, found)
             save_orders.answer(descriptor, order, self._written(descriptor))

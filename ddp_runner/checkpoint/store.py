@@ -306,6 +306,7 @@ class CheckpointStore:
     def _retain(self, published: Manifest, *, best: Entry | None) -> None:
         """Delete what is older than the newest ``keep_last`` sound checkpoints, but for what is kept for good."""
         entries = self.catalog.entries()
+        self._proved &= {entry.step for entry in entries}
         if sum(entry.problem is None for entry in entries) <= self.keep_last:
             return
         # INVARIANT replaced-first: only what newer, synced and published checkpoints replace is

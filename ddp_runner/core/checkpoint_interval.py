@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +21,11 @@ USUAL_STEPS = 64  # the newest without a save beside them, whose mean is the usu
 USUAL_STEPS_MIN = 8
 COPY_SHARE_MAX = 0.005  # of the time, for copies in memory that are no files
 FIRST_COPY_S = 5.0
+COPY_COSTS = (
+    5  # the newest, whose median counts: a step beside a copy may be slow for another reason
+)
+COPY_COSTS_MIN = 3
+UNSURE_COPY_MAX_S = 60.0  # until that many are known
 _NEWEST_SHARE = 0.5  # of the newest cost in the smoothed one
 
 
@@ -113,8 +119,11 @@ class CheckpointInterval:
             slowed_s=min(self._slowed_s(), write_s),
             write_s=write_s,
         )
-        self._cost = newest if self._cost is None else self._cost.towards(newest)
+        self._learn(newest)
         self._beside_s, self._beside_steps = 0.0, 0
+
+    def _learn(self, newest: SaveCost) -> None:
+        self._cost = newest if self._cost is None else self._cost.towards(newest)
 
     def _slowed_s(self) -> float:
         """What the steps beside the save took longer than as many without one."""
@@ -176,9 +185,19 @@ class CheckpointInterval:
 class CopyInterval(CheckpointInterval):
     """When the next copy in memory is due: so seldom that all of them cost a small share of the time."""
 
+    def __init__(self, *, now_s: float) -> None:
+        super().__init__(now_s=now_s)
+        self._costs_s: deque[float] = deque(maxlen=COPY_COSTS)
+
+    def _learn(self, newest: SaveCost) -> None:
+        self._costs_s.append(newest.training_s)
+
     def interval_s(self, *, now_s: float, step_s: float) -> float:
         """The interval by what is known now."""
         del now_s
-        if self._cost is None:
+        if not self._costs_s:
             return max(FIRST_COPY_S, STEPS_MIN * step_s)
-        return max(INTERVAL_MIN_S, STEPS_MIN * step_s, self._cost.training_s / COPY_SHARE_MAX)
+        best_s = statistics.median(self._costs_s) / COPY_SHARE_MAX
+        if len(self._costs_s) < COPY_COSTS_MIN:
+            best_s = min(best_s, UNSURE_COPY_MAX_S)
+        return max(INTERVAL_MIN_S, STEPS_MIN * step_s, best_s)

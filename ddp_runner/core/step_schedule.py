@@ -66,7 +66,6 @@ class DueActions:
     log: bool
     evaluate: bool
     save: bool
-    copy: bool = False  # in memory, without a file
 
 
 def due_after(
@@ -102,9 +101,6 @@ def due_after(
         log=at_end or own_step == 1 or _divides(log.log_interval, own_step),
         evaluate=evaluate and not at_end,
         save=save and not at_end,
-        copy=checkpoint.memory_every != "auto"
-        and _divides(checkpoint.memory_every, committed_step)
-        and not at_end,
     )
 
 

@@ -88,6 +88,13 @@ class MemoryManager:
         """The pressure level at the last look."""
         return self._level
 
+    @property
+    def host_is_short(self) -> bool:
+        """Whether, at the last look, what can be freed of the host's memory was to be freed."""
+        if self._level < Level.REACT or self._newest is None:
+            return False
+        return tightest_use(self._newest, self._settings).on_host
+
     def after_step(self, step: int) -> None:
         """Look and react if it is time to; two integer operations otherwise.
 

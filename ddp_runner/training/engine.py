@@ -35,7 +35,7 @@ from ddp_runner.training.last_save import warn_of_room
 from ddp_runner.training.loaders import collective_timeout_s
 from ddp_runner.training.rank_context import RankParts
 from ddp_runner.training.runtime import Generation
-from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.session import Session, StepInHand, StepMaker
 from ddp_runner.training.stage_begin import OtherStageError, leave_for
 from ddp_runner.training.train_report import ready_message

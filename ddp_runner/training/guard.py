@@ -369,8 +369,8 @@ class NumericsGuard:
         # Broken if: a rank fails in here while its own committed_step, or another's, is still the old one.
         # Guarded by: test_a_roll_back_whose_load_fails_leaves_no_old_state.
         self._state.committed_step = EMPTY_STEP
+        self._saving.forget_copies()  # first: who begins where none is left would take one
         self._exchange(f"left/{step}", "")
-        self._saving.forget_copies()
         if self._group.rank == 0:
             loaded = restore_newest(self._settings, self._workload, self._state, self._store)
             self._saving.rolled_back(loaded)

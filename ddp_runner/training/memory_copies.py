@@ -50,18 +50,20 @@ class MemoryCopies:
             with contextlib.suppress(OSError):  # as above
                 end = os.open(bell, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._orders = OrderedSaves(self.slots, store, ring=partial(ring, end))
-        self._is_by_time = settings.checkpoint.memory_every == "auto"
+        self._every_steps = settings.checkpoint.memory_every  # or "auto": by time
         self._interval = CopyInterval(now_s=time.monotonic())
         if self.slots is not None:
             # Ranks 0 that die one soon after the other must not put copies off for good.
             self._interval.began(now_s=time.monotonic() - self.slots.age_s)
         self._compare_s = 0.0
 
-    def is_time(self, *, step_s: float) -> bool:
-        """Whether a copy is due by the clock. A save makes one too."""
-        if self.slots is None or not self._is_by_time:
+    def is_due(self, step: int, *, step_s: float) -> bool:
+        """Whether a copy is due once ``step`` steps are committed. A save makes one too."""
+        if self.slots is None or not self._every_steps:
             return False
-        return self._interval.is_due(now_s=time.monotonic(), step_s=step_s)
+        if self._every_steps == "auto":
+            return self._interval.is_due(now_s=time.monotonic(), step_s=step_s)
+        return step % self._every_steps == 0
 
     def begun(self) -> None:
         """A copy is being made, for a file or for itself."""
@@ -94,6 +96,8 @@ class MemoryCopies:
             f" ({COPIES_HELD * needed_bytes / 1e9:.2f} GB): where all ranks end at once, the run goes on"
             " from the newest file, which rank 0 writes itself (checkpoint.memory_every=0 does not ask for them)"
         )
+        if self.slots is not None:
+            self.slots.release()
         self.slots = self._orders = None
 
     def left_to_write(self) -> SaveOrder | None:
@@ -106,7 +110,7 @@ class MemoryCopies:
         try:
             return self._orders.wait(order.sealed)
         except NobodyWritesError as error:
-            raise RuntimeError("no process is there that writes it") from error
+            raise RuntimeError(str(error)) from error
 
     def sealing(
         self, facts: Mapping[str, JsonValue], write: Callable[[dict[str, Any]], Saved] | None
@@ -119,18 +123,26 @@ class MemoryCopies:
                 return None if write is None else write(content)
             start = start_sha256(content)
             described = {**facts, "start_sha256": start, **made_here()}
-            if orders is None or self._runtime.slot.get(Cell.FENCED):
+            if orders is None or self._is_fenced():
                 slots.seal(content, described)
                 return None if write is None else write(content)
-            sealed = slots.seal(content, described, for_file=orders.for_file)
+            sealed = slots.seal(
+                content,
+                described,
+                for_file=orders.for_file,
+                may_order=lambda: not self._is_fenced(),  # to seal a large state takes seconds
+            )
             try:
                 return orders.wait(sealed)
-            except NobodyWritesError:
+            except NobodyWritesError as error:
                 assert write is not None
-                self._logger.warning("no process is there that writes checkpoints: this rank does")
+                self._logger.warning(f"{error}: this rank writes the checkpoint")
                 return write(content)
 
         return seal
+
+    def _is_fenced(self) -> bool:
+        return bool(self._runtime.slot.get(Cell.FENCED))
 
     def forget(self) -> None:
         """The state is to be an older one: nothing of the course that is left may be gone back to."""

@@ -84,16 +84,19 @@ def load_copy(
 ) -> Loaded | None:
     """Fill ``state`` from the copy that a rank of this launch has left in memory, where that is the newest.
 
-    None where a file is as new, or there is no copy that is whole.
+    None where a file that verifies is newer, or there is no copy that is whole.
     """
     slots = open_slots(runtime.rank_info)
     if slots is None or slots.newest_step is None:
         return None
-    files = max((entry.step for entry in store.catalog.entries()), default=EMPTY_STEP)
-    loaded, wrong = slots.load() if slots.newest_step > files else (None, [])
+    loaded, wrong = slots.load()
     for line in wrong:
         runtime.logger.warning(line)
-    if loaded is None or loaded.manifest.step <= files or not is_of_stage(settings, loaded):
+    if (
+        loaded is None
+        or store.catalog.has_whole(after=loaded.manifest.step)
+        or not is_of_stage(settings, loaded)
+    ):
         # INVARIANT one-course: what is gone back to lies on the course that the run has taken since.
         # Broken if: a state is taken from a file, and a copy in memory of a later step stays.
         # Guarded by: test_a_copy_that_is_damaged_is_refused.

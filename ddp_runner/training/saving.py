@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_runner.checkpoint.background import BackgroundSave, BackgroundSaver
-from ddp_runner.checkpoint.snapshot import size_in_memory, storage_sizes
+from ddp_runner.checkpoint.snapshot import storage_sizes
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded, Saved
 from ddp_runner.core import messages
 from ddp_runner.core.board import Cell
@@ -28,17 +28,17 @@ from ddp_runner.core.step_schedule import last_save_due, saves_to_skip
 from ddp_runner.memory.manager import MemoryManager
 from ddp_runner.training.disk_faults import DiskFaults
 from ddp_runner.training.last_save import BEFORE_END, LastSave
-from ddp_runner.training.memory_copies import COPIES_HELD, MemoryCopies
+from ddp_runner.training.memory_copies import MemoryCopies
 from ddp_runner.training.progress import Progress
 from ddp_runner.training.runtime import Runtime
 from ddp_runner.training.save_content import SaveContent
+from ddp_runner.training.save_room import SaveRoom
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.workload import Workload
 
 INTERVAL = "interval"  # the reason of a save between others
 COPY = "copy"  # of one that is no file, but stays in memory
 PATIENCE_S = 0.5  # for the save before, when the next one comes due
-ROOM_SHARE_MAX = 0.5  # of the memory that is left, for a copy of the state
 
 
 class Saving:
@@ -61,7 +61,6 @@ class Saving:
         self._workload = workload
         self._state = state
         self._store = store
-        self._memory = memory
         self._runtime = runtime
         self._progress = progress
         self.content = SaveContent(
@@ -75,7 +74,7 @@ class Saving:
         self._disk_faults = DiskFaults(state, runtime)
         self._last = LastSave(settings, store, runtime, disk_faults=self._disk_faults)
         self._copies = MemoryCopies(settings, runtime, store)
-        self._saver = BackgroundSaver(self._copies.slots)
+        self._room = SaveRoom(self._copies, memory, warn=self._warn_of_room)
         self._is_copying = False  # the save under way is no file
         self._begun_step = 0  # of the newest save
         self._compare_s: float | None = (
@@ -85,12 +84,15 @@ class Saving:
         self._failures = 0  # in a row
         self._skips = 0  # saves that come due and are not tried
         self.save_requests = SaveRequests()
-        self._said_waiting = False
         self._interval = CheckpointInterval(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the interval
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
         self._reserves = workload.device.type == "cuda" or self._copies.slots is not None
         state.before_change = self._release_state
+
+    @property
+    def _saver(self) -> BackgroundSaver:
+        return self._room.saver
 
     def due(self, reason: str) -> None:
         """Save the state as it is at this boundary, beside the next step, once it is proven.
@@ -200,8 +202,11 @@ class Saving:
 
     def asks_copy(self) -> bool:
         """Between two steps: whether the state should be copied into memory after the next."""
-        step_s = self._runtime.slot.get(Cell.STEP_NS) / 1e9
-        return not self._saver.is_busy and self._copies.is_time(step_s=step_s)
+        following, step_s = (
+            self._state.committed_step + 1,
+            self._runtime.slot.get(Cell.STEP_NS) / 1e9,
+        )
+        return not self._saver.is_busy and self._copies.is_due(following, step_s=step_s)
 
     def forget_copies(self) -> None:
         """The state is to be an older one: no copy in memory may be gone back to."""
@@ -239,9 +244,9 @@ class Saving:
             self._interval.stepped(step_s, beside_save=is_saving)
         if not is_saving:
             self._copies.stepped(step_s, beside_copy=is_copying)
-        if self._reserves:
+        if self._reserves:  # after the first step, when the optimizer has its state
             self._reserves = False
-            self._reserve()
+            self._room.reserve(storage_sizes(self.content.for_file()))
 
     def rolled_back(self, loaded: Loaded | None) -> None:
         """A checkpoint was needed within this process, if only there had been one."""
@@ -348,46 +353,11 @@ class Saving:
         state, steady = self.content.for_file(), self._state.steady_tensors()
         facts = self._facts(reason)
         to_file = None if self._is_copying else partial(self._store.save, **facts)
-        if self._has_room_for(state):
-            try:
-                self._saver.begin(state, steady=steady, write=self._copies.sealing(facts, to_file))
-            except (RuntimeError, MemoryError) as error:
-                self._say_waiting(f"no copy of the state can be made ({error})")
-            else:
-                return
-        if to_file is not None:
-            self._saver.begin_borrowing(state, steady=steady, write=to_file)
+        sealing = partial(self._copies.sealing, facts, to_file)
+        self._room.begin(state, steady=steady, sealing=sealing, to_file=to_file)
 
-    def _has_room_for(self, state: Mapping[str, Any]) -> bool:
-        """Whether a copy of the state fits beside it."""
-        if self._saver.memory.size_bytes:
-            return True
-        needed_bytes = size_in_memory(state)
-        if self._copies.slots is not None and not self._fits(COPIES_HELD * needed_bytes):
-            self._copies.do_without(needed_bytes)
-            self._saver = BackgroundSaver()
-        if self._fits(needed_bytes):
-            return True
-        self._say_waiting(
-            f"no room in memory for a copy of the state ({needed_bytes / 1e9:.2f} GB)"
-        )
-        return False
-
-    def _fits(self, needed_bytes: int) -> bool:
-        return needed_bytes <= ROOM_SHARE_MAX * self._memory.room_bytes()
-
-    def _reserve(self) -> None:
-        """After the first step, when the optimizer has its state: have the first save wait for no memory, pinned or shared."""
-        sizes_bytes = storage_sizes(self.content.for_file())
-        copies = 1 if self._copies.slots is None else COPIES_HELD
-        if self._fits(copies * sum(sizes_bytes)):
-            self._saver.memory.reserve(sizes_bytes)
-
-    def _say_waiting(self, why: str) -> None:
-        if not self._said_waiting:
-            text = f"{why}: training waits for each checkpoint"
-            self._runtime.logger.warning(text, step=self._state.committed_step)
-        self._said_waiting = True
+    def _warn_of_room(self, text: str) -> None:
+        self._runtime.logger.warning(text, step=self._state.committed_step)
 
     def writer(self, reason: str, store: CheckpointStore) -> Callable[[Mapping[str, Any]], Saved]:
         """The store's save of this very step, for any thread."""

@@ -168,6 +168,31 @@ def test_a_copy_with_a_flipped_bit_is_refused(files, place):
     assert len(wrong) == (place != "header")
 
 
+def test_the_next_copy_is_made_in_the_place_of_a_damaged_one(files):
+    """And not in that of the one that is whole, which is all there is meanwhile."""
+    slots = slots_on(files)
+    memory = HostMemory(slots)
+    for step in (1, 2):
+        keep(slots, memory, step, numbered(step))
+    newest = next(one for one in files if slots_on([one]).newest_step == 2)
+    os.pwrite(newest, b"\1", 5000)
+    assert slots_on(files).load()[0].manifest.step == 1
+    HostMemory(slots_on(files)).reserve([4 * NUMBERS])
+    assert slots_on(files).newest_step == slots_on(files).load()[0].manifest.step == 1
+
+
+def test_memory_that_is_given_back_is_free(files):
+    """Nothing is held any more, and a later copy works again."""
+    slots = slots_on(files)
+    memory = HostMemory(slots)
+    keep(slots, memory, 1, numbered(1))
+    slots.release()
+    assert (memory.size_bytes, slots.newest_step) == (0, None)
+    again = slots_on(files)
+    keep(again, HostMemory(again), 2, numbered(2))
+    assert slots_on(files).newest_step == 2
+
+
 def test_memory_that_is_refused_is_an_error_and_costs_no_whole_copy(files):
     """Who asks may then save without one."""
     slots = slots_on(files)

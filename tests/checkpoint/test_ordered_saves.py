@@ -243,6 +243,17 @@ def test_a_copy_with_flipped_bytes_becomes_no_file(place, at):
         assert place.orders.wait(number).manifest.step == 3
 
 
+def test_what_describes_a_copy_is_proved_before_it_is_believed(place):
+    """Else it could be of any form, and what comes of that would be taken for a mistake in the state."""
+    number = place.order(1)
+    descriptor = save_orders.open_orders(place.files)[0][1]
+    payload_bytes = place.slots._slots[place.files.index(descriptor)].header.payload_bytes
+    length = save_orders.read(descriptor).answer_at - payload_bytes
+    os.pwrite(descriptor, b"\x80\x04}]s.".ljust(length, b"."), payload_bytes)  # a TypeError to read
+    with writing(place), pytest.raises(RuntimeError, match="its bytes are not those"):
+        place.orders.wait(number)
+
+
 class FullDisk(RealDisk):
     def write(self, handle, data):
         raise OSError(28, os.strerror(28), "the disk")
@@ -272,12 +283,12 @@ def test_what_the_disk_refuses_is_refused_as_in_a_rank(place):
 
 
 def test_an_order_that_ends_every_writer_is_given_up(place):
-    """The fourth one refuses it, and goes on with what comes after."""
+    """The fourth one refuses it, so that whoever has the state writes; and goes on with what comes after."""
     number = place.order(1)
     for _ in range(save_orders.TRIES_MAX):
         with writing(place, "write"):
             pass
-    with writing(place), pytest.raises(RuntimeError, match="3 processes in a row have ended"):
+    with writing(place), pytest.raises(NobodyWritesError, match="3 processes in a row have ended"):
         place.orders.wait(number)
     number = place.order(2)
     with writing(place):

@@ -90,16 +90,18 @@ def test_what_nobody_has_written_at_a_failure_is_said(simulate):
 
 
 def test_one_that_ends_at_once_is_not_forked_all_the_time(simulate):
-    """A second apart."""
+    """A second apart, then two, four and so on; and said once until one has lived."""
     run = simulate(steps=2000)
     began_s, ends = None, 0
-    while ends < 4:
+    while ends < 5:
         run.run_until(lambda: run.rank(SAVER) is not None)
         began_s = began_s or run.clock.now_s
         run.kill(SAVER)
         ends += 1
         run.run_until(lambda: len(run.events("saver_ended")) == ends)  # noqa: B023 - called at once
-    assert run.clock.now_s - began_s > 2.5
+    assert run.clock.now_s - began_s > 1 + 2 + 4
+    said = [text for _, text in run.outputs.said if "writes checkpoints ended" in text]
+    assert len(said) == 1
     assert_done(run)
 
 

@@ -163,11 +163,26 @@ def _writes_itself(me, folder, why):
     saving, runtime, store = saving_of(lines, folder, state, **how)
     if why == "declared dead":
         runtime.slot.set(Cell.FENCED, 1)
+    if why == "declared dead meanwhile":
+        checksum = saving._copies.slots._checksum
+
+        def fence(tensor):
+            runtime.slot.set(Cell.FENCED, 1)
+            return checksum(tensor)
+
+        saving._copies.slots._checksum = fence
     save(saving, state, 1)
     saving.settle()
     ordered = saving._copies.left_to_write()
     steps = [one.step for one in CheckpointStore(store.directory, keep_last=1).catalog.entries()]
     return steps, ordered, lines.slots.newest_step, runtime.log()
+
+
+def test_a_rank_that_is_declared_dead_while_it_seals_orders_nothing(tmp_path):
+    """To seal a large state takes seconds, in which another rank may be asked to save a later one."""
+    why = "declared dead meanwhile"
+    steps, ordered, newest, _ = run_ranks(_writes_itself, 1, tmp_path, why)[0]
+    assert (steps, ordered, newest) == ([], None, 1)
 
 
 @pytest.mark.parametrize(("why", "copy"), [("no room", None), ("declared dead", 1)])

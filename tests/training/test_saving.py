@@ -37,8 +37,9 @@ GIVE_UP_S = 30.0
 class Room:
     """What saving asks of the memory manager."""
 
-    def __init__(self, room_bytes=2**40):
+    def __init__(self, room_bytes=2**40, *, host_is_short=False):
         self._room_bytes = room_bytes
+        self.host_is_short = host_is_short
 
     def room_bytes(self):
         return self._room_bytes

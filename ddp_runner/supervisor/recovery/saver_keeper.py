@@ -12,7 +12,10 @@ from ddp_runner.supervisor.processes.helper_process import Helper
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.rank_host import Notes
 
-PAUSE_S = 1.0  # after one that could not be forked, or ended at once
+PAUSE_S = (
+    1.0  # after one that could not be forked, or ended at once; doubled with each that does so
+)
+PAUSE_MAX_S = 60.0
 LIVED_S = 5.0  # and so was of use
 
 
@@ -25,6 +28,7 @@ class SaverKeeper:
         self._recorder = recorder
         self._asked_at_s = 0.0
         self._not_before_s = 0.0
+        self._ended_at_once = 0  # in a row
         self._in_hand: tuple[int, int] | None = None  # number and tries of the oldest order
         self._in_hand_since_s = 0.0
         self._computed: int | None = None  # by then
@@ -97,7 +101,11 @@ class SaverKeeper:
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """It was reaped: no fault of the run, whose copies another one goes on with."""
         if now_s > self._asked_at_s + LIVED_S:
-            self._not_before_s = now_s
+            self._not_before_s, self._ended_at_once = now_s, 0
+        else:
+            pause_s = min(PAUSE_S * 2**self._ended_at_once, PAUSE_MAX_S)
+            self._not_before_s = max(self._not_before_s, self._asked_at_s + pause_s)
+            self._ended_at_once += 1
         oldest = next(iter(self._node.shared.saver.owed()), None)
         said = output.splitlines()[-1] if output else ""
         self._recorder.record(
@@ -108,6 +116,8 @@ class SaverKeeper:
                 said=said,
             )
         )
+        if self._ended_at_once > 1:
+            return  # said of the first one
         goes_on = "" if oldest is None else f", and goes on with that of step {oldest.step}"
         self._recorder.say(
             f"the process that writes checkpoints ended ({ended.how}): another one takes its place{goes_on}",

@@ -24,7 +24,7 @@ from ddp_runner.observe.format import byte_size, rank_list
 from ddp_runner.training.components.tensor_hash import state_hashes
 from ddp_runner.training.exactness.own_share import OwnShare, first_difference
 from ddp_runner.training.rank_context import RankParts, TaskParts
-from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.state import TrainState
 from ddp_runner.training.step import Stepper, StepRules, own_share
 

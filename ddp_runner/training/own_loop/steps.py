@@ -34,7 +34,7 @@ from ddp_runner.training.guard import NumericsGuard
 from ddp_runner.training.own_loop.declared import LOSS, LeaveBlock, OwnLoop
 from ddp_runner.training.own_loop.misuse import misuse
 from ddp_runner.training.own_loop.parts import LoopParts
-from ddp_runner.training.saving import ROOM_SHARE_MAX
+from ddp_runner.training.save_room import ROOM_SHARE_MAX
 from ddp_runner.training.session import Outcome, StepInHand
 from ddp_runner.training.step import StepResult, Votes, agreed_save, agreed_stop, as_signals
 from ddp_runner.training.use_figures import memory_figures
