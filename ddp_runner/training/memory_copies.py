@@ -57,12 +57,15 @@ class MemoryCopies:
             self._interval.began(now_s=time.monotonic() - self.slots.age_s)
         self._compare_s = 0.0
 
-    def is_due(self, step: int, *, step_s: float) -> bool:
-        """Whether a copy is due once ``step`` steps are committed. A save makes one too."""
+    def is_due(self, step: int, *, step_s: float, is_busy: bool = False) -> bool:
+        """Whether a copy is due once ``step`` steps are committed; by time, not while one is being made.
+
+        A save makes one too.
+        """
         if self.slots is None or not self._every_steps:
             return False
         if self._every_steps == "auto":
-            return self._interval.is_due(now_s=time.monotonic(), step_s=step_s)
+            return not is_busy and self._interval.is_due(now_s=time.monotonic(), step_s=step_s)
         return step % self._every_steps == 0
 
     def begun(self) -> None:

@@ -202,11 +202,9 @@ class Saving:
 
     def asks_copy(self) -> bool:
         """Between two steps: whether the state should be copied into memory after the next."""
-        following, step_s = (
-            self._state.committed_step + 1,
-            self._runtime.slot.get(Cell.STEP_NS) / 1e9,
-        )
-        return not self._saver.is_busy and self._copies.is_due(following, step_s=step_s)
+        following = self._state.committed_step + 1
+        step_s = self._runtime.slot.get(Cell.STEP_NS) / 1e9
+        return self._copies.is_due(following, step_s=step_s, is_busy=self._saver.is_busy)
 
     def forget_copies(self) -> None:
         """The state is to be an older one: no copy in memory may be gone back to."""

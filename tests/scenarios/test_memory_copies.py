@@ -29,7 +29,8 @@ def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):
         poll((tmp_path / "run" / "done_harm_0_14_forward").exists, what="step 14")
         kill_all(run)
         assert run.wait() == 0, run.console
-    assert run.events("copy_taken")[0]["step"] == 12
+    # No copy is made while the one before is still being made, as on busy cores.
+    assert run.events("copy_taken")[0]["step"] in (8, 12)
     assert run.summary()["exact"] is True
     assert final(tmp_path / "run") == final(tmp_path / "calm")
 
