@@ -14,6 +14,7 @@ from ddp_runner.config.compose import raise_problems
 from ddp_runner.config.env_file import ENV_FILE, env_keys
 from ddp_runner.config.user_files import PRESETS_FOLDER
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import GIVEN_BY_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,6 +34,9 @@ def take_keys(files: Sequence[Path]) -> tuple[str, ...]:
     by_hand = [one for one in files if one != by_program and one.parent != Path(PRESETS_FOLDER)]
     keys = env_keys(by_hand, os.environ)
     os.environ.update(keys)
+    if keys:  # beside those of a run that has started this one
+        before = [name for name in os.environ.get(GIVEN_BY_FILE, "").split(",") if name]
+        os.environ[GIVEN_BY_FILE] = ",".join(dict.fromkeys([*before, *keys]))
     return (f"{ENV_FILE}: {', '.join(sorted(keys))}",) if keys else ()
 
 

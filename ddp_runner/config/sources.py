@@ -29,6 +29,7 @@ RESERVED_VARIABLES = frozenset(
         "DDP_RUNNER_MARK",
         "DDP_RUNNER_TOKEN",
         "DDP_RUNNER_ENDPOINT_FD",
+        "DDP_RUNNER_ENV_FILE_NAMES",
     }
 )
 

@@ -7,14 +7,21 @@ The event's name in the journal is the class's in snake case, and its fields are
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from ddp_runner.core import faults, messages
 from ddp_runner.core.classify import VICTIM_KINDS
 from ddp_runner.core.recovery import Incident
+from ddp_runner.core.secrets import without_secrets
 
 _UNWRITTEN = {"unwritten": True}
+# Fields with words of others: what an exception, a process that has died or a disk has said.
+_WORDS = frozenset(
+    {"action", "detail", "failed", "finding", "inexact_reason"}
+    | {"line", "outcome", "said", "text", "warning"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,17 @@ class Event:
             if "unwritten" not in one.metadata
         }
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def without(self, secrets: Sequence[str]) -> Event:
+        """The same event, where the words of others may hold secrets."""
+        changed: dict[str, Any] = {}
+        for one in fields(self) if secrets else ():
+            value = getattr(self, one.name)
+            if isinstance(value, faults.Fault):
+                changed[one.name] = value.without(secrets)
+            elif one.name in _WORDS and isinstance(value, str):
+                changed[one.name] = without_secrets(value, secrets)
+        return replace(self, **changed)
 
 
 # The run.

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 HIDDEN = "***"
 _CHARACTERS_MIN = 4  # of a value that is looked for in other texts: "1" would be everywhere
 _VARIABLE_CHARACTERS_MIN = 8  # of a variable of any program: true, none and 1 are no secrets
+# Names the variables that a .env file has given, which are meant for this run: shorter ones are secrets, too.
+GIVEN_BY_FILE = "DDP_RUNNER_ENV_FILE_NAMES"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _SECRET = re.compile(r"key|token|(?:.*(?:secret|password|passwd).*)|.+(?:key|token)")
 _SEVERAL = re.compile(r".*(?:key|token)s")
@@ -93,11 +95,18 @@ def _texts(value: object) -> Iterator[str]:
 
 def environment_secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The values of those variables that are secrets by their names, and long enough to be looked for."""
+    by_file = environment.get(GIVEN_BY_FILE, "").split(",")
     return tuple(
         value
         for name, value in environment.items()
-        if is_secret(name, value) and len(value) >= _VARIABLE_CHARACTERS_MIN
+        if is_secret(name, value)
+        and len(value) >= (_CHARACTERS_MIN if name in by_file else _VARIABLE_CHARACTERS_MIN)
     )
+
+
+def hidden_texts(task: object, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Every secret of a run: among its task's arguments, and in its environment."""
+    return (*secret_texts(task), *environment_secrets(environment))
 
 
 def without_secrets(text: str, secrets: Iterable[str]) -> str:

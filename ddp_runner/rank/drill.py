@@ -18,7 +18,7 @@ from typing import Any
 
 from ddp_runner import config
 from ddp_runner.core.messages import Drilled, Fork
-from ddp_runner.core.secrets import secret_texts, without_secrets
+from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.observe.logger import DDPLogger, install_root_handler
 from ddp_runner.rank.process import prepare_interpreter
 from ddp_runner.system import parent_death
@@ -57,7 +57,7 @@ def main(request: Fork, descriptors: list[int]) -> int:
         replace(request, rank=rank_info.rank, local_rank=rank_info.local_rank), spec
     )
     logger = DDPLogger(rank=rank_info.rank, debug=settings.run.debug)
-    logger.hidden = hidden = tuple(secret_texts(settings.task))
+    logger.hidden = hidden = hidden_texts(settings.task, os.environ)
     install_root_handler(logger)
     differs = problem = ""
     try:

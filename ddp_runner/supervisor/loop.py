@@ -18,6 +18,7 @@ from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import ExitCode, RunStatus, StopReason
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.secrets import without_secrets
 from ddp_runner.core.stopping import StopSignal
 from ddp_runner.observe.format import printable
 from ddp_runner.observe.summary import RunSummary
@@ -427,7 +428,8 @@ class _Loop:
         outputs.finish(self._view(), summary)
         if ending.error_line:
             sys.stdout.flush()
-            sys.stderr.write(f"ddp_runner: error: {printable(ending.error_line)}\n")
+            line = without_secrets(ending.error_line, outputs.hidden)
+            sys.stderr.write(f"ddp_runner: error: {printable(line)}\n")
         return int(ending.exit_code)
 
     def _is_interrupted(self) -> bool:

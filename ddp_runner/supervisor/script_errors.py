@@ -22,8 +22,11 @@ def error_file(log_file: Path) -> Path:
     return log_file.absolute().with_name(f"{log_file.stem}_error.json")
 
 
-def recorded_fault(path: Path, *, rank: int, step: int) -> Fault | None:
-    """What stands in the file, as of when it was written; None where there is none that can be read."""
+def recorded_fault(path: Path, *, rank: int, step: int, hidden: Sequence[str] = ()) -> Fault | None:
+    """What stands in the file, as of when it was written; None where there is none that can be read.
+
+    ``hidden``: secrets, which a user's exception may hold.
+    """
     try:
         written_utc_s = path.stat().st_mtime
         with reading(path) as file:
@@ -37,14 +40,15 @@ def recorded_fault(path: Path, *, rank: int, step: int) -> Fault | None:
     first_line = text.strip().partition("\n")[0]
     name, _, said = text.partition(": ")
     ago_s = max(0.0, time.time() - written_utc_s)
-    return Fault(
+    fault = Fault(
         kind=classify_error(type_name=name, text=said, aborted=False),
         rank=rank,
         step=step,
         cause=first_line or f"rank {rank} has raised an error",
         detail=trace,
         at_ns=time.monotonic_ns() - int(ago_s * 1e9),
-    ).bounded()
+    )
+    return fault.without(hidden).bounded()
 
 
 def explained(faults: Sequence[Fault], recorded: Sequence[Fault]) -> list[Fault]:

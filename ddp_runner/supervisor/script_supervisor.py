@@ -125,7 +125,7 @@ class ScriptSupervisor(Supervisor):
         )
         end = exit_of(
             ended,
-            wrote,
+            wrote.without(self.outputs.hidden),
             rank=handle.rank,
             reading=handle.slot.read(),
             killed_for_memory=by_memory,
@@ -153,6 +153,7 @@ class ScriptSupervisor(Supervisor):
             return
         if self.run_end.is_known:
             return
+        fault = self.recorder.shown(fault)
         self.recorder.record(
             events.Fault(**events.of_fault(fault, generation=self.facts.generation))
         )
@@ -328,7 +329,12 @@ class ScriptSupervisor(Supervisor):
         """What ranks of this attempt have left in the files for their errors."""
         steps = ((one, one.slot.get(Cell.COMMITTED_STEP)) for one in self.world.ranks)
         found = (
-            recorded_fault(error_file(self._log_file(one.rank)), rank=one.rank, step=step)
+            recorded_fault(
+                error_file(self._log_file(one.rank)),
+                rank=one.rank,
+                step=step,
+                hidden=self.outputs.hidden,
+            )
             for one, step in steps
         )
         return [fault for fault in found if fault is not None]

@@ -281,7 +281,7 @@ class Supervisor:
             now_s = self._clock.monotonic()
             end = exit_of(
                 ended,
-                wrote,
+                wrote.without(self.outputs.hidden),
                 rank=handle.rank,
                 reading=handle.slot.read(),
                 killed_for_memory=ended.signal_number == signal.SIGKILL

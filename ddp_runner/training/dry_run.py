@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -22,7 +23,7 @@ from ddp_runner.collective.loss import read_loss
 from ddp_runner.core.exits import ExitCode
 from ddp_runner.core.faults import BadInputError, FaultError
 from ddp_runner.core.launch_plan import LaunchPlan
-from ddp_runner.core.secrets import secret_texts, without_secrets
+from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.loader import MicroBatch
 from ddp_runner.data.stream import StreamPosition
@@ -76,7 +77,7 @@ def main(
     ``weights_to``: a file for the weights that were built. ``named``: a text, as people are to read it.
     """
     sys.dont_write_bytecode = True  # beside the task's own file
-    hidden = tuple(secret_texts(plan.settings.task))
+    hidden = hidden_texts(plan.settings.task, os.environ)
     torch.set_num_threads(plan.threads_per_rank)
     try:
         for line in _lines(plan, hidden, weights_to):

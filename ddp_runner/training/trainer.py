@@ -21,7 +21,7 @@ from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.plain_rank import plain_rank
-from ddp_runner.core.secrets import environment_secrets, secret_texts
+from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.order import ORDER_VERSION
 from ddp_runner.training.built_ahead import BuiltAhead
@@ -87,10 +87,7 @@ class DDPTrainer:
         self._runtime = runtime or local_runtime(self.settings, rank, world_size)
         if self.settings.log.phase_times:
             self._runtime.slot = timed(self._runtime.slot, self._runtime.rank_info.device)
-        self._runtime.logger.hidden = (
-            *secret_texts(self.settings.task),
-            *environment_secrets(os.environ),
-        )
+        self._runtime.logger.hidden = hidden_texts(self.settings.task, os.environ)
         self._rank_info = self._runtime.rank_info
         self._built = built  # until it is taken
         self._engine: Engine | None = None  # once there is something to train

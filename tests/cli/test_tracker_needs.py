@@ -8,8 +8,9 @@ from ddp_runner.cli import tracker_needs
 from ddp_runner.cli.tracker_needs import refuse_missing, take_keys
 from ddp_runner.config import resolve
 from ddp_runner.config.env_file import env_keys, parse_env
+from ddp_runner.config.sources import from_environment
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.secrets import environment_secrets
+from ddp_runner.core.secrets import GIVEN_BY_FILE, environment_secrets
 
 
 def settings(names):
@@ -105,3 +106,14 @@ def test_values_of_variables_that_are_secrets_by_name():
         "PATH": "/usr/bin:/usr/local/bin",
     }
     assert environment_secrets(variables) == ("0123456789abcdef", "correct horse")
+
+
+def test_short_secrets_are_hidden_where_a_file_has_given_them(tmp_path, monkeypatch):
+    """A person has written them down for this run: no word of another program."""
+    (tmp_path / ".env").write_text("DB_PASSWORD=hunt3r\nPIN_TOKEN=123\nWANDB_PROJECT=mine-alone\n")
+    environment = {"USE_TOKEN": "true", GIVEN_BY_FILE: "OLD_KEY", "OLD_KEY": "12345"}
+    monkeypatch.setattr(tracker_needs.os, "environ", environment)
+    take_keys((tmp_path / "run.yaml",))
+    assert environment[GIVEN_BY_FILE] == "OLD_KEY,DB_PASSWORD,PIN_TOKEN,WANDB_PROJECT"
+    assert environment_secrets(environment) == ("12345", "hunt3r")
+    assert list(from_environment(environment)) == []  # it is no setting

@@ -69,3 +69,15 @@ class Secretive(NotedData):
         if Path("outage").exists():
             raise RuntimeError(f"the service refuses {self._api_key}")
         return super().loss(model, batch)
+
+
+class Aborting(NotedData):
+    """Its second rank dies of what C++ would say: a token that it was refused."""
+
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "1" and not Path("aborted").exists():
+            Path("aborted").touch()
+            said = f"terminate called after throwing\n  what():  no {os.environ['DB_PASSWORD']}\n"
+            os.write(2, said.encode())
+            os.abort()
+        return super().loss(model, batch)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from ddp_runner import launch
 from tests.scenarios.harness import Run
+
+from .test_scripts import run_script
 
 SECRETIVE = f"{Path(__file__).with_name('mistaken.py')}:Secretive"
 SECRET, OTHER = "hunter2-and-more", "another-one"
@@ -88,3 +91,55 @@ def test_launch_puts_no_secret_on_a_command_line(tmp_path, monkeypatch):
         folders = ["-l", f"logs{len(words)}", "-c", f"checkpoints{len(words)}"]
         result = launch(f"{task}:Looks", nproc=1, arguments=[*settings, *folders, *words])
         assert result.exit_code == 0
+
+
+SHORT = "hunt3r"  # of a .env, whose names are all meant
+ABORTING = f"{Path(__file__).with_name('mistaken.py')}:Aborting"
+RAISING = """
+import os, sys
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise RuntimeError(f"the service refuses {os.environ['SERVICE_TOKEN']}")
+if "recorded" in sys.argv:
+    try: main()
+    except BaseException: os._exit(9)
+main.__wrapped__()
+"""
+
+
+def assert_shown_nowhere(run, secret):
+    """In no file about the run, and not on the console; what a rank prints itself stands in its log."""
+    for name in ("summary.json", "events.jsonl", "status.json", "supervisor.log"):
+        assert secret not in (run.logs / name).read_text(encoding="utf-8"), name
+    assert secret not in run.console
+
+
+@pytest.mark.parametrize("how", ["raised", "recorded"])
+def test_a_script_that_raises_with_a_secret_does_not_publish_it(tmp_path, how):
+    """In the traceback that is shown, and in what ``@record`` has written."""
+    script = tmp_path / "raising.py"
+    script.write_text(RAISING, encoding="utf-8")
+    variables = {"SERVICE_TOKEN": SECRET}
+    with run_script(tmp_path, script, how, world=1, variables=variables) as run:
+        assert run.wait() == (9 if how == "recorded" else 1), run.console
+    assert_shown_nowhere(run, SECRET)
+    assert "the service refuses ***" in run.console
+    attempt = run.summary()["attempts"][0]
+    assert attempt["cause"] == "RuntimeError: the service refuses ***"
+
+
+def test_the_last_words_of_a_rank_are_published_without_its_secrets(tmp_path, tmp_path_factory):
+    """Which the supervisor reads and makes a fault of; of a .env short ones are hidden, too."""
+    beside = tmp_path_factory.mktemp("beside")
+    (beside / "run.yaml").write_text("max_steps: 2\n")
+    (beside / ".env").write_text(f"DB_PASSWORD={SHORT}\n")
+    words = (*SETTINGS, "--config", beside / "run.yaml")
+    with Run(tmp_path, *words, task=ABORTING) as run:
+        assert run.wait() == 0, run.console
+    assert SHORT in (run.logs / "rank_1.log").read_text(encoding="utf-8")
+    assert_shown_nowhere(run, SHORT)
+    (fault,) = run.summary()["faults"]
+    assert fault["cause"].startswith("rank 1 killed (SIGABRT")
+    assert "no ***" in fault["cause"]
+    assert "no ***" in fault["detail"]

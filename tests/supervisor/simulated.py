@@ -95,6 +95,8 @@ class Clock:
 class Outputs:
     """Keeps what would be written and shown."""
 
+    hidden = ()
+
     def __init__(self):
         self.written = []
         self.said = []

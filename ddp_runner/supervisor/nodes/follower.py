@@ -7,6 +7,7 @@ are looked after here, as on any machine.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ from ddp_runner.core.node_messages import (
     TryNodes,
     shortened_stack,
 )
+from ddp_runner.core.secrets import hidden_texts
 from ddp_runner.supervisor.node_keeper import NodeKeeper
 from ddp_runner.supervisor.nodes.followers_words import Herald, Report, Reporter
 from ddp_runner.supervisor.nodes.remote_node import ANY_DEVICE
@@ -98,6 +100,8 @@ class Follower:
         self._report = report
         self._clock = clock
         self._log_dir = Path(plan.settings.run.log_dir)
+        # The coordinator may not know the secrets of this machine's environment.
+        self._hidden = hidden_texts(plan.settings.task, os.environ)
         self._checkpoint_dir = Path(plan.settings.run.checkpoint_dir)
         self._world = World(plan, node)
         for handle in self._world.ranks:
@@ -448,6 +452,7 @@ class Follower:
         *,
         by_memory: bool = False,
     ) -> None:
+        wrote = wrote.without(self._hidden)
         now_ns = self._clock.monotonic_ns()
         self._parked.discard(rank)
         self._world.ranks[rank].member.advance(MembershipEvent.TO_REPLACE)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_runner.core.crash_output import read_stack
+from ddp_runner.core.secrets import without_secrets
 from ddp_runner.supervisor.processes.children import (
     WORDS_BYTES,
     file_size,
@@ -26,6 +28,14 @@ class WhatItWrote:
     last: str  # the end of its log or, where it has not come so far, of what came before
     when_asked: str  # since it was asked where it hangs; empty where it was not
     before_log: str  # before it had a log file
+
+    def without(self, secrets: Sequence[str]) -> WhatItWrote:
+        """The same, for others than its log. Before anything is cut, which might leave half a secret."""
+        return WhatItWrote(
+            last=without_secrets(self.last, secrets),
+            when_asked=without_secrets(self.when_asked, secrets),
+            before_log=without_secrets(self.before_log, secrets),
+        )
 
 
 class RankProcess:

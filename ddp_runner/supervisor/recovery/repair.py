@@ -120,6 +120,7 @@ class Repair:
 
     def report(self, fault: Fault) -> None:
         """Add a fault to the open incident, or open one and abort the generation."""
+        fault = self._recorder.shown(fault)
         event_id = self._recorder.record(
             events.Fault(**events.of_fault(fault, generation=self._facts.generation)),
             cause=self._incident.event_id if self._incident else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_runner import config
 from ddp_runner.core.events import Event
-from ddp_runner.core.secrets import environment_secrets
+from ddp_runner.core.secrets import hidden_texts, without_secrets
 from ddp_runner.core.settings import Settings
 from ddp_runner.observe.console import ConsoleLine, LogTail
 from ddp_runner.observe.display import make_display
@@ -54,7 +54,6 @@ def _logger(path: Path, *, debug: bool, warn: Warn) -> DDPLogger:
         warn(f"{path} cannot be written ({error.strerror}); training goes on without it")
         logger = DDPLogger(rank=None)
         logger.close()
-    logger.hidden = environment_secrets(os.environ)
     return logger
 
 
@@ -63,6 +62,9 @@ class Outputs:
 
     def __init__(self, settings: Settings, *, ranks: int, seal: str = "") -> None:
         self._seal = seal
+        # Secrets: no line on the console, and none of the supervisor's own, has them.
+        of_tasks = [settings.task, *settings.stages]
+        self.hidden: tuple[str, ...] = hidden_texts(of_tasks, os.environ)
         self._settings = settings
         self._ranks = ranks
         self._files: _Files | None = None
@@ -143,12 +145,13 @@ class Outputs:
 
     def say(self, text: str, *, level: str = "INFO") -> None:
         """A line of the supervisor's own, on the console and in its log."""
+        text = without_secrets(text, self.hidden)
         self._display.line(text, level=level)
         self._log(level, text)
 
     def show_line(self, line: ConsoleLine) -> None:
         """A line on the console only: it stands, or will stand, in its rank's log."""
-        self._display.line(line.text, level=line.level)
+        self._display.line(without_secrets(line.text, self.hidden), level=line.level)
 
     def announce(self, text: str) -> None:
         """A line on the console that must stand in no file."""
@@ -163,7 +166,7 @@ class Outputs:
 
     def note(self, text: str) -> None:
         """A line for supervisor.log only."""
-        self._log("INFO", text)
+        self._log("INFO", without_secrets(text, self.hidden))
 
     def warn_console(self, text: str) -> None:
         """A warning about the very files that would hold it."""
@@ -180,7 +183,7 @@ class Outputs:
         """Bring the display and the console lines up to date."""
         if self._files is not None:
             for line in self._files.tail.poll():
-                self._display.line(line.text, level=line.level)
+                self.show_line(line)
         self._display.update(view)
 
     def status(self, view: RunView) -> None:
@@ -192,7 +195,7 @@ class Outputs:
         """What the ranks, which have all ended, wrote last: before the last word, not after it."""
         if self._files is not None:
             for line in self._files.tail.drain():
-                self._display.line(line.text, level=line.level)
+                self.show_line(line)
 
     def finish(self, view: RunView, summary: RunSummary | ScriptSummary | None) -> None:
         """The last look, the summary on disk and on the screen, and everything closed."""

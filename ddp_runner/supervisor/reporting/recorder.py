@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events, messages
+from ddp_runner.core.faults import Fault
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.reports import Reported, events_of
 from ddp_runner.observe.accounting import RunAccounting
@@ -51,11 +52,16 @@ class Recorder:
 
     def record(self, event: events.Event, *, cause: int | None = None) -> int:
         """Something has happened, because of event ``cause``; returns its id."""
+        event = event.without(self.outputs.hidden)
         self.facts.take(event)
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         if isinstance(event, events.CheckpointSaved):
             self.on_saved(event.path)
         return self._event_log.take(event, cause=cause)
+
+    def shown(self, fault: Fault) -> Fault:
+        """``fault`` as it may be known: what the supervisor makes of a process's words may hold secrets."""
+        return fault.without(self.outputs.hidden)
 
     def say(self, text: str, *, level: str = "INFO") -> None:
         """A line of the supervisor's own, on the console and in its log."""
