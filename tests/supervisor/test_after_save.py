@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from ddp_runner.supervisor.processes import after_save
 from ddp_runner.supervisor.processes.after_save import LOG_NAME, AfterSave
 from ddp_runner.supervisor.processes.children import Ended
 
@@ -40,6 +42,19 @@ class Driven(AfterSave):
         )
         assert self.took(ended)
         self.look()
+
+
+class Unending:
+    """A process in a sleep that nothing interrupts."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def poll(self):
+        return None
+
+    def wait(self, timeout):
+        raise subprocess.TimeoutExpired("sleep", timeout)
 
 
 def never():
@@ -163,6 +178,26 @@ def test_a_second_signal_cuts_the_grace_short(tmp_path):
     driven.finish(is_cut_short=lambda: True, grace_s=600.0)
     assert time.monotonic() - began_s < LIMIT_S
     assert driven.said[0][0] == "WARNING"
+
+
+def test_a_command_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkeypatch):
+    """As one that waits for a disk that is gone: it is named, and what follows the run's end goes on."""
+    driven = Driven("sleep 600; : {path}", tmp_path)
+    driven.saved("step_1.pt")
+    driven.look()
+    driven.saved("step_2.pt")
+    real, stays = driven._process, Unending(driven.pid)
+    driven._process = stays
+    monkeypatch.setattr(after_save, "_TERM_S", 0.05)
+    try:
+        driven.finish(is_cut_short=never, grace_s=0.0)
+    finally:
+        real.kill()
+        real.wait()
+    texts = [text for level, text in driven.said if level == "WARNING"]
+    assert texts[1] == f"checkpoint.after_save for step_1.pt: process {stays.pid} would not end"
+    assert texts[2] == "checkpoint.after_save: not run for step_2.pt"
+    assert driven.pid is None
 
 
 def test_a_log_that_cannot_be_written_stops_no_command(tmp_path):

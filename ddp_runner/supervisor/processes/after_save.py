@@ -135,7 +135,10 @@ class AfterSave:
                 time.sleep(_POLL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=_TERM_S)
+        try:
+            process.wait(timeout=_TERM_S)
+        except subprocess.TimeoutExpired:  # it waits for a disk, which no signal ends
+            self._warn(f"process {process.pid} would not end")
         self._process = None
 
     def _poll(self) -> None:
