@@ -443,6 +443,20 @@ def resolved(*pairs: tuple[str, str]) -> Settings:
             ),
         ),
         (
+            [("checkpoint.mode", "max")],
+            (
+                "checkpoint.mode=max: the highest loss would be the best: name a figure that is to"
+                " rise, as checkpoint.monitor=validation_accuracy, or leave checkpoint.mode out"
+            ),
+        ),
+        (
+            [("greater_is_better", "true"), ("metric_for_best_model", "train_loss")],
+            (
+                "checkpoint.mode=max: the highest train_loss would be the best: name a figure that"
+                " is to rise, as checkpoint.monitor=validation_accuracy, or leave checkpoint.mode out"
+            ),
+        ),
+        (
             [("plateau_cooldown", "2")],
             (
                 "optim.plateau_cooldown=2: is for optim.plateau_patience: "

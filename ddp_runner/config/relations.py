@@ -18,6 +18,7 @@ from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
 from ddp_runner.core.launch_plan import names_a_gpu_twice
 from ddp_runner.core.modes import OPTION as MODE
 from ddp_runner.core.modes import mode_problems
+from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, highest_refused
 from ddp_runner.core.profile import OPTION as PROFILE
 from ddp_runner.core.profile import parse_profile, refuse_beyond_end
 
@@ -38,6 +39,7 @@ def check_relations(settings: Settings) -> tuple[str, ...]:
             *_model_problems(settings),
             *_optimizer_problems(settings),
             *_improvement_problems(settings),
+            *_monitor_problems(settings),
             *_memory_problems(settings),
             *_core_problems(settings),
             *_compile_problems(settings),
@@ -169,6 +171,14 @@ def _improvement_problems(settings: Settings) -> list[BadInputError]:
             expected = f"is for {key}: give that too, or leave it out"
             problems += [BadInputError(k, v, expected) for k, v, usual in beside if v != usual]
     return problems
+
+
+def _monitor_problems(settings: Settings) -> list[BadInputError]:
+    """A loss that is to rise. Those of validation data are known by name where the data is."""
+    monitor, mode = settings.checkpoint.monitor, settings.checkpoint.mode
+    if mode == "min" or monitor not in (AUTO, TRAIN_LOSS):
+        return []
+    return [highest_refused(TRAIN_LOSS if monitor == TRAIN_LOSS else "loss")]
 
 
 def _average_problems(settings: Settings) -> list[BadInputError]:

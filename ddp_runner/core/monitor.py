@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_runner.core.faults import BadInputError
+
 AUTO, TRAIN_LOSS = "auto", "train_loss"
 ALONE = ""  # the name of validation data that has none, since there is no other
 LOSS = "loss"
@@ -37,6 +39,15 @@ def chosen(wanted: str, data: Sequence[str]) -> str:
     if wanted != AUTO:
         return wanted
     return figure_name(data[0], LOSS) if data else TRAIN_LOSS
+
+
+def highest_refused(loss: str) -> BadInputError:
+    """Why a run is not judged by the highest of a loss: its worst state would be kept as the best."""
+    expected = (
+        f"the highest {loss} would be the best: name a figure that is to rise, as"
+        " checkpoint.monitor=validation_accuracy, or leave checkpoint.mode out"
+    )
+    return BadInputError("checkpoint.mode", "max", expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -363,7 +363,7 @@ class CheckpointSettings:
     """The figure that decides which checkpoint is the best: train_loss, or one that evaluations give, such as
     validation_loss or bach/accuracy. auto: the loss of the first validation data, or train_loss without."""
     mode: Literal["min", "max"] = "min"
-    """Which value of monitor is the best. max: the highest, as of an accuracy."""
+    """Which value of monitor is the best. max: the highest, as of an accuracy; refused for a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

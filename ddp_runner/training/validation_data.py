@@ -19,7 +19,15 @@ from torch.utils.data import default_collate
 from ddp_runner.collective.loss import read_loss
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError, FaultError
-from ddp_runner.core.monitor import AUTO, LOSS, TRAIN_LOSS, Monitor, chosen, figure_name
+from ddp_runner.core.monitor import (
+    AUTO,
+    LOSS,
+    TRAIN_LOSS,
+    Monitor,
+    chosen,
+    figure_name,
+    highest_refused,
+)
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.batch_copy import to_device
 from ddp_runner.training.components.precision import Precision
@@ -70,7 +78,7 @@ def monitor_for(
     objects: Mapping[str, Any],
     device: torch.device,
 ) -> Monitor:
-    """What ``checkpoint.monitor`` means here. Raises BadInputError where nothing gives such a figure.
+    """What ``checkpoint.monitor`` means here. Raises BadInputError where nothing gives such a figure, or it is a loss that is to rise.
 
     The losses are known by name. For any other one batch is evaluated, which leaves nothing behind.
     """
@@ -78,7 +86,9 @@ def monitor_for(
     sets = {name: one for name, one in datasets.validation_sets.items() if len(one)}  # type: ignore[arg-type] # map-style
     monitor = Monitor(name=chosen(wanted, tuple(sets)), mode=mode)
     known = [TRAIN_LOSS, *(figure_name(name, LOSS) for name in sets)]
-    if monitor.name in known:
+    if monitor.name in known:  # which no metric may be called
+        if mode == "max":
+            raise highest_refused(monitor.name)
         return monitor
     if sets:
         meter = Meter(task, objects, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from types import MappingProxyType
 
 import pytest
@@ -55,7 +56,8 @@ class Task:
         return {"double": 2 * loss}
 
     def metrics(self, model, batch):
-        return {"size": (model(batch[0]).sum(), len(batch[0]))}
+        size = model(batch[0]).sum()
+        return {"size": (size, len(batch[0])), "margin_loss": (-size, len(batch[0]))}
 
 
 class TwoTask(Task):
@@ -80,22 +82,43 @@ def build(name, **more):
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "found"),
+    ("name", "wanted", "found", "mode"),
     [
+        ("OneTask", "auto", "validation_loss", "min"),
+        ("OneTask", "validation_spread", "validation_spread", "max"),
+        ("TwoTask", "auto", "all/loss", "min"),
+        ("TwoTask", "bach/loss", "bach/loss", "min"),
+        ("TwoTask", "bach/size", "bach/size", "max"),
+        ("TwoTask", "all/double", "all/double", "max"),
+        ("Task", "auto", "train_loss", "min"),
+        ("TwoTask", "train_loss", "train_loss", "min"),
+        ("TwoTask", "bach/margin_loss", "bach/margin_loss", "max"),
+    ],
+)
+def test_a_figure_that_evaluations_give_can_be_what_counts(name, wanted, found, mode):
+    """A loss, a number beside it, what the task makes of it, or one of its metrics, which may be called a loss."""
+    workload, _ = build(name, monitor=wanted, **{"checkpoint.mode": mode})
+    assert workload.monitor == Monitor(name=found, mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "loss"),
+    [
+        ("Task", "auto", "train_loss"),
         ("OneTask", "auto", "validation_loss"),
-        ("OneTask", "validation_spread", "validation_spread"),
+        ("OneTask", "validation_loss", "validation_loss"),
         ("TwoTask", "auto", "all/loss"),
         ("TwoTask", "bach/loss", "bach/loss"),
-        ("TwoTask", "bach/size", "bach/size"),
-        ("TwoTask", "all/double", "all/double"),
-        ("Task", "auto", "train_loss"),
         ("TwoTask", "train_loss", "train_loss"),
     ],
 )
-def test_a_figure_that_evaluations_give_can_be_what_counts(name, wanted, found):
-    """A loss, a number beside it, what the task makes of it, or one of its metrics."""
-    workload, _ = build(name, monitor=wanted, **{"checkpoint.mode": "max"})
-    assert workload.monitor == Monitor(name=found, mode="max")
+def test_the_highest_of_a_loss_is_never_the_best(name, wanted, loss):
+    """Which is what a person gets who has named no figure; the cure is in the line."""
+    words = f"checkpoint.mode=max: the highest {loss} would be the best: name a figure"
+    with pytest.raises(BadInputError, match=re.escape(words)) as error:
+        build(name, monitor=wanted, **{"checkpoint.mode": "max"})
+    assert "checkpoint.monitor=validation_accuracy" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ddp_runner.collective.device_progress import NoDeviceProgress, device_progr
 from ddp_runner.config.identity import TOTAL_STEPS
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor
+from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, Monitor, highest_refused
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import JsonValue, Settings
 from ddp_runner.core.step_schedule import RunLength
@@ -87,7 +87,7 @@ def prepare(
         resume_key={"run.seed": settings.run.seed, "ranks": info.world_size},
         recipe=_recipe(runtime, length, arguments=arguments),
         settings_digest=config.digest(settings),
-        monitor=Monitor(mode=settings.checkpoint.mode),
+        monitor=Monitor(),
         parameters=sum(one.numel() for one in state.model.parameters()),
     )
     store = CheckpointStore(
@@ -161,6 +161,8 @@ def _refuse_evaluations(settings: Settings) -> None:
             "a loop of one's own has no evaluation that is known here: take train_loss or auto"
         )
         raise BadInputError("checkpoint.monitor", wanted, expected)
+    if settings.checkpoint.mode == "max":
+        raise highest_refused(TRAIN_LOSS)
     for key, is_on in (
         ("run.load_best_at_end", settings.run.load_best_at_end),
         ("log.evaluate_at_start", settings.log.evaluate_at_start),
