@@ -1,16 +1,14 @@
-"""The checkpoints and the settings of a run, and where its time went. Reads names and manifests, no content."""
+"""The checkpoints and the settings of a run, and where its time went."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 from nicegui import run, ui
 
-from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.cli.live_page.checkpoint_rows import COLUMNS, checkpoint_rows
 from ddp_runner.cli.live_page.verification import Verifications
-from ddp_runner.observe.format import byte_size, count, duration, figure, percent, setting_value
+from ddp_runner.observe.format import duration, percent, setting_value
 from ddp_runner.observe.history.figures import time_shares
 from ddp_runner.observe.history.run_history import RunHistory, SettingRow
 
@@ -29,8 +27,7 @@ class CheckpointsPanel:
         if self._folder is not None:
             button = ui.button("verify all", on_click=verify).props("dense outline no-caps")
             button.tooltip("read each file whole, and compare it with its manifest")
-        names = ("step", "state", "verified", "size", "loss", "epoch", "written (UTC)")
-        columns = [{"name": n, "label": n, "field": n, "align": "left"} for n in names]
+        columns = [{"name": n, "label": n, "field": n, "align": "left"} for n in COLUMNS]
         self._table = ui.table(columns=columns, rows=[], row_key="step").classes("w-full")
         self._table.props("flat dense hide-pagination :rows-per-page-options=[0]")
 
@@ -42,34 +39,6 @@ class CheckpointsPanel:
         if rows != self._table.rows:
             self._table.rows = rows
             self._table.update()
-
-
-def checkpoint_rows(folder: Path, verified: Verifications) -> list[dict[str, Any]]:
-    """The checkpoints of a folder as a table has them."""
-    catalog = Catalog(folder)
-    try:
-        entries, best = catalog.entries(), catalog.best()
-    except OSError:
-        return []
-    rows = []
-    for entry in entries:
-        manifest = entry.manifest
-        is_best = best is not None and best.step == entry.step
-        monitored = None if manifest is None else manifest.monitored
-        rows.append(
-            {
-                "step": count(entry.step),
-                "state": entry.problem or ("best" if is_best else "complete"),
-                "verified": verified.of(entry) or "-",
-                "size": "-" if manifest is None else byte_size(manifest.size_bytes),
-                "loss": "-" if monitored is None else figure(monitored),
-                "epoch": "-" if manifest is None else str(manifest.epoch),
-                "written (UTC)": "-"
-                if manifest is None
-                else manifest.created_utc[:19].replace("T", " "),
-            }
-        )
-    return rows
 
 
 class SettingsPanel:
