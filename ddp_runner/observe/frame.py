@@ -32,6 +32,7 @@ _ROWS_KEPT = 7  # of ranks, before there are lines about older faults
 _NODES_NAMED_MAX = 3
 _FAULTS_MAX = 3
 _CURVE_COLUMNS_MAX = 60
+_MORE_COLUMNS = len(" and 99 more ")
 _STALE_S = 20.0  # a driver's last word is that old: it is said
 _LINES_ALWAYS = 6  # blank, header, bar, figures, blank, titles
 
@@ -129,6 +130,8 @@ def _beside(view: RunView, width: int, glyphs: Glyphs) -> Iterable[Line]:
     if view.nodes:
         yield _nodes(view)
     yield from _slow(view)
+    if view.evaluated:
+        yield _evaluated(view, width)
     if len(view.losses) > 1:
         yield _curve(view, width, glyphs)
     yield from (_fault(fault) for fault in faults[1:])
@@ -195,6 +198,27 @@ def _slow(view: RunView) -> Iterable[Line]:
     if oldest_s >= _STALE_S:
         text = f"the driver's last reading is {fmt.duration(oldest_s)} old"
         yield [Span(" gpu ", Role.QUIET), Span(text, Role.CARE)]
+
+
+def _evaluated(view: RunView, width: int) -> Line:
+    """The figures of the newest evaluation: as many as fit whole, how many more there are, and of which step."""
+    line = [Span(" evaluated", Role.QUIET)]
+    left = len(view.evaluated)
+    for name, value in view.evaluated.items():
+        labelled = _labelled(name, fmt.figure(value))
+        wanted = _columns([*line, *labelled]) + (_MORE_COLUMNS if left > 1 else 0)
+        if wanted > width and left < len(view.evaluated):
+            break
+        line += labelled
+        left -= 1
+    if left:
+        line.append(Span(f" and {left} more ", Role.QUIET))
+    when = Span(f" after step {fmt.count(view.evaluated_step or 0)}", Role.QUIET)
+    return [*line, when] if _columns([*line, when]) <= width else line
+
+
+def _columns(line: Line) -> int:
+    return sum(len(span.text) for span in line)
 
 
 def _curve(view: RunView, width: int, glyphs: Glyphs) -> Line:

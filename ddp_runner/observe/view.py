@@ -80,7 +80,8 @@ class RunView:
     """The run. ``state`` is one of starting, running, recovering, stopping, done, failed.
 
     ``trackers``: where to find what each has written. ``logged_step`` is the newest step that the ranks reported metrics for, with its
-    ``learning_rate`` and ``grad_norm``; ``epoch`` counts from 0 and is shown from 1;
+    ``learning_rate`` and ``grad_norm``; ``evaluated`` are the figures of the newest evaluation by name, after ``evaluated_step``
+    (empty and None before the first one of a launch or stage); ``epoch`` counts from 0 and is shown from 1;
     ``epochs`` is None where nobody knows of any. ``doing`` is
     what the start is at, for ``doing_s`` by now; empty once the first step is done. ``faults``: the newest, oldest
     first. ``stragglers``: how many times as long as the others a rank takes. ``losses``: steps of the whole run with
@@ -108,6 +109,8 @@ class RunView:
     logged_step: int | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
+    evaluated_step: int | None = None
+    evaluated: Mapping[str, float] = field(default_factory=dict)
     inexact_reasons: tuple[str, ...] = ()
     doing: str = ""
     doing_s: float = 0.0

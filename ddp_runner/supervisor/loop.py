@@ -379,6 +379,7 @@ class _Loop:
             watch=self._watch,
             faults=accounting.newest_faults(FAULTS_SHOWN, now_s=now_s),
             losses=supervisor.recorder.losses.points(),
+            evaluated=supervisor.recorder.evaluated,
             time_s=accounting.shares(self._world.present[0].slot.read(), now_s=now_s),
         )
 

@@ -117,6 +117,36 @@ def test_a_terminal_without_unicode_gets_ascii():
     assert "".join(text_of(frame(run_view(), width=80, lines_max=15, glyphs=ASCII))).isascii()
 
 
+FIGURES = {"all/loss": 2.5, "all/accuracy": 0.75, "bach/loss": 3.25, "bach/accuracy": 0.5}
+
+
+def evaluated_line(width, figures, lines_max=15):
+    view = run_view(evaluated=figures, evaluated_step=900)
+    lines = text_of(frame(view, width=width, lines_max=lines_max))
+    return next((line.strip() for line in lines if line.startswith(" evaluated")), "")
+
+
+def test_the_figures_of_the_newest_evaluation_are_shown_by_name():
+    """Whole ones, as many as fit, and how many more there are; nothing where nothing was evaluated."""
+    assert evaluated_line(120, FIGURES) == (
+        "evaluated all/loss 2.5000  all/accuracy 0.7500  bach/loss 3.2500  bach/accuracy 0.5000"
+        "  after step 900"
+    )
+    assert evaluated_line(60, FIGURES) == ("evaluated all/loss 2.5000  and 3 more  after step 900")
+    assert evaluated_line(40, {"validation_loss": 2.5}) == "evaluated validation_loss 2.5000"
+    assert evaluated_line(40, {"a_rather_long_name_of/validation_loss": 2.5}).startswith(
+        "evaluated a_rather_long_name_of"
+    )
+    assert evaluated_line(120, {}) == ""
+
+
+def test_ranks_go_before_figures_where_there_is_no_room():
+    """A small terminal keeps the rows of its ranks."""
+    assert evaluated_line(120, FIGURES, lines_max=10)
+    view = run_view(8, evaluated=FIGURES, evaluated_step=900)
+    assert not any("evaluated" in line for line in text_of(frame(view, width=120, lines_max=10)))
+
+
 def test_progress_line():
     """The plain line holds every figure that people compare; unknown ones are left out."""
     assert progress_line(run_view()) == (

@@ -149,9 +149,15 @@ def test_two_texts_have_figures_of_their_own(tmp_path):
     (line,) = [one for one in wrong.console.splitlines() if "checkpoint.monitor=bach/hit" in one]
     assert "did you mean bach/hits? There are: auto, train_loss, all/loss, bach/loss, all/p" in line
     assert not wrong.checkpoints.exists()
+    with Run(tmp_path, *QUICK, "monitor=bach/loss", "checkpoint.mode=max", task=spec) as wrong:
+        assert wrong.wait() == 2, wrong.console
+    assert "checkpoint.mode=max: the highest bach/loss would be the best" in wrong.console
+    assert not wrong.checkpoints.exists()
     with Run(tmp_path, *QUICK, "evaluation_batch_size=5", task=spec, world=3) as run:
         assert run.wait() == 0, run.console
     found = lines_of(run)[STEPS]
+    status = run.status()
+    assert (status["evaluated"], status["evaluated_step"]) == (found, STEPS)
     for name in ("all", "bach"):
         perplexity = found.pop(f"{name}/perplexity")
         assert perplexity == pytest.approx(2.718281828 ** found[f"{name}/loss"])

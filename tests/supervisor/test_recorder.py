@@ -7,7 +7,7 @@ import pytest
 from ddp_runner.checkpoint.unreported import Published
 from ddp_runner.core import events, messages
 from ddp_runner.core.faults import Fault, FaultKind
-from ddp_runner.supervisor.reporting.recorder import Recorder
+from ddp_runner.supervisor.reporting.recorder import Evaluated, Recorder
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from tests.supervisor.simulated import Clock, Outputs
 
@@ -67,3 +67,16 @@ def test_a_fault_that_is_tolerated_is_in_no_account(recorder):
     recorder.reported(messages.FaultTolerated(rank=0, fault=fault, action="goes on"))
     assert [line["event"] for line in recorder.outputs.written] == ["fault_tolerated"]
     assert (recorder.accounting.faults_total, recorder.facts.inexact_reasons) == (0, [])
+
+
+def test_the_newest_evaluation_is_that_of_the_stage(recorder):
+    """A step's own figures are none, and another stage has other data."""
+    recorder.metrics(8, 0, {"loss": 2.0, "step_s": 0.1})
+    assert recorder.evaluated is None
+    for step, loss in ((8, 2.5), (16, 2.25)):
+        recorder.metrics(step, 0, {"validation_loss": loss})
+    recorder.metrics(17, 0, {"loss": 2.0, "step_s": 0.1})
+    assert recorder.evaluated == Evaluated(step=16, figures={"validation_loss": 2.25})
+    begins = {"stage": "b", "number": 1, "of": 2, "first_step": 17, "step": 0, "total_steps": 9}
+    recorder.record(events.StageBegins(**begins))
+    assert recorder.evaluated is None

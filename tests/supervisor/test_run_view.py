@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 
@@ -13,11 +14,13 @@ from ddp_runner.core.lifecycle import RankEvent, RunState
 from ddp_runner.core.messages import Ready
 from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import DataSettings, RunSettings, Settings
+from ddp_runner.observe.files import encode_record
 from ddp_runner.observe.summary import TimeShares
 from ddp_runner.observe.view import status_record
 from ddp_runner.supervisor.processes.operating_system import Linux
 from ddp_runner.supervisor.processes.rank_process import RankProcess
 from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.reporting.recorder import Evaluated
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_view import run_view
 
@@ -135,6 +138,21 @@ def test_a_run_that_trains_is_seen_on_the_board(handles):
     assert all(rank.phase == "forward" for rank in view.ranks)
     assert all(rank.phase_age_s == pytest.approx(3.0) for rank in view.ranks)
     assert [rank.device for rank in view.ranks] == ["cuda:0", "cuda:1"]
+
+
+def test_the_newest_evaluation_is_known_by_the_names_of_its_figures(handles):
+    """Not one that is behind the ranks' step: they went back to a checkpoint, and evaluate again."""
+    figures = {"all/loss": 2.5, "bach/accuracy": math.nan}
+    assert (look(handles).evaluated, look(handles).evaluated_step) == ({}, None)
+    train(handles[0], step=12)
+    view = look(handles, evaluated=Evaluated(step=12, figures=figures))
+    assert (view.evaluated, view.evaluated_step) == (figures, 12)
+    record = json.loads(encode_record(status_record(view)))
+    assert record["evaluated"] == {"all/loss": 2.5, "bach/accuracy": None}
+    assert record["evaluated_step"] == 12
+    train(handles[0], step=9)
+    undone = look(handles, evaluated=Evaluated(step=12, figures=figures))
+    assert (undone.evaluated, undone.evaluated_step) == ({}, None)
 
 
 def test_the_epochs_are_known_while_the_rank_that_reported_them_is_replaced(handles):

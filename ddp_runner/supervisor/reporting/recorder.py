@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ddp_runner import config
 from ddp_runner.checkpoint.unreported import Published
@@ -23,6 +24,14 @@ LOSS = "loss"
 STEP_SECONDS = "step_s"  # stands in each line of a step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What an evaluation after ``step`` has found, by name."""
+
+    step: int
+    figures: Mapping[str, float]
+
+
 class Recorder:
     """Owned by the supervisor's loop. Hands each event to its sinks: facts, accounting, journal and console.
 
@@ -39,6 +48,7 @@ class Recorder:
         self._event_log = EventLog(outputs)
         self._published = published
         self.losses = LossHistory()
+        self.evaluated: Evaluated | None = None  # the newest of this launch and stage
         self.on_saved: Callable[[str], None] = (
             _nobody_asks  # with the path of each checkpoint, once
         )
@@ -57,6 +67,8 @@ class Recorder:
         self.accounting.take(event, now_s=self._clock.monotonic(), cause=cause)
         if isinstance(event, events.CheckpointSaved):
             self.on_saved(event.path)
+        elif isinstance(event, events.StageBegins):
+            self.evaluated = None  # its data is another
         return self._event_log.take(event, cause=cause)
 
     def shown(self, fault: Fault) -> Fault:
@@ -77,6 +89,8 @@ class Recorder:
             self.losses.add(step, values[LOSS])
         is_step = STEP_SECONDS in values  # an evaluation's line has its own figures alone
         more = self.figures_of(rank) if is_step else {}
+        if not is_step:
+            self.evaluated = Evaluated(step=step, figures=dict(values))
         self.outputs.metrics(step, rank, {**values, **more}, stage=self.facts.stage)
 
     def begun(self, plan: LaunchPlan, ready: Sequence[messages.Ready]) -> None:

@@ -16,6 +16,7 @@ from ddp_runner.core.run_stages import steps_before
 from ddp_runner.observe.summary import TimeShares, goodput
 from ddp_runner.observe.view import FaultView, NodeView, RankView, RunView
 from ddp_runner.supervisor.rank_handle import RankHandle
+from ddp_runner.supervisor.reporting.recorder import Evaluated
 from ddp_runner.supervisor.reporting.run_facts import RunFacts
 from ddp_runner.supervisor.reporting.run_watch import RunWatch
 
@@ -37,6 +38,7 @@ def run_view(
     faults: tuple[FaultView, ...] = (),
     losses: tuple[tuple[int, float], ...] = (),
     time_s: TimeShares | None = None,
+    evaluated: Evaluated | None = None,
 ) -> RunView:
     """One look at everything."""
     readings = [handle.slot.read() for handle in handles]
@@ -54,6 +56,8 @@ def run_view(
     per_epoch = facts.steps_per_epoch
     logged = first.metrics.get("step")
     elapsed_s = now_ns / 1e9 - began_s
+    if evaluated is not None and evaluated.step > step:
+        evaluated = None  # the ranks went back behind it, and evaluate again
     return RunView(
         run_id=facts.run_id,
         pid=os.getpid(),
@@ -82,6 +86,8 @@ def run_view(
         logged_step=None if logged is None else int(logged),
         learning_rate=first.metrics.get("learning_rate"),
         grad_norm=first.metrics.get("grad_norm"),
+        evaluated_step=None if evaluated is None else evaluated.step,
+        evaluated={} if evaluated is None else evaluated.figures,
         inexact_reasons=tuple(facts.inexact_reasons),
         trackers=trackers,
         nodes=nodes,
