@@ -67,8 +67,11 @@ def test_what_a_later_stage_begins_with(tmp_path, word, begins_with, init_from):
     [
         (
             ({"name": "pre"},),
-            "stages: stage pre: has no end of its own: give it max_steps or epochs",
+            "stages: stage pre: has no end of its own: give it max_steps or epochs above 0",
         ),
+        (({"name": "pre", "max_steps": 0},), "stages: stage pre: has no end of its own"),
+        ((PRE, {"name": "tune", "run": {"max_steps": "0"}}), "stages: stage tune: has no end"),
+        ((), "stages=[]: has no stages: list some, or leave the line out"),
         ((PRE, PRE), "stages=pre: two stages have this name: give each its own"),
         (({"epochs": 1},), "stages: stage 1: must have a name"),
         (({**PRE, "name": "a b"},), "stages: stage 1=a b: must have a name"),
@@ -109,7 +112,12 @@ def test_a_list_is_for_files_and_python(tmp_path):
     assert settings.stages == (PRE, TUNE)
     with pytest.raises(BadInputError, match="stage pre: has no end"):
         from_flat({"stages": [{"name": "pre"}]})
-    assert resolve(files=[file_of(tmp_path)]).stages == ()
+
+
+def test_an_end_by_epochs_may_stand_beside_no_steps(tmp_path):
+    """Control: a zero is only wrong where nothing else ends the stage."""
+    (only,) = resolved(tmp_path, {"name": "pre", "max_steps": 0, "epochs": 3}).stages
+    assert (only.settings.run.max_steps, only.settings.run.epochs) == (0, 3)
 
 
 def test_the_file_of_a_run_gives_the_same_stages_again(tmp_path):
@@ -154,6 +162,8 @@ def test_every_setting_of_a_stage_is_one(tmp_path):
 def launched(tmp_path, *words, stages=(PRE, TUNE), **common):
     common = {"task": "synthetic", **common}
     path = file_of(tmp_path, *stages, **common)
+    if not stages:
+        path.write_text(yaml.safe_dump(common), encoding="utf-8")
     folders = ["-l", str(tmp_path / "l"), "-c", str(tmp_path / "c")]
     words = ["--cpu", "-n", "2", "--config", str(path), *folders, *words]
     return plan_launch(parse_train(words), words=words)

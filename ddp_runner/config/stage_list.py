@@ -133,6 +133,9 @@ def given_stages(assignments: Sequence[Assignment]) -> tuple[GivenStage, ...]:
     if not isinstance(entries, (list, tuple)):
         expected = "must be a list in a file, one entry for each stage: - {name: first, epochs: 1}"
         raise BadInputError(newest.written, _short(entries), expected)
+    if not entries:
+        expected = "has no stages: list some, or leave the line out for a run without them"
+        raise BadInputError(newest.written, "[]", expected)
     stages = tuple(
         _given(newest, number, entry, is_first=number == 0) for number, entry in enumerate(entries)
     )
@@ -205,8 +208,8 @@ def _given(newest: Assignment, number: int, entry: object, *, is_first: bool) ->
         _check_init(where, init_from, is_first=is_first)
     own = {key: value for key, value in entry.items() if key not in ("name", _INIT)}
     found = [_own(one) for one in from_mapping(own, prefix=where, origin=newest.origin)]
-    if not any(one.name in _ENDS for one in found):
-        expected = "has no end of its own: give it max_steps or epochs"
+    if not any(one.name in _ENDS and _is_above_0(one.value) for one in found):
+        expected = "has no end of its own: give it max_steps or epochs above 0"
         raise BadInputError(where.removesuffix(": "), "", expected)
     if init_from is not None and is_first:
         written = f"{where}{_INIT}"
@@ -224,6 +227,14 @@ def _own(given: Assignment) -> Assignment:
         return replace(given if ours is None else ours, name=key)
     what = f"{key} belongs to the run and is the same in all stages"
     raise BadInputError(given.written, "", f"{what}: write it outside of the list")
+
+
+def _is_above_0(value: object) -> bool:
+    """Whether a stage ends by it; what is no number at all is refused with the other settings."""
+    try:
+        return value is not None and float(str(value)) > 0
+    except ValueError:
+        return True
 
 
 def _check_init(where: str, value: object, *, is_first: bool) -> None:
