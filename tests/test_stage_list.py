@@ -180,6 +180,20 @@ def test_a_plan_has_the_settings_of_each_stage(tmp_path):
     assert len(set(plan.settings.stage.digests)) == 2
 
 
+SHORT = {"name": "pre", "max_steps": 3}
+LONG = {"name": "tune", "max_steps": 30}
+
+
+def test_steps_to_profile_are_of_the_whole_run(tmp_path):
+    """A stage that is over before them is no reason to refuse; only the end of all is, where it is known."""
+    words = ["--profile", "steps=10:12"]
+    assert launched(tmp_path, *words, stages=(SHORT, LONG)).settings.log.profile == "steps=10:12"
+    launched(tmp_path, "--profile", "steps=30:33", stages=(SHORT, LONG))
+    launched(tmp_path, "--profile", "steps=90", stages=(PRE, LONG))
+    with pytest.raises(BadInputError, match="beyond the end of the run, which has 33 steps"):
+        launched(tmp_path, "--profile", "steps=30:34", stages=(SHORT, LONG))
+
+
 def test_a_note_says_of_which_stage_it_is(tmp_path):
     """Where it is not of all."""
     short = {**TUNE, "max_steps": 10, "warmup_steps": 20}

@@ -13,6 +13,7 @@ from ddp_runner.cli.modes import with_backend
 from ddp_runner.config import SettingsError, check_relations, stage_digest
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.profile import parse_profile, refuse_beyond_end
 from ddp_runner.core.run_stages import AVERAGE, Begin, Found, StageOfFile, begin_at
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def checked(resolved: Resolved) -> tuple[tuple[Settings, ...], tuple[str, ...]]:
         stages.append(settings)
     for before, after in pairwise(stages):
         _refuse_no_average(before, after)
+    _refuse_profile_beyond(stages)
     digests = tuple(map(stage_digest, stages))
     placed = [_placed(one, digests) for one in stages]
     return tuple(placed), _whose(notes)
@@ -133,6 +135,14 @@ def _refuse_no_average(before: Settings, after: Settings) -> None:
             f"stage {before.stage.name} keeps no average: give it ema_decay, or leave out {AVERAGE}"
         )
         raise BadInputError(f"stage {after.stage.name}: init_from", begins_with, expected)
+
+
+def _refuse_profile_beyond(stages: Sequence[Settings]) -> None:
+    """By the stages' steps together; where one ends by its epochs, the data says how many those are."""
+    steps = [one.run.max_steps for one in stages]
+    if all(steps):
+        text = stages[0].log.profile
+        refuse_beyond_end(parse_profile(text), text=text, total_steps=sum(steps))
 
 
 def _refuse_with_stages(settings: Settings) -> None:

@@ -279,7 +279,8 @@ def _profile_problems(settings: Settings) -> list[BadInputError]:
     text, run = settings.log.profile, settings.run
     try:
         asked = parse_profile(text)
-        if run.max_steps:  # else the data says how long the run is
+        # Else the data says how long the run is, or its stages together.
+        if run.max_steps and not settings.stages:
             refuse_beyond_end(asked, text=text, total_steps=run.max_steps)
     except BadInputError as problem:
         return [problem]

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Phase
-from ddp_runner.core.profile import ProfileAsked, parse_profile, refuse_beyond_end
+from ddp_runner.core.profile import OPTION, ProfileAsked, parse_profile, refuse_beyond_end
 from ddp_runner.core.settings import Settings
 from ddp_runner.training.runtime import Runtime
 
@@ -64,13 +64,24 @@ class NoProfile:
 def step_profile(
     settings: Settings, runtime: Runtime, *, device: torch.device, total_steps: int
 ) -> StepProfile:
-    """What ``log.profile`` asks for. Raises BadInputError where the run ends before."""
-    text = settings.log.profile
+    """What ``log.profile`` asks for. Raises BadInputError where the run ends before.
+
+    A stage, which ends after ``total_steps`` of the run, is trained all the same: others follow it, or have
+    been trained before it.
+    """
+    text, stage = settings.log.profile, settings.stage
     asked = parse_profile(text)
     if asked is None:
         return NoProfile()
-    refuse_beyond_end(asked, text=text, total_steps=total_steps)
-    folder, rank = Path(settings.run.log_dir), runtime.rank_info.rank
+    rank = runtime.rank_info.rank
+    if stage is None:
+        refuse_beyond_end(asked, text=text, total_steps=total_steps)
+    elif stage.is_last and rank == 0 and asked.last > total_steps:
+        where = f"is beyond the end of the run, which has {total_steps:,} steps"
+        runtime.logger.warning(f"{OPTION}={text}: {where}")
+    if asked.first > total_steps:
+        return NoProfile()
+    folder = Path(settings.run.log_dir)
     found = Profile(asked, folder=folder, rank=rank, device=device, runtime=runtime)
     if asked.memory:
         found.watch_memory()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from ddp_runner.config import from_flat
 from ddp_runner.core.board import SLOT_BYTES, Board
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.phases import Phase
+from ddp_runner.core.run_stages import StagePlace
 from ddp_runner.observe.logger import DDPLogger
 from ddp_runner.training.phase_times import phase_values, timed
 from ddp_runner.training.profiling import NoProfile, first_only, step_profile
@@ -26,8 +28,9 @@ def surroundings(rank=0):
     return SimpleNamespace(slot=slot, logger=logger, rank_info=SimpleNamespace(rank=rank))
 
 
-def profile_of(folder, text, *, runtime=None, total_steps=20):
+def profile_of(folder, text, *, runtime=None, total_steps=20, stage=None):
     settings = from_flat({"profile": text, "log_dir": str(folder)})
+    settings = replace(settings, stage=stage)
     runtime = runtime or surroundings()
     return step_profile(settings, runtime, device=CPU, total_steps=total_steps)
 
@@ -82,6 +85,21 @@ def test_a_run_that_ends_amid_the_steps_writes_what_there_is(tmp_path):
     nothing.leave()
     nothing.conclude()
     assert not (tmp_path / "none").exists()
+
+
+def test_a_stage_that_ends_before_the_steps_profiles_nothing(tmp_path, capsys):
+    """The next one does; where the last one ends too early that is a warning, as stages were trained before."""
+    names = ("pre", "tune")
+    first, last = StagePlace(names=names, number=0), StagePlace(names=names, number=1)
+    assert isinstance(profile_of(tmp_path, "steps=10:12", total_steps=3, stage=first), NoProfile)
+    profile = profile_of(tmp_path, "steps=10:12", total_steps=33, stage=last)
+    train(profile, range(3, 33))
+    assert steps_in(tmp_path) == ["step 10", "step 11", "step 12"]
+    assert "beyond" not in capsys.readouterr().err
+    assert isinstance(profile_of(tmp_path, "steps=34:35", total_steps=33, stage=last), NoProfile)
+    assert "steps=34:35: is beyond the end of the run, which has 33" in capsys.readouterr().err
+    with pytest.raises(BadInputError, match="which has 33 steps"):
+        profile_of(tmp_path, "steps=34:35", total_steps=33)
 
 
 def test_beginning_and_writing_stand_on_the_board(tmp_path):
