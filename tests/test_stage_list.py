@@ -71,7 +71,7 @@ def test_what_a_later_stage_begins_with(tmp_path, word, begins_with, init_from):
         ),
         (({"name": "pre", "max_steps": 0},), "stages: stage pre: has no end of its own"),
         ((PRE, {"name": "tune", "run": {"max_steps": "0"}}), "stages: stage tune: has no end"),
-        ((), "stages=[]: has no stages: list some, or leave the line out"),
+        ((), "stages: has no stages: list some, or leave the line out"),
         ((PRE, PRE), "stages=pre: two stages have this name: give each its own"),
         (({"epochs": 1},), "stages: stage 1: must have a name"),
         (({**PRE, "name": "a b"},), "stages: stage 1=a b: must have a name"),
@@ -112,6 +112,14 @@ def test_a_list_is_for_files_and_python(tmp_path):
     assert settings.stages == (PRE, TUNE)
     with pytest.raises(BadInputError, match="stage pre: has no end"):
         from_flat({"stages": [{"name": "pre"}]})
+
+
+def test_a_list_that_is_not_there_is_no_run_without_stages(tmp_path):
+    """All of its lines are comments, say."""
+    path = tmp_path / "stages.yaml"
+    path.write_text("batch_size: 3\nstages:\n#  - name: pre\n", encoding="utf-8")
+    with pytest.raises(BadInputError, match="stages: has no stages"):
+        resolve(files=[path])
 
 
 def test_an_end_by_epochs_may_stand_beside_no_steps(tmp_path):

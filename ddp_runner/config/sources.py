@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from ddp_runner.config.fields import STAGES, TASK_SECTION, sections
+from ddp_runner.config.fields import TASK_SECTION, sections
 from ddp_runner.config.foreign import ALIASES
 from ddp_runner.core.faults import BadInputError
 
@@ -123,7 +123,7 @@ def from_mapping(
             for inner, item in value.items():
                 dotted = f"{name}.{inner}"
                 yield Assignment(written=prefix + dotted, name=dotted, value=item, origin=origin)
-        elif value is None and (is_section or name == STAGES):
+        elif value is None and is_section:
             continue  # a heading with nothing under it
         elif name in sections() and name not in ALIASES:
             raise BadInputError(prefix + name, value, f"is a section; write {name}.NAME: VALUE")

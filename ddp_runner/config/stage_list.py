@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -129,13 +130,13 @@ def given_stages(assignments: Sequence[Assignment]) -> tuple[GivenStage, ...]:
     if not lists:
         return ()
     newest = lists[-1]
-    entries = newest.value
+    entries = () if newest.value is None else newest.value
     if not isinstance(entries, (list, tuple)):
         expected = "must be a list in a file, one entry for each stage: - {name: first, epochs: 1}"
         raise BadInputError(newest.written, _short(entries), expected)
     if not entries:
         expected = "has no stages: list some, or leave the line out for a run without them"
-        raise BadInputError(newest.written, "[]", expected)
+        raise BadInputError(newest.written, "", expected)
     stages = tuple(
         _given(newest, number, entry, is_first=number == 0) for number, entry in enumerate(entries)
     )
@@ -192,6 +193,39 @@ def in_stage(
             names=tuple(one.name for one in stages), number=number, begins_with=begins_with
         ),
     )
+
+
+def own_settings(entries: object) -> list[tuple[str, dict[str, object]]]:
+    """Of each stage in a list as a file has it: its name, and what it has of its own by dotted keys.
+
+    For people who read it: nothing is refused, and what cannot be understood stands as it is written.
+    """
+    found = []
+    for number, entry in enumerate(entries if isinstance(entries, (list, tuple)) else ()):
+        if isinstance(entry, Mapping):
+            begins_with = {_INIT: entry.get(_INIT) or PREVIOUS} if number else {}
+            own = {str(key): value for key, value in entry.items() if key != "name"}
+            found.append((str(entry.get("name", number + 1)), _keyed(begins_with | own)))
+    return found
+
+
+def _keyed(own: Mapping[str, object]) -> dict[str, object]:
+    begins_with = {_INIT: own[_INIT]} if own.get(_INIT) else {}
+    rest = {key: value for key, value in own.items() if key != _INIT}
+    try:
+        given = list(from_mapping(rest, prefix="", origin="file"))
+    except BadInputError:
+        return begins_with | rest
+    found = dict(begins_with)
+    for one in given:
+        key, value = one.name, one.value
+        with contextlib.suppress(BadInputError, ValueError, OverflowError):
+            known = _own(one)
+            key, value = known.name, known.value
+            if spec := known_fields().get(key):
+                value = spec.parse(value)
+        found[key] = value
+    return found
 
 
 def _given(newest: Assignment, number: int, entry: object, *, is_first: bool) -> GivenStage:

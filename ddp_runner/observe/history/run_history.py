@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddp_runner.config.fields import known_fields
+from ddp_runner.config.fields import STAGES, known_fields
+from ddp_runner.config.stage_list import own_settings
 from ddp_runner.core.lifecycle import RunState
+from ddp_runner.core.secrets import masked
 from ddp_runner.observe.history.fault_rows import FaultRow, FaultRows
 from ddp_runner.observe.history.json_lines import GrowingLines, number, whole
 from ddp_runner.observe.history.metrics_history import MetricsHistory
@@ -115,21 +117,21 @@ class RunHistory:
         self.state = self._state()
 
     def settings(self) -> list[SettingRow]:
-        """Those of the newest launch; what differs from the defaults first."""
+        """Those of the newest launch; what differs from the defaults first.
+
+        What a stage has of its own stands as ``stages.NAME.section.name``, without its secrets.
+        """
         try:
             text = read_small(self.folder / "config.yaml", bytes_max=_SETTINGS_BYTES_MAX)
             sections = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return []
-        rows = []
+        rows: list[SettingRow] = []
         for section, values in sections.items() if isinstance(sections, dict) else ():
+            if section == STAGES:
+                rows += _stage_rows(values)
             for name, value in values.items() if isinstance(values, dict) else ():
-                key = f"{section}.{name}"
-                spec = known_fields().get(key)
-                default = None if spec is None else spec.default
-                shown = tuple(value) if isinstance(value, list) else value
-                row = SettingRow(key=key, value=shown, default=default, differs=shown != default)
-                rows.append(row)
+                rows.append(_row(f"{section}.{name}", value))
         return sorted(rows, key=lambda row: (not row.differs, row.key))
 
     def checkpoint_folder(self) -> Path | None:
@@ -216,6 +218,23 @@ class RunHistory:
         if pid > 0 and holder_of(self.folder) == pid:
             return True
         return time.time() - modified_s(self.folder / "status.json") < _BEATS_S
+
+
+def _stage_rows(entries: object) -> Iterator[SettingRow]:
+    stages = own_settings(entries)
+    if stages:
+        names = [name for name, _ in stages]
+        yield SettingRow(key=STAGES, value=tuple(names), default=None, differs=True)
+    for name, own in stages:
+        for key, value in own.items():
+            yield _row(key, masked(value, key), below=f"{STAGES}.{name}.")
+
+
+def _row(key: str, value: object, *, below: str = "") -> SettingRow:
+    spec = known_fields().get(key)
+    default = None if spec is None else spec.default
+    shown = tuple(value) if isinstance(value, list) else value
+    return SettingRow(key=f"{below}{key}", value=shown, default=default, differs=shown != default)
 
 
 def modified_s(path: Path) -> float:
