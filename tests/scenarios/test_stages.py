@@ -196,6 +196,33 @@ def test_exceptions_where_stages_change_leave_no_trace(fault_free, tmp_path):
     assert found == [(rank, step, 0) for rank, step, _ in faults]
 
 
+def test_faults_where_a_stage_is_judged_saved_and_fed_leave_no_trace(fault_free, tmp_path):
+    """In the evaluation and the save that end a stage, in the one that begins the last, where its first save is
+    made, and where either one's first batches are waited for.
+    """
+    faults = (
+        *("raise:rank=1,step=11,phase=evaluate", "kill:rank=0,step=11,phase=checkpoint"),
+        *("raise:rank=1,step=12,phase=data", "raise:rank=1,step=22,phase=evaluate"),
+        *("raise:rank=1,step=23,phase=data", "kill:rank=0,step=22,phase=checkpoint"),
+    )
+    with staged(tmp_path, *(word for one in faults for word in ("--inject", one))) as run:
+        assert run.wait() == 0, run.console
+    summary = run.summary()
+    assert run.digest == fault_free.digest
+    assert summary["exact"]
+    assert [(one["phase"], one["rank"], one["steps_lost"]) for one in summary["faults"]] == [
+        *(("evaluate", 1, 0), ("checkpoint", 0, 0), ("data", 1, 0)),
+        *(("evaluate", 1, 0), ("data", 1, 0), ("checkpoint", 0, 0)),
+    ]
+    stages = {"pre": [11, 11], "tune": [12], "last": [22, 23, 26]}
+    stage, injected = "", {}
+    for event in run.events():
+        stage = event["stage"] if event["event"] == "stage_begins" else stage
+        if event["event"] == "injected":
+            injected.setdefault(stage, []).append(event["step"])
+    assert injected == stages
+
+
 def test_a_run_goes_on_in_the_stage_it_was_stopped_in(fault_free, tmp_path):
     """Stopped amid a stage, killed whole where it ends, and led back by damaged files into the one before."""
     folder = tmp_path / "run"
