@@ -67,6 +67,15 @@ def steps_before(place: StagePlace | None) -> int:
     return 0 if place is None else place.first_step
 
 
+def refused_line(place: StagePlace, line: str, *, has_trained: bool) -> str:
+    """What is said where a stage cannot be trained as it is given. ``has_trained``: this launch has been training."""
+    whose = f"stage {place.name}: "
+    said = line if line.startswith(whose) else f"{whose}{line}"
+    if not has_trained:
+        return said
+    return f"{said}; correct the stage and run the same command again, which goes on with it"
+
+
 def is_first_generation(generation: int, place: StagePlace | None) -> bool:
     """Whether no generation of this launch has trained the stage, or without stages the run, before."""
     return generation == (1 if place is None else place.first_generation)

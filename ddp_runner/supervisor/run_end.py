@@ -10,6 +10,7 @@ from ddp_runner.core.faults import Fault, FaultKind
 from ddp_runner.core.last_save import SaveOutcome, closing_words
 from ddp_runner.core.lifecycle import Machine, RunEvent, RunState
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.core.run_stages import StagePlace, refused_line
 from ddp_runner.core.settings import Settings
 from ddp_runner.supervisor.recovery.communicator_cut import Cutting
 from ddp_runner.supervisor.recovery.last_save import LastSave
@@ -89,14 +90,14 @@ class RunEnd:
         self._machine.advance(RunEvent.LAST_SAVE_BEGAN)
         self.last_save.begin(causes, self._clock.monotonic())
 
-    def give_up(self, plan: GiveUp) -> None:
-        """End the run because of a fault that is not repaired."""
+    def give_up(self, plan: GiveUp, *, stage: StagePlace | None = None) -> None:
+        """End the run because of a fault that is not repaired. ``stage``: in which it is."""
         fault = plan.fault
         where = ""
         if fault.rank >= 0:
             where = self._world.machine_of(self._world.ranks[fault.rank])
         if fault.kind is FaultKind.BAD_INPUT:
-            self.bad_input(f"{where}{fault.cause}")
+            self._refused(f"{where}{fault.cause}", stage)
             return
         has_log = self._recorder.may_write
         log = ""
@@ -115,6 +116,15 @@ class RunEnd:
     def bad_input(self, line: str) -> None:
         """End the run because of what the user has given it."""
         self.begin(Ending.of(RunStatus.FAILED, line, exit_code=ExitCode.BAD_USAGE, error_line=line))
+
+    def _refused(self, line: str, stage: StagePlace | None) -> None:
+        """End the run because a rank cannot train what it is given, or such a stage of it."""
+        if stage is not None:
+            line = refused_line(stage, line, has_trained=self._facts.ever_formed)
+        if stage is None or not self._facts.ever_formed:
+            self.bad_input(line)
+        else:  # what was trained before is kept
+            self.begin(Ending.of(RunStatus.FAILED, line))
 
     def at_once(self, ending: Ending) -> None:
         """End the run as it is."""

@@ -350,7 +350,7 @@ class Supervisor:
         self.keeper.zygotes.look(now_s)
         given_up = self._repair.advance(now_s)
         if given_up is not None:
-            self.run_end.give_up(given_up)
+            self.run_end.give_up(given_up, stage=self.plan.settings.stage)
             return
         if self.machine.state is RunState.RUNNING:
             self._fault_injector.inject_if_due(now_s)

@@ -13,6 +13,7 @@ from ddp_runner.core.run_stages import (
     begin_at,
     changed_stages,
     is_first_generation,
+    refused_line,
     stage_to_enter,
 )
 from ddp_runner.core.settings import CheckpointSettings, LogSettings
@@ -22,6 +23,17 @@ from ddp_runner.data.stream import StreamOrder
 
 NAMES = ("pre", "tune", "last")
 NEEDS_BEFORE = (True, False, False)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_refusal_says_of_which_stage_it_is_and_how_to_go_on(number):
+    """Once; how to go on only where something was trained."""
+    place = StagePlace(names=NAMES, number=number)
+    whose = f"stage {place.name}: "
+    assert refused_line(place, "wrong", has_trained=False) == f"{whose}wrong"
+    assert refused_line(place, f"{whose}wrong", has_trained=False) == f"{whose}wrong"
+    said = f"{whose}wrong; correct the stage and run the same command again, which goes on with it"
+    assert refused_line(place, "wrong", has_trained=True) == said
 
 
 def of(number, first_step, *, names=NAMES, digests=()):

@@ -223,6 +223,33 @@ def test_faults_where_a_stage_is_judged_saved_and_fed_leave_no_trace(fault_free,
     assert injected == stages
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"checkpoint.monitor": "bach/loss"}, "checkpoint.monitor=bach/loss: no evaluation gives"),
+        ({"optim.train_layers": "tail"}, "optim.train_layers=tail: "),
+    ],
+)
+def test_a_later_stage_that_is_refused_is_corrected_and_gone_on_with(
+    fault_free, tmp_path, wrong, said
+):
+    """What only its building shows costs no step of the stages before; the same weights in the end."""
+    stages = (STAGES[0], {**STAGES[1], **wrong}, STAGES[2])
+    with staged(tmp_path, "log.display=plain", stages=stages) as run:
+        assert run.wait() == 1, run.console
+    assert f"stage tune: {said}" in run.console
+    assert (
+        "; correct the stage and run the same command again, which goes on with it" in run.console
+    )
+    assert (run.summary()["steps"], run.summary()["exit_code"]) == (12, 1)
+    assert stage_of(run.checkpoints / "step_00000012.pt")["name"] == "pre"
+    with staged(tmp_path, "log.display=plain") as run:
+        assert run.wait() == 0, run.console
+    assert run.digest == fault_free.digest
+    assert run.summary()["exact"]
+    assert [one["stage"] for one in run.events("stage_begins")] == ["pre", "pre", "tune", "last"]
+
+
 def test_a_run_goes_on_in_the_stage_it_was_stopped_in(fault_free, tmp_path):
     """Stopped amid a stage, killed whole where it ends, and led back by damaged files into the one before."""
     folder = tmp_path / "run"

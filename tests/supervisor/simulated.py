@@ -385,10 +385,10 @@ class Simulation:
         self.later(0.001, lambda: self.send(process, self._ready(process)))
         self._break(generation)
 
-    def fail_to_start(self, rank, cause="ValueError: no"):
+    def fail_to_start(self, rank, cause="ValueError: no", *, kind=FaultKind.RANK_RAISED):
         """An exception before a rank is ready: it says so and ends."""
         process = self.rank(rank)
-        fault = self.fault(process, FaultKind.RANK_RAISED, cause)
+        fault = self.fault(process, kind, cause)
         self.send(process, Faulted(generation=0, fault=fault))
         self._end(process, exit_code=1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_runner.core.exits import RunStatus, StopReason
+from ddp_runner.core.faults import FaultKind
 from ddp_runner.core.lifecycle import RankState
 from tests.supervisor.judging import assert_done, assert_generations_grow, lost, plans
 
@@ -109,6 +110,31 @@ def test_what_a_stage_begins_with_is_not_tried_for_ever(simulate):
     assert "what stage stage2 begins with could not be read 4 times in a row" in ending.reason
     assert [one["stage"] for one in run.events("stage_ends")] == ["stage0"] + ["stage1"] * 4
     assert run.checkpoint == 30
+
+
+def test_a_later_stage_that_is_refused_keeps_what_was_trained(simulate):
+    """Something was touched, so it is no wrong usage: the line names the stage, and says how to go on."""
+    run = simulate(stage_ends=ENDS)
+    run.to_step(20)
+    run.run_until(lambda: run.supervisor._stages.is_changing and run.rank(1) is not None)
+    run.fail_to_start(1, "checkpoint.monitor=no: no such figure", kind=FaultKind.BAD_INPUT)
+    ending = run.run_to_end()
+    assert (ending.status, ending.exit_code, ending.error_line) == (RunStatus.FAILED, 1, "")
+    assert ending.reason == (
+        "stage stage1: checkpoint.monitor=no: no such figure; correct the stage and run the same command"
+        " again, which goes on with it"
+    )
+    assert run.checkpoint == 20
+
+
+def test_a_first_stage_that_is_refused_is_wrong_usage(simulate):
+    """Control: nothing was touched."""
+    run = simulate(stage_ends=ENDS)
+    run.run_until(lambda: run.rank(1) is not None)
+    run.fail_to_start(1, "checkpoint.monitor=no: no such figure", kind=FaultKind.BAD_INPUT)
+    ending = run.run_to_end()
+    assert ending.exit_code == 2
+    assert ending.error_line == "stage stage0: checkpoint.monitor=no: no such figure"
 
 
 def test_slow_first_steps_of_a_later_stage_are_no_hang(simulate):
