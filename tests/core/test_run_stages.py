@@ -26,7 +26,7 @@ NEEDS_BEFORE = (True, False, False)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_refusal_says_of_which_stage_it_is_and_how_to_go_on(number):
+def test_a_refusal_names_its_stage_and_how_to_go_on(number):
     """Once; how to go on only where something was trained."""
     place = StagePlace(names=NAMES, number=number)
     whose = f"stage {place.name}: "

@@ -196,7 +196,9 @@ def test_exceptions_where_stages_change_leave_no_trace(fault_free, tmp_path):
     assert found == [(rank, step, 0) for rank, step, _ in faults]
 
 
-def test_faults_where_a_stage_is_judged_saved_and_fed_leave_no_trace(fault_free, tmp_path):
+def test_faults_in_evaluation_save_and_data_where_stages_change_leave_no_trace(
+    fault_free, tmp_path
+):
     """In the evaluation and the save that end a stage, in the one that begins the last, where its first save is
     made, and where either one's first batches are waited for.
     """
