@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -51,12 +52,13 @@ class Files:
 def stands(folder):
     """What metrics.jsonl and its resumes come to: (step, rank) -> figures, by a rule of its own.
 
-    Read backwards: a line stands if nothing later went back behind it.
+    Read backwards: a line stands if nothing later went back behind it. What a full disk has cut off does not.
     """
     lines = []
     for name in ("metrics.jsonl", "events.jsonl"):
-        text = (folder / name).read_text(encoding="utf-8").splitlines()
-        lines += [json.loads(line) for line in text]
+        for line in (folder / name).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
     found, least = {}, {}
     for line in reversed(sorted(lines, key=lambda line: line["utc"])):  # noqa: C413 - of one ms in their order
         if line.get("event") == "run_begins":
