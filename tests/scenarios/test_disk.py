@@ -15,6 +15,7 @@ from tests.disks import small_disk
 from .conftest import PATIENT, STEPS
 from .conftest import WITHOUT_WORKERS as SETTINGS
 from .harness import WORKLOAD, Run, poll
+from .test_trackers import WRITTEN, assert_same_points, stands
 from .workload import HOLD_NAME, SLOW_DISK_NAME
 
 pytestmark = pytest.mark.whole_run
@@ -322,12 +323,16 @@ def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(fault_free,
 
 
 def test_logs_that_cannot_be_written_cost_lines_only(fault_free, tmp_path):
-    """Audit, log, journal and status on a full disk: said once on the console, never a fault."""
+    """Audit, log, journal, status and trackers on a full disk: said once on the console, never a fault.
+
+    With room again, a resume gives each tracker what it lacks of what could be written, and once.
+    """
     hold = tmp_path / HOLD_NAME
     hold.write_text("12")
     with small_disk(tmp_path / "logs", size_kb=1024):
-        with Run(tmp_path, *SETTINGS, *injected("kill:rank=1,step=40")) as run:
+        with Run(tmp_path, *SETTINGS, *WRITTEN, *injected("kill:rank=1,step=40")) as run:
             run.wait_for_step(8)
+            poll(lambda: (8, 0) in stands(run.logs), what="a line of that step")
             with contextlib.suppress(OSError), (tmp_path / "logs" / "filler").open("wb") as filler:
                 while True:
                     filler.write(b"x" * 4096)
@@ -342,3 +347,9 @@ def test_logs_that_cannot_be_written_cost_lines_only(fault_free, tmp_path):
         assert loaded.manifest.step == STEPS
         for name, tensor in reference.state["model"].items():
             assert loaded.state["model"][name].equal(tensor)
+        (run.logs / "filler").unlink()
+        with Run(tmp_path, *SETTINGS, *WRITTEN, "--max-steps", STEPS + 6) as run:
+            assert run.wait() == 0, run.console
+        written = {step for step, rank in stands(run.logs) if rank == 0}
+        assert written >= {*range(1, 9), *range(STEPS + 1, STEPS + 7)}
+        assert_same_points(run)

@@ -14,18 +14,25 @@ from ddp_runner.supervisor.reporting import tracker_keeper
 from ddp_runner.supervisor.reporting.tracker_keeper import TrackerKeeper
 from ddp_runner.system.clock import SYSTEM_CLOCK
 from tests.disks import small_disk
-from tests.observe.test_trackers import Files, rows, stands
+from tests.observe.test_trackers import (
+    Files,
+    needs_tensorboard,
+    read_back,
+    rows,
+    scalars,
+    stands,
+)
 from tests.processes import poll
 from tests.supervisor.simulated import Clock
 
 
 class Kept:
-    """A keeper of ``csv`` over the files of a run in ``folder``; ``said`` is what it has shown."""
+    """A keeper of one tracker over the files of a run in ``folder``; ``said`` is what it has shown."""
 
-    def __init__(self, folder, clock=None):
+    def __init__(self, folder, clock=None, *, name="csv"):
         self.said = []
         self.keeper = TrackerKeeper(
-            ["csv"],
+            [name],
             folder,
             clock=clock or SYSTEM_CLOCK,
             say=lambda text, **_: self.said.append(text),
@@ -76,8 +83,15 @@ def test_a_tracker_that_hangs_is_waited_for_only_at_the_end(files, monkeypatch):
     assert rows(files.folder) == stands(files.folder)
 
 
-def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path):
-    """It ends with the reason, another one is started later, and no row is missing or twice."""
+@pytest.mark.parametrize(
+    ("name", "read", "expected"),
+    [
+        ("csv", rows, stands),
+        pytest.param("tensorboard", read_back, scalars, marks=needs_tensorboard),
+    ],
+)
+def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path, name, read, expected):
+    """It ends with the reason, another one is started later, and no point is missing or twice."""
     with small_disk(tmp_path / "disk", size_kb=96):
         files = Files(tmp_path / "disk" / "logs")
         files.event("run_begins", run_id="abc", resumed_step=0)
@@ -86,10 +100,10 @@ def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path):
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(bytes(512)):
                 pass
-        kept = Kept(files.folder, clock=(clock := Clock()))
+        kept = Kept(files.folder, clock=(clock := Clock()), name=name)
         kept.keeper.look()
         kept.ended(*kept.keeper.pids)
-        assert "the tracker csv has ended: exit code 1" in kept.said[-1]
+        assert f"the tracker {name} has ended: exit code 1" in kept.said[-1]
         kept.keeper.look()
         assert kept.keeper.pids == []  # not due yet
         filler.unlink()
@@ -98,7 +112,7 @@ def test_a_tracker_on_a_full_disk_goes_on_once_there_is_room(tmp_path):
         (pid,) = kept.keeper.pids
         kept.keeper.end(0)
         os.waitpid(pid, 0)
-        assert rows(files.folder) == stands(files.folder)
+        assert read(files.folder) == expected(files.folder)
 
 
 def test_a_tracker_that_cannot_start_is_given_up(tmp_path):
