@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -41,6 +42,29 @@ _RESUME = {
 }
 _MADE = "<!-- Made by docs/generate.py from the code's tables; changes here are lost. -->\n"
 _MADE_BELOW = "<!-- Made by docs/generate.py from the code's tables; changes below are lost. -->\n"
+# The settings of a page that is written by hand, in this order; a section stands for all of its own.
+_SETTINGS_OF = {
+    "evaluation.md": (
+        *("log.evaluate_interval", "log.evaluate_every_steps", "log.evaluate_at_start"),
+        *("log.evaluate_batches", "data.evaluation_batch_size", "data.validation_fraction"),
+        *("checkpoint.monitor", "checkpoint.mode", "run.load_best_at_end"),
+        "recovery.evaluation_timeout_s",
+    ),
+    "trackers.md": ("log.trackers", "log.log_interval"),
+    "watch.md": (
+        "log.gpu_watch_s",
+        "memory.memory_check_interval",
+        "log.log_interval",
+        "log.display",
+    ),
+    "profile.md": ("log.profile", "log.phase_times"),
+    "page.md": ("log.page", "log.page_port", "log.page_can_inject"),
+    "modes.md": (
+        *("run.mode", "run.device", "run.gpus", "run.nproc_per_node", "ddp.backend"),
+        "run.threads_per_rank",
+    ),
+    "files.md": ("run.name", "run.log_dir", "run.checkpoint_dir", "run.resume", "checkpoint"),
+}
 _WHAT_INJECTIONS_ARE = {
     "of a rank": "kill stop exit raise hang spin gil slow oom",
     "of its step": "unused nan spike diverge",
@@ -64,7 +88,7 @@ def settings_page() -> str:
         "same. The settings of a model are refused for the built-in tasks, which read them.",
     ]
     section = ""
-    for key, spec in known_fields().items():
+    for key in known_fields():
         this_section, _, name = key.partition(".")
         if this_section != section:
             section = this_section
@@ -74,15 +98,32 @@ def settings_page() -> str:
                 "| name | default | legal values | meaning | resume |",
                 "|---|---|---|---|---|",
             ]
-        cells = (
-            f"`{name}`",
-            shown_default(spec),
-            spec.expected(),
-            meanings()[key],
-            _RESUME[ON_RESUME[key]],
-        )
-        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        lines.append(_row(key, name, _RESUME[ON_RESUME[key]]))
     return "\n".join([*lines, *_names_of_others()]) + "\n"
+
+
+def _row(key: str, name: str, *more: str) -> str:
+    """A setting, called ``name``: default, legal values, meaning, and ``more`` cells."""
+    spec = known_fields()[key]
+    cells = (f"`{name}`", shown_default(spec), spec.expected(), meanings()[key], *more)
+    return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+
+def settings_of(page: str) -> str:
+    """What is written on that page, and below it the settings that it is about."""
+    lines = ["", "| setting | default | legal values | meaning |", "|---|---|---|---|"]
+    for one in _SETTINGS_OF[page]:
+        keys = [one] if "." in one else [key for key in known_fields() if key.startswith(f"{one}.")]
+        lines += (_row(key, key) for key in keys)
+    return _below(page, lines)
+
+
+def _below(page: str, lines: list[str]) -> str:
+    """The page, with ``lines`` in the place of what stands below the mark."""
+    written, mark, _ = (DOCS / page).read_text(encoding="utf-8").partition(_MADE_BELOW)
+    if not mark:
+        raise ValueError(f"{page}: no mark to write below")
+    return written + mark + "\n".join([*lines, ""])
 
 
 def _names_of_others() -> list[str]:
@@ -120,7 +161,6 @@ def _names_of_others() -> list[str]:
 
 def stages_page() -> str:
     """What is written there, and the settings that a stage may have of its own."""
-    written, below, _ = (DOCS / "stages.md").read_text(encoding="utf-8").partition(_MADE_BELOW)
     lines = ["", "| section | settings |", "|---|---|"]
     for section in sections():
         keys = [
@@ -129,7 +169,7 @@ def stages_page() -> str:
         names = (f"`{key.partition('.')[2]}`" for key in keys)
         if keys:
             lines.append(f"| [{section}](settings.md#{section}) | {', '.join(names)} |")
-    return written + below + "\n".join([*lines, ""])
+    return _below("stages.md", lines)
 
 
 def command_line_page() -> str:
@@ -330,6 +370,7 @@ PAGES = {
     "invariants.md": invariants_page,
     "states.md": states_page,
     "stages.md": stages_page,
+    **{page: partial(settings_of, page) for page in _SETTINGS_OF},
 }
 
 if __name__ == "__main__":
