@@ -8,8 +8,10 @@ from enum import Enum
 
 BUILDS_MIN_S = 0.1  # of a task that is worth building ahead
 FREE_SHARE_MAX = 0.25  # of the memory that is free, for what is built ahead
-LOST_BUILDING_MAX = 2  # spares in a row that ended; from then on they build nothing
-LOST_MAX = 5  # spares in a row that ended unused and young; then there are no more
+# Spares that ended while they built, with none in between that had built; then no more build.
+LOST_BUILDING_MAX = 2
+# Spares that ended unused and young, with none in between that became a rank; then there are no more.
+LOST_MAX = 5
 YOUNG_S = 60.0
 LOST_WAIT_S = 1.0  # after the first of them; each further one waits once longer
 # For a spare that was made a rank to begin, which takes a millisecond: one that is stopped, and any.

@@ -56,11 +56,13 @@ class SpareKeeper:
         self._generation = 0
         self._formed_at_step = 0
         self._build_s = 0.0  # the longest that a rank took to build what it trains
+        # Since one became a rank; without those that said why they cannot build.
         self._lost_in_a_row = 0
-        self._lost_building = 0  # of those that build ahead; one that said why counts as many
+        # Of those that build ahead, since one of them was ready; one that said why counts as many.
+        self._lost_building = 0
         self._lost_at_s = 0.0
         self._asked_at_s = 0.0
-        self._newest: Spare | None = None  # also once it is gone
+        self._newest: Spare | None = None  # also once it is gone, until it has begun as a rank
         self._dismissed: Spare | None = None  # ended for what it held: it was no use, and no loss
         self._refused: set[str] = set()  # GPUs on which no spare is to hold anything
         self._reported: set[str] = (
@@ -70,6 +72,7 @@ class SpareKeeper:
     def look(self, now_s: float, *, fault_free: bool) -> None:
         """Fork one ahead where none is; end one that is stopped; replace what never became a rank."""
         self._give_back(now_s)
+        self._note_used()
         self._note_short_of_memory()
         if self._node.spare is None:
             self._facts.spare = {}
@@ -170,6 +173,16 @@ class SpareKeeper:
                 self._repair.schedule_respawn(handle)
                 self._world.kill_rank(handle, now_s)
 
+    def _note_used(self) -> None:
+        """One that has begun as a rank shows that spares are worth having."""
+        newest = self._newest
+        if newest is None or newest is self._node.spare:
+            return
+        for handle in self._world.present:
+            is_it = handle.was_spare and handle.pid == newest.pid and self._world.is_here(handle)
+            if is_it and handle.has_begun:
+                self._newest, self._lost_in_a_row = None, 0
+
     def is_ready(self, message: SpareReady) -> None:
         """It waits to be made a rank."""
         spare = self._node.spare
@@ -183,7 +196,8 @@ class SpareKeeper:
             self._recorder.say(f"a spare for {device} waits, and holds {about} of it")
         spare.ready = message
         self._facts.spare = {"kind": spare.plan.kind.value, **asdict(message)}
-        self._lost_building = 0
+        if spare.plan.kind is SpareKind.MODEL:
+            self._lost_building = 0
         if spare.pid is not None:
             self._report_ready(spare)
 
@@ -207,16 +221,8 @@ class SpareKeeper:
 
     def lost(self, now_s: float, ended: Ended | None = None, *, output: str = "") -> None:
         """It ended before it was needed, or (None) was not forked; no fault of the run."""
-        newest, device = self._newest, "" if self._newest is None else self._newest.plan.device
-        if newest is None or newest is not self._dismissed:
-            lived_s = now_s - self._asked_at_s
-            self._lost_in_a_row = lost_after(self._lost_in_a_row, lived_s=lived_s)
-            self._lost_at_s = now_s
-        if newest is not None and not newest.is_ready and newest is not self._dismissed and ended:
-            if device and ended.exit_code:
-                self._refuse(device, "it could not start there")
-            if newest.plan.kind is SpareKind.MODEL:
-                self._lost_building += LOST_BUILDING_MAX if ended.exit_code else 1
+        if self._newest is None or self._newest is not self._dismissed:
+            self._count_lost(self._newest, ended, now_s)
         self._recorder.record(
             events.SpareEnded(
                 exit_code=ended.exit_code if ended is not None else None,
@@ -224,3 +230,15 @@ class SpareKeeper:
                 said=output.splitlines()[-1] if output else "",
             )
         )
+
+    def _count_lost(self, newest: Spare | None, ended: Ended | None, now_s: float) -> None:
+        if newest is not None and not newest.is_ready and ended is not None:
+            if newest.plan.device and ended.exit_code:
+                self._refuse(newest.plan.device, "it could not start there")
+            if newest.plan.kind is SpareKind.MODEL:
+                said_why = bool(ended.exit_code)
+                self._lost_building += LOST_BUILDING_MAX if said_why else 1
+                if said_why:  # the next one builds nothing, and is no worse for it
+                    return
+        self._lost_in_a_row = lost_after(self._lost_in_a_row, lived_s=now_s - self._asked_at_s)
+        self._lost_at_s = now_s
