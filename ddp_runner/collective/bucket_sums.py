@@ -28,11 +28,13 @@ class _Sum(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What stays the same of a bucket: where it is, how many numbers it has, where the signals begin."""
+    """What stays the same of a bucket on the CPU: where it is, how many numbers it has, where the signals begin."""
 
     place: tuple[int, int]
     signals_at: int | None
-    summed: torch.futures.Future[Tensor] | None  # says that the bucket holds its sums; on the CPU
+    summed: torch.futures.Future[
+        Tensor
+    ]  # says that the bucket holds its sums, and keeps its memory
     flag: Any  # the one number in it that says whether all parameters were used, seen by numpy
 
 
@@ -59,7 +61,7 @@ class BucketSums:
         self._sent_as = DTYPES.get(gradient_dtype)  # None: as they are computed
         self._on_begun = on_begun
         self._under_way: list[_Sum] = []
-        self._known: dict[int, _Known] = {}  # by the number of the bucket
+        self._known: dict[int, _Known] = {}  # by the number of the bucket; on the CPU only
         self._last: tuple[Tensor, _Known] | None = None  # waits for the map
         # Whether the last step had an unused parameter: the same on all ranks, who all know the sum.
         self._sums_map = False
@@ -84,21 +86,21 @@ class BucketSums:
             self.failure = error
             raise
         buffer, is_last = bucket.buffer(), bucket.is_last()
-        known = self._known_of(bucket, buffer)
         if self._group.ends_in_silence:
             # The device waits, and the abort of its communicators ends that.
-            sent, taken = self._sent(buffer, known.signals_at)
+            sent, taken = self._sent(buffer, self._signals_beside_rounded(bucket))
             work = self._group.begin_sum(sent)
             if is_last:
                 self._on_begun()
             summed: torch.futures.Future[Tensor] = work.get_future().then(lambda _: taken())
             return summed
-        if known.summed is None:
+        if not buffer.is_cpu:
             # gloo's sum of a GPU's tensors is waited for like any other: handed on as it is, DDP may
             # use it before it is there (torch before 2.11: pytorch#155714, #170812).
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device])
-            self._begin(buffer, known.signals_at, future)
+            self._begin(buffer, self._signals_beside_rounded(bucket), future)
         else:
+            known = self._known_of(bucket, buffer)
             future = known.summed
             if is_last and self.finds_unused and known.flag is not None:
                 self._last = buffer, known
@@ -182,21 +184,26 @@ class BucketSums:
             return known
         if known is not None:  # DDP has laid them out again: who keeps one keeps its memory
             self._known.clear()
-        summed: torch.futures.Future[Tensor] | None = None
+        summed: torch.futures.Future[Tensor] = torch.futures.Future()
+        summed.set_result(buffer)
         signals_at, flag = self._signals_in(bucket), None
-        if buffer.device.type == "cpu":
-            summed = torch.futures.Future()
-            summed.set_result(buffer)
-            if signals_at is not None:
-                flag = buffer[signals_at + self._not_all_used :][:1].numpy()
+        if signals_at is not None:
+            flag = buffer[signals_at + self._not_all_used :][:1].numpy()
         known = _Known(place, signals_at, summed, flag)
         self._known[number] = known
         return known
 
+    def _signals_beside_rounded(self, bucket: GradBucket) -> int | None:
+        """Where the signals begin, which are not to be rounded; None where nothing is, or they are elsewhere.
+
+        Looked for in each step, as DDP lays its buckets out again after the first one. Nothing of ours keeps a GPU's
+        memory, so the new one may be where the old one was, as large, with its parameters in another order.
+        """
+        return None if self._sent_as is None else self._signals_in(bucket)
+
     def _signals_in(self, bucket: GradBucket) -> int | None:
-        begin = 0
-        for parameter in bucket.parameters():
+        parameters = bucket.parameters()
+        for number, parameter in enumerate(parameters):
             if parameter is self._signal:
-                return begin
-            begin += parameter.numel()
+                return sum(one.numel() for one in parameters[:number])
         return None

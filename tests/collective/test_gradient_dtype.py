@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from ddp_runner.collective.bucket_sums import BucketSums
 from ddp_runner.collective.replica import Signal
 from tests.processes import hosted_store, run_ranks
 
@@ -60,3 +63,40 @@ def test_signals_that_a_half_type_does_not_have_come_whole():
         assert signals[Signal.PREEMPT] == 3 * 2.0**-140
         assert signals[Signal.INTERRUPT] == 16_777_213.0
         assert all(torch.isfinite(gradient).all() for gradient in summed)
+
+
+class OfOneDevice:
+    """A group of one rank, as one whose device waits for its sums. A sum is what the rank has sent."""
+
+    ends_in_silence, rank, world_size = True, 0, 1
+
+    def refuse_aborted(self):
+        pass
+
+    def begin_sum(self, tensor):
+        future = torch.futures.Future()
+        future.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: future)
+
+
+class HandMade:
+    """A bucket of ``parameters``, which lie in ``memory`` in this order."""
+
+    def __init__(self, memory, parameters):
+        self.buffer, self.parameters = lambda: memory, lambda: parameters
+        self.index, self.is_last = lambda: 0, lambda: True
+
+
+def test_signals_are_whole_in_a_bucket_that_lies_where_another_one_was():
+    """DDP lays its buckets out again, and a GPU's memory may be given to another one of the same size at once."""
+    signal, weight = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    sums = BucketSums(
+        OfOneDevice(), signal, not_all_used=1, gradient_dtype="bf16", on_begun=lambda: None
+    )
+    memory = torch.empty(6)
+    for parameters in ([signal, weight], [weight, signal]):
+        memory.fill_(4097.0)  # beyond bfloat16
+        sums.begin(HandMade(memory, parameters)).wait()
+        found = dict(zip(map(id, parameters), memory.split(3), strict=True))
+        assert found[id(signal)].tolist() == [4097.0] * 3
+        assert found[id(weight)].tolist() == [4096.0] * 3
