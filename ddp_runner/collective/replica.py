@@ -8,6 +8,7 @@ every rank knows everybody's after backward, without a collective of its own.
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -32,7 +33,7 @@ from ddp_runner.core.board import Slot
 from ddp_runner.core.phases import Moment, Phase
 from ddp_runner.core.settings import DdpSettings
 
-BUCKET_TENSORS = 1000  # about so many at most
+BUCKET_TENSORS = 1000  # in a bucket; about so many at most
 
 
 class Relaid(Protocol):
@@ -416,15 +417,33 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def bucket_cap_mb(parameters: Sequence[Tensor], wanted_mb: float) -> float:
-    """``wanted_mb``, or less where a bucket would hold far more than :data:`BUCKET_TENSORS` on average.
+    """``wanted_mb``, or less where a bucket would hold far more than :data:`BUCKET_TENSORS`.
 
     Setting a bucket up takes torch the square of the number of its tensors: 0.5 s for ten thousand. A
     function of the model alone, so that it is the same on all ranks and after every repair.
     """
-    trained = [one.nbytes for one in parameters if one.requires_grad]
-    if len(trained) <= BUCKET_TENSORS:
+    sizes = [one.nbytes for one in parameters if one.requires_grad]
+    if len(sizes) <= BUCKET_TENSORS:
         return wanted_mb
-    return min(wanted_mb, sum(trained) / len(trained) * BUCKET_TENSORS / 2**20)
+    by_mean_mb = min(wanted_mb, sum(sizes) / len(sizes) * BUCKET_TENSORS / 2**20)
+    # Beside a tensor that is far larger than the others the mean says nothing of these. So many in a row have at least:
+    ends = [0, *itertools.accumulate(sizes)]
+    row_mb = (
+        min(end - begin for begin, end in zip(ends, ends[BUCKET_TENSORS:], strict=False)) / 2**20
+    )
+    # Each bucket is a sum of its own in every step: no more of them than their number of tensors asks for.
+    buckets_max = _buckets(sizes, by_mean_mb) + len(sizes) / BUCKET_TENSORS
+    return row_mb if row_mb < by_mean_mb and _buckets(sizes, row_mb) <= buckets_max else by_mean_mb
+
+
+def _buckets(sizes: Sequence[int], cap_mb: float) -> int:
+    """How many DDP makes of tensors of these sizes in bytes: one ends with the tensor that fills it."""
+    buckets, held = 1, 0
+    for size in sizes:
+        if held >= cap_mb * 2**20 and held:
+            buckets, held = buckets + 1, 0
+        held += size
+    return buckets
 
 
 def _accepted_arguments(

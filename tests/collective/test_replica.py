@@ -143,17 +143,27 @@ def test_a_bucket_of_many_small_tensors_is_cut_by_their_number():
     assert bucket_cap_mb(small, 0.01) == 0.01
     assert bucket_cap_mb(small[:BUCKET_TENSORS], 25) == 25
     large = nn.Parameter(torch.zeros(10_000_000))
-    assert bucket_cap_mb([*small, large], 25) == pytest.approx(40_080_000 / 5001 * 1000 / 2**20)
-    assert bucket_cap_mb([*small, *[large] * 100], 25) == 25
+    for models in ([*small, large], [large, *small], [*small, *[large] * 100]):
+        assert bucket_cap_mb(models, 25) * 2**20 == 16 * BUCKET_TENSORS
     for one in small:
         one.requires_grad_(False)
     assert bucket_cap_mb([*small, large], 25) == 25
 
 
-def _sum_of_many(me, port, options):
+def test_large_tensors_are_not_summed_one_by_one_for_many_small_ones():
+    """Control: what a bucket of small ones costs once is less than what sums of their own cost in every step."""
+    small = [nn.Parameter(torch.zeros(4)) for _ in range(5000)]
+    layers = [nn.Parameter(torch.zeros(25_000)) for _ in range(300)]
+    assert bucket_cap_mb([*small, *layers], 25) == pytest.approx(30_080_000 / 5300 * 1000 / 2**20)
+    between = [one for layer in layers for one in (layer, *small[:16])]
+    assert bucket_cap_mb(between, 25) == pytest.approx(30_076_800 / 5100 * 1000 / 2**20, rel=0.02)
+
+
+def _sum_of_many(me, port, options, large):
     """How many buckets there are after two steps, and the gradients."""
     torch.manual_seed(3)
-    model = nn.ParameterList([torch.randn(1 + number % 3) for number in range(2500)])
+    made = [torch.randn(1 + number % 3) for number in range(2500)]
+    model = nn.ParameterList([*made, *(torch.randn(size) for size in large)])
 
     def loss(model, factor):
         return torch.stack([(one * factor).square().sum() for one in model]).sum()
@@ -170,15 +180,17 @@ def _sum_of_many(me, port, options):
         return len(replica._ddp.reducer._get_zeros_like_grad_buckets()), gradients(model)
 
 
+@pytest.mark.parametrize("large", [(), (500_000,)], ids=["alike", "beside a large one"])
 @pytest.mark.parametrize("options", COMBINATIONS[::3], ids=str)
-def test_many_small_tensors_are_summed_in_buckets_of_a_thousand(options):
+def test_many_small_tensors_are_summed_in_buckets_of_a_thousand(options, large):
     """Exactly: two numbers have one sum, in whatever bucket they are."""
     with hosted_store() as port:
-        answers = run_ranks(_sum_of_many, 2, port, options)
+        answers = run_ranks(_sum_of_many, 2, port, options, large)
     torch.manual_seed(3)
     made = [torch.randn(1 + number % 3) for number in range(2500)]
+    made += [torch.randn(size) for size in large]
     for buckets, summed in answers:
-        assert 3 <= buckets <= 4
+        assert 3 <= buckets <= 4 + len(large)
         for gradient, one in zip(summed, made, strict=True):
             shares = [_share_of(one, rank) for rank in range(2)]
             assert torch.equal(gradient, shares[0] + shares[1])
