@@ -87,7 +87,7 @@ class HandMade:
         self.index, self.is_last = lambda: 0, lambda: True
 
 
-def test_signals_are_whole_in_a_bucket_that_lies_where_another_one_was():
+def test_signals_are_whole_in_a_bucket_where_another_one_was():
     """DDP lays its buckets out again, and a GPU's memory may be given to another one of the same size at once."""
     signal, weight = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     sums = BucketSums(

@@ -150,7 +150,7 @@ def test_a_bucket_of_many_small_tensors_is_cut_by_their_number():
     assert bucket_cap_mb([*small, large], 25) == 25
 
 
-def test_large_tensors_are_not_summed_one_by_one_for_many_small_ones():
+def test_many_small_tensors_do_not_have_large_ones_summed_alone():
     """Control: what a bucket of small ones costs once is less than what sums of their own cost in every step."""
     small = [nn.Parameter(torch.zeros(4)) for _ in range(5000)]
     layers = [nn.Parameter(torch.zeros(25_000)) for _ in range(300)]

@@ -158,7 +158,7 @@ def test_spares_that_keep_dying_end_without_harm(simulate):
     assert run.supervisor.recorder.accounting.faults_total == 0
 
 
-def test_spares_that_die_between_some_that_are_used_are_in_no_row(simulate):
+def test_spares_that_die_between_used_ones_are_in_no_row(simulate):
     """Each of those shows that one is worth having; there is always another."""
     run = simulate(steps=3000, max_restarts=1000)
     for number in range(1, LOST_MAX + 2):

@@ -58,7 +58,7 @@ def test_what_a_spare_cannot_build_is_not_tried_again_after_repairs(simulate):
     assert_done(run)
 
 
-def test_a_spare_that_says_why_it_cannot_build_is_none_of_those_that_keep_dying(simulate):
+def test_a_spare_that_says_why_it_cannot_build_is_in_no_row(simulate):
     """The ones that build nothing have all their tries."""
     run = simulate(steps=2000, warm_spare="model")
     run.spare_fails_on = {"model"}
