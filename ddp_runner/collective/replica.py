@@ -426,7 +426,7 @@ def bucket_cap_mb(parameters: Sequence[Tensor], wanted_mb: float) -> float:
     if len(sizes) <= BUCKET_TENSORS:
         return wanted_mb
     by_mean_mb = min(wanted_mb, sum(sizes) / len(sizes) * BUCKET_TENSORS / 2**20)
-    # Beside a tensor that is far larger than the others the mean says nothing of these. So many in a row have at least:
+    # Beside a tensor that is far larger the mean says nothing of the others; the least of so many in a row does.
     ends = [0, *itertools.accumulate(sizes)]
     row_mb = (
         min(end - begin for begin, end in zip(ends, ends[BUCKET_TENSORS:], strict=False)) / 2**20
