@@ -1,6 +1,7 @@
 """The process that writes checkpoints: of what ranks have left in memory, so that no rank's end stops a write.
 
-It trains nothing and opens no device. It looks for orders when it is rung, and by itself now and then.
+It trains nothing and opens no device. It looks for orders when the bell is rung (a rank has written a byte to
+its pipe), and by itself now and then.
 """
 
 from __future__ import annotations

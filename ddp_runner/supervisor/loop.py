@@ -65,8 +65,8 @@ def supervise(
 ) -> int:
     """Run ``plan`` to its end and return the exit code.
 
-    ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: what may import torch already. Must be called from the main thread. Raises BadInputError before any process was started; after
-    that, every ending is an exit code.
+    ``place``: this machine's in a run on several, of which it is the coordinator. ``ahead``: a zygote that imports torch already, if one was started.
+    Must be called from the main thread. Raises BadInputError before any process was started; after that, every ending is an exit code.
     """
     directories = RunDirectories(plan.settings.run)
     directories.refuse_if_held()

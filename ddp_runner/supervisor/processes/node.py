@@ -183,7 +183,7 @@ class Node:
     def start_saver(self) -> None:
         """Fork the process that writes checkpoints; it begins with what is owed."""
         lines = self.shared.saver
-        self.saver = lines.reader(token=self._take_token(), now_s=self._clock.monotonic())
+        self.saver = lines.make_saver(token=self._take_token(), now_s=self._clock.monotonic())
         self._start(self.saver, lines.spec(self._plan), lines.bell)
 
     def start_spare(self, plan: SparePlan) -> None:

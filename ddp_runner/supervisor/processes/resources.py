@@ -126,9 +126,10 @@ class SharedMemory:
 
 
 class SaverLines:
-    """How ranks reach the process that writes their copies to files; this process's, as the copies are.
+    """What leads to the saver, the process that writes ranks' copies to files.
 
-    ``is_used``: whether there is to be such a process. ``record``: what ranks, and that one, are sent.
+    Held by the supervisor, so that no rank's end cuts it. A pipe, the bell: a byte in it wakes the saver. With ``--inject`` also memory that says what its disk is to do wrong.
+    ``is_used``: whether there is to be a saver. ``record``: the paths of both, for ranks and saver.
     """
 
     def __init__(self, plan: LaunchPlan, copies: SharedMemory) -> None:
@@ -148,17 +149,17 @@ class SaverLines:
             self._descriptors.append(trouble)
             self.record["saver_trouble"] = f"/proc/{os.getpid()}/fd/{trouble}"
 
-    def reader(self, *, token: int, now_s: float) -> Saver:
-        """Such a process, which is to be asked for."""
+    def make_saver(self, *, token: int, now_s: float) -> Saver:
+        """One that is not forked yet."""
         return Saver(token=token, now_s=now_s)
 
     @property
     def bell(self) -> int:
-        """Where that process hears that there is something to write."""
+        """The end of the pipe that the saver reads."""
         return self._descriptors[0]
 
     def owed(self) -> list[SaveOrder]:
-        """What that one still has to write, oldest first."""
+        """What the saver still has to write, oldest first."""
         return [order for order, _ in open_orders(self._copies.descriptors)] if self.is_used else []
 
     def wait(self, *, limit_s: float, is_cut_short: Callable[[], bool]) -> None:
@@ -174,7 +175,7 @@ class SaverLines:
             now_s = time.monotonic()
 
     def spec(self, plan: LaunchPlan) -> dict[str, object]:
-        """What that one is sent."""
+        """What the saver is sent when it is forked."""
         folder = plan.settings.run.checkpoint_dir
         return {**self.record, "memory_slots": self._copies.record, "folder": folder}
 

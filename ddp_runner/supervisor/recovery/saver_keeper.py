@@ -31,7 +31,7 @@ class SaverKeeper:
         self._ended_at_once = 0  # in a row
         self._in_hand: tuple[int, int] | None = None  # number and tries of the oldest order
         self._in_hand_since_s = 0.0
-        self._computed: int | None = None  # by then
+        self._computed: int | None = None  # CPU time of the saver by then, in ticks
         self._was_refused = False
 
     def look(self, now_s: float) -> None:
