@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ddp_runner.core.faults import BadInputError
@@ -30,8 +30,18 @@ class ShardAgreement:
         self._positions = positions
         self._said_step, self._said_s = -1, 0.0
 
-    def deal_alike(self, group: Exchanging, *, rank: int, world_size: int, step: int) -> int:
+    def deal_alike(
+        self,
+        group: Exchanging,
+        *,
+        rank: int,
+        world_size: int,
+        step: int,
+        steps_of: Callable[[Deal], int] | None = None,
+    ) -> int:
         """Have all ranks go by one deal before ``step``. Returns for how many the shards were dealt before.
+
+        ``steps_of``: how long an epoch of a deal is, where it ends for all lanes at one step.
 
         Raises BadInputError where there are fewer shards than ranks.
         """
@@ -48,9 +58,13 @@ class ShardAgreement:
         records = group.exchange(f"deal/{step}", json.dumps(record))
         stand = Stand.from_record(json.loads(records[newest]))
         try:
-            self._positions.stand = stand.dealt_again(step=step, world_size=world_size)
+            if steps_of is None:
+                again = stand.dealt_again(step=step, world_size=world_size)
+            else:
+                again = stand.begun_again(step=step, world_size=world_size, steps_of=steps_of)
         except ValueError as error:
             raise BadInputError("--task", "", str(error)) from error
+        self._positions.stand = again
         return stand.deal.world_size
 
     def say(self, group: Exchanging, marks: Sequence[LaneMark], *, deal: Deal, step: int) -> None:

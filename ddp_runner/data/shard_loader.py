@@ -30,7 +30,15 @@ from ddp_runner.data.loader_faults import (
 from ddp_runner.data.order import micro_batches
 from ddp_runner.data.quarantine import Quarantine, QuarantineFullError
 from ddp_runner.data.shard_agreement import Exchanging, ShardAgreement
-from ddp_runner.data.shards import Deal, LaneMark, ShardPositions, Stand, Turn, uneven_note
+from ddp_runner.data.shards import (
+    Deal,
+    LaneMark,
+    ShardPositions,
+    Stand,
+    Turn,
+    steps_of_epoch,
+    uneven_note,
+)
 from ddp_runner.data.stream import StreamOrder
 from ddp_runner.data.unshared import Unshared
 from ddp_runner.data.workers.count import WorkersAsked, cores_here, worker_count
@@ -63,8 +71,8 @@ class ShardLoader:
 
     Workers read a rank's lanes, as many as divide their number; without workers the rank itself does. A
     worker that dies or hangs is replaced inside ``take`` from what was delivered, and ``on_repaired`` hears of
-    it. ``ends_at_once``: an epoch ends in all lanes at the same step (``order.position``); otherwise each
-    lane begins again when it has read its shards. Items that come as exceptions go to ``quarantine``, and
+    it. ``ends_at_once``: an epoch ends in all lanes at the same step; otherwise each lane begins
+    again when it has read its shards. Items that come as exceptions go to ``quarantine``, and
     the next ones take their places, if that may have any.
     Call from the rank's main thread, as :class:`SafeDataLoader`.
     """
@@ -139,12 +147,16 @@ class ShardLoader:
     def _deal(self) -> Deal:
         if self._positions.stand is not None:
             return self._positions.stand.deal
+        order = self._order
         try:
-            return Deal.of(
-                seed=self._order.seed, shards=self._dataset.shards, world_size=self._world_size
+            deal = Deal.of(
+                seed=order.seed, shards=self._dataset.shards, world_size=self._world_size
             )
         except ValueError as error:
             raise BadInputError("--task", "", str(error)) from error
+        if not self._ends_at_once:
+            return deal
+        return replace(deal, begun_step=order.first_step, epoch_steps=order.steps_per_epoch)
 
     def take(self, step: int) -> list[MicroBatch]:
         """The rank's micro-batches of ``step``, in order; [] if its share is empty.
@@ -182,7 +194,11 @@ class ShardLoader:
         Every rank calls it. Raises BadInputError where there are too few shards, or others than before.
         """
         ranks = self._agreement.deal_alike(
-            group, rank=self._rank, world_size=self._world_size, step=step
+            group,
+            rank=self._rank,
+            world_size=self._world_size,
+            step=step,
+            steps_of=self._steps_of if self._ends_at_once else None,
         )
         if ranks != self._world_size:
             self._stop_reading(grace_s=_GRACE_S)
@@ -290,8 +306,15 @@ class ShardLoader:
     def _turn(self, step: int) -> Turn:
         if not self._ends_at_once:
             return Turn((step - self._order.first_step) % self._deal.lanes)
-        epoch, within = self._order.position(step)
-        return Turn(within % self._deal.lanes, epoch)
+        deal = self._deal
+        epoch, within = (deal if deal.epoch_steps else self._order).position(step)
+        return Turn(within % deal.lanes, epoch)
+
+    def _steps_of(self, deal: Deal) -> int:
+        """How long an epoch of ``deal`` is. At least each lane's turn: who is short goes on with its next epoch."""
+        size, order = deal.world_size, self._order
+        shares = [order.span_of(0, rank=rank, world_size=size)[1] for rank in range(size)]
+        return steps_of_epoch(self._dataset.lengths, deal=deal, shares=shares) or deal.lanes
 
     def _indices(self, step: int) -> list[int]:
         share = self._order.share_of(step, rank=self._rank, world_size=self._world_size)
@@ -403,7 +426,7 @@ class ShardLoader:
         if self._pool is None:
             self._start_pool()
         assert self._pool is not None
-        owed = self._marks[key.lane].owed  # to be drawn first, which takes its time
+        owed = self._marks[key.lane].owed_in_all  # to be drawn first, which takes its time
         timeout_s = self._timeout_s * (1 + owed / max(1, len(key.indices)))
         _, found = self._pool.next(timeout_s=timeout_s, on_wait=self._on_wait)
         return cast("Share | SampleFailed", found)

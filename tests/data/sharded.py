@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 import threading
 
+from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.shards import ShardPositions
 from ddp_runner.data.stream import StreamOrder
+
+LENGTHS = (9, 4, 7, 1, 12, 5, 8, 3, 6)
 
 
 class Numbers:
@@ -23,6 +26,16 @@ class Numbers:
     def read(self, shard, position):
         for number in range(position or 0, self.lengths[shard]):
             yield (shard, number, random.random()), number + 1
+
+
+class Damaged(Numbers):
+    """Two items come as exceptions."""
+
+    BAD = ((4, 2), (4, 3), (8, 0))
+
+    def read(self, shard, position):
+        for item, behind in super().read(shard, position):
+            yield (ValueError("damaged") if item[:2] in self.BAD else item), behind
 
 
 class Ranks:
@@ -115,3 +128,17 @@ def make(
 def taken(loader, step):
     """The items of a step, of all micro-batches."""
     return [tuple(item) for one in loader.take(step) for item in one.batch]
+
+
+def ranks(count, *, lengths=LENGTHS, **given):
+    """Loaders of all ranks of a generation, and what they exchange with."""
+    positions = [ShardPositions() for _ in range(count)]
+    loaders = [
+        make(Numbers(lengths), rank=rank, world_size=count, positions=positions[rank], **given)
+        for rank in range(count)
+    ]
+    return loaders, Ranks(count), positions
+
+
+def quarantine(bad_max):
+    return Quarantine(seed=1, dataset_size=1000, bad_max=bad_max)

@@ -9,14 +9,22 @@ import signal
 import pytest
 
 from ddp_runner.core.faults import BadInputError, FaultError, FaultKind
-from ddp_runner.data.quarantine import Quarantine
 from ddp_runner.data.shard_loader import ShardLoader
 from ddp_runner.data.shards import LaneMark, ShardPositions, Stand
 from ddp_runner.data.workers.shard_source import LaneEmptyError
 from tests.data.failing import Once, hang
-from tests.data.sharded import Numbers, Ranks, make, order_of, taken
+from tests.data.sharded import (
+    LENGTHS,
+    Damaged,
+    Numbers,
+    Ranks,
+    make,
+    order_of,
+    quarantine,
+    ranks,
+    taken,
+)
 
-LENGTHS = (9, 4, 7, 1, 12, 5, 8, 3, 6)
 EVERYTHING = {(shard, n) for shard, length in enumerate(LENGTHS) for n in range(length)}
 STEPS = 30
 FOREVER_S = 100.0
@@ -195,20 +203,6 @@ def test_a_read_that_raises_again_and_again_ends_the_run():
     )
 
 
-class Damaged(Numbers):
-    """Two items come as exceptions."""
-
-    BAD = ((4, 2), (4, 3), (8, 0))
-
-    def read(self, shard, position):
-        for item, behind in super().read(shard, position):
-            yield (ValueError("damaged") if item[:2] in self.BAD else item), behind
-
-
-def quarantine(bad_max):
-    return Quarantine(seed=1, dataset_size=1000, bad_max=bad_max)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_items_that_cannot_be_read_are_left_out_and_reported_once(workers):
     """Over more than an epoch, in which they come again; the next item takes the place."""
@@ -280,16 +274,6 @@ def test_shards_of_unequal_length_end_an_epoch_at_one_step():
             assert [n for _, n in epoch] == [0] * 5  # of 8 lanes
     again = make(Numbers(LENGTHS), batch=1, steps_per_epoch=5, ends_at_once=True)
     assert [taken(again, step)[0][:2] for step in range(13, 20)] == found[13:]
-
-
-def ranks(count, *, lengths=LENGTHS, **given):
-    """Loaders of all ranks of a generation, and what they exchange with."""
-    positions = [ShardPositions() for _ in range(count)]
-    loaders = [
-        make(Numbers(lengths), rank=rank, world_size=count, positions=positions[rank], **given)
-        for rank in range(count)
-    ]
-    return loaders, Ranks(count), positions
 
 
 def test_all_know_how_far_each_one_is():

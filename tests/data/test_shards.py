@@ -123,15 +123,31 @@ def test_marks_at_a_later_step_are_those_of_who_has_read_on(lengths, said, later
     assert again == whole[said + later :]
 
 
-def test_what_is_owed_of_an_epoch_that_is_over_is_not_read():
+def test_what_is_owed_belongs_to_the_epochs_of_its_steps():
     deal = Deal.of(seed=5, shards=2, world_size=1)
     stand = Stand.at_begin(deal)
     turn = lambda step: Turn(step % 2, step // 6)  # noqa: E731
     assert stand.marks_at(5, rank=0, items=3, turn=turn) == [LaneMark(owed=9), LaneMark(owed=6)]
-    assert stand.marks_at(7, rank=0, items=3, turn=turn) == [
-        LaneMark(epoch=1, owed=3),
-        LaneMark(owed=9),
+    assert stand.marks_at(9, rank=0, items=3, turn=turn) == [
+        LaneMark(owed=9, later=((1, 6),)),
+        LaneMark(owed=9, later=((1, 3),)),
     ]
+    marks = stand.marks_at(14, rank=0, items=3, turn=turn)
+    assert marks[0] == LaneMark(owed=9, later=((1, 9), (2, 3)))
+    assert marks[0].owed_in_all == 21
+    assert from_text(as_text(marks)) == tuple(marks)
+
+
+def test_marks_of_older_checkpoints_are_read():
+    """They owe nothing of later epochs, and their deals do not say how long an epoch is."""
+    stand = Stand.at_begin(Deal.of(seed=1, shards=2, world_size=1), step=4)
+    record = stand.to_record()
+    record["marks"] = [[[2, 1, 17, 3, 5], [2, 0, None, 0, 0]]]
+    for name in ("begun_step", "begun_epoch", "epoch_steps"):
+        del record["deal"][name]
+    known = Stand.from_record(record)
+    assert known.marks == ((LaneMark(2, 1, 17, 3, 5), LaneMark(2)),)
+    assert known.deal == stand.deal
 
 
 @few

@@ -27,7 +27,7 @@ _OPENING = _ITEMS_MAX - 1  # in the place of an item's number, while a shard is 
 class ShareKey(NamedTuple):
     """A rank's share of a step: ``sizes`` of its micro-batches, from this ``lane``.
 
-    ``indices`` number its items over the run; ``epoch``: which the lane is to be in, or -1 for its own.
+    ``indices`` number its items over the run; ``epoch``: which the lane is to be in at least, or -1 for its own.
     """
 
     step: int
@@ -73,7 +73,6 @@ class _Reader:
         self._parts: Sequence[Part] = ()
         self._drawing = 0  # the number of an item in its shard
         self._base, self._first = 0, 0  # what the seeds of the shard's items follow from
-        self._stays = False  # in its epoch, also where that has no more items for it
 
     @property
     def mark(self) -> LaneMark:
@@ -83,15 +82,18 @@ class _Reader:
     def _go_to(self, mark: LaneMark) -> None:
         self._at, self._position, self._drawn = mark, mark.position, mark.drawn
 
-    def begin(self, epoch: int) -> int:
-        """A share: drop what is left of the epochs before this one; how many items are owed first."""
-        self._stays = epoch >= 0
+    def begin(self) -> list[int]:
+        """A share: for each item that is owed first, the epoch in which it was."""
+        at, self._at = self._at, self._at._replace(owed=0, later=())
+        self.left_out.clear()
+        owed = ((at.epoch, at.owed), *at.later)
+        return [epoch for epoch, items in owed for _ in range(items)]
+
+    def enter(self, epoch: int) -> None:
+        """Drop what is left of the epochs before this one; a lane that has ended early is in it, or beyond."""
         if self._at.epoch < epoch:
             self._items = None
             self._go_to(LaneMark(epoch=epoch))
-        owed, self._at = self._at.owed, self._at._replace(owed=0)
-        self.left_out.clear()
-        return owed
 
     def draw(self) -> Any:
         """The next item that can be read. Raises what the dataset raises, or gives in the place of one.
@@ -140,10 +142,10 @@ class _Reader:
             return item
 
     def _open(self) -> bool:
-        """Begin with the shard that is due; False where the epoch was over, and begins again, or the next."""
+        """Begin with the shard that is due; False where the epoch was over, and the next one begins."""
         self._parts = self._lane.parts(self._at.epoch)
         if self._at.place >= len(self._parts):
-            self._go_to(LaneMark(epoch=self._at.epoch + (not self._stays)))
+            self._go_to(LaneMark(epoch=self._at.epoch + 1))
             return False
         part = self._parts[self._at.place]
         if not self._drawn:
@@ -198,10 +200,12 @@ class ShardSource:
     def _load(self, key: ShareKey, on_sample: Callable[[int], None]) -> Share | SampleFailed:
         reader = self._reader(key.lane)
         items: list[Any] = []
-        owed = reader.begin(key.epoch)
         first = key.indices[0] if key.indices else 0
-        for number in (*(first,) * owed, *key.indices):
+        due = [(first, epoch) for epoch in reader.begin()]
+        owed = len(due)
+        for number, epoch in (*due, *((number, key.epoch) for number in key.indices)):
             on_sample(number)  # outside the boundary: what it raises is not the dataset's
+            reader.enter(epoch)
             try:
                 items.append(reader.draw())
             except Exception as error:  # noqa: BLE001 - the loader-fetch boundary
