@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from ddp_runner.data.host_generators import generators_kept, seed_host
 from ddp_runner.data.stream_state import from_plain, to_plain
 
 _EVERY = 32
@@ -23,7 +26,8 @@ class StatefulShards:
 
     Such as torchdata's ``StatefulDataLoader`` (with ``num_workers=0``: the run has workers of its own), its ``nodes.Loader``,
     or an iterable dataset with a state. It is made where it is read, in a loader worker. A position is its
-    state after some of its items, of which one in ``every`` has a new one, and how many were read since then.
+    state after some of its items, of which one in ``every`` has a new one, how many were read since then, and the
+    seed under which it is made and begun: what it draws there, such as an order, it draws again.
     """
 
     def __init__(self, make: Callable[[int], Any], *, shards: int, every: int = _EVERY) -> None:
@@ -36,13 +40,14 @@ class StatefulShards:
 
     def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
         """Yield each item, and the position behind it. Raises BadInputError for a state that cannot be kept."""
-        state, since = position or (None, 0)
-        source = self._make(shard)
-        if state is not None:
-            source.load_state_dict(from_plain(_from_json(state)))
-        items = iter(source)
-        for _ in range(since):
-            next(items, None)
+        state, since, *seeds = position or (None, 0)
+        with generators_kept():
+            # INVARIANT opened-alike: a shard is made, and read up to where it was, under one seed however often.
+            # Broken if: it draws under the seed of the item that is due, which is another one each time.
+            # Guarded by: test_what_a_shard_draws_at_its_beginning_it_draws_again.
+            seed = seeds[0] if seeds else random.getrandbits(48)  # older positions have none
+            seed_host(seed)
+            source, items = self._begun(shard, state, since)
         while True:
             # Of where another item follows: given the state of its end, many begin again.
             newest = _to_json(to_plain(source.state_dict())) if since == self._every else None
@@ -52,7 +57,19 @@ class StatefulShards:
             if newest is not None:
                 state, since = newest, 0
             since += 1
-            yield item, (state, since)
+            yield item, (state, since, seed)
+
+    def _begun(self, shard: int, state: Any, since: int) -> tuple[Any, Iterator[Any]]:
+        """What is made of ``shard``, ``since`` items behind ``state``, and its further items."""
+        source = self._make(shard)
+        if state is not None:
+            source.load_state_dict(from_plain(_from_json(state)))
+        items = iter(source)
+        for _ in range(since):
+            next(items, None)
+        # What is drawn for all items many draw with the first one.
+        first = islice(items, 0 if since else 1)
+        return source, chain(list(first), items)
 
 
 class HuggingFaceShards(StatefulShards):

@@ -11,7 +11,8 @@ import torch
 
 from ddp_runner.data.shard_adapters import HuggingFaceShards, StatefulShards
 from ddp_runner.data.shard_wraps import Shuffled
-from tests.data.sharded import make, taken
+from ddp_runner.data.shards import ShardPositions
+from tests.data.sharded import Ranks, make, taken
 
 NOT_HERE = "the extra {} is not installed here"
 
@@ -63,6 +64,56 @@ def test_what_has_a_state_goes_on_from_any_position(every):
     assert len(assert_goes_on_anywhere(stream, 2)) == 11
     with pytest.raises(ValueError, match="shards=0"):
         StatefulShards(Stateful, shards=0)
+
+
+class Drawing:
+    """Shuffled by a global generator as torch's samplers are, where it is begun; ``map`` draws for each item too."""
+
+    def __init__(self, shard, length=11):
+        self._order = random.sample(range(length), length)
+        self._made = np.random.random()  # noqa: NPY002 - as a dataset may
+        self._shard, self._next = shard, 0
+
+    def state_dict(self):
+        return {"next": self._next}
+
+    def load_state_dict(self, state):
+        self._next = state["next"]
+
+    def __iter__(self):
+        flip = torch.rand(()).item()
+        for place in self._order[self._next :]:
+            self._next += 1
+            yield (self._shard, place, self._made, flip, random.random())
+
+
+@pytest.mark.parametrize("every", [1, 4, 100])
+def test_what_a_shard_draws_at_its_beginning_it_draws_again(every):
+    """From each step on, with workers and without; what it draws for an item follows from the item's seed."""
+    stream = StatefulShards(Drawing, shards=3, every=every)
+    whole = make(stream, batch=3)
+    expected = [taken(whole, step) for step in range(20)]
+    for said in (1, 2, 4, 7):
+        positions = ShardPositions()
+        first = make(stream, batch=3, positions=positions)
+        for step in range(said):
+            first.take(step)
+        Ranks(1).do(lambda rank, one, at=said, loader=first: loader.gather(one, step=at))
+        again = make(stream, batch=3, positions=positions, num_workers=1)
+        try:
+            assert [taken(again, step) for step in range(said, 20)] == expected[said:]
+        finally:
+            again.close()
+
+
+def test_positions_of_older_checkpoints_have_no_seed():
+    """They go on all the same, and have one from there on."""
+    stream = StatefulShards(Stateful, shards=3, every=4)
+    whole = list(stream.read(1, None))
+    state, since, _ = whole[5][1]
+    again = list(stream.read(1, [state, since]))
+    assert [item for item, _ in again] == [item for item, _ in whole[6:]]
+    assert all(len(position) == 3 for _, position in again)
 
 
 class SharesItselfOut(Stateful):
@@ -160,6 +211,23 @@ def test_a_stateful_loader_of_torchdata_goes_on_from_any_position():
             shuffle=True,
             collate_fn=list,
             generator=torch.Generator().manual_seed(shard),
+        )
+
+    batches = assert_goes_on_anywhere(StatefulShards(made, shards=2, every=3), 1)
+    items = [item for batch in batches for item in batch]
+    assert sorted(items) == [(1, n) for n in range(13)] != items
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stateful_loader_of_torchdata_may_draw_its_own_order():
+    """It has no generator of its own, so torch's."""
+    stateful = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason=NOT_HERE.format("torchdata")
+    )
+
+    def made(shard):
+        return stateful.StatefulDataLoader(
+            [(shard, n) for n in range(13)], batch_size=2, shuffle=True, collate_fn=list
         )
 
     batches = assert_goes_on_anywhere(StatefulShards(made, shards=2, every=3), 1)
