@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,11 @@ class Shuffled(_Over):
         source: Iterator[tuple[Any, Any]] | None = None
         while True:
             block, end = [], begin
-            with self._drawing(seed, number):
-                source = source or iter(self._stream.read(shard, begin))
+            is_opened = source is None
+            if source is None:
+                with _seeded(seed):
+                    source = iter(self._stream.read(shard, begin))
+            with self._drawing(seed, number, is_opened=is_opened):
                 for item, behind in islice(source, self._size):
                     block.append(item)
                     end = behind
@@ -69,15 +72,21 @@ class Shuffled(_Over):
                 yield block[place], (begin, number, count, seed)
             begin, number, out = end, number + 1, 0
 
-    @contextmanager
-    def _drawing(self, seed: int, number: int) -> Iterator[None]:
-        """What a stream draws while it gives a block follows from the block, which may be read once more."""
-        if self.deterministic and number:  # with the first block the shard is opened
-            yield
-            return
-        with generators_kept():
-            seed_host(mix64(seed + number))
-            yield
+    def _drawing(self, seed: int, number: int, *, is_opened: bool) -> AbstractContextManager[None]:
+        """What a stream draws while it gives a block follows from the block, which may be read once more.
+
+        What one that is deterministic draws is of the shard, and is drawn with the first block after it was opened.
+        """
+        if self.deterministic:
+            return _seeded(seed) if is_opened else nullcontext()
+        return _seeded(seed + number)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with generators_kept():
+        seed_host(mix64(seed))
+        yield
 
 
 class Mapped(_Over):
@@ -101,8 +110,13 @@ class Mapped(_Over):
 
     def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
         """Yield what is made of each item, and the position behind it."""
-        for item, behind in self._stream.read(shard, position):
-            yield self._made_of(item), behind
+        items = iter(
+            self._stream.read(shard, position)
+        )  # at once: what is drawn here is of the shard
+        if getattr(self._stream, "deterministic", False) and not self.deterministic:
+            # Nor is what it draws with its first item, which the seed of that item would decide.
+            items = chain(list(islice(items, 1)), items)
+        return ((self._made_of(item), behind) for item, behind in items)
 
     def _made_of(self, item: Any) -> Any:
         if isinstance(item, Exception):

@@ -31,8 +31,10 @@ class ShardedStream(Protocol):
     or lists and dicts (with texts as keys) of such. A tuple may come back as a list. An item that is an
     exception stands for one that cannot be read, and ``data.on_bad_sample`` says what is done about it; after
     an exception that ``read`` raises, it is begun again at the same position, twice, and then the run ends.
-    Python's, numpy's and torch's CPU generator are seeded where a shard is opened and for each item; where
-    the dataset has ``deterministic = True``, only where a shard is opened. What ``read`` opens it opens in a loader worker.
+    Python's, numpy's and torch's CPU generator are seeded where ``read`` is called, alike each time in an epoch, and for
+    each item; where the dataset has ``deterministic = True``, only where ``read`` is called. A ``read`` that yields runs with its first
+    item, under that item's seed: what it draws for a whole shard, such as an order of rows, has to be in the position, or drawn
+    before it returns a generator. What ``read`` opens it opens in a loader worker.
 
     More attributes are used where they are: ``lengths``, how many items each shard has (then an epoch has a
     length, and ``data.stream_end=drop`` can be had); ``names``, what people call each shard; and ``sizes``, how
