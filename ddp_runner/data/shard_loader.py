@@ -201,9 +201,7 @@ class ShardLoader:
             steps_of=self._steps_of if self._ends_at_once else None,
         )
         if ranks != self._world_size:
-            self._stop_reading(grace_s=_GRACE_S)
-            self._ahead.drop()
-            self._step, self._given = -1, None
+            self._forget()
             if self._rank == 0:
                 self._on_other(
                     f"from step {step} on the stream's shards are dealt to {self._world_size} ranks, and were"
@@ -216,6 +214,11 @@ class ShardLoader:
                 f"its stream has {self._dataset.shards} shards, and had {self._deal.shards} before",
             )
         self._agreement.say(group, self._marks_at(step), deal=self._deal, step=step)
+
+    def go_back(self, group: Exchanging, *, step: int) -> None:
+        """After a roll-back to ``step``, on every rank: go by the positions of that state. As :meth:`agree`."""
+        self._forget()
+        self.agree(group, step=step)
 
     def gather(self, group: Exchanging, *, step: int) -> None:
         """Have every rank know how far all are before ``step``; every rank calls it at the same boundary."""
@@ -235,10 +238,10 @@ class ShardLoader:
         asked = (rank, world_size, micro_batch_size)
         if asked == (self._rank, self._world_size, self._micro_batch_size):
             return
+        if (rank, world_size) != (self._rank, self._world_size):
+            self._forget()
         self._stop_reading(grace_s=_GRACE_S)
         self._ahead.drop()
-        if (rank, world_size) != (self._rank, self._world_size):
-            self._step, self._given = -1, None
         self._rank, self._world_size, self._micro_batch_size = asked
 
     def use_order(self, version: int) -> None:
@@ -277,6 +280,11 @@ class ShardLoader:
         """End the workers, within about a second. May be called again."""
         self._ahead.drop()
         self._stop_reading(grace_s=_GRACE_S)
+
+    def _forget(self) -> None:
+        """Where the lanes are by now: the next step is looked up in what all have said."""
+        self.close()
+        self._step, self._given = -1, None
 
     def _go_to(self, step: int) -> None:
         """Stand before ``step``: it is the next one, the last one, or one that follows from what all said."""

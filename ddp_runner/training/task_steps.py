@@ -74,6 +74,7 @@ class TaskSteps:
         state.train_unfrozen()
         self._first = FirstStep(parts, group)
         if isinstance(self._loader, ShardLoader):
+            guard.on_went_back = self._go_back
             with waiting_for_peers(parts.runtime.slot):
                 self._loader.agree(group, step=state.committed_step)
         if not self.at_end:
@@ -245,6 +246,12 @@ class TaskSteps:
         if isinstance(self._loader, ShardLoader):
             with waiting_for_peers(self._runtime.slot):
                 self._loader.gather(self._group, step=self._state.committed_step)
+
+    def _go_back(self) -> None:
+        """After a roll-back: its state may have the shards of other ranks than those of this generation."""
+        assert isinstance(self._loader, ShardLoader)
+        with waiting_for_peers(self._runtime.slot):
+            self._loader.go_back(self._group, step=self._state.committed_step)
 
     def evaluate(self) -> StopReason | None:
         """Evaluate the state as it is; why that was left early, if it was."""

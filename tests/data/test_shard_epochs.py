@@ -138,3 +138,30 @@ def test_a_checkpoint_without_lengths_of_epochs_goes_on():
         Numbers(LENGTHS), batch=1, steps_per_epoch=5, ends_at_once=True, positions=positions
     )
     assert [taken(again, step) for step in range(7, 20)] == expected[7:]
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True])
+@pytest.mark.parametrize("back", [3, 7])
+def test_ranks_go_back_to_the_positions_of_an_older_deal(ends_at_once, back):
+    """Also to the very step that was taken last: what they read since then was of another deal."""
+    how = {"batch": 6, "steps_per_epoch": 16, "lengths": [8] * 12, "ends_at_once": ends_at_once}
+    loaders, group, positions = ranks(3, **how)
+    group.do(lambda rank, one: loaders[rank].agree(one, step=0))
+    counted(loaders, range(back))
+    group.do(lambda rank, one: loaders[rank].gather(one, step=back))
+    record = positions[0].to_record(back)
+
+    def on_two(call):
+        Ranks(2).do(lambda rank, one: call(loaders[rank], one))
+
+    for rank, loader in enumerate(loaders[:2]):
+        loader.assign(rank=rank, world_size=2, micro_batch_size=3)
+    on_two(lambda loader, one: loader.agree(one, step=back))
+    expected = [[taken(loader, step) for step in range(back, back + 9)] for loader in loaders[:2]]
+    for last in (back, back + 2):
+        for loader in loaders[:2]:
+            loader.take(last)
+            loader._positions.restore(record)
+        on_two(lambda loader, one: loader.go_back(one, step=back))
+        again = [[taken(loader, step) for step in range(back, back + 9)] for loader in loaders[:2]]
+        assert again == expected

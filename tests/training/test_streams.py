@@ -10,6 +10,7 @@ import torch
 from ddp_runner.core.faults import FaultError
 from ddp_runner.training.task import Datasets
 from tests.processes import hosted_store, run_ranks
+from tests.training.test_guard import BrokenTask, _break_in_a_world
 from tests.training.test_trainer import SmallTask, _train_in_a_world, settings
 
 WHOLE = "Every rank must read the whole stream"
@@ -46,6 +47,24 @@ class VectorTask(SmallTask):
         return (model(batch[0]) - batch[1]) ** 2
 
 
+class RowsInShards:
+    """Twelve shards of eight samples."""
+
+    shards = 12
+
+    def read(self, shard, position):
+        for n in range(position or 0, 8):
+            inputs = torch.randn(5, generator=torch.Generator().manual_seed(8 * shard + n))
+            yield (inputs, inputs.sum().unsqueeze(0)), n + 1
+
+
+class InShardsTask(BrokenTask):
+    """The fourth and fifth losses of rank 1 are no number in a process that is asked so."""
+
+    def build_datasets(self):
+        return Datasets(train=RowsInShards())
+
+
 def _end(me, port, config):
     try:
         return _train_in_a_world(me, port, config).steps
@@ -79,6 +98,23 @@ def test_streams_that_begin_differently_are_warned_of_once(tmp_path, first, warn
     ends, log = _ends(tmp_path, "ShardedTask", first=first)
     assert ends == [12, 12]
     assert log.count(WHOLE) == warnings
+
+
+def test_a_roll_back_to_what_other_ranks_have_saved(tmp_path):
+    """Two ranks go back to before their first step, to where three have stood."""
+    config = settings(
+        tmp_path, task=f"{__file__}:InShardsTask", max_errors_per_epoch=1, save_interval=0,
+        save_every_steps=4, global_batch_size=6, max_steps=4,
+    )  # fmt: skip
+    with hosted_store() as port:
+        run_ranks(_train_in_a_world, 3, port, config)
+    config |= {"resume": "auto", "max_steps": 12, "save_every_steps": 0}
+    with hosted_store() as port:
+        ends = run_ranks(_break_in_a_world, 2, port, config)
+    assert ends == [12, 12]
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert log.count("rolled back to step 4, learning rate x 0.5") == 1
+    assert log.count("from step 4 on the stream's shards are dealt to 2 ranks") == 2
 
 
 def test_a_loss_that_is_no_scalar_is_named(tmp_path):
