@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.permutation import KeyedPermutation
@@ -52,8 +54,15 @@ class ShardedStream(Protocol):
 
 
 def is_sharded(dataset: object) -> bool:
-    """Whether a dataset says how it is cut."""
-    return callable(getattr(dataset, "read", None)) and hasattr(dataset, "shards")
+    """Whether a dataset says how it is cut. One whose items have indices may have such attributes of its own."""
+    by_index = getattr(type(dataset), "__getitem__", None)
+    if by_index not in (
+        None,
+        Dataset.__getitem__,
+    ):  # torch's own, also of iterable ones, only raises
+        return False
+    is_cut = isinstance(getattr(dataset, "shards", None), Integral)
+    return is_cut and callable(getattr(dataset, "read", None))
 
 
 class LaneMark(NamedTuple):
@@ -166,7 +175,7 @@ class Deal:
             )
         fewest = shards // world_size
         lanes = next(count for count in _LANES if count <= fewest)
-        return cls(seed=seed, shards=shards, world_size=world_size, lanes=lanes)
+        return cls(seed=seed, shards=int(shards), world_size=world_size, lanes=lanes)
 
     def position(self, step: int) -> tuple[int, int]:
         """``(epoch, step within the epoch)`` of ``step``, where epochs have ``epoch_steps``."""

@@ -8,9 +8,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.data.order import share_size
+from ddp_runner.data.shard_wraps import Shuffled
 from ddp_runner.data.shards import (
     Deal,
     LaneMark,
@@ -20,6 +22,7 @@ from ddp_runner.data.shards import (
     Turn,
     as_text,
     from_text,
+    is_sharded,
     steps_of_epoch,
 )
 from ddp_runner.data.stream import StreamPosition
@@ -65,6 +68,61 @@ def test_epochs_have_other_orders():
 def test_fewer_shards_than_ranks_are_refused():
     with pytest.raises(ValueError, match="4 ranks need at least 4 shards, the stream has 3"):
         Deal.of(seed=1, shards=3, world_size=4)
+
+
+class ByIndex(Dataset):
+    """Has parts on disk, and reads them."""
+
+    def __init__(self, shards):
+        self.shards = shards
+
+    def __getitem__(self, index):
+        return index
+
+    def read(self, path):
+        return path
+
+
+class CutStream(IterableDataset):
+    """As torch has it."""
+
+    shards = 3
+
+    def read(self, shard, position):
+        yield shard, position
+
+    def __iter__(self):
+        return self.read(0, None)
+
+
+class PartsStream(IterableDataset):
+    """Its parts are no number."""
+
+    shards = ("a.bin", "b.bin")
+
+    def read(self, path):
+        yield path
+
+    def __iter__(self):
+        return iter(self.shards)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "expected"),
+    [
+        (Numbers([3, 4]), True),
+        (Shuffled(Numbers([3, 4]), size=2), True),
+        (CutStream(), True),
+        (ByIndex(3), False),
+        (ByIndex(["a.bin", "b.bin"]), False),
+        (PartsStream(), False),
+        (range(3), False),
+    ],
+    ids=["cut", "shuffled", "of torch", "by index", "parts by index", "parts", "range"],
+)
+def test_only_a_stream_that_says_how_many_shards_it_has_is_cut(dataset, expected):
+    """A dataset whose items have indices may read shards of its own."""
+    assert is_sharded(dataset) is expected
 
 
 def read(deal, lengths, *, rank, steps, items, first=0, marks=None, epoch=-1):
