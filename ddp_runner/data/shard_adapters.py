@@ -98,12 +98,14 @@ class HuggingFaceShards(StatefulShards):
 
 
 def _has_buffer(dataset: Any) -> bool:
-    """Whether a shuffle is anywhere in what ``dataset`` is made of."""
-    part = getattr(dataset, "_ex_iterable", None)
-    while part is not None:
+    """Whether a shuffle is anywhere in what ``dataset`` is made of, also of several that are interleaved."""
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
         if hasattr(part, "buffer_size"):
             return True
-        part = getattr(part, "ex_iterable", None)
+        if part is not None:
+            parts += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
     return False
 
 

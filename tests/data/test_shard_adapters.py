@@ -143,6 +143,37 @@ def test_a_dataset_of_another_kind_is_refused():
         HuggingFaceShards([1, 2])
 
 
+class Step:
+    """A step of what ``datasets`` makes its iterable datasets of, by the names that it has there."""
+
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
+class MadeOf:
+    """As ``datasets.IterableDataset``: made of steps."""
+
+    num_shards = 2
+
+    def __init__(self, step):
+        self._ex_iterable = step
+
+    def shard(self, num_shards, index):
+        return self
+
+    def state_dict(self):
+        return {}
+
+
+def test_a_shuffle_buffer_in_any_of_several_datasets_is_refused():
+    """Interleaved and concatenated ones are made of several; control: without a buffer."""
+    plain, shuffled = Step(), Step(ex_iterable=Step(), buffer_size=4)
+    several = [plain, Step(ex_iterable=shuffled)]
+    with pytest.raises(ValueError, match="has a shuffle buffer"):
+        HuggingFaceShards(MadeOf(Step(ex_iterable=Step(ex_iterables=several))))
+    HuggingFaceShards(MadeOf(Step(ex_iterable=Step(ex_iterables=[plain, Step(ex_iterable=plain)]))))
+
+
 @pytest.fixture
 def hugging_face(tmp_path, monkeypatch):
     """An iterable dataset over five JSONL files."""
@@ -192,6 +223,11 @@ def test_a_shuffle_buffer_of_hugging_face_is_refused(hugging_face):
     """And what stands in its place goes on from any position."""
     with pytest.raises(ValueError, match=r"Shuffled\(HuggingFaceShards"):
         HuggingFaceShards(hugging_face.shuffle(seed=1, buffer_size=4).map(dict))
+    datasets = pytest.importorskip("datasets")
+    for several in (datasets.interleave_datasets, datasets.concatenate_datasets):
+        HuggingFaceShards(several([hugging_face, hugging_face]))
+        with pytest.raises(ValueError, match=r"Shuffled\(HuggingFaceShards"):
+            HuggingFaceShards(several([hugging_face, hugging_face.shuffle(seed=1, buffer_size=4)]))
     random.seed(1)
     assert_goes_on_anywhere(Shuffled(HuggingFaceShards(hugging_face), size=4), 3)
 
