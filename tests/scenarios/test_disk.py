@@ -304,11 +304,11 @@ def test_a_finished_run_is_kept_elsewhere_where_its_disk_stays_full(made_once, t
 
 
 def test_a_damaged_checkpoint_is_passed_over_when_all_ranks_are_lost(fault_free, tmp_path):
-    """The one before it is taken, the bad one is set aside with its reason."""
+    """The one before it is taken, the bad one is set aside with its reason; a copy in memory would be taken instead."""
     specs = injected("corrupt_checkpoint:rank=0,step=26", "kill:rank=0,step=27")
     hold = tmp_path / HOLD_NAME
     hold.write_text("12")
-    with Run(tmp_path, *SETTINGS, "save_interval=0", *specs, world=1) as run:
+    with Run(tmp_path, *SETTINGS, "save_interval=0", "memory_every=0", *specs, world=1) as run:
         run.wait_for_checkpoint(10)
         hold.write_text("26")
         run.wait_for_checkpoint(20)  # which is written beside the next steps

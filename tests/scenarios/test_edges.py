@@ -60,7 +60,10 @@ def test_sigquit_to_the_script_alone_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.1, 0.2, 0.4, 0.8, 1.6])
 def test_a_ctrl_c_in_the_first_moments_is_one_line(tmp_path, after_s):
-    """Whoever of shell, Python and supervisor is at it; there is nothing to save yet."""
+    """Whoever of shell, Python and supervisor is at it; there is nothing to save yet.
+
+    Where the shell becomes `env`, which holds signals back, nobody is there to answer for a moment: the kernel ends it.
+    """
     process = subprocess.Popen(
         [SCRIPT, "--task", "synthetic", "--cpu", "-n", "2"],
         cwd=tmp_path,
@@ -78,11 +81,14 @@ def test_a_ctrl_c_in_the_first_moments_is_one_line(tmp_path, after_s):
         said, _ = process.communicate(timeout=100)
     finally:
         process.kill()
+    assert not list(tmp_path.iterdir())
+    if after_s == 0.0 and process.returncode == -signal.SIGINT:
+        assert said == ""
+        return
     lines = [line for line in said.splitlines() if "so far" not in line]
     assert process.returncode == 130, said
     assert len(lines) == 1, said
     assert "interrupted" in lines[0]
-    assert not list(tmp_path.iterdir())
 
 
 def answers_interrupts(pid: int) -> bool:
