@@ -8,6 +8,9 @@ from pathlib import Path
 # What the run's processes do is changed by the file of its task alone, which no test may import.
 TASK = f"{Path(__file__).with_name('moments_task.py')}:MomentsTask"
 
+# What is done to a disk in a save, in that order.
+DISK = ("open_temporary", "write", "sync_file", "replace", "sync_directory", "remove")
+
 # In the folder where the run was started.
 WANTED_NAME = "wanted"  # what a process stays at, until the file is gone or is another
 THERE_NAME = "there"  # written by who stays there: the number of what was wanted, and the step

@@ -12,10 +12,8 @@ from ddp_runner.checkpoint.disk import RealDisk
 from ddp_runner.checkpoint.memory_slots import MemorySlots, _Header, _Slot
 from ddp_runner.checkpoint.snapshot import Snapshot
 from ddp_runner.core.board import Cell, Slot
-from tests.scenarios.moments import THERE_NAME, WANTED_NAME
+from tests.scenarios.moments import DISK, THERE_NAME, WANTED_NAME
 from tests.scenarios.workload import PacedTask
-
-DISK = ("open_temporary", "write", "sync_file", "replace", "sync_directory", "remove")
 
 
 class MomentsTask(PacedTask):
