@@ -115,9 +115,17 @@ class Catalog:
             return f"cannot be read: {error.strerror or error}"
         return None
 
-    def has_whole(self, *, after: int) -> bool:
-        """Whether a file of a later step verifies; only files of later steps are read."""
-        return any(entry.step > after and self.verify(entry) is None for entry in self.entries())
+    def damaged_after(self, step: int) -> list[tuple[Entry, str]] | None:
+        """The checkpoints of later steps, each with what is wrong with it; None where one of them verifies."""
+        damaged = []
+        for entry in self.entries():
+            if entry.step <= step:
+                break
+            problem = self.verify(entry)
+            if problem is None:
+                return None
+            damaged.append((entry, problem))
+        return damaged
 
     def pointer(self, name: str) -> Path | None:
         """The checkpoint that pointer file ``last`` or ``best`` names; None if it names none."""

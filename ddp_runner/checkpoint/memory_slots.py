@@ -105,7 +105,9 @@ class _Slot:
         Raises OSError where the machine has no memory for it.
         """
         self.clear()
-        if tuple(sizes) == self._sizes and self._memory is not None:
+        held_bytes = 0 if self._memory is None else len(self._memory)
+        # Another process may have given the memory back since then.
+        if tuple(sizes) == self._sizes and 0 < held_bytes <= os.fstat(self._descriptor).st_size:
             return self._pieces
         self._unpin()
         self._pieces, self._memory, self._sizes = [], None, ()

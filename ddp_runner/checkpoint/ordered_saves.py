@@ -156,7 +156,8 @@ class OrderedWriter:
                 return True
             if found.tries >= save_orders.TRIES_MAX:
                 ended = f"{found.tries} processes in a row have ended while they wrote it"
-                save_orders.answer(descriptor, found, {"problem": "withdrawn", "text": ended})
+                # Nor is it left to the rank, which the same may end.
+                save_orders.answer(descriptor, found, {"problem": "other", "text": ended})
                 return True
             order = save_orders.begin(descriptor, found)
             save_orders.answer(descriptor, order, self._written(descriptor))

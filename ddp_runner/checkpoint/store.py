@@ -388,7 +388,7 @@ class CheckpointStore:
                 found = _read(entry, map_location=map_location)
                 if not isinstance(found, str):
                     if set_bad_aside and which in WORDS:
-                        problem = self._set_bad_aside(damaged)
+                        problem = self.set_damaged_aside(damaged)
                         rejected = [(path, f"{why}{problem}") for path, why in rejected]
                     return replace(found, rejected=tuple(rejected))
                 reason = found
@@ -422,7 +422,7 @@ class CheckpointStore:
                 remarks.append(f"{problem}: nothing is lost, the next save writes it again")
         return remarks
 
-    def _set_bad_aside(self, damaged: list[tuple[Entry, str]]) -> str:
+    def set_damaged_aside(self, damaged: list[tuple[Entry, str]]) -> str:
         """Rename damaged checkpoints; what to add to their reasons if the disk refuses.
 
         They are passed over again the next time, so that it is nothing to end a resume for.

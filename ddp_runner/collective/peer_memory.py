@@ -10,6 +10,7 @@ import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -90,13 +91,23 @@ def read(shown: Shown, parts: Sequence[Part]) -> None:
     """
     calls = list(_calls(parts))
     threads = min(THREADS_MAX, len(os.sched_getaffinity(0)), len(calls))
-    if threads <= 1:
-        for call in calls:
-            _read_whole(shown.pid, call)
+    if threads > 1 and _read_by_threads(shown.pid, calls, threads):
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="read-memory") as pool:
-        for _ in pool.map(lambda call: _read_whole(shown.pid, call), calls):
-            pass  # what a thread raises is raised here
+    for call in calls:
+        _read_whole(shown.pid, call)
+
+
+def _read_by_threads(pid: int, calls: Sequence[Sequence[Part]], count: int) -> bool:
+    """False where no more threads can be started, and not all was read. What a thread raises is raised."""
+    try:
+        with ThreadPoolExecutor(count, thread_name_prefix="read-memory") as pool:
+            for _ in pool.map(partial(_read_whole, pid), calls):
+                pass
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def _calls(parts: Sequence[Part]) -> Iterator[list[Part]]:

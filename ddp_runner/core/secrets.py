@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 HIDDEN = "***"
 _CHARACTERS_MIN = 4  # of a value that is looked for in other texts: "1" would be everywhere
 _VARIABLE_CHARACTERS_MIN = 8  # of a variable of any program: true, none and 1 are no secrets
+_EVERYWHERE = frozenset({"true", "false", "none", "null", "auto"})
 # Names the variables that a .env file has given, which are meant for this run: shorter ones are secrets, too.
 GIVEN_BY_FILE = "DDP_RUNNER_ENV_FILE_NAMES"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -94,14 +95,22 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def environment_secrets(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of those variables that are secrets by their names, and long enough to be looked for."""
+    """The values of those variables that are secrets by their names, and long enough to be looked for.
+
+    Short ones count where a .env file has given them, but for numbers and words that stand everywhere.
+    """
     by_file = environment.get(GIVEN_BY_FILE, "").split(",")
     return tuple(
         value
         for name, value in environment.items()
         if is_secret(name, value)
-        and len(value) >= (_CHARACTERS_MIN if name in by_file else _VARIABLE_CHARACTERS_MIN)
+        and (len(value) >= _VARIABLE_CHARACTERS_MIN or (name in by_file and _is_telling(value)))
     )
+
+
+def _is_telling(value: str) -> bool:
+    is_number = value.replace(".", "").isdecimal()
+    return len(value) >= _CHARACTERS_MIN and not is_number and value.lower() not in _EVERYWHERE
 
 
 def hidden_texts(task: object, environment: Mapping[str, str]) -> tuple[str, ...]:

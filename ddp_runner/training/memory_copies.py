@@ -44,6 +44,7 @@ class MemoryCopies:
         self.slots = open_slots(runtime.rank_info)
         self._runtime = runtime
         self._logger = runtime.logger
+        self._left: MemorySlots | None = None  # in which no more copies are made; one may be whole
         self._orders: OrderedSaves | None = None
         bell = runtime.rank_info.saver_bell
         if self.slots is not None and bell:
@@ -93,15 +94,22 @@ class MemoryCopies:
         self._interval.measured(blocked_s=copy.blocked_s, write_s=math.inf)
 
     def do_without(self, needed_bytes: int) -> None:
-        """There is no room for two copies of a state of this size: none outlives the ranks."""
+        """There is no room for two copies of a state of this size: none outlives the ranks.
+
+        The newest does until :meth:`file_is_there`.
+        """
         self._logger.warning(
             f"no room in memory for {COPIES_HELD} copies of the state"
             f" ({COPIES_HELD * needed_bytes / 1e9:.2f} GB): where all ranks end at once, the run goes on"
             " from the newest file, which rank 0 writes itself (checkpoint.memory_every=0 does not ask for them)"
         )
-        if self.slots is not None:
-            self.slots.release()
-        self.slots = self._orders = None
+        self._left, self.slots, self._orders = self.slots, None, None
+
+    def file_is_there(self) -> None:
+        """A file has been written: what is held of copies that are made no more is not needed."""
+        if self._left is not None:
+            self._left.release()
+            self._left = None
 
     def left_to_write(self) -> SaveOrder | None:
         """What a rank before has left to the process that writes, if that is not done yet."""
@@ -149,5 +157,6 @@ class MemoryCopies:
 
     def forget(self) -> None:
         """The state is to be an older one: nothing of the course that is left may be gone back to."""
-        if self.slots is not None:
-            self.slots.clear()
+        for slots in (self.slots, self._left):
+            if slots is not None:
+                slots.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +92,17 @@ def load_copy(
     loaded, wrong = slots.load()
     for line in wrong:
         runtime.logger.warning(line)
-    if (
-        loaded is None
-        or store.catalog.has_whole(after=loaded.manifest.step)
-        or not is_of_stage(settings, loaded)
-    ):
+    damaged = None if loaded is None else store.catalog.damaged_after(loaded.manifest.step)
+    if loaded is None or damaged is None or not is_of_stage(settings, loaded):
         # INVARIANT one-course: what is gone back to lies on the course that the run has taken since.
         # Broken if: a state is taken from a file, and a copy in memory of a later step stays.
         # Guarded by: test_a_copy_that_is_damaged_is_refused.
         slots.clear()
         return None
+    store.set_damaged_aside(damaged)
     saved = completed_in_run(settings, workload, state, store, loaded)
     _restore(settings, state, saved, where=str(loaded.path))
-    return loaded
+    return replace(loaded, rejected=tuple((entry.path, why) for entry, why in damaged))
 
 
 def leave_other_branch(

@@ -31,6 +31,7 @@ class SaveRoom:
         self._memory = memory
         self._warn = warn
         self._has_warned = False
+        self._was_short = False
 
     def begin(
         self,
@@ -72,7 +73,7 @@ class SaveRoom:
         """Whether a copy of the state fits beside it. What is held for copies may be of a smaller state."""
         if self._copies.slots is not None:
             more_bytes = COPIES_HELD * needed_bytes - self.saver.memory.size_bytes
-            if self._fits(more_bytes) and not self._memory.host_is_short:
+            if self._fits(more_bytes) and not self._has_been_short():
                 return True
             self._do_without(needed_bytes)
         if self._fits(needed_bytes - self.saver.memory.size_bytes):
@@ -81,6 +82,11 @@ class SaveRoom:
             f"no room in memory for a copy of the state ({needed_bytes / 1e9:.2f} GB)"
         )
         return False
+
+    def _has_been_short(self) -> bool:
+        """Whether memory is short, as it was at the save before: what another program takes for a moment counts for nothing."""
+        was_short, self._was_short = self._was_short, self._memory.host_is_short
+        return was_short and self._was_short
 
     def _fits(self, more_bytes: int) -> bool:
         return more_bytes <= 0 or more_bytes <= ROOM_SHARE_MAX * self._memory.room_bytes()

@@ -86,6 +86,9 @@ class Saving:
         self.save_requests = SaveRequests()
         self._interval = CheckpointInterval(now_s=time.monotonic())
         self._knows_the_past = False  # what a process before has seen is counted in the interval
+        self._makes_files = bool(
+            settings.checkpoint.save_every_steps or settings.checkpoint.save_interval
+        )
         self._saves_by_time = settings.checkpoint.save_every_steps == "auto"
         self._reserves = workload.device.type == "cuda" or self._copies.slots is not None
         state.before_change = self._release_state
@@ -353,6 +356,8 @@ class Saving:
         to_file = None if self._is_copying else partial(self._store.save, **facts)
         sealing = partial(self._copies.sealing, facts, to_file)
         self._room.begin(state, steady=steady, sealing=sealing, to_file=to_file)
+        if self._is_copying and self._copies.slots is None and self._makes_files:
+            self.put_off(INTERVAL)  # instead of the copies that are made no more
 
     def _warn_of_room(self, text: str) -> None:
         self._runtime.logger.warning(text, step=self._state.committed_step)
@@ -424,6 +429,7 @@ class Saving:
         is_rescued: bool = False,
     ) -> None:
         """``blocked_s``: what training waited beside the comparison, if not for the whole write."""
+        self._copies.file_is_there()
         self._failures = self._skips = 0
         self.save_requests.answered()
         step, blocked_s = saved.manifest.step, saved.blocked_s if blocked_s is None else blocked_s

@@ -193,6 +193,17 @@ def test_memory_that_is_given_back_is_free(files):
     assert slots_on(files).newest_step == 2
 
 
+def test_memory_that_another_process_has_given_back_is_made_again(files):
+    """Who had copied before, and comes to it again, would write behind the end of the file."""
+    first, second = slots_on(files), slots_on(files)
+    memory = HostMemory(first)
+    for step in (1, 2):
+        keep(first, memory, step, numbered(step))
+    second.release()
+    keep(first, memory, 3, numbered(3))
+    assert slots_on(files).load()[0].manifest.step == 3
+
+
 def test_memory_that_is_refused_is_an_error_and_costs_no_whole_copy(files):
     """Who asks may then save without one."""
     slots = slots_on(files)

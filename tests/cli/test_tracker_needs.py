@@ -109,11 +109,15 @@ def test_values_of_variables_that_are_secrets_by_name():
 
 
 def test_short_secrets_are_hidden_where_a_file_has_given_them(tmp_path, monkeypatch):
-    """A person has written them down for this run: no word of another program."""
-    (tmp_path / ".env").write_text("DB_PASSWORD=hunt3r\nPIN_TOKEN=123\nWANDB_PROJECT=mine-alone\n")
-    environment = {"USE_TOKEN": "true", GIVEN_BY_FILE: "OLD_KEY", "OLD_KEY": "12345"}
+    """A person has written them down for this run: no word of another program, and none that stands everywhere."""
+    (tmp_path / ".env").write_text(
+        "DB_PASSWORD=hunt3r\nPIN_TOKEN=123\nMAX_TOKENS=2048\nA_KEY=none\nWANDB_PROJECT=mine-alone\n"
+    )
+    environment = {"USE_TOKEN": "true", GIVEN_BY_FILE: "OLD_KEY", "OLD_KEY": "1a345"}
     monkeypatch.setattr(tracker_needs.os, "environ", environment)
     take_keys((tmp_path / "run.yaml",))
-    assert environment[GIVEN_BY_FILE] == "OLD_KEY,DB_PASSWORD,PIN_TOKEN,WANDB_PROJECT"
-    assert environment_secrets(environment) == ("12345", "hunt3r")
+    assert (
+        environment[GIVEN_BY_FILE] == "OLD_KEY,DB_PASSWORD,PIN_TOKEN,MAX_TOKENS,A_KEY,WANDB_PROJECT"
+    )
+    assert environment_secrets(environment) == ("1a345", "hunt3r")
     assert list(from_environment(environment)) == []  # it is no setting

@@ -27,6 +27,21 @@ def test_more_parts_than_one_call_takes_are_read():
     assert all(map(torch.equal, sources, targets))
 
 
+def test_where_no_thread_can_be_started_one_reads_all(monkeypatch):
+    """As where a container may have no more."""
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(peer_memory, "READ_BYTES_MAX", 1000)
+    monkeypatch.setattr(peer_memory.ThreadPoolExecutor, "_adjust_thread_count", refuse)
+    source = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    with showing([source]) as shown:
+        read(shown, [Part(source.data_ptr(), target.data_ptr(), source.numel())])
+    assert torch.equal(source, target)
+
+
 def test_another_process_of_that_number_is_not_read():
     """The number is the same in another container; the word is not."""
     with showing([torch.ones(3)]) as shown:

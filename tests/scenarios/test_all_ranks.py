@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from ddp_runner.checkpoint.manifest import step_of
 from ddp_runner.checkpoint.memory_slots import MemorySlots
 from ddp_runner.training.components.tensor_hash import tensor_hash
@@ -187,6 +189,7 @@ def test_a_supervisor_killed_amid_a_copy_leaves_the_disk_as_it_was(made_once, tm
     assert run.digest == made_once(*plain, world=WORLD).digest
 
 
+@pytest.mark.timeout(1200)
 def test_fifty_times_all_ranks_are_killed_in_one_run(made_once, tmp_path):
     """Each phase on either rank, each part of a copy, each write of a file, and who could help with them."""
     spare, zygote = ("ddp:spare",), ("ddp:spare", "ddp:zygote")

@@ -118,8 +118,10 @@ def test_a_copy_that_is_damaged_is_refused(tmp_path, damaged):
 
 def test_a_copy_is_taken_where_a_newer_file_is_damaged(tmp_path):
     """That a file is there says nothing yet: it is read before the copy is given up for it."""
-    began, is_from_memory, _, _ = run_ranks(_files_are_newer, 1, tmp_path, "file")[0]
+    began, is_from_memory, _, log = run_ranks(_files_are_newer, 1, tmp_path, "file")[0]
     assert (began, is_from_memory) == (10, True)
+    assert "is unusable: its SHA-256 is not the one in its manifest" in log
+    assert (tmp_path / "checkpoints" / f"step_{STEPS:08}.pt.bad.reason").exists()
 
 
 def _rolled_back(me, folder):

@@ -29,6 +29,7 @@ class SaverKeeper:
         self._asked_at_s = 0.0
         self._not_before_s = 0.0
         self._ended_at_once = 0  # in a row
+        self._pause_s = PAUSE_S
         self._in_hand: tuple[int, int] | None = None  # number and tries of the oldest order
         self._in_hand_since_s = 0.0
         self._computed: int | None = None  # CPU time of the saver by then, in ticks
@@ -101,11 +102,11 @@ class SaverKeeper:
     def ended(self, ended: Ended, output: str, now_s: float) -> None:
         """It was reaped: no fault of the run, whose copies another one goes on with."""
         if now_s > self._asked_at_s + LIVED_S:
-            self._not_before_s, self._ended_at_once = now_s, 0
+            self._not_before_s, self._ended_at_once, self._pause_s = now_s, 0, PAUSE_S
         else:
-            pause_s = min(PAUSE_S * 2**self._ended_at_once, PAUSE_MAX_S)
-            self._not_before_s = max(self._not_before_s, self._asked_at_s + pause_s)
+            self._not_before_s = max(self._not_before_s, self._asked_at_s + self._pause_s)
             self._ended_at_once += 1
+            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
         oldest = next(iter(self._node.shared.saver.owed()), None)
         said = output.splitlines()[-1] if output else ""
         self._recorder.record(
