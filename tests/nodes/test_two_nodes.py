@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
 from ddp_runner.system.folder_owner import FolderOwner, new_term
-from tests.nodes.conftest import STEPS, TOKEN
+from tests.nodes.conftest import STEPS, TOKEN, free_port
 from tests.scenarios.harness import ROOT, TRAIN, poll
 
 SLOW = "task.pace_s=0.05"
@@ -208,3 +209,34 @@ def _listens(run):
     assert run.process.poll() is None, run.console
     run._note_listening()
     return run.ports_seen > 0
+
+
+LATE_CONSOLE = """
+import sys, time
+from ddp_runner.observe import terminal
+
+pump = terminal.ConsoleWriter._pump
+terminal.ConsoleWriter._pump = lambda self: (time.sleep(1.2), pump(self))
+from ddp_runner.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_a_machine_says_last_is_shown(tmp_path):
+    """Also where its console is written late, as on busy cores: the process ends after that."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c", LATE_CONSOLE, "train", "--cpu", "--task", "synthetic"),
+            *("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+            *("--rdzv-conf", "join_timeout=0.5", "log.display=plain"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DDP_RUNNER_TOKEN": TOKEN},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 75, ended.stderr
+    assert "no coordinator answered" in ended.stdout

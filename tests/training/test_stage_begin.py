@@ -223,8 +223,8 @@ def copied(settings, *, step):
 
 @pytest.mark.parametrize(
     ("number", "first_step", "step", "taken"),
-    [(1, 12, 14, True), (0, 0, 14, False), (1, 10, 14, False), (1, 12, 12, False)],
-    ids=["own", "the one before", "begun elsewhere", "no newer than a file"],
+    [(1, 12, 14, True), (0, 0, 14, False), (1, 10, 14, False), (1, 12, 11, False)],
+    ids=["own", "the one before", "begun elsewhere", "older than a file"],
 )
 def test_a_copy_in_memory_is_of_one_stage(tmp_path, number, first_step, step, taken):
     """All ranks of a stage are lost: its own copy is gone on from, and any other is forgotten."""

@@ -98,6 +98,7 @@ def follow(plan: LaunchPlan, meeting: Meeting) -> int:
         finally:
             end_descendants(timeout_s=10.0)
             loop.close()
+            display.finish(None)  # what was said last is on its way in a thread of the display's
 
 
 class _FollowerLoop:
