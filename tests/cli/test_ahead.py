@@ -69,11 +69,14 @@ def test_wrong_settings_leave_no_process(started):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_launch_ended_while_it_is_judged_leaves_nothing(started, number):
-    """By Ctrl-C with one line; by nobody's leave with none."""
+    """By Ctrl-C with one line; by nobody's leave with none.
+
+    A Ctrl-C amid a class that is made of text, as dataclasses are, has CPython end itself by that signal at last.
+    """
     process, variable, output = started("--cpu", "-n", "2", "--max-steps", "3")
     poll(lambda: zygotes_ahead(process.pid), what="the import")
     os.killpg(process.pid, number)
-    assert process.wait(60) == (130 if number == signal.SIGINT else -number)
+    assert process.wait(60) in ((130, -number) if number == signal.SIGINT else (-number,))
     poll(lambda: not processes_with(variable), timeout_s=10.0, what="the end of all")
     said = "ddp_runner: interrupted\n" if number == signal.SIGINT else ""
     assert output.read_text() == said

@@ -140,8 +140,11 @@ def test_what_would_fail_again_is_not_started_again(tmp_path, code, exit_code, r
     with run_script(tmp_path, script, options=("--max-restarts", 3)) as run:
         assert run.wait() == exit_code, run.console
     assert reason in run.console
-    log = (run.logs / "attempt_0" / "rank_0.log").read_text()
-    assert "ddp_runner" not in log.replace(str(tmp_path), ""), "no frame of ours"
+    logs = list((run.logs / "attempt_0").glob("rank_*.log"))  # of one alone, where that was faster
+    assert logs
+    for log in logs:
+        text = log.read_text().replace(str(tmp_path), "")
+        assert "ddp_runner" not in text, "no frame of ours"
 
 
 def test_a_module_that_attaches_is_named(tmp_path):
