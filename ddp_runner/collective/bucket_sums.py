@@ -32,9 +32,8 @@ class _Known(NamedTuple):
 
     place: tuple[int, int]
     signals_at: int | None
-    summed: torch.futures.Future[
-        Tensor
-    ]  # says that the bucket holds its sums, and keeps its memory
+    # Says that the bucket holds its sums, and keeps its memory.
+    summed: torch.futures.Future[Tensor]
     flag: Any  # the one number in it that says whether all parameters were used, seen by numpy
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 PARTS_MAX = 1024  # of one call: IOV_MAX of Linux
 READ_BYTES_MAX = 16 * 1024 * 1024  # of one call, which nothing can cut short
-THREADS_MAX = (
-    4  # that read at once: all other ranks wait, and one core copies slower than memory is
-)
+# That read at once: all other ranks wait, and one core copies slower than memory is.
+THREADS_MAX = 4
 _WORD_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61  # of linux/prctl.h
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)

@@ -110,9 +110,8 @@ class Mapped(_Over):
 
     def read(self, shard: int, position: Any) -> Iterator[tuple[Any, Any]]:
         """Yield what is made of each item, and the position behind it."""
-        items = iter(
-            self._stream.read(shard, position)
-        )  # at once: what is drawn here is of the shard
+        # At once: what is drawn here is of the shard.
+        items = iter(self._stream.read(shard, position))
         if getattr(self._stream, "deterministic", False) and not self.deterministic:
             # Nor is what it draws with its first item, which the seed of that item would decide.
             items = chain(list(islice(items, 1)), items)
