@@ -39,8 +39,14 @@ first_python() {
             fail "DDP_RUNNER_PYTHON=$DDP_RUNNER_PYTHON: must be a Python 3.10 or newer that starts"
         return
     fi
-    for candidate in ${VIRTUAL_ENV:+"$VIRTUAL_ENV/bin/python"} \
-        python3 python python3.13 python3.12 python3.11 python3.10; do
+    if [[ -n ${VIRTUAL_ENV:-} ]]; then
+        if program_of "$VIRTUAL_ENV/bin/python"; then
+            return
+        fi
+        printf 'ddp_runner: the active environment %s has no Python 3.10 or newer that starts; using another\n' \
+            "$VIRTUAL_ENV" >&2
+    fi
+    for candidate in python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
         if program_of "$candidate"; then
             return
         fi

@@ -137,6 +137,37 @@ def test_the_active_environment_is_used_if_it_satisfies(checkout, tmp_path):
     assert not (checkout.root / ".venv").exists()
 
 
+def test_an_active_environment_that_is_passed_over_is_named(checkout, tmp_path):
+    """One line says which environment, what it lacks, and the command that mends it."""
+    (checkout.root / "requirements.txt").write_text("torch>=2\n")
+    python = complete_venv(checkout)
+    folder = tmp_path / "active"
+    venv.create(folder, with_pip=False, symlinks=True)
+    done = checkout.run("environment", VIRTUAL_ENV=str(folder), PATH=SYSTEM_PATH)
+    assert done.stdout == f"{python}\n"
+    [line] = done.stderr.splitlines()
+    assert f"the active environment {folder} does not fit: torch is missing" in line
+    assert f"pip install -r '{checkout.root}/requirements.txt'" in line
+    assert line.endswith(f"using {checkout.root}/.venv instead")
+
+
+def test_a_broken_active_environment_is_named(checkout, tmp_path):
+    """An environment whose interpreter is gone is passed over in one line, not in silence."""
+    done = checkout.run("environment", VIRTUAL_ENV=str(tmp_path / "gone"), PATH=SYSTEM_PATH)
+    assert f"the active environment {tmp_path / 'gone'} has no Python 3.10 or newer" in done.stderr
+
+
+def test_an_activated_conda_environment_counts_as_active(checkout, monkeypatch):
+    """Conda's interpreter is its own base, so CONDA_PREFIX tells that the user chose it."""
+    complete_venv(checkout)
+    repository = environment.Repository(checkout.root, extra="")
+    monkeypatch.delenv("DDP_RUNNER_PYTHON", raising=False)
+    monkeypatch.setattr(sys, "base_prefix", sys.prefix)
+    assert environment.find_python(repository) == repository.python
+    monkeypatch.setenv("CONDA_PREFIX", sys.prefix)
+    assert environment.find_python(repository) == Path(sys.executable)
+
+
 def test_a_python_without_the_packages_leads_to_the_complete_venv(checkout, tmp_path):
     """The first python3 on PATH is only asked; what it lacks, `.venv` has."""
     (checkout.root / "requirements.txt").write_text("torch>=2\n")
@@ -283,6 +314,7 @@ def test_a_checkout_that_cannot_be_written_says_what_to_do(checkout):
     ("version", "clauses", "is_met"),
     [
         ("2.13.0+cpu", ">=2.6,<2.14", True),
+        ("2.15.0+cu132", ">=2.6", True),
         ("2.14.0", ">=2.6,<2.14", False),
         ("2.14.0a1", "<2.14", False),
         ("2.5.1", ">=2.6,<2.14", False),

@@ -3,8 +3,11 @@
 ``start.py ddp_runner.cli.python_environment`` prints the interpreter to run with on standard output and
 everything for people on standard error. It never changes an environment that it did not make.
 
-Order: ``$DDP_RUNNER_PYTHON`` (an error if it does not satisfy the requirements), the active virtual
-environment, the repository's complete ``.venv``, the interpreter this runs in, a new ``.venv``.
+Order: ``$DDP_RUNNER_PYTHON`` (an error if it does not satisfy the requirements), the active virtual or conda
+environment, the repository's complete ``.venv``, the interpreter this runs in, a new ``.venv``. One line names
+an active environment that is passed over, the reason, and the command that mends it. A new ``.venv`` gets the
+versions of ``constraints.txt``, which are tested; an environment of the user's may have any that the
+requirements allow.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -111,7 +115,7 @@ def unmet(requirements: Sequence[str]) -> list[str]:
             problems.append(f"{name} is missing")
             continue
         if not satisfies(version, clauses):
-            problems.append(f"{name} is {version}, wanted {clauses.strip()}")
+            problems.append(f"{name} is {version}, and {clauses.strip()} is needed")
     return problems
 
 
@@ -125,6 +129,7 @@ class Repository:
         self.file = root / "requirements.txt"
         self._file_text = self.file.read_text(encoding="utf-8")
         self.requirements = requirement_lines(self._file_text)
+        self.constraints = root / "constraints.txt"
         self.extra_requirements: list[str] = []
         if extra:
             pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
@@ -137,6 +142,7 @@ class Repository:
         return [*self.requirements, *self.extra_requirements]
 
     def _digest(self) -> str:
+        # Constraints are no part of it: they choose among versions that all satisfy the requirements.
         text = "\n".join([self._file_text, *self.extra_requirements])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -192,14 +198,33 @@ def find_python(repository: Repository) -> Path:
         if missing := "; ".join(unmet(repository.wanted)):
             raise EnvironmentUnfitError(f"DDP_RUNNER_PYTHON={chosen}: {missing}")
         return Path(chosen)
-    is_active = sys.prefix != sys.base_prefix
-    if is_active and not unmet(repository.wanted):
+    missing = unmet(repository.wanted)
+    if not missing and _is_active():
         return here
+    if missing and _is_active():
+        _say_passed_over(repository, missing)
     if repository.is_complete():
         return repository.python
-    if not unmet(repository.wanted):
-        return here
-    return _made(repository)
+    return _made(repository) if missing else here
+
+
+def _is_active() -> bool:
+    """Whether this interpreter is a virtual environment, or the conda environment that is activated."""
+    conda = os.environ.get("CONDA_PREFIX")
+    return sys.prefix != sys.base_prefix or bool(
+        conda and Path(conda).resolve() == Path(sys.prefix).resolve()
+    )
+
+
+def _say_passed_over(repository: Repository, missing: Sequence[str]) -> None:
+    """Name the active environment that is not used, why, and what would make it usable."""
+    if Path(sys.prefix).resolve() == repository.venv.resolve():
+        return
+    words = [shlex.quote(str(repository.file)), *map(shlex.quote, repository.extra_requirements)]
+    _say(
+        f"the active environment {sys.prefix} does not fit: {'; '.join(missing)} "
+        f"(to use it: pip install -r {' '.join(words)}); using {repository.venv} instead"
+    )
 
 
 def _made(repository: Repository) -> Path:
@@ -273,6 +298,8 @@ def _install(repository: Repository) -> None:
     _say("installing the requirements; this can take some minutes")
     command = [str(repository.python), "-I", "-m", "pip", "install", "--disable-pip-version-check"]
     command += ["--no-input", "-r", str(repository.file), *repository.extra_requirements]
+    if repository.constraints.exists():
+        command += ["-c", str(repository.constraints)]
     # pip draws its progress on standard error here: standard output carries our one answer.
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:  # noqa: S603
         raise EnvironmentUnfitError(
