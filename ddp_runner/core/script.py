@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import Fault, FaultKind, Origin
 from ddp_runner.core.repeats import same_error
@@ -118,6 +119,18 @@ def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
     if signal_number is not None:
         return 128 + signal_number
     return exit_code or 1  # who leaves with 0 before the others has failed
+
+
+def first_cause(faults: Sequence[Fault], left: Sequence[Fault]) -> Fault:
+    """Return the fault that ended an attempt, where ``left`` holds the ranks that ended with 0 before.
+
+    Ending is no fault by itself. But a rank that only lost its peer lost the one that ended first.
+    """
+    culprit = attribute(faults).culprit
+    others = [fault for fault in left if fault.rank != culprit.rank]
+    if culprit.kind in VICTIM_KINDS and others:
+        return min(others, key=lambda fault: fault.at_ns)
+    return culprit
 
 
 def plan_restart(
