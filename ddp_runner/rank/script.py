@@ -134,7 +134,9 @@ def _be_an_ordinary_process() -> None:
     os.dup2(null, 0)
     os.close(null)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    np.random.seed()  # noqa: NPY002 - all forks would draw the same numbers; Python's own does this itself
+    # All forks would draw the same numbers; Python's own generator does this itself, and CUDA's begin later.
+    np.random.seed()  # noqa: NPY002
+    torch.default_generator.seed()
 
 
 def _become_program(path: str, arguments: list[str]) -> NoReturn:
