@@ -131,8 +131,12 @@ class RunEnd:
         self._machine.advance(RunEvent.GAVE_UP)
         self.ending = ending
 
-    def completed(self, reason: StopReason) -> None:
-        """Every rank has finished."""
+    def completed(self, reason: StopReason, *, never_caused: Sequence[str] = ()) -> None:
+        """Every rank has finished. A run that was to show a fault fails where that was ``never_caused``."""
+        if reason is StopReason.COMPLETED and never_caused:
+            line = f"training is complete, but never caused: {'; '.join(never_caused)}"
+            self.at_once(Ending.of(RunStatus.FAILED, line))
+            return
         self._machine.advance(RunEvent.ALL_FINISHED)
         status = STATUS_OF_REASON[reason]
         self.ending = Ending.of(status, status.value)
