@@ -140,7 +140,7 @@ def refuse_of_loops(texts: Sequence[str], *, world_size: int) -> None:
         one = parse_injection(text, world_size=world_size)
         kinds = set(one.kinds if isinstance(one, RandomPlan) else (one.kind,)) & KINDS_IN_LOSS
         if kinds:
-            name = sorted(kind.value for kind in kinds)[0]
+            name = min(kind.value for kind in kinds)
             raise BadInputError(
                 OPTION, text, f"{name} is for a task: the loop computes its own loss"
             )

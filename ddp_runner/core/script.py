@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.recovery import budget_spent
 from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
@@ -170,7 +171,7 @@ def plan_restart(
     recent = [attempt for attempt in earlier if attempt.at_s >= since_s]
     if len(recent) >= settings.max_restarts:
         return EndRun(
-            reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
+            reason=budget_spent(len(recent) + 1, "restart", settings),
             status=RunStatus.GAVE_UP,
             exit_code=int(ExitCode.GAVE_UP),
         )

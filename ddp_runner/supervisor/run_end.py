@@ -104,6 +104,8 @@ class RunEnd:
         if has_log and fault.rank >= 0:
             log = f"; see {self._world.log_of(self._world.ranks[fault.rank], self._log_dir)}"
         reason = f"{fault_line(fault)} ({plan.reason}){log}"
+        if plan.status is RunStatus.GAVE_UP:
+            reason = f"{given_up_line(plan, committed_step=self._facts.committed_step)}{log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
             reason, detail = (
@@ -171,6 +173,14 @@ class RunEnd:
             committed_step=self._facts.committed_step,
             resume=self._resume,
         )
+
+
+def given_up_line(plan: GiveUp, *, committed_step: int) -> str:
+    """Return ``gave up at step 481: 11 repairs within an hour (--max-restarts 10); the last: rank 0 killed``."""
+    last, began = fault_line(plan.fault), ""
+    if plan.began is not None and fault_line(plan.began) != last:
+        began = f"; it began with: {fault_line(plan.began)}"
+    return f"gave up at step {committed_step}: {plan.reason}{began}; the last: {last}"
 
 
 def _ends_as_stopped(ending: Ending) -> bool:

@@ -345,6 +345,8 @@ class ScriptSupervisor(Supervisor):
             what += f" after {failed.steps:,} optimizer steps"
         if isinstance(plan, EndRun):
             reason = f"{what} ({plan.reason}){log}"
+            if plan.status is RunStatus.GAVE_UP:
+                reason = f"gave up: {plan.reason}; the last: {what}{log}"
             self.run_end.at_once(
                 Ending.of(
                     plan.status,

@@ -73,6 +73,7 @@ def test_the_budget_counts_within_its_window():
     soon = [attempt(at_s=float(at)) for at in (0, 1, 2)]
     end = plan(*soon)
     assert (end.status, end.exit_code) == (RunStatus.GAVE_UP, 3)
+    assert end.reason == "3 restarts within 100 s (--max-restarts 2)"
     assert plan(*soon[:2], attempt(at_s=102.0)) == StartAgain(delay_s=0.0)
 
 

@@ -43,7 +43,7 @@ raise RuntimeError("[pair.cc:553] {LOST}")
 """
 
 
-# Rank 1 leaves as it is told, still holding its connections for a moment; rank 0 loses them.
+# Rank 1 leaves in the way that is asked for, and rank 0 loses its connection to it.
 LEAVES = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
