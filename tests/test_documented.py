@@ -27,7 +27,7 @@ _SAVED = "saved as "
 _NOT_RUN = "not run: "
 # A few steps of each run; the command line, and what it means, stay as they are written.
 SHORT = {
-    "DDP_RUNNER_RUN__MAX_STEPS": "4",
+    "DDP_RUNNER_RUN__MAX_STEPS": "6",
     "DDP_RUNNER_RUN__DEVICE": "cpu",
     "DDP_RUNNER_LOG__EVALUATE_BATCHES": "2",
 }

@@ -139,7 +139,7 @@ def summary_lines(summary: RunSummary) -> Iterator[str]:
     """The summary as lines of a name and a value."""
     rows = (
         ("run", summary.called),
-        ("status", f"{summary.status.value} (exit {summary.exit_code})"),
+        ("status", f"{summary.status.words} (exit {summary.exit_code})"),
         ("trained", _trained(summary)),
         ("loss", "-" if summary.final_loss is None else f"{summary.final_loss:.4f}"),
         *((name.replace("_", " "), f"{value:.4f}") for name, value in summary.figures.items()),

@@ -368,7 +368,7 @@ def run_help() -> str:
     lines += [
         "",
         "Exit codes:",
-        "  0 done · 2 bad usage · 3 restart budget spent · 130, 143 asked to stop",
+        "  0 done · 2 bad usage · 3 gave up (--max-restarts) · 130, 143 asked to stop",
         "  else that of the rank that failed first; 128 and the number of its signal",
     ]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_runner.config import refuse_for_loops
+from ddp_runner.core.injection import refuse_of_loops
 from ddp_runner.core.script import LoopPlan
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def _is_of_package(imported: ast.alias) -> bool:
 def with_loop(plan: LaunchPlan, script: ScriptPlan) -> LaunchPlan:
     """``plan`` for a program whose loop attaches. Raises BadInputError for settings of tasks alone."""
     refuse_for_loops(plan.settings)
+    refuse_of_loops(plan.settings.run.inject, world_size=plan.world_size)
     # A spare or a drill would have to run the program.
     recovery = replace(plan.settings.recovery, warm_spare=False, drill_at=None)
     return replace(

@@ -61,6 +61,9 @@ def refuse_without_supervisor(settings: Settings, *, world_size: int) -> None:
     if settings.log.trackers:
         expected = "needs a supervisor, which starts their processes: start with ddp_runner train"
         raise BadInputError("log.trackers", ",".join(settings.log.trackers), expected)
+    if settings.run.inject:
+        expected = "needs a supervisor, which counts the faults: start with ddp_runner train"
+        raise BadInputError("run.inject", ",".join(settings.run.inject), expected)
     if settings.log.page:
         expected = (
             "needs a supervisor, which starts it: start `ddp_runner page` beside, and leave it out"

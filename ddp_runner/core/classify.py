@@ -31,6 +31,7 @@ class RankExit:
     """How a rank's process ended: ``exit_code`` or ``signal_number``, the other is None.
 
     ``crash`` is its own account, where it died of its own doing, and ``place`` where its code was then.
+    ``words``: the text that its program gave to ``sys.exit``.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankExit:
     last_output: str = ""
     crash: CrashOutput | None = None
     place: str = ""
+    words: str = ""
 
 
 def classify_exit(end: RankExit) -> Fault:
@@ -66,7 +68,8 @@ def classify_exit(end: RankExit) -> Fault:
         cause = f"rank {end.rank} exited with code 0 before the end"
     else:
         kind = FaultKind.RANK_EXITED
-        cause = f"rank {end.rank} exited with code {end.exit_code}"
+        said = f": {end.words}" if end.words else ""
+        cause = f"rank {end.rank} exited with code {end.exit_code}{said}"
     return Fault(
         kind=kind,
         rank=end.rank if mismatch is None else -1,

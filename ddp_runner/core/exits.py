@@ -25,6 +25,11 @@ class RunStatus(Enum):
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
 
+    @property
+    def words(self) -> str:
+        """For people: ``gave up``."""
+        return self.value.replace("_", " ")
+
 
 class StopReason(Enum):
     """Why the ranks are asked to stop at a step boundary."""

@@ -73,6 +73,9 @@ SHOWS_AS: Mapping[InjectKind, tuple[FaultKind, ...]] = {
 # These change what a step computes, so they happen where its loss is computed.
 KINDS_IN_LOSS = frozenset({InjectKind.UNUSED, InjectKind.NAN, InjectKind.SPIKE, InjectKind.DIVERGE})
 
+# What a program with a loop of its own does is seen where it calls us: its backward lies between.
+_PHASES_OF_TASKS = frozenset(one.label for one in (Phase.BACKWARD, Phase.COMPILE, Phase.PROFILE))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injection:
@@ -129,6 +132,21 @@ def parse_injection(text: str, *, world_size: int) -> Injection | RandomPlan:
     if kind in KINDS_IN_LOSS and injection.phase != Phase.FORWARD.label:
         raise BadInputError(OPTION, text, f"{name} happens in phase forward only")
     return injection
+
+
+def refuse_of_loops(texts: Sequence[str], *, world_size: int) -> None:
+    """Raise BadInputError for a kind or phase that an attached loop does not have: it would never come."""
+    for text in texts:
+        one = parse_injection(text, world_size=world_size)
+        kinds = set(one.kinds if isinstance(one, RandomPlan) else (one.kind,)) & KINDS_IN_LOSS
+        if kinds:
+            name = min(kind.value for kind in kinds)
+            raise BadInputError(
+                OPTION, text, f"{name} is for a task: the loop computes its own loss"
+            )
+        if isinstance(one, Injection) and one.phase in _PHASES_OF_TASKS:
+            phases = ", ".join(phase for phase in PHASES if phase not in _PHASES_OF_TASKS)
+            raise BadInputError(OPTION, text, f"an attached loop has the phases {phases}")
 
 
 def changes_loss(texts: Sequence[str], *, world_size: int) -> bool:

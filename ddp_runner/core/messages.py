@@ -88,6 +88,19 @@ class CollectivesBegun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """Rank of a script -> supervisor: its program has ended with ``exit_code``, and its process ends next.
+
+    ``words``: what it gave to ``sys.exit`` in place of a number. ``at_ns`` is CLOCK_MONOTONIC.
+    """
+
+    rank: int
+    exit_code: int
+    at_ns: int
+    words: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CountCollectives:
     """Supervisor -> rank of a script: answer with :class:`CollectivesBegun`."""
 
@@ -412,6 +425,7 @@ Message = (
     | Stacks
     | CollectivesBegun
     | CountCollectives
+    | Leaving
     | Stop
     | Checkpoint
     | ReopenLog

@@ -84,11 +84,15 @@ class ReplaceRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """End the run. ``fault`` is the first cause of the row of failures, not the last."""
+    """End the run, because of ``fault``.
+
+    ``began``: what began a row of failures of which ``fault`` is the last, where that is another one.
+    """
 
     fault: Fault
     reason: str
     status: RunStatus
+    began: Fault | None = None
 
 
 Plan = ReplaceRanks | GiveUp
@@ -140,9 +144,10 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     tries = count_tries(stuck)
     if tries.count >= settings.no_progress_generations:
         return GiveUp(
-            fault=tries.first,
+            fault=fault,
             reason=f"no step committed in {tries.count} generations",
             status=RunStatus.GAVE_UP,
+            began=tries.first,
         )
     window_start_s = incident.at_s - settings.restart_window_s
     recent = [
@@ -152,8 +157,8 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
     ]
     if len(recent) >= settings.max_restarts and not _is_of_the_network(incident):
         return GiveUp(
-            fault=(recent[0] if recent else incident).culprit,
-            reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
+            fault=fault,
+            reason=budget_spent(len(recent) + 1, "repair", settings),
             status=RunStatus.GAVE_UP,
         )
     return ReplaceRanks(
@@ -163,6 +168,14 @@ def plan_recovery(  # noqa: PLR0911 - the rules in the order in which they hold
         dropped=dropped,
         kept=kept,
     )
+
+
+def budget_spent(count: int, what: str, settings: RecoverySettings) -> str:
+    """Return ``11 repairs within an hour (--max-restarts 10)``: why there is no further one."""
+    window_s = settings.restart_window_s
+    within = "an hour" if window_s == 3600 else f"{window_s:g} s"
+    many = "s" * (count != 1)
+    return f"{count} {what}{many} within {within} (--max-restarts {settings.max_restarts})"
 
 
 def judge_parked(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_runner.core.classify import VICTIM_KINDS, attribute
 from ddp_runner.core.exits import ExitCode, RunStatus
 from ddp_runner.core.faults import Fault, FaultKind, Origin
+from ddp_runner.core.recovery import budget_spent
 from ddp_runner.core.repeats import same_error
 from ddp_runner.core.settings import RecoverySettings
 
@@ -120,6 +122,18 @@ def exit_code_of(*, exit_code: int | None, signal_number: int | None) -> int:
     return exit_code or 1  # who leaves with 0 before the others has failed
 
 
+def first_cause(faults: Sequence[Fault], left: Sequence[Fault]) -> Fault:
+    """Return the fault that ended an attempt, where ``left`` holds the ranks that ended with 0 before.
+
+    Ending is no fault by itself. But a rank that only lost its peer lost the one that ended first.
+    """
+    culprit = attribute(faults).culprit
+    others = [fault for fault in left if fault.rank != culprit.rank]
+    if culprit.kind in VICTIM_KINDS and others:
+        return min(others, key=lambda fault: fault.at_ns)
+    return culprit
+
+
 def plan_restart(
     attempts: Sequence[Attempt],
     *,
@@ -157,7 +171,7 @@ def plan_restart(
     recent = [attempt for attempt in earlier if attempt.at_s >= since_s]
     if len(recent) >= settings.max_restarts:
         return EndRun(
-            reason=f"restart budget spent: {settings.max_restarts} in {settings.restart_window_s:g} s",
+            reason=budget_spent(len(recent) + 1, "restart", settings),
             status=RunStatus.GAVE_UP,
             exit_code=int(ExitCode.GAVE_UP),
         )

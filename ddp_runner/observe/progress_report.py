@@ -19,13 +19,6 @@ FAULTS_SHOWN_MAX = 8
 CAUSE_CHARACTERS_MAX = 120  # the whole text stands in events.jsonl
 BLOCK_COLUMNS_MIN, BLOCK_COLUMNS_MAX = 24, 79  # a path may be longer: it is never broken
 _LABEL_COLUMNS = 12
-_HEADLINE = {
-    RunStatus.COMPLETED: "completed",
-    RunStatus.FAILED: "failed",
-    RunStatus.GAVE_UP: "gave up",
-    RunStatus.PREEMPTED: "preempted",
-    RunStatus.INTERRUPTED: "interrupted",
-}
 _STOPPED = (RunStatus.PREEMPTED, RunStatus.INTERRUPTED)
 
 
@@ -91,7 +84,7 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
 
 def headline(summary: RunSummary) -> str:
     """How the run ended; of one that was stopped also whether it saved."""
-    how = _HEADLINE[summary.status]
+    how = summary.status.words
     if summary.status not in _STOPPED:
         return how
     if summary.checkpoint is None:

@@ -32,6 +32,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddp_runner.core.board import Board, Cell, Slot
+from ddp_runner.core.faults import CAUSE_CHARACTERS_MAX
 from ddp_runner.core.messages import (
     CollectivesBegun,
     CountCollectives,
@@ -39,6 +40,7 @@ from ddp_runner.core.messages import (
     Fork,
     Form,
     Formed,
+    Leaving,
     Message,
     Ready,
     ReopenLog,
@@ -87,9 +89,15 @@ def run(request: Fork, descriptors: list[int]) -> int:
     register_optimizer_step_post_hook(_StepCounter(link.slot))
     count_heartbeats(link.slot)
     notice_files(link.slot, whole_saves=not spec["plain_saves"])
-    return run_as_main(
-        str(spec["path"]), str(spec["module"]), spec["arguments"], on_error=link.failed
-    )
+    path, module = str(spec["path"]), str(spec["module"])
+    try:
+        code = run_as_main(path, module, spec["arguments"], on_error=link.failed)
+    except SystemExit as error:
+        link.leaving(error.code)
+        raise
+    if code == 0:
+        link.leaving(0)
+    return code
 
 
 def torchrun_environment(request: Fork, spec: Mapping[str, Any]) -> dict[str, str]:
@@ -126,7 +134,9 @@ def _be_an_ordinary_process() -> None:
     os.dup2(null, 0)
     os.close(null)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    np.random.seed()  # noqa: NPY002 - all forks would draw the same numbers; Python's own does this itself
+    # All forks would draw the same numbers; Python's own generator does this itself, and CUDA's begin later.
+    np.random.seed()  # noqa: NPY002
+    torch.default_generator.seed()
 
 
 def _become_program(path: str, arguments: list[str]) -> NoReturn:
@@ -220,6 +230,25 @@ class _Link:
                 stream.flush()
         with contextlib.suppress(OSError):
             os.write(2, (b"\n" if ends_torn(self._log) else b"") + self._hold_back)
+
+    def leaving(self, code: object) -> None:
+        """Say with what the program has ended, as by ``sys.exit(code)``: a peer may fail of that before this process ends.
+
+        A program that goes on in other threads has not ended.
+        """
+        number = code if isinstance(code, int) else int(code is not None)
+        others = set(threading.enumerate()) - {threading.main_thread()}
+        if not number and not all(thread.daemon for thread in others):
+            return
+        words = "" if number is code or code is None else str(code).strip()
+        self._send(
+            Leaving(
+                rank=self._rank,
+                exit_code=number & 0xFF,
+                at_ns=time.monotonic_ns(),
+                words=" ".join(words[:CAUSE_CHARACTERS_MAX].split()),
+            )
+        )
 
     def _send(self, message: Message) -> None:
         try:

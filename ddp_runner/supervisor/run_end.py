@@ -104,6 +104,8 @@ class RunEnd:
         if has_log and fault.rank >= 0:
             log = f"; see {self._world.log_of(self._world.ranks[fault.rank], self._log_dir)}"
         reason = f"{fault_line(fault)} ({plan.reason}){log}"
+        if plan.status is RunStatus.GAVE_UP:
+            reason = f"{given_up_line(plan, committed_step=self._facts.committed_step)}{log}"
         detail = "" if has_log else self._start.without_shown(fault.detail)
         if fault.kind is FaultKind.CHECKPOINT_BAD and not has_log:
             reason, detail = (
@@ -131,8 +133,12 @@ class RunEnd:
         self._machine.advance(RunEvent.GAVE_UP)
         self.ending = ending
 
-    def completed(self, reason: StopReason) -> None:
-        """Every rank has finished."""
+    def completed(self, reason: StopReason, *, never_caused: Sequence[str] = ()) -> None:
+        """Every rank has finished. A run that was to show a fault fails where that was ``never_caused``."""
+        if reason is StopReason.COMPLETED and never_caused:
+            line = f"training is complete, but never caused: {'; '.join(never_caused)}"
+            self.at_once(Ending.of(RunStatus.FAILED, line))
+            return
         self._machine.advance(RunEvent.ALL_FINISHED)
         status = STATUS_OF_REASON[reason]
         self.ending = Ending.of(status, status.value)
@@ -167,6 +173,14 @@ class RunEnd:
             committed_step=self._facts.committed_step,
             resume=self._resume,
         )
+
+
+def given_up_line(plan: GiveUp, *, committed_step: int) -> str:
+    """Return ``gave up at step 481: 11 repairs within an hour (--max-restarts 10); the last: rank 0 killed``."""
+    last, began = fault_line(plan.fault), ""
+    if plan.began is not None and fault_line(plan.began) != last:
+        began = f"; it began with: {fault_line(plan.began)}"
+    return f"gave up at step {committed_step}: {plan.reason}{began}; the last: {last}"
 
 
 def _ends_as_stopped(ending: Ending) -> bool:

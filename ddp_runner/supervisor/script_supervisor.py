@@ -9,12 +9,13 @@ from __future__ import annotations
 import glob
 import signal
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ddp_runner.core import events
 from ddp_runner.core.board import Cell
-from ddp_runner.core.classify import attribute, classify_exit
+from ddp_runner.core.classify import RankExit, classify_exit
 from ddp_runner.core.exits import STATUS_OF_REASON, RunStatus, StopReason
 from ddp_runner.core.faults import BadInputError, Fault, FaultKind, Origin
 from ddp_runner.core.lifecycle import (
@@ -24,7 +25,15 @@ from ddp_runner.core.lifecycle import (
     RankState,
     RunEvent,
 )
-from ddp_runner.core.messages import CollectivesBegun, Faulted, Finished, Formed, Message, Ready
+from ddp_runner.core.messages import (
+    CollectivesBegun,
+    Faulted,
+    Finished,
+    Formed,
+    Leaving,
+    Message,
+    Ready,
+)
 from ddp_runner.core.script import (
     GRACE_AFTER_FAULT_S,
     STOPPED_MAX_S,
@@ -33,6 +42,7 @@ from ddp_runner.core.script import (
     ScriptPlan,
     does_not_resume,
     exit_code_of,
+    first_cause,
     plan_restart,
 )
 from ddp_runner.observe.format import rank_list
@@ -62,6 +72,8 @@ class ScriptSupervisor(Supervisor):
         self._began_s = 0.0  # when this attempt was asked for
         self._faults: list[Fault] = []  # of this attempt
         self._codes: dict[int, int] = {}  # rank -> with which it would have ended a shell's command
+        # Ranks of this attempt whose program had ended before anybody was asked to end.
+        self._left: dict[int, Leaving] = {}
         self._kill_at_s: float | None = None  # what is left of this attempt gets SIGKILL then
         self._again_at_s = 0.0
         self._renews_store = False
@@ -89,6 +101,9 @@ class ScriptSupervisor(Supervisor):
             case Faulted(fault=fault):
                 self._codes.setdefault(handle.rank, 1)
                 self._report(fault)
+            case Leaving():
+                if not self._is_ending_rest:  # else it was asked to
+                    self._left[handle.rank] = message
             case _:
                 raise TypeError(f"a script's rank does not send {type(message).__name__}")
 
@@ -107,14 +122,18 @@ class ScriptSupervisor(Supervisor):
             step = handle.slot.get(Cell.COMMITTED_STEP)
             handle.finished = Finished(rank=handle.rank, reason=StopReason.COMPLETED, step=step)
             handle.machine.advance(RankEvent.GOT_FINISHED)
+            left = Leaving(rank=handle.rank, exit_code=0, at_ns=ended.at_ns)
+            self._left.setdefault(handle.rank, left)
         was_killed = handle.state is RankState.KILLING
         handle.machine.advance(RankEvent.EXITED)
-        if not is_done and not self._is_our_doing(ended, was_killed=was_killed):
-            fault = self._fault_of(handle, ended, wrote)
+        left_with = self._left.get(handle.rank)
+        if left_with is not None and left_with.exit_code:
+            self._codes[handle.rank] = left_with.exit_code
+            self._report_once(self._fault_of_leaving(left_with))
+        elif not is_done and not self._is_our_doing(ended, was_killed=was_killed):
             code = exit_code_of(exit_code=ended.exit_code, signal_number=ended.signal_number)
             self._codes[handle.rank] = code
-            if not any(known.rank == handle.rank for known in self._faults):
-                self._report(fault)
+            self._report_once(self._fault_of(handle, ended, wrote))
         if not handle.has_log:
             self.outputs.keep_words(handle.rank, wrote.before_log)
         handle.released()
@@ -133,6 +152,25 @@ class ScriptSupervisor(Supervisor):
             keeps_all=not self.recorder.may_write,
         )
         return classify_exit(end)
+
+    def _fault_of_leaving(self, left: Leaving) -> Fault:
+        reading = self.world.ranks[left.rank].slot.read()
+        return classify_exit(
+            RankExit(
+                rank=left.rank,
+                step=reading.step,
+                phase=reading.phase.label,
+                at_ns=left.at_ns,
+                exit_code=left.exit_code,
+                signal_number=None,
+                words=left.words,
+            )
+        )
+
+    def _report_once(self, fault: Fault) -> None:
+        """Report how a rank ended, unless it has said why itself."""
+        if not any(known.rank == fault.rank for known in self._faults):
+            self._report(fault)
 
     def _is_our_doing(self, ended: Ended, *, was_killed: bool) -> bool:
         """Whether a rank ended because it was asked to. One that had failed before may be reaped later."""
@@ -158,15 +196,23 @@ class ScriptSupervisor(Supervisor):
             events.Fault(**events.of_fault(fault, generation=self.facts.generation))
         )
         self._faults.append(fault)
-        if not self._is_ending_rest and self._stop is None:
-            self.machine.advance(RunEvent.INCIDENT_BEGAN)
-            self._end_rest(GRACE_AFTER_FAULT_S)
 
-    def _end_rest(self, grace_s: float) -> None:
-        """SIGTERM to whoever is left, and SIGKILL after ``grace_s``."""
+    def _end_after_fault(self) -> None:
+        """End the other ranks, once every end of this turn is known: a rank may have ended before it was asked."""
+        if self._faults and not self._is_ending_rest and self._stop is None:
+            self.machine.advance(RunEvent.INCIDENT_BEGAN)
+            self._end_rest(GRACE_AFTER_FAULT_S, but=self._ending_themselves())
+
+    def _ending_themselves(self) -> set[int]:
+        """Ranks whose program has ended or raised: what they still write, as a traceback, is not to be cut off."""
+        said = {fault.rank for fault in self._faults if fault.kind is not FaultKind.RANK_HUNG}
+        return said | self._left.keys()
+
+    def _end_rest(self, grace_s: float, *, but: Collection[int] = ()) -> None:
+        """SIGTERM to whoever is left, ``but`` these ranks, and SIGKILL to all after ``grace_s``."""
         self._kill_at_s = self._clock.monotonic() + grace_s
         for handle in self.world.ranks:
-            if handle.is_alive:
+            if handle.is_alive and handle.rank not in but:
                 self.world.signal_rank(handle, signal.SIGTERM)
                 if self.world.is_stopped(handle):
                     self.world.wake([handle])
@@ -195,6 +241,7 @@ class ScriptSupervisor(Supervisor):
         self.facts.committed_step = max(handle.slot.get(Cell.COMMITTED_STEP) for handle in ranks)
         self.keeper.zygotes.look(now_s)
         self._look_for_stopped(now_s)
+        self._end_after_fault()
         if self._kill_at_s is not None:
             self._wait_for_rest(now_s, self._kill_at_s)
         elif all(handle.has_finished for handle in ranks):
@@ -222,7 +269,7 @@ class ScriptSupervisor(Supervisor):
     def _look_for_stopped(self, now_s: float) -> None:
         """A rank that the system holds stopped has all others wait, and nobody may wake it."""
         for handle in self.world.ranks:
-            if self._is_ending_rest:
+            if self._is_ending_rest or self._faults:
                 return
             if handle.is_alive and self.world.stopped_s(handle, now_s) > STOPPED_MAX_S:
                 self._codes[handle.rank] = 128 + signal.SIGKILL
@@ -273,7 +320,8 @@ class ScriptSupervisor(Supervisor):
 
     def _judge(self, now_s: float) -> None:
         """The attempt is over: start all again, or end the run."""
-        culprit = attribute(explained(self._faults, self._recorded())).culprit
+        left = [self._fault_of_leaving(one) for one in self._left.values() if not one.exit_code]
+        culprit = first_cause(explained(self._faults, self._recorded()), left)
         failed = Attempt(
             fault=culprit,
             exit_code=self._codes.get(culprit.rank, 1),
@@ -297,6 +345,8 @@ class ScriptSupervisor(Supervisor):
             what += f" after {failed.steps:,} optimizer steps"
         if isinstance(plan, EndRun):
             reason = f"{what} ({plan.reason}){log}"
+            if plan.status is RunStatus.GAVE_UP:
+                reason = f"gave up: {plan.reason}; the last: {what}{log}"
             self.run_end.at_once(
                 Ending.of(
                     plan.status,
@@ -315,6 +365,7 @@ class ScriptSupervisor(Supervisor):
         )
         self._faults.clear()
         self._codes.clear()
+        self._left.clear()
         self._hangs = ScriptHangs(self._script.hang_timeout_s, world=self.world)
         self.world.forget_stacks()
         self._again_at_s = now_s + plan.delay_s

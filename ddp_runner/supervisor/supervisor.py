@@ -455,7 +455,9 @@ class Supervisor:
         assert finished is not None
         reason = self._stages.why_the_run_ends(self.plan, finished, stop=self._stop)
         if reason is not None:
-            self.run_end.completed(reason)
+            self.run_end.completed(
+                reason, never_caused=self._fault_injector.never_caused(finished.step)
+            )
             return
         self._finished_at_s, self.plan = None, self._stages.ended(self.plan, finished)
 

@@ -418,7 +418,7 @@ def test_a_report_shows_a_fault_that_was_not_repaired(tmp_path, capsys):
     write_summary(tmp_path / "summary.json", gave_up)
     assert main(["report", "-l", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "gave_up (exit 3)" in text
+    assert "gave up (exit 3)" in text
     assert "step 60: all ranks: killed by SIGKILL, not repaired" in text
     assert "events      none: there is no events.jsonl, which a supervised run writes" in text
 

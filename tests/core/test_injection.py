@@ -11,6 +11,7 @@ from ddp_runner.core.injection import (
     bad_sample_places,
     draw_injection,
     parse_injection,
+    refuse_of_loops,
 )
 
 
@@ -70,3 +71,20 @@ def test_bad_samples_of_a_random_plan_are_drawn_before_it_begins():
     assert drawn == places(spec) != places(spec.replace("seed=7", "seed=8"))
     with pytest.raises(BadInputError, match="bad_sample needs times=N"):
         parse_injection("random:kinds=kill+bad_sample", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("kill:rank=0,phase=backward", "an attached loop has the phases startup, forming, data,"),
+        ("kill:rank=0,phase=compile", "an attached loop has the phases"),
+        ("nan:rank=0", "nan is for a task"),
+        ("random:kinds=kill+spike", "spike is for a task"),
+    ],
+)
+def test_what_no_loop_has_is_refused_for_one(spec, says):
+    """It would never come; control: what a loop has."""
+    with pytest.raises(BadInputError, match=says):
+        refuse_of_loops([spec], world_size=2)
+    has = ["kill:phase=reducing", "stop:phase=commit", "oom:phase=evaluate", "random:kinds=kill"]
+    refuse_of_loops(has, world_size=2)

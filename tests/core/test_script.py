@@ -11,6 +11,7 @@ from ddp_runner.core.script import (
     StartAgain,
     does_not_resume,
     exit_code_of,
+    first_cause,
     plan_restart,
 )
 from ddp_runner.core.settings import RecoverySettings
@@ -72,6 +73,7 @@ def test_the_budget_counts_within_its_window():
     soon = [attempt(at_s=float(at)) for at in (0, 1, 2)]
     end = plan(*soon)
     assert (end.status, end.exit_code) == (RunStatus.GAVE_UP, 3)
+    assert end.reason == "3 restarts within 100 s (--max-restarts 2)"
     assert plan(*soon[:2], attempt(at_s=102.0)) == StartAgain(delay_s=0.0)
 
 
@@ -105,3 +107,16 @@ def test_who_saves_and_does_not_read_does_not_resume(changes, ends):
     """Known at the first step of a later attempt, and not before."""
     facts = {"attempt": 1, "saved_before": True, "steps": 1, "loads": 0, **changes}
     assert does_not_resume(**facts) == ends
+
+
+def test_a_rank_that_lost_its_peer_lost_the_one_that_ended_first():
+    """Controls: with another cause, or where nobody has ended, it is as :func:`attribute` says."""
+    lost = Fault(kind=FaultKind.COLLECTIVE_FAILED, rank=0, step=3, cause="closed by peer", at_ns=5)
+    own = Fault(kind=FaultKind.RANK_RAISED, rank=0, step=3, cause="ValueError", at_ns=6)
+    ended = [
+        Fault(kind=FaultKind.RANK_EXITED, rank=rank, step=3, cause="0", at_ns=at_ns)
+        for rank, at_ns in ((2, 4), (1, 3))
+    ]
+    assert first_cause([lost], ended).rank == 1
+    assert first_cause([lost], []) == lost
+    assert first_cause([own], ended) == own

@@ -28,6 +28,7 @@ SAMPLES = [
     messages.Stacks(),
     messages.CollectivesBegun(rank=1, step=3, count=7, in_others=2),
     messages.CountCollectives(),
+    messages.Leaving(rank=1, exit_code=3, at_ns=4, words="no data"),
     messages.Stop(reason=StopReason.PREEMPTED),
     messages.Checkpoint(),
     messages.ReopenLog(),

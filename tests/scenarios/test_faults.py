@@ -395,7 +395,7 @@ def test_a_crash_loop_ends_with_its_first_cause(tmp_path):
     assert [fault["kind"] for fault in summary["faults"]] == ["rank_exited"] * 3
     ending = run.console.splitlines()
     assert any(
-        "rank 1 exited with code 0 before the end at step 20 in forward" in line
+        "it began with: rank 1 exited with code 0 before the end at step 20 in forward" in line
         and "no step committed in 3 generations" in line
         for line in ending
     ), run.console

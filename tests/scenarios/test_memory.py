@@ -163,7 +163,7 @@ def test_a_shortage_of_memory_that_stays_ends_a_run_of_single_samples(tmp_path):
 
 
 def test_a_shortage_in_every_update_ends_a_run_of_single_samples(tmp_path):
-    """Its peers commit each of these steps, and it follows them: the restart budget is what ends it."""
+    """Its peers commit each of these steps, and it follows them: --max-restarts is what ends it."""
     asked = []
     for step in range(3, 9):
         asked += ["--inject", f"oom:rank=1,step={step},phase=optimizer"]
@@ -175,8 +175,8 @@ def test_a_shortage_in_every_update_ends_a_run_of_single_samples(tmp_path):
     assert (summary["status"], summary["exact"]) == ("gave_up", True)
     faults = [(fault["kind"], fault["rank"], fault["step"]) for fault in summary["faults"]]
     assert faults == [("out_of_memory", 1, step) for step in (3, 4, 5, 6)]
-    (line,) = [line for line in run.console.splitlines() if "restart budget spent: 3 in" in line]
-    assert "at step 3" in line, "the first cause"
+    (line,) = [line for line in run.console.splitlines() if ": 4 repairs within an hour" in line]
+    assert "at step 6 in" in line, "the cause that was not repaired"
     assert "memory" in line
 
 

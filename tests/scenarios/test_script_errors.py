@@ -43,6 +43,19 @@ raise RuntimeError("[pair.cc:553] {LOST}")
 """
 
 
+# Rank 1 leaves in the way that is asked for, and rank 0 loses its connection to it.
+LEAVES = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+w = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([w], lr=0.1)
+for step in range(9):
+    if step == 4 and dist.get_rank() == 1:
+        eval(sys.argv[1])
+    (w * w).sum().backward(); dist.all_reduce(w.grad); optimizer.step()
+"""
+
+
 def own(folder, call):
     script = folder / "own.py"
     script.write_text(f"{SCRIPT}{call}\n", encoding="utf-8")
@@ -67,6 +80,38 @@ def test_one_traceback_is_shown_and_that_of_the_first(tmp_path):
     assert LOST in zero
     assert "ValueError: row 17 is bad" in one
     assert run.summary()["attempts"][0]["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause"),
+    [
+        ("sys.exit(7)", 7, "rank 1 exited with code 7"),
+        ("sys.exit('no more data')", 1, "rank 1 exited with code 1: no more data"),
+        ("sys.exit()", 1, "rank 1 exited with code 0 before the end"),
+        ("os._exit(0)", 1, "rank 1 exited with code 0 before the end"),
+        ("os._exit(5)", 5, "rank 1 exited with code 5"),
+    ],
+)
+def test_who_leaves_is_named_and_not_who_lost_it(tmp_path, how, code, cause):
+    """With the code or text of the rank that left, on the console and in summary.json; nobody's traceback is shown."""
+    script = tmp_path / "own.py"
+    script.write_text(LEAVES, encoding="utf-8")
+    with run_script(tmp_path, script, how) as run:
+        assert run.wait() == code, run.console
+    assert f"{cause} after 4 optimizer steps" in run.console
+    assert "Traceback" not in run.console
+    attempt = run.summary()["attempts"][0]
+    assert (attempt["rank"], attempt["cause"], attempt["exit_code"]) == (1, cause, code)
+
+
+def test_what_a_rank_still_writes_at_its_end_is_not_cut_off(tmp_path):
+    """A rank whose program has ended, or raised, gets no SIGTERM for the fault that it is."""
+    script = tmp_path / "own.py"
+    late = "import atexit, time; atexit.register(lambda: (time.sleep(0.4), print('last words')))\n"
+    script.write_text(late + LEAVES, encoding="utf-8")
+    with run_script(tmp_path, script, "sys.exit(7)") as run:
+        assert run.wait() == 7, run.console
+    assert all("last words" in log for log in logs(run))
 
 
 def test_an_exception_that_only_record_has_seen_is_the_cause(tmp_path):

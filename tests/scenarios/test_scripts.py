@@ -84,9 +84,28 @@ def test_a_script_finds_what_python_and_torchrun_give_it(tmp_path):
         assert one["async_errors"] is None
         assert one["stdin"] == ""
         assert (tmp_path / f"atexit_{rank}").exists()
-    assert found[0]["numpy"] != found[1]["numpy"]
-    assert found[0]["random"] != found[1]["random"]
     assert run.summary()["attempts"][0]["exit_code"] == 5
+
+
+def test_each_process_of_a_script_draws_its_own_random_numbers(tmp_path):
+    """As under torchrun: each rank, each attempt and each launch has its own, of Python, NumPy and torch."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, random, numpy, torch\n"
+        "drawn = random.random(), numpy.random.rand(), torch.rand(()).item()\n"
+        "with open(f\"drawn_{os.environ['RANK']}\", 'a') as file: print(*drawn, file=file)\n"
+        "w = torch.nn.Parameter(torch.ones(1)); w.sum().backward(); torch.optim.SGD([w]).step()\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError('once more')\n",
+        encoding="utf-8",
+    )
+    for _ in range(2):
+        with run_script(tmp_path, script, options=("--max-restarts", 1)) as run:
+            assert run.wait() == 0, run.console
+    written = [(tmp_path / f"drawn_{rank}").read_text() for rank in range(2)]
+    lines = "".join(written).splitlines()
+    assert len(lines) >= 6, "of one rank an attempt may end before it has drawn"
+    for numbers in zip(*(line.split() for line in lines), strict=True):
+        assert len(set(numbers)) == len(lines), numbers
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ def test_the_last_line_says_on_which_machine_the_log_is(coordinator, rank, share
     supervisor.run_end.give_up(GiveUp(fault=fault, reason="it does", status=RunStatus.GAVE_UP))
     folder = supervisor.plan.settings.run.log_dir
     where = where.format(folder=folder)
-    assert supervisor.ending.reason.endswith(f"(it does); see {where}")
+    assert supervisor.ending.reason.endswith(f"the last: rank {rank}: no at step 3; see {where}")
 
 
 @pytest.mark.parametrize(("rank", "where"), [(1, ""), (3, "node 1: ")])

@@ -14,7 +14,7 @@ STATE_COLOURS = {
     "starting": "grey-8",
     "stopping": "grey-8",
     "failed": "deep-orange-10",
-    "gave_up": "deep-orange-10",
+    "gave up": "deep-orange-10",
     "lost": "deep-orange-10",
 }
 _STYLE = """

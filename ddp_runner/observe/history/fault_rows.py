@@ -98,7 +98,8 @@ class FaultRows:
                 first = whole(event.get("first_step"), whole(event.get("step"), self.step))
                 self._mark("stage", first, at_s, f"stage {event.get('stage')}")
             case "run_ends":
-                self._mark("end", self.step, at_s, f"ended: {event.get('status')}")
+                how = str(event.get("status")).replace("_", " ")
+                self._mark("end", self.step, at_s, f"ended: {how}")
         if row is not None and len(row.followed) < _FOLLOWED_MAX:
             row.followed.append(f"+{duration(at_s - row.at_s)}  {as_line(event)}")
 

@@ -183,7 +183,7 @@ class RunHistory:
         what = str(status.get("state", "unknown"))
         is_live = what not in _ENDED and bool(status) and self._is_held(pid)
         if not status or (what in _ENDED and summary):
-            what = str(summary.get("status", what))
+            what = str(summary.get("status", what)).replace("_", " ")
         elif not is_live and what not in _ENDED:
             what = "lost"
         reasons = status.get("inexact_reasons") or summary.get("inexact_reasons")

@@ -35,7 +35,7 @@ def compared(first: EndedRun, second: EndedRun, *, unicode: bool) -> list[Compar
     figures = list({**a.figures, **b.figures})
     return [
         ComparedRow(name="run", first=first.name, second=second.name),
-        ComparedRow(name="status", first=a.status.value, second=b.status.value),
+        ComparedRow(name="status", first=a.status.words, second=b.status.words),
         ComparedRow(name="steps", first=count(a.steps), second=count(b.steps)),
         ComparedRow(name="samples", first=count(a.samples), second=count(b.samples)),
         ComparedRow(name="ranks", first=count(a.world_size), second=count(b.world_size)),

@@ -30,9 +30,11 @@ class FaultInjector:
     def __init__(self, plan: LaunchPlan, world: World, recorder: Recorder) -> None:
         self._world = world
         self._recorder = recorder
-        specs = [
-            parse_injection(text, world_size=plan.world_size) for text in plan.settings.run.inject
+        self._texts = plan.settings.run.inject
+        self._specs = specs = [
+            parse_injection(text, world_size=plan.world_size) for text in self._texts
         ]
+        self._caused: set[int] = set()  # numbers of those that have happened in this launch
         self._left = {
             (number, rank): spec.times
             for number, spec in enumerate(specs)
@@ -57,6 +59,7 @@ class FaultInjector:
 
     def happened(self, message: Injected) -> None:
         """An injection happens now: it must not happen again to the process that comes after."""
+        self._caused.add(message.number)
         place = (message.number, message.rank)
         self._left[place] = max(0, self._left[place] - 1)
         self._recorder.record(
@@ -67,6 +70,19 @@ class FaultInjector:
                 step=message.step,
                 phase=message.phase,
             )
+        )
+
+    def never_caused(self, committed_step: int) -> tuple[str, ...]:
+        """Return what ``--inject`` asked for at a step or phase that did not come, as it was written.
+
+        A random plan names none. A bad sample lies in the data: it comes with its step, unannounced.
+        """
+        return tuple(
+            text
+            for number, (text, spec) in enumerate(zip(self._texts, self._specs, strict=True))
+            if isinstance(spec, Injection)
+            and number not in self._caused
+            and not (spec.kind is InjectKind.BAD_SAMPLE and spec.step < committed_step)
         )
 
     def inject_if_due(self, now_s: float) -> None:

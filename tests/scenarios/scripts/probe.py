@@ -21,12 +21,13 @@ out = {
     "env": {
         k: v
         for k, v in os.environ.items()
-        if k.startswith(("TORCHELASTIC", "ROLE", "GROUP")) or k.endswith(("RANK", "SIZE"))
+        if k.startswith(("TORCHELASTIC", "ROLE", "GROUP")) or k.endswith(("RANK", "WORLD_SIZE"))
     },
     "async_errors": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     "threads": torch.get_num_threads(),
     "numpy": float(np.random.rand()),
     "random": random.random(),
+    "torch": torch.rand(()).item(),
     "stdin": sys.stdin.read(),
 }
 
