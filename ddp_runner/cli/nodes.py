@@ -27,6 +27,7 @@ from ddp_runner.system.interfaces import (
     interface_of,
     is_loopback,
 )
+from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
 
@@ -70,6 +71,8 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
     door, folder = coordinators_door(options), Path(plan.settings.run.checkpoint_dir)
     silent_s = plan.settings.recovery.node_silent_s
     if door is None:
+        if plan.ranks_per_node > 1 and (why := why_unreachable(LOOPBACK)):
+            raise BadInputError(LOOPBACK, "", why)  # a coordinator finds that at its store
         token = given or await_token(folder, options, say=lambda text: print(text, flush=True))
         return follow(plan, meeting(plan, token=token, silent_s=silent_s))
     try:
