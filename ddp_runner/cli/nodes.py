@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hmac
+import json
 import os
 import platform
 import socket
@@ -14,8 +16,9 @@ from typing import TYPE_CHECKING, cast
 
 from ddp_runner.cli.machine import torch_build
 from ddp_runner.config import to_record
-from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
@@ -96,7 +99,7 @@ def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
     return Meeting(
         options=plan.nodes,
         ranks=plan.ranks_per_node,
-        meaning=_meaning(plan),
+        meaning=_meaning(plan, token),
         versions=versions_here(),
         token=token,
         silent_s=silent_s,
@@ -113,10 +116,17 @@ def versions_here() -> dict[str, str]:
     }
 
 
-def _meaning(plan: LaunchPlan) -> dict[str, object]:
-    """What the steps follow from; folders, displays and the like may differ."""
+def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
+    """What the steps follow from; folders, displays and the like may differ.
+
+    Each machine salts its hash of a secret differently, so an HMAC with the run's token stands for it.
+    """
     sections = cast("Mapping[str, Mapping[str, object]]", to_record(plan.settings))
     found: dict[str, object] = dict(plan.resume_key)
+    for key in filter(lambda key: is_sealed(found[key]), plan.resume_key):
+        value = plan.settings.task[key.removeprefix("task.")]
+        content = json.dumps([key, value], sort_keys=True).encode()
+        found[key] = f"{HIDDEN} {hmac.new(token, content, 'sha256').hexdigest()}"
     for key, kind in ON_RESUME.items():
         section, _, name = key.partition(".")
         if kind is not OnResume.CANNOT_MATTER:

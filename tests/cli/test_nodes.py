@@ -169,3 +169,24 @@ def test_machines_need_the_same_threads_for_the_same_sums():
     plans = [replace(plan, devices=(*on_gpus,) * 4, threads_per_rank=count) for count in (1, 8)]
     meanings = [nodes.meeting(one, token=TOKEN, silent_s=1.0).meaning for one in plans]
     assert meanings[0] == meanings[1]
+
+
+def test_machines_compare_secrets_without_showing_them():
+    """Equal ones fit whatever salt each machine draws; others are refused, and no line has either."""
+    words = ("--cpu", "-n", "2", "task.api_key=hunter22", "task.service={password: hunter23}")
+    mine, same, other, nested = (
+        nodes.meeting(_plan(*words, *more), token=TOKEN, silent_s=1.0)
+        for more in ((), (), ("task.api_key=other24",), ("task.service={password: other25}",))
+    )
+    hello = SimpleNamespace(
+        run_id=mine.options.run_id, versions=mine.versions, ranks=2, meaning=same.meaning
+    )
+    assert why_not(hello, mine) is None
+    for one, key in ((other, "task.api_key"), (nested, "task.service")):
+        hello.meaning = one.meaning
+        refused = why_not(hello, mine)
+        assert (refused.name, refused.value) == (key, "***")
+        assert refused.expected == "the coordinator has another: give all nodes the same settings"
+    sent = str([mine.meaning, other.meaning, nested.meaning])
+    assert not any(secret in sent for secret in ("hunter", "other2"))
+    assert "task.api_key" in mine.meaning

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ddp_runner.core.node_messages import Hello, Refused
 from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 
 LOSSES_MAX = 3  # within LOSSES_WINDOW_S: such a machine is used where no other is there
@@ -53,10 +54,17 @@ def why_not(hello: Hello, mine: Meeting) -> Refused | None:
         if their_value != our_value:
             return Refused(
                 name=key,
-                value=str(their_value),
-                expected=f"the coordinator has {our_value}: give all nodes the same settings",
+                value=_shown(their_value),
+                expected=f"the coordinator has {_shown(our_value, other='another')}: give all nodes "
+                "the same settings",
             )
     return None
+
+
+def _shown(value: object, *, other: str = HIDDEN) -> str:
+    """``value`` as text, or ``other`` for an HMAC in the place of a secret."""
+    text = str(value)
+    return other if text.startswith(HIDDEN) else text
 
 
 def number_is_taken(hello: Hello) -> Refused:
