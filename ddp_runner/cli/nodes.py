@@ -24,6 +24,7 @@ from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
+from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
 from ddp_runner.system.interfaces import (
     address_leading_out,
     address_towards,
@@ -80,6 +81,8 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
         return follow(plan, meeting(plan, token=token, silent_s=silent_s))
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
+        if not found.allows_different_code:
+            plan = replace(plan, code=digest_of(found.code))
     except BadInputError:
         door.listening.close()
         raise
@@ -103,7 +106,17 @@ def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
         versions=versions_here(),
         token=token,
         silent_s=silent_s,
+        code=code_here(plan),
+        allows_different_code=plan.settings.run.allow_different_code,
     )
+
+
+def code_here(plan: LaunchPlan) -> dict[str, str]:
+    """What this machine runs: digests of files by name, and versions of what else computes."""
+    task = task_code(plan.settings.run.task, folder=Path.cwd())
+    packages = {"numpy": version_of("numpy"), **task.packages}
+    packages.pop("torch", None)  # which versions_here() has
+    return {**task.files, **own_code(), **packages}
 
 
 def versions_here() -> dict[str, str]:

@@ -255,6 +255,7 @@ class _FollowerLoop:
             run_id=options.run_id,
             meaning=dict(mine.meaning),
             versions=dict(mine.versions),
+            code=dict(mine.code),
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,

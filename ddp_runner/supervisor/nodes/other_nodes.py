@@ -48,6 +48,7 @@ from ddp_runner.supervisor.nodes.admission import (
     LossCount,
     Meeting,
     number_is_taken,
+    other_code,
     place_for,
     why_not,
 )
@@ -91,11 +92,15 @@ class NodeSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place."""
+    """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place.
+
+    ``other_code``: what it runs that is not as here, in words; empty for the same code.
+    """
 
     node: RemoteNode
     keeps_parked: bool
     was_spare: bool = False
+    other_code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,7 +382,9 @@ class OtherNodes:
         keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)
         node.joined(link, hello)
         self._welcome(node, keeps_parked=keeps_parked)
-        return NodeJoined(node=node, keeps_parked=keeps_parked)
+        return NodeJoined(
+            node=node, keeps_parked=keeps_parked, other_code=other_code(hello, self._meeting)
+        )
 
     def _welcome(self, node: RemoteNode, *, keeps_parked: bool = False) -> None:
         host, port = self._store
