@@ -15,6 +15,7 @@ from ddp_runner.system.node_link import (
     QUEUE_BYTES_MAX,
     LinkLostError,
     NodeLink,
+    UnprovedError,
 )
 
 TOKEN = b"0123456789abcdef"
@@ -51,6 +52,16 @@ def received(link, count, other=None):
     return frames
 
 
+def proved(listener, dialler):
+    """Have both ends know each other."""
+    until_s = time.monotonic() + 5.0
+    while not (listener.is_proved and dialler.is_proved):
+        assert time.monotonic() < until_s
+        for link in (listener, dialler):
+            link.flush()
+            assert link.receive() == []
+
+
 def test_frames_arrive_whole_and_in_order_both_ways(links):
     """Of any length, the first ones sent before the ends know each other."""
     listener, dialler = links
@@ -65,21 +76,60 @@ def test_frames_arrive_whole_and_in_order_both_ways(links):
 
 
 def test_a_frame_that_is_not_proved_ends_the_connection():
-    """Another token, a byte that was changed, one that was seen before, one of the other direction."""
-    ends = pair(other_token=b"fedcba9876543210")
-    ends[1].send(b"hello")
-    with pytest.raises(LinkLostError, match="token"):
-        received(ends[0], 1, ends[1])
-    for end in ends:
-        end.close()
+    """A byte that was changed, one that was seen before, one of the other direction."""
     for harm in (_changed, _again, _reflected):
         listener, dialler = pair()
         with contextlib.closing(listener), contextlib.closing(dialler):
             dialler.send(b"hello")
             received(listener, 1, dialler)
             harm(listener, dialler)
-            with pytest.raises(LinkLostError, match="not proved"):
+            with pytest.raises(UnprovedError):
                 received(listener, 1)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_who_does_not_prove_itself_is_sent_nothing(listens):
+    """Neither end sends content to one with another token, or with an answer of another connection."""
+    secret = b"settings and hosts"
+    for answer in (_of_another_token, _of_another_connection, _nothing):
+        ours, theirs = socket.socketpair()
+        with contextlib.closing(NodeLink(ours, token=TOKEN, listens=listens)) as link, theirs:
+            link.send(secret)
+            sent = theirs.recv(1 << 16)
+            theirs.sendall(answer(sent, listens=not listens))
+            with contextlib.suppress(UnprovedError):
+                assert link.receive() == []
+            theirs.settimeout(5.0)
+            link.close()
+            while part := theirs.recv(1 << 16):
+                sent += part
+            assert sent.startswith(MAGIC)
+            assert secret not in sent
+            assert not link.is_proved
+
+
+def _answered(asked, token, *, listens):
+    """What an end with this token sends to one that has begun with ``asked``."""
+    ours, theirs = socket.socketpair()
+    with contextlib.closing(NodeLink(ours, token=token, listens=listens)) as link, theirs:
+        theirs.sendall(asked)
+        link.flush()
+        link.receive()
+        return theirs.recv(1 << 16)
+
+
+def _of_another_token(asked, *, listens):
+    return _answered(asked, b"fedcba9876543210", listens=listens)
+
+
+def _of_another_connection(asked, *, listens):
+    del asked
+    return _answered(MAGIC + bytes(NONCE_BYTES), TOKEN, listens=listens)
+
+
+def _nothing(asked, *, listens):
+    del asked, listens
+    return MAGIC + bytes(NONCE_BYTES)
 
 
 def _changed(listener, dialler):
@@ -113,10 +163,15 @@ def _reflected(listener, dialler):
 
 @pytest.mark.parametrize(
     "sent",
-    [b"GET / HTTP/1.1\r\n\r\n", MAGIC[:3] + b"x" * 60, MAGIC + bytes(NONCE_BYTES) + b"\xff" * 40],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        MAGIC[:3] + b"x" * 60,
+        b"DDPRUN01" + b"x" * 60,
+        MAGIC + bytes(NONCE_BYTES) + b"\xff" * 40,
+    ],
 )
 def test_what_is_no_node_is_known_by_its_first_bytes(sent):
-    """A browser, a scanner, and a frame of a size that nobody sends."""
+    """A browser, a scanner, another version, and a frame of a size that nobody sends."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         stranger = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()

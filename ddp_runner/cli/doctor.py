@@ -43,6 +43,7 @@ from ddp_runner.core.node_options import endpoint_of
 from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND, IS_CHECKOUT
+from ddp_runner.system.reach import LOOPBACK, why_unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -321,16 +322,11 @@ def check_open_files() -> Check:
 
 def check_loopback() -> Check:
     """Ranks of one machine meet on 127.0.0.1."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            with socket.create_connection(server.getsockname(), timeout=5.0):
-                pass
-            port = server.getsockname()[1]
-    except OSError as error:
-        cure = "bring the loopback interface up: ip link set lo up"
-        found = f"127.0.0.1 does not answer: {error}"
+    if why := why_unreachable(LOOPBACK):
+        what, _, cure = why.partition("; ")
+        found = f"{LOOPBACK} {what}"
         return Check(name="loopback", verdict=Verdict.FAIL, found=found, cure=cure)
-    return Check(name="loopback", verdict=Verdict.OK, found=f"127.0.0.1 answers (port {port})")
+    return Check(name="loopback", verdict=Verdict.OK, found=f"{LOOPBACK} answers")
 
 
 def check_host_name() -> Check:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hmac
+import json
 import os
 import platform
 import socket
@@ -14,19 +16,22 @@ from typing import TYPE_CHECKING, cast
 
 from ddp_runner.cli.machine import torch_build
 from ddp_runner.config import to_record
-from ddp_runner.config.identity import ON_RESUME, OnResume
+from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed
 from ddp_runner.core.faults import BadInputError
+from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.loop import supervise
 from ddp_runner.supervisor.nodes.admission import Meeting
 from ddp_runner.supervisor.nodes.follower_loop import follow
 from ddp_runner.supervisor.nodes.other_nodes import Place
 from ddp_runner.system import moving_endpoint
+from ddp_runner.system.code_files import digest_of, own_code, task_code, version_of
 from ddp_runner.system.interfaces import (
     address_leading_out,
     address_towards,
     interface_of,
     is_loopback,
 )
+from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.token_file import TOKEN_NAME, make_token, shared_token
 from ddp_runner.version import VERSION
 
@@ -70,10 +75,14 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
     door, folder = coordinators_door(options), Path(plan.settings.run.checkpoint_dir)
     silent_s = plan.settings.recovery.node_silent_s
     if door is None:
+        if plan.ranks_per_node > 1 and (why := why_unreachable(LOOPBACK)):
+            raise BadInputError(LOOPBACK, "", why)  # a coordinator finds that at its store
         token = given or await_token(folder, options, say=lambda text: print(text, flush=True))
         return follow(plan, meeting(plan, token=token, silent_s=silent_s))
     try:
         found = meeting(plan, token=given or make_token(folder), silent_s=silent_s)
+        if not found.allows_different_code:
+            plan = replace(plan, code=digest_of(found.code))
     except BadInputError:
         door.listening.close()
         raise
@@ -93,11 +102,21 @@ def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
     return Meeting(
         options=plan.nodes,
         ranks=plan.ranks_per_node,
-        meaning=_meaning(plan),
+        meaning=_meaning(plan, token),
         versions=versions_here(),
         token=token,
         silent_s=silent_s,
+        code=code_here(plan),
+        allows_different_code=plan.settings.run.allow_different_code,
     )
+
+
+def code_here(plan: LaunchPlan) -> dict[str, str]:
+    """What this machine runs: digests of files by name, and versions of what else computes."""
+    task = task_code(plan.settings.run.task, folder=Path.cwd())
+    packages = {"numpy": version_of("numpy"), **task.packages}
+    packages.pop("torch", None)  # which versions_here() has
+    return {**task.files, **own_code(), **packages}
 
 
 def versions_here() -> dict[str, str]:
@@ -110,10 +129,17 @@ def versions_here() -> dict[str, str]:
     }
 
 
-def _meaning(plan: LaunchPlan) -> dict[str, object]:
-    """What the steps follow from; folders, displays and the like may differ."""
+def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
+    """What the steps follow from; folders, displays and the like may differ.
+
+    Each machine salts its hash of a secret differently, so an HMAC with the run's token stands for it.
+    """
     sections = cast("Mapping[str, Mapping[str, object]]", to_record(plan.settings))
     found: dict[str, object] = dict(plan.resume_key)
+    for key in filter(lambda key: is_sealed(found[key]), plan.resume_key):
+        value = plan.settings.task[key.removeprefix("task.")]
+        content = json.dumps([key, value], sort_keys=True).encode()
+        found[key] = f"{HIDDEN} {hmac.new(token, content, 'sha256').hexdigest()}"
     for key, kind in ON_RESUME.items():
         section, _, name = key.partition(".")
         if kind is not OnResume.CANNOT_MATTER:

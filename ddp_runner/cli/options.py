@@ -143,6 +143,11 @@ GROUPS = (
                 says="join_timeout=600, last_call_timeout=30, is_host=1",
             ),
             Option(
+                long="--allow-different-code",
+                key="run.allow_different_code",
+                says="let machines in that run other code; exact is then false",
+            ),
+            Option(
                 long="--local-addr",
                 metavar="ADDR",
                 says="the address of this machine; otherwise the one that leads to the endpoint",

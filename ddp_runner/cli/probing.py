@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ddp_runner import start
 from ddp_runner.cli.checks import Check, Verdict
 from ddp_runner.supervisor.processes.environment import probe_environment
+from ddp_runner.system.reach import LOOPBACK, why_unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,6 +47,8 @@ def probe(
     module: str = _MODULE,
 ) -> Probed:
     """Form, sum, abort, form and sum again, with a rank for each of ``devices``. Blocks until then."""
+    if why := why_unreachable(LOOPBACK):
+        return Probed(failure=f"{LOOPBACK} {why.partition('; ')[0]}")
     reader, writer = os.pipe()
     spec = json.dumps({"backend": backend, "devices": list(devices), "limit_s": limit_s})
     written = os.memfd_create("probe")

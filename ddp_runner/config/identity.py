@@ -86,7 +86,7 @@ ON_RESUME: Mapping[str, OnResume] = {
             run.name run.max_time run.target_loss run.early_stopping_patience
             run.early_stopping_min_delta run.load_best_at_end run.resume run.stage run.init_from run.init_strict run.log_dir
             run.checkpoint_dir
-            run.gpus run.audit run.test run.debug run.detect_anomaly run.inject
+            run.gpus run.allow_different_code run.audit run.test run.debug run.detect_anomaly run.inject
             optim.amp_init_scale data.reserved_cores run.compile_fullgraph
             data.evaluation_batch_size data.preload data.num_workers data.prefetch_factor data.pin_memory data.loader_timeout_s
             data.on_bad_sample data.max_bad_samples data.compare_samples ddp.relax_after_steps
@@ -124,6 +124,7 @@ RATE_KEYS = (
 )
 TOTAL_STEPS = "steps of the run"
 TASK_FILE = "the task's file"
+TASK_MODULE = "the task's module "  # and its name: one that the task imports, and nobody installed
 _AS_WRITTEN = (
     "run.deterministic",
     "run.matmul_precision",
@@ -161,7 +162,7 @@ _AS_WRITTEN = (
 class Surroundings:
     """What follows from settings and machine together. ``threads``: of a rank, 0 on a GPU.
 
-    ``task_file``: its SHA-256, empty for a built-in task.
+    ``task_file``: its SHA-256, empty for a built-in task. ``task_modules``: digests of the files that it imports.
     ``own_task_reads_model``: the task is the user's and is given all settings. ``devices``: of a rank.
     """
 
@@ -173,6 +174,7 @@ class Surroundings:
     threads: int
     torch: str
     task_file: str = ""
+    task_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     own_task_reads_model: bool
     devices: int = 1
 
@@ -198,6 +200,7 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         written |= {f"model.{name}": v for name, v in sections["model"].items()}  # type: ignore[attr-defined]
     if found.task_file:
         written[TASK_FILE] = f"sha256:{found.task_file[:16]}"
+    written |= {f"{TASK_MODULE}{name}": f"sha256:{one}" for name, one in found.task_modules.items()}
     return {
         **written,
         "data.micro_batch_size": micro_batch(settings.data, devices=found.devices),
@@ -210,6 +213,15 @@ def recipe(settings: Settings, found: Surroundings) -> dict[str, JsonValue]:
         "threads per rank": found.threads,
         "torch": found.torch,
     }
+
+
+def task_has_changed(old: Mapping[str, object], new: Mapping[str, object]) -> bool:
+    """Whether the task's file, or one that it imports, is another in the recipe ``new`` than in ``old``."""
+    return any(
+        old[key] != new.get(key)
+        for key in old
+        if key == TASK_FILE or (key.startswith(TASK_MODULE) and key in new)
+    )
 
 
 def _shares(shares: Sequence[int]) -> list[object]:

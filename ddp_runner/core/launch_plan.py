@@ -68,6 +68,9 @@ class LaunchPlan:
     loop: LoopPlan | None = None
     nodes: NodeOptions | None = None
     mode: str = ""
+    code: str = (
+        ""  # a digest of what each of several machines runs; empty: they may run different code
+    )
 
     @property
     def computing_devices(self) -> int:

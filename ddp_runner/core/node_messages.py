@@ -54,6 +54,8 @@ class Hello:
     # Of the newest checkpoint in its folder that looks sound; EMPTY_STEP and nothing for none.
     newest_step: int = EMPTY_STEP
     newest_run_id: str = ""
+    # What it runs: digests of files by name, and versions of packages.
+    code: dict[str, str] = field(default_factory=dict)
     parked: Parked | None = None
 
 

@@ -93,6 +93,8 @@ class RunSettings:
     threads_per_rank: NonNegative = 0
     """Threads that one operation of torch uses in each rank. 0: OMP_NUM_THREADS where that is set, else the
     cores divided by the ranks, on GPUs at most 8."""
+    allow_different_code: bool = False
+    """With several machines: let in one whose code is not the coordinator's. The run is then not exact."""
     audit: bool = False
     """Write the sample indices and the loss of each committed step to audit_rank_<r>.jsonl."""
     test: bool = False

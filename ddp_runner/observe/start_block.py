@@ -31,7 +31,7 @@ class StartFacts:
     ``checkpoint_bytes``: about one file, for all of which there are
     ``room_bytes``; so many parameters are ``left_out`` of it. ``is_task``: precision, optimizer and
     ``schedule`` (in words) are the settings'; else a program's own. ``begun_with``: what of ``--init-from``
-    was loaded, in lines. ``mode``: how several devices are used and why; each rank has so many ``devices``.
+    was loaded, in lines. ``code``: a digest of what all ``machines`` run. ``mode``: how several devices are used and why; each rank has so many ``devices``.
     """
 
     ranks: int
@@ -55,6 +55,7 @@ class StartFacts:
     schedule: str
     left_out: int = 0
     machines: int = 1
+    code: str = ""
     begun_with: tuple[str, ...] = ()
     mode: str = ""
     devices: int = 1
@@ -82,7 +83,8 @@ def start_block(settings: Settings, facts: StartFacts) -> tuple[str, ...]:
 def _place(facts: StartFacts) -> str:
     words = f"{facts.ranks} on {facts.device}, {facts.backend.rpartition(':')[2]}"
     if facts.machines > 1:
-        words = words.replace(" on ", f" on {facts.machines} machines, ", 1)
+        code = f"same code {facts.code}, " if facts.code else ""
+        words = words.replace(" on ", f" on {facts.machines} machines, {code}", 1)
     if facts.threads:
         each = "" if facts.ranks == 1 else " each"
         words += f", {facts.threads} thread{'' if facts.threads == 1 else 's'}{each}"

@@ -79,6 +79,7 @@ def begin(request: Fork, descriptors: list[int]) -> tuple[Settings, SupervisedRu
         log_folder=int(spec.get("log_folder", 0)),
         other_devices=tuple(spec.get("other_devices", ())),
         mode=str(spec.get("mode", "")),
+        code=str(spec.get("code", "")),
     )
     slot = _map_slot(board, rank_info)
     slot.stamp(Phase.STARTUP, time.monotonic_ns())  # a spare that was made a rank has begun

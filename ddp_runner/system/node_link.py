@@ -4,7 +4,8 @@ A connection begins with 40 plain bytes each way: :data:`MAGIC` and a random non
 that is its length (4 bytes, big-endian), an HMAC-SHA256 (RFC 2104) and the content. The key is made
 of the token and both nonces, another one for each direction, and the HMAC is of a counter and the
 content. So nobody who lacks the token makes a frame, and one that was seen before fits nowhere again.
-Nothing is encrypted, and the token itself is never sent.
+The first frame each way is empty: it proves its sender, and either end sends content only after it has
+seen the other's. Nothing is encrypted, and the token itself is never sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import socket
 from hashlib import sha256
 
-MAGIC = b"DDPRUN01"
+MAGIC = b"DDPRUN02"
 NONCE_BYTES = 32
 FRAME_BYTES_MAX = 256 * 1024
 QUEUE_BYTES_MAX = 4 * 1024 * 1024  # what is not yet sent: a peer that reads so little is lost
@@ -26,6 +27,10 @@ _READ_BYTES = 256 * 1024
 
 class LinkLostError(ConnectionError):
     """The connection is of no more use; the text says why."""
+
+
+class UnprovedError(LinkLostError):
+    """The other end speaks as one of ours does, and does not know the token."""
 
 
 class NodeLink:
@@ -41,15 +46,15 @@ class NodeLink:
         self._listens = listens
         self._nonce = os.urandom(NONCE_BYTES)
         self._out = bytearray(MAGIC + self._nonce)
-        self._held: list[bytes] = []  # what was to be sent before the other nonce was known
+        self._held: list[bytes] = []  # contents to be sent once the other end has proved itself
         self._in = bytearray()
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
 
     @property
-    def is_greeted(self) -> bool:
-        """Whether the other end has begun as one of ours does. Nothing is proved by that."""
-        return bool(self._send_key)
+    def is_proved(self) -> bool:
+        """Whether the other end has shown that it knows the token."""
+        return self._received > 0
 
     @property
     def wants_to_write(self) -> bool:
@@ -67,10 +72,16 @@ class NodeLink:
         """
         if len(content) > FRAME_BYTES_MAX:
             raise ValueError(f"a frame of {len(content)} bytes is too long to send")
-        if not self.is_greeted:
+        # INVARIANT proved-before-sent: an end that has proved nothing is sent no content. Broken if: a
+        # content is sent to whoever listens or dials, before its first frame was proved.
+        # Guarded by: test_who_does_not_prove_itself_is_sent_nothing.
+        if not self.is_proved:
             self._held.append(content)
             self.flush()
             return
+        self._send_frame(content)
+
+    def _send_frame(self, content: bytes) -> None:
         proof = _proof(self._send_key, self._sent, content)
         self._sent += 1
         self._out += len(content).to_bytes(_LENGTH_BYTES, "big") + proof + content
@@ -123,7 +134,7 @@ class NodeLink:
         self._socket.close()
 
     def _frames(self) -> list[bytes]:
-        if not self.is_greeted and not self._take_greeting():
+        if not self._send_key and not self._take_greeting():
             return []
         frames = []
         while len(self._in) >= _LENGTH_BYTES:
@@ -139,10 +150,15 @@ class NodeLink:
             # a frame of another token, of another connection, or one that was seen before, is given out.
             # Guarded by: test_a_frame_that_is_not_proved_ends_the_connection.
             if not hmac.compare_digest(proof, _proof(self._receive_key, self._received, content)):
-                raise LinkLostError("a frame is not proved: is the token the same on all nodes?")
+                raise UnprovedError("what it sent is not proved by this token")
             self._received += 1
             del self._in[: begin + size]
-            frames.append(content)
+            if self._received > 1:
+                frames.append(content)
+                continue
+            held, self._held = self._held, []
+            for waiting in held:
+                self._send_frame(waiting)
         return frames
 
     def _take_greeting(self) -> bool:
@@ -159,9 +175,7 @@ class NodeLink:
         )
         mine_first = (from_listener, to_listener) if self._listens else (to_listener, from_listener)
         self._send_key, self._receive_key = mine_first
-        held, self._held = self._held, []
-        for content in held:
-            self.send(content)
+        self._send_frame(b"")
         return True
 
 

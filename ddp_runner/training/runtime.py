@@ -69,6 +69,7 @@ class RankInfo:
     log_folder: int = 0  # ranks with the same number write their logs into one folder
     other_devices: tuple[str, ...] = ()  # which have parts of this rank's batches
     mode: str = ""  # how several devices are used and why, in words; empty: nobody chose
+    code: str = ""  # a digest of what all machines run alike; empty: of one machine, or not alike
 
     @property
     def devices(self) -> int:

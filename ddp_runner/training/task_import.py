@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.secrets import masked, secret_texts, without_secrets
+from ddp_runner.system.code_files import task_code
 from ddp_runner.training.task_arguments import parameters_of, unfit
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ BUILT_IN_TASKS = {
     "synthetic": ("ddp_runner.tasks.synthetic", "SyntheticTask"),
 }
 _SHA256_OF_SPEC: dict[str, str] = {}
+_MODULES_OF_SPEC: dict[str, Mapping[str, str]] = {}
 TASK_METHODS = ("build_model", "build_datasets", "loss")
 
 
@@ -95,6 +97,7 @@ def import_task_module(spec: str) -> ModuleType:
         raise BadInputError("--task", spec, _import_failure(error, None)) from error
     if spec not in BUILT_IN_TASKS:
         _SHA256_OF_SPEC.setdefault(spec, _sha256(getattr(module, "__file__", None)))
+        _MODULES_OF_SPEC.setdefault(spec, _modules(spec))
     return module
 
 
@@ -104,6 +107,16 @@ def task_sha256(spec: str) -> str:
     Empty for a built-in task, and for a module without a file.
     """
     return _SHA256_OF_SPEC.get(spec, "")
+
+
+def task_modules(spec: str) -> Mapping[str, str]:
+    """Of the files that the task's file imports and nobody installed, by name; as :func:`task_sha256`."""
+    return _MODULES_OF_SPEC.get(spec, {})
+
+
+def _modules(spec: str) -> dict[str, str]:
+    files, own = task_code(spec, folder=Path(_working_directory())).files, _SHA256_OF_SPEC[spec]
+    return {name: digest for name, digest in files.items() if not own.startswith(digest)}
 
 
 def _sha256(file: str | Path | None) -> str:
@@ -164,6 +177,7 @@ def _import_file(file: Path, spec: str) -> ModuleType:
     module = importlib.util.module_from_spec(import_spec)
     # Before it runs, and once: whoever edits it while the run trains changes nothing of this run.
     _SHA256_OF_SPEC[spec] = _sha256(file)
+    _MODULES_OF_SPEC[spec] = _modules(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look it up by name
     try:
         with _also_searched(str(file.parent)):

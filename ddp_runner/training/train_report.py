@@ -140,6 +140,7 @@ def block_of(parts: Built) -> tuple[str, ...]:
         left_out=_left_out(state),
         begun_with=state.begun_with,
         mode=parts.runtime.rank_info.mode,
+        code=parts.runtime.rank_info.code,
         devices=len(workload.devices),
     )
     return start_block(settings, facts)

@@ -15,7 +15,7 @@ from typing import Any
 from ddp_runner import config as configuration
 from ddp_runner.checkpoint.store import CheckpointStore, Loaded
 from ddp_runner.collective.device_progress import NoDeviceProgress, device_progress
-from ddp_runner.config.identity import TASK_FILE
+from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.board import Cell
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.faults import BadInputError
@@ -243,8 +243,7 @@ class DDPTrainer:
         self, loaded: Loaded, workload: TaskWorkload, state: TrainState, progress: Progress
     ) -> None:
         """Note what is to be known of the run whose checkpoint was loaded."""
-        before, now = (of.get(TASK_FILE) for of in (loaded.manifest.recipe, workload.recipe))
-        if before and now and before != now:
+        if task_has_changed(loaded.manifest.recipe, workload.recipe):
             progress.changed_task = self.settings.run.task
         if is_complete(workload, state):
             where = f"{state.committed_step:,} of {workload.length.total_steps:,} steps"

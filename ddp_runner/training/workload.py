@@ -61,7 +61,7 @@ from ddp_runner.training.stream_order import (
     too_little,
 )
 from ddp_runner.training.task import Datasets, HasLayerGroups, Task
-from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_sha256
+from ddp_runner.training.task_import import BUILT_IN_TASKS, load_task, task_modules, task_sha256
 from ddp_runner.training.validation_data import monitor_for, refuse_unfit_validation
 
 
@@ -265,6 +265,7 @@ def _recipe(
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         torch=versions()["torch"],
         task_file=task_sha256(settings.run.task),
+        task_modules=task_modules(settings.run.task),
         devices=rank_info.devices,
         own_task_reads_model=is_own and bool(getattr(task, "takes_settings", False)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from importlib import metadata
 from types import SimpleNamespace
 
 import psutil
@@ -158,9 +159,7 @@ def test_machines_need_the_same_threads_for_the_same_sums():
     other = nodes.meeting(
         replace(plan, threads_per_rank=plan.threads_per_rank + 1), token=TOKEN, silent_s=1.0
     )
-    hello = SimpleNamespace(
-        run_id=mine.options.run_id, versions=other.versions, ranks=2, meaning=other.meaning
-    )
+    hello = _says_hello(other)
     refused = why_not(hello, mine)
     assert (refused.name, refused.value) == ("run.threads_per_rank", str(plan.threads_per_rank + 1))
     hello.meaning = mine.meaning
@@ -169,3 +168,81 @@ def test_machines_need_the_same_threads_for_the_same_sums():
     plans = [replace(plan, devices=(*on_gpus,) * 4, threads_per_rank=count) for count in (1, 8)]
     meanings = [nodes.meeting(one, token=TOKEN, silent_s=1.0).meaning for one in plans]
     assert meanings[0] == meanings[1]
+
+
+def test_machines_compare_secrets_without_showing_them():
+    """Equal ones fit whatever salt each machine draws; others are refused, and no line has either."""
+    words = ("--cpu", "-n", "2", "task.api_key=hunter22", "task.service={password: hunter23}")
+    mine, same, other, nested = (
+        nodes.meeting(_plan(*words, *more), token=TOKEN, silent_s=1.0)
+        for more in ((), (), ("task.api_key=other24",), ("task.service={password: other25}",))
+    )
+    hello = _says_hello(same)
+    assert why_not(hello, mine) is None
+    for one, key in ((other, "task.api_key"), (nested, "task.service")):
+        hello.meaning = one.meaning
+        refused = why_not(hello, mine)
+        assert (refused.name, refused.value) == (key, "***")
+        assert refused.expected == "the coordinator has another: give all nodes the same settings"
+    sent = str([mine.meaning, other.meaning, nested.meaning])
+    assert not any(secret in sent for secret in ("hunter", "other2"))
+    assert "task.api_key" in mine.meaning
+
+
+@pytest.fixture
+def task_in(tmp_path, monkeypatch):
+    """Writes a task that imports two files of its own, in a folder like a checkout's; gives its meeting."""
+
+    def written(name, *words, helper="RATE = 1", deep="DEPTH = 2"):
+        folder = tmp_path / name
+        (folder / "parts").mkdir(parents=True)
+        (folder / "vision.py").write_text("import numpy\nfrom helper import RATE\n\nclass T: ...\n")
+        (folder / "helper.py").write_text(f"def later():\n    from parts import deep\n\n{helper}\n")
+        (folder / "parts" / "__init__.py").write_text("from . import deep\n")
+        (folder / "parts" / "deep.py").write_text(f"import random, helper\n{deep}\n")
+        monkeypatch.chdir(folder)
+        plan = _plan("--cpu", "-n", "2", "--task", "vision.py", *words)
+        return nodes.meeting(plan, token=TOKEN, silent_s=1.0)
+
+    return written
+
+
+def _says_hello(meeting, **other):
+    return SimpleNamespace(
+        run_id=meeting.options.run_id,
+        versions=meeting.versions,
+        ranks=2,
+        meaning=meeting.meaning,
+        host="node1",
+        code={**meeting.code, **other},
+    )
+
+
+def test_another_file_on_a_machine_is_refused_by_name(task_in):
+    """The task's, one that it imports anywhere, a package's version, one of this package's own."""
+    mine, same = task_in("one"), task_in("two")
+    assert why_not(_says_hello(same), mine) is None
+    assert mine.code["numpy"] == metadata.version("numpy")
+    here = socket.gethostname()
+    for name, theirs in (
+        ("helper.py", task_in("three", helper="RATE = 2")),
+        ("parts/deep.py", task_in("four", deep="DEPTH = 3")),
+    ):
+        refused = why_not(_says_hello(theirs), mine)
+        digests = theirs.code[name], mine.code[name]
+        assert (refused.name, refused.value) == (name, "")
+        assert refused.expected == (
+            "is {} on node1, and {} on {}, the coordinator's: run the same code on all, or give the"
+            " coordinator --allow-different-code".format(*digests, here)
+        )
+    own = {"ddp_runner/version.py": "0", "numpy": "1.0"}
+    assert why_not(_says_hello(same, **own), mine).expected.startswith("is 1.0 on node1, and ")
+    refused = why_not(_says_hello(same, **{"ddp_runner/version.py": "0"}), mine)
+    assert refused.name == "ddp_runner/version.py"
+
+
+def test_different_code_is_let_in_where_the_coordinator_says_so(task_in):
+    """What a follower says of it does not count."""
+    theirs = task_in("one", "--allow-different-code", helper="RATE = 2")
+    assert why_not(_says_hello(theirs), task_in("two", "--allow-different-code")) is None
+    assert why_not(_says_hello(theirs), task_in("three")).name == "helper.py"

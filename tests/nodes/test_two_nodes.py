@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -165,6 +167,49 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
         run.signal(signal.SIGINT)
         time.sleep(0.1)
     assert (first.wait(), second.wait()) == (130, 130), first.console + second.console
+
+
+def _mine(nodes, number, rate):
+    """A task that imports a file of its own, as it is in the checkout of one machine."""
+    folder = nodes.folder / f"node{number}"
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(
+        "from helper import RATE\nfrom tests.scenarios.workload import PacedTask\n\n"
+        "class Mine(PacedTask):\n    rate = RATE\n"
+    )
+    (folder / "helper.py").write_text(f"RATE = {rate}\n")
+
+
+def test_a_stale_checkout_is_refused_and_named(nodes):
+    """A file that the task imports, with both hosts; with the same code the start block says so."""
+    _mine(nodes, 0, 1), _mine(nodes, 1, 2)
+    first = nodes.start(0, "--max-steps", 4, task="mine.py")
+    poll(lambda: _listens(first), what="the coordinator")
+    refused = nodes.start(1, "--max-steps", 4, task="mine.py")
+    assert refused.wait() == 2, refused.console
+    here, line = socket.gethostname(), refused.console.strip().splitlines()[-1]
+    assert re.fullmatch(
+        rf"ddp_runner: error: helper.py: is \w{{12}} on {here}, and \w{{12}} on {here}, the "
+        "coordinator's: run the same code on all, or give the coordinator --allow-different-code",
+        line,
+    ), refused.console
+    _mine(nodes, 1, 1)
+    second = nodes.start(1, "--max-steps", 4, task="mine.py")
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    assert re.search(r"4 on 2 machines, same code \w{6}, the CPU", first.console), first.console
+    assert first.summary()["exact"]
+
+
+def test_different_code_that_is_allowed_is_not_exact(nodes):
+    """The run trains on, and its reason names the file."""
+    _mine(nodes, 0, 1), _mine(nodes, 1, 2)
+    words = ("--max-steps", 4, "--allow-different-code")
+    first, second = (nodes.start(number, *words, task="mine.py") for number in (0, 1))
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    summary = first.summary()
+    assert not summary["exact"]
+    assert [reason.partition(":")[0] for reason in summary["inexact_reasons"]] == ["helper.py"]
+    assert "same code" not in first.console
 
 
 @pytest.mark.parametrize(

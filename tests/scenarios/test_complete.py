@@ -20,7 +20,8 @@ PYTHON = (sys.executable, "program.py")
 @pytest.fixture
 def complete(tmp_path):
     """A folder with a task and the completed run of it."""
-    (tmp_path / "mine.py").write_text(textwrap.dedent(TASK))
+    (tmp_path / "mine.py").write_text(f"import helper\n{textwrap.dedent(TASK)}")
+    (tmp_path / "helper.py").write_text("RATE = 1\n")
     with Run(tmp_path, "--task", "mine.py", *SHORT, STEPS, task=None) as run:
         assert run.wait() == 0, run.console
     found = Outputs(tmp_path)
@@ -78,8 +79,9 @@ def test_a_complete_run_whose_summary_is_gone_sums_up_once_more(complete):
 
 def test_a_longer_run_is_not_complete_and_names_the_changed_task(complete):
     """Control: more steps are trained, by the file as it is now; the run is not exact for that."""
-    with (complete.folder / "mine.py").open("a") as file:
-        file.write("# a thought\n")
+    for name in ("mine.py", "helper.py"):
+        with (complete.folder / name).open("a") as file:
+            file.write("# a thought\n")
     words = ("--task", "mine.py", *SHORT, STEPS + 4)
     with Run(complete.folder, *words, task=None) as run:
         assert run.wait() == 0, run.console
@@ -87,9 +89,10 @@ def test_a_longer_run_is_not_complete_and_names_the_changed_task(complete):
     assert "changed: the task's file sha256:" in run.console
     summary = complete.summary()
     assert summary["steps"] == STEPS + 4
-    reasons = [one for one in summary["inexact_reasons"] if one.startswith("the task's file")]
-    assert len(reasons) == 1, summary["inexact_reasons"]
-    assert reasons[0].endswith(f"at step {STEPS}")
+    for name in ("the task's file", "the task's module helper.py"):
+        reasons = [one for one in summary["inexact_reasons"] if one.startswith(f"{name} sha256:")]
+        assert len(reasons) == 1, summary["inexact_reasons"]
+        assert reasons[0].endswith(f"at step {STEPS}")
 
 
 def test_python_gets_the_kept_result(complete):

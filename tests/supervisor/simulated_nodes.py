@@ -87,7 +87,7 @@ class _Door:
 
     def accept(self):
         os.read(self._reader, 1)
-        return self._waiting.popleft(), None
+        return self._waiting.popleft(), ("10.0.0.1", 0)
 
     def fileno(self):
         return self._reader

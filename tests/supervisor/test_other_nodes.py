@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,9 +19,11 @@ from ddp_runner.core.lifecycle import RankEvent
 from ddp_runner.core.node_messages import (
     FROM_COORDINATOR,
     FROM_FOLLOWER,
+    Answer,
     FenceRank,
     Folders,
     Hello,
+    Question,
     RankGone,
     RunEnds,
     decode_from_node,
@@ -27,8 +31,16 @@ from ddp_runner.core.node_messages import (
 )
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.recovery import GiveUp
+from ddp_runner.supervisor.nodes.admission import Meeting
+from ddp_runner.supervisor.nodes.asking import ask
 from ddp_runner.supervisor.nodes.coordinator import CoordinatorSupervisor
-from ddp_runner.supervisor.nodes.other_nodes import Meeting, NodeGone, NodeSaid, OtherNodes
+from ddp_runner.supervisor.nodes.other_nodes import (
+    STRANGERS_MAX,
+    STRANGERS_OF_ADDRESS_MAX,
+    NodeGone,
+    NodeSaid,
+    OtherNodes,
+)
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 from ddp_runner.supervisor.processes.node import Node
 from ddp_runner.supervisor.processes.resources import StorePlace
@@ -70,13 +82,14 @@ class Coordinator:
             others=[self.other],
             owner=FolderOwner(folder, new_term()),
         )
+        self.door = socket.create_server(("127.0.0.1", 0))
         self.links = OtherNodes(
             plan,
             Meeting(options=OPTIONS, ranks=2, meaning={}, versions={}, token=TOKEN, silent_s=3.0),
             store=("node0", 1),
             term="a",
             nodes=[self.other],
-            listening=socket.create_server(("127.0.0.1", 0)),
+            listening=self.door,
             selector=self.selector,
             beat=self.supervisor.beat,
             keeps=self.supervisor.keeps,
@@ -115,6 +128,11 @@ class Coordinator:
         """The machine says something; what follows."""
         self.theirs.send(encode_for_node(message))
         return list(self.links.read(self.other.link))
+
+    def ready(self, wait_s):
+        """What of the door and the links is ready to be read."""
+        found = selectors.DefaultSelector.select(self.selector, wait_s)
+        return [(key, mask) for key, mask in found if key.data and key.data[0] is self.links]
 
     def have_all(self, *events):
         for handle in self.ranks:
@@ -255,3 +273,60 @@ def test_bad_input_on_another_machine_is_said_to_be_there(coordinator, rank, whe
     supervisor = coordinator.supervisor
     supervisor.run_end.give_up(GiveUp(fault=fault, reason="", status=RunStatus.FAILED))
     assert supervisor.ending.error_line == f"{where}{cause}"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "kept"), [(["127.0.0.1"], STRANGERS_OF_ADDRESS_MAX), (None, STRANGERS_MAX)]
+)
+def test_silent_strangers_keep_no_machine_out(coordinator, addresses, kept):
+    """The oldest one goes, of one address or of many; who proves itself is heard among them."""
+    where, links = coordinator.door.getsockname(), coordinator.links
+    addresses = addresses or [f"127.0.0.{number}" for number in range(1, STRANGERS_MAX + 1)]
+    silent = []
+    with contextlib.ExitStack() as stack:
+        for number in range(2 * STRANGERS_MAX):
+            source = (addresses[number % len(addresses)], 0)
+            one = socket.create_connection(where, source_address=source)
+            silent.append(stack.enter_context(one))
+            assert not list(links.read(None))
+        assert [_is_open(one) for one in silent].count(True) == kept
+        assert all(map(_is_open, silent[-kept:]))
+        asking = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            ask, socket.create_connection(where), token=TOKEN, limit_s=5.0
+        )
+        while not asking.done():
+            for key, _ in coordinator.ready(0.01):
+                assert not list(key.data[0].read(key.data[1]))
+        assert asking.result().run_id == "none"
+
+
+def test_a_machine_that_knows_the_token_outlasts_silent_strangers(coordinator):
+    """It has proved itself, and has not said yet who it is."""
+    where, links = coordinator.door.getsockname(), coordinator.links
+    with contextlib.ExitStack() as stack:
+        known = NodeLink(socket.create_connection(where), token=TOKEN, listens=False)
+        stack.callback(known.close)
+        while not known.is_proved:
+            known.flush()
+            for key, _ in coordinator.ready(0.01):
+                assert not list(key.data[0].read(key.data[1]))
+            known.receive()
+        for _ in range(2 * STRANGERS_MAX):
+            stack.enter_context(socket.create_connection(where))
+            assert not list(links.read(None))
+        known.send(encode_for_node(Question()))
+        heard = []
+        while not heard:
+            for key, _ in coordinator.ready(0.01):
+                assert not list(key.data[0].read(key.data[1]))
+            heard = known.receive()
+        assert isinstance(decode_from_node(heard[0], allowed=FROM_COORDINATOR), Answer)
+
+
+def _is_open(connection):
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while part := connection.recv(1 << 10):
+            assert part
+        return False
+    return True

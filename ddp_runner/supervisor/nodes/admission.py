@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ddp_runner.core.node_messages import Hello, Refused
 from ddp_runner.core.node_options import NodeOptions
+from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 
 LOSSES_MAX = 3  # within LOSSES_WINDOW_S: such a machine is used where no other is there
@@ -24,6 +26,8 @@ class Meeting:
     versions: Mapping[str, str]
     token: bytes
     silent_s: float
+    code: Mapping[str, str] = field(default_factory=dict)  # digests of files by name, and versions
+    allows_different_code: bool = False
 
 
 def why_not(hello: Hello, mine: Meeting) -> Refused | None:
@@ -53,10 +57,45 @@ def why_not(hello: Hello, mine: Meeting) -> Refused | None:
         if their_value != our_value:
             return Refused(
                 name=key,
-                value=str(their_value),
-                expected=f"the coordinator has {our_value}: give all nodes the same settings",
+                value=_shown(their_value),
+                expected=f"the coordinator has {_shown(our_value, other='another')}: give all nodes "
+                "the same settings",
             )
+    if not mine.allows_different_code and (line := other_code(hello, mine)):
+        name, _, rest = line.partition(": ")
+        return Refused(
+            name=name,
+            value="",
+            expected=f"{rest}: run the same code on all, or give the coordinator --allow-different-code",
+        )
     return None
+
+
+def other_code(hello: Hello, mine: Meeting) -> str:
+    """What a machine runs that is not as the coordinator has it: the first file or package, and both hosts."""
+    different = [
+        name
+        for name in sorted({*mine.code, *hello.code}, key=lambda name: (_is_own(name), name))
+        if hello.code.get(name) != mine.code.get(name)
+    ]
+    if not different:
+        return ""
+    name = different[0]
+    theirs, ours = (code.get(name, "missing") for code in (hello.code, mine.code))
+    more = f", and {len(different) - 1} more differ" if different[1:] else ""
+    here = socket.gethostname()
+    return f"{name}: is {theirs} on {hello.host}, and {ours} on {here}, the coordinator's{more}"
+
+
+def _is_own(name: str) -> bool:
+    """Whether it is a file of this package, of which the user's own are named first."""
+    return name.startswith("ddp_runner/")
+
+
+def _shown(value: object, *, other: str = HIDDEN) -> str:
+    """``value`` as text, or ``other`` for an HMAC in the place of a secret."""
+    text = str(value)
+    return other if text.startswith(HIDDEN) else text
 
 
 def number_is_taken(hello: Hello) -> Refused:

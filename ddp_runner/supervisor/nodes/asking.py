@@ -14,11 +14,11 @@ from ddp_runner.core.node_messages import (
     decode_from_node,
     encode_for_node,
 )
-from ddp_runner.system.node_link import LinkLostError, NodeLink
+from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 
 
 class WrongTokenError(Exception):
-    """It is one of ours, and hangs up on whoever has this token."""
+    """It is one of ours, and has another token."""
 
 
 def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
@@ -37,9 +37,9 @@ def ask(connection: socket.socket, *, token: bytes, limit_s: float) -> Answer:
                 answer = decode_from_node(content, allowed=FROM_COORDINATOR)
                 if isinstance(answer, Answer):
                     return answer
-    except (LinkLostError, WireError) as error:
-        if link.is_greeted:
-            raise WrongTokenError from error
+    except UnprovedError as error:
+        raise WrongTokenError from error
+    except WireError as error:
         raise LinkLostError(str(error)) from error
     finally:
         link.close()

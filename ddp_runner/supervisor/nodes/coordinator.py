@@ -275,10 +275,11 @@ class CoordinatorSupervisor(Supervisor):
             case NodeGone(node=node, why=why) if node.number == SPARE:
                 self._spares -= 1
                 self.recorder.say(f"{node.name} is lost: {why}")
-            case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare):
+            case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare) as joined:
                 self._spares -= was_spare
                 self._has_parked |= keeps_parked
                 self._leaving.discard(node.number)
+                self._note_other_code(joined.other_code)
                 if not keeps_parked:
                     self._look_at_checkpoints_of(node)
                 there = sum(one.is_there for one in self._others) + 1
@@ -288,6 +289,12 @@ class CoordinatorSupervisor(Supervisor):
                 self._lose(node, why)
             case NodeSaid(node=node, message=message) if node.ranks:
                 self._on_node_message(node, message)
+
+    def _note_other_code(self, line: str) -> None:
+        """Have the run not be exact, by --allow-different-code."""
+        if line and line not in self.facts.inexact_reasons:
+            self.facts.inexact_reasons.append(line)
+            self.recorder.say(f"different code: {line}", level="WARNING")
 
     def _look_at_checkpoints_of(self, node: RemoteNode) -> None:
         """Have the newest state of all loaded, also where it is on another machine alone."""

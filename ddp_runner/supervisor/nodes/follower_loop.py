@@ -47,14 +47,14 @@ from ddp_runner.system.clock import SYSTEM_CLOCK, Clock
 from ddp_runner.system.folder_owner import new_term
 from ddp_runner.system.folder_probe import is_shared
 from ddp_runner.system.moving_endpoint import read_endpoint
-from ddp_runner.system.node_link import LinkLostError, NodeLink
+from ddp_runner.system.node_link import LinkLostError, NodeLink, UnprovedError
 from ddp_runner.system.reach import Bell
 
 TICK_S = 0.1
 DIAL_S = 1.0  # for one attempt to connect, and for the wait to the next
 WELCOME_TIME_S = 10.0
 END_TIME_S = 60.0  # for ranks that were killed
-# By one of our own kind without a word: it may have ended just then, but not so often.
+# By a coordinator with another token: it may be that of a run that ends just then, but not so often.
 REFUSALS_MAX = 3
 # Of the time after which a silent machine is lost: its ranks are ended before anybody takes their place.
 LEASE_SHARE = 0.8
@@ -200,18 +200,20 @@ class _FollowerLoop:
                     refused_s = refused_s or self._clock.monotonic()
                     if not self._may_change(answer, refused_s):
                         raise BadInputError(answer.name, answer.value, answer.expected)
-                    answer = answer.expected
+                    why = answer.expected
                 else:
-                    refusals += link.is_greeted and self._welcome is None
+                    why = str(answer)
+                    refusals += isinstance(answer, UnprovedError) and self._welcome is None
                 if refusals >= REFUSALS_MAX:
                     raise BadInputError(
                         "--rdzv-endpoint",
                         f"{self._meeting.options.host}:{self._meeting.options.port}",
-                        f"does not take this machine in ({answer}): is the token the same on all nodes?",
+                        "what answers there has another token, and was sent nothing: is the token the"
+                        " same on all nodes?",
                     )
-                if answer != reason:
-                    reason = answer
-                    self._say(f"what answers there is not ready: {answer}", level="WARNING")
+                if why != reason:
+                    reason = why
+                    self._say(f"what answers there is not ready: {why}", level="WARNING")
             self._wait(DIAL_S)
         return False
 
@@ -240,8 +242,8 @@ class _FollowerLoop:
             self._bell = Bell(address)
         return NodeLink(connection, token=self._meeting.token, listens=False)
 
-    def _greet(self, link: NodeLink) -> Welcome | Refused | str:
-        """Say who this is and hear the answer; a text is why there is none."""
+    def _greet(self, link: NodeLink) -> Welcome | Refused | LinkLostError | WireError:
+        """Say who this is, to a coordinator that has proved itself, and hear the answer, or why there is none."""
         mine, options = self._meeting, self._meeting.options
         newest = Catalog(Path(self._plan.settings.run.checkpoint_dir)).newest()
         hello = Hello(
@@ -253,6 +255,7 @@ class _FollowerLoop:
             run_id=options.run_id,
             meaning=dict(mine.meaning),
             versions=dict(mine.versions),
+            code=dict(mine.code),
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,
@@ -271,8 +274,8 @@ class _FollowerLoop:
                     if isinstance(answer, (Welcome, Refused)):
                         return answer
         except (LinkLostError, WireError) as error:
-            return str(error)
-        return f"no answer within {WELCOME_TIME_S:g} s"
+            return error
+        return LinkLostError(f"no answer within {WELCOME_TIME_S:g} s")
 
     def _welcomed(self, welcome: Welcome) -> None:
         """Become the node that the coordinator says, or a spare one."""

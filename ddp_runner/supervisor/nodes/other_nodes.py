@@ -48,6 +48,7 @@ from ddp_runner.supervisor.nodes.admission import (
     LossCount,
     Meeting,
     number_is_taken,
+    other_code,
     place_for,
     why_not,
 )
@@ -58,7 +59,16 @@ from ddp_runner.system.node_link import LinkLostError, NodeLink
 GREETING_TIME_S = 10.0  # for whoever connects to prove what it is
 LAST_WORDS_S = 2.0  # for nodes to hear that the run has ended
 SHUT_OUT_S = 300.0  # for a machine that others cannot reach
-_STRANGERS_MAX = 64  # connections that have proved nothing yet
+# Connections of machines that have not said who they are, in all and of one address. With one more, the
+# oldest is dropped, of that address if it has so many.
+STRANGERS_MAX = 64
+STRANGERS_OF_ADDRESS_MAX = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stranger:
+    since_s: float
+    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +92,15 @@ class NodeSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
-    """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place."""
+    """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place.
+
+    ``other_code``: what it runs that is not as here, in words; empty for the same code.
+    """
 
     node: RemoteNode
     keeps_parked: bool
     was_spare: bool = False
+    other_code: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +165,7 @@ class OtherNodes:
         self._shut_out: dict[str, tuple[float, str]] = {}  # until when, and why
         self._is_announced = False
         self._heard_last: RemoteNode | None = None  # most often the next frame is of the same
-        self._strangers: dict[NodeLink, float] = {}  # and when they came
+        self._strangers: dict[NodeLink, _Stranger] = {}  # in the order in which they came
         self._watched: dict[int, Watched] = {}  # that nobody has asked for yet
         listening.setblocking(False)
         selector.register(listening, selectors.EVENT_READ, (self, None))
@@ -199,8 +213,8 @@ class OtherNodes:
             elif now_s > node.heard_at_s + self._meeting.silent_s:
                 silent_s = now_s - node.heard_at_s
                 yield self.lose(node, f"nothing was heard of it for {silent_s:.1f} s")
-        for link, since_s in list(self._strangers.items()):
-            if now_s > since_s + GREETING_TIME_S:
+        for link, stranger in list(self._strangers.items()):
+            if now_s > stranger.since_s + GREETING_TIME_S:
                 self._drop(link)
         yield from self._fill()
 
@@ -302,20 +316,27 @@ class OtherNodes:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listening.accept()
+            connection, (address, *_) = self._listening.accept()
         except OSError:  # it has gone again
             return
-        if len(self._strangers) >= _STRANGERS_MAX:
-            connection.close()
-            return
+        self._make_room_for(address)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = NodeLink(connection, token=self._meeting.token, listens=True)
-        self._strangers[link] = self._clock.monotonic()
+        self._strangers[link] = _Stranger(since_s=self._clock.monotonic(), address=address)
         self._selector.register(link, selectors.EVENT_READ, (self, link))
         try:
             link.flush()
         except LinkLostError:
             self._drop(link)
+
+    def _make_room_for(self, address: str) -> None:
+        """Drop the oldest stranger where there are too many; one that knows the token goes last."""
+        everyone = list(self._strangers)
+        here = [link for link in everyone if self._strangers[link].address == address]
+        if len(here) >= STRANGERS_OF_ADDRESS_MAX:
+            self._drop(min(here, key=lambda link: link.is_proved))
+        elif len(everyone) >= STRANGERS_MAX:
+            self._drop(min(everyone, key=lambda link: link.is_proved))
 
     def _drop(self, link: NodeLink) -> None:
         del self._strangers[link]
@@ -361,7 +382,9 @@ class OtherNodes:
         keeps_parked = hello.parked is not None and self._keeps(hello.parked, node)
         node.joined(link, hello)
         self._welcome(node, keeps_parked=keeps_parked)
-        return NodeJoined(node=node, keeps_parked=keeps_parked)
+        return NodeJoined(
+            node=node, keeps_parked=keeps_parked, other_code=other_code(hello, self._meeting)
+        )
 
     def _welcome(self, node: RemoteNode, *, keeps_parked: bool = False) -> None:
         host, port = self._store

@@ -138,6 +138,7 @@ def of_plan(plan: LaunchPlan, rank: int, *, term: str, shares_logs: bool) -> dic
         "device": plan.devices[rank].device,
         "other_devices": list(plan.devices[rank].others),
         "mode": plan.mode,
+        "code": plan.code,
         "world_size": plan.world_size,
         "local_world_size": plan.ranks_per_node,
         "threads": plan.threads_per_rank,

@@ -16,11 +16,11 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import LaunchPlan
 from ddp_runner.core.script import LoopPlan
 from ddp_runner.supervisor.processes.helper_process import Saver
+from ddp_runner.system.reach import LOOPBACK, why_unreachable
 from ddp_runner.system.run_files import left_over
 
 _POLL_S = 0.02
 _NOBODY_S = 3.0  # in which a process that writes is forked, or takes up the next file
-LOOPBACK = "127.0.0.1"
 
 
 def remove_temporary_files(directory: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def remove_temporary_files(directory: Path) -> list[Path]:
 def bind_store_port(port: int, *, address: str = LOOPBACK) -> socket.socket:
     """A listening socket for the store on ``address``, held by the supervisor for the whole run.
 
-    Raises BadInputError where the port is taken or none is left.
+    Raises BadInputError where the port is taken or none is left, or ranks could not reach it.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
@@ -54,6 +54,9 @@ def bind_store_port(port: int, *, address: str = LOOPBACK) -> socket.socket:
             else f"no port is free on {address} ({error.strerror}); end other programs"
         )
         raise BadInputError("ddp.port", port, expected) from error
+    if why := why_unreachable(address):
+        listening.close()
+        raise BadInputError(address, "", why)
     return listening
 
 

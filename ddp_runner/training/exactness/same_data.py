@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from ddp_runner import config
 from ddp_runner.checkpoint.store import Loaded
 from ddp_runner.collective.group import Group
-from ddp_runner.config.identity import TASK_FILE
+from ddp_runner.config.identity import task_has_changed
 from ddp_runner.core.board import Cell
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.messages import TuningChanged
@@ -443,7 +443,7 @@ def _cause_since(loaded: Loaded, workload: TaskWorkload) -> str:
     """Why the data may be another since the checkpoint was written, the likeliest first."""
     old, new = loaded.manifest.recipe, workload.recipe
     causes = ["a file that has changed"]
-    if old.get(TASK_FILE) and old[TASK_FILE] != new.get(TASK_FILE):
+    if task_has_changed(old, new):
         causes.insert(0, "the task's file, which has changed")
     if old.get("torch", new["torch"]) != new["torch"]:
         causes.append(f"torch {new['torch']} instead of {old['torch']}")
