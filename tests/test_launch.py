@@ -138,7 +138,7 @@ def test_the_active_environment_is_used_if_it_satisfies(checkout, tmp_path):
 
 
 def test_an_active_environment_that_is_passed_over_is_named(checkout, tmp_path):
-    """One line says which environment, what it lacks, and the command that mends it."""
+    """One line says which environment, what it lacks, and the command that makes it fit."""
     (checkout.root / "requirements.txt").write_text("torch>=2\n")
     python = complete_venv(checkout)
     folder = tmp_path / "active"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ddp_runner.cli.amd_gpus import find_amd_gpus
 from ddp_runner.cli.gpus import CUDA_VISIBLE, Gpu, VisibleGpus, visible
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.launch_plan import DevicePlan
+from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan
 from ddp_runner.core.threads import AUTO_CPU_RANKS
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def plan_devices(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple
         most = max(CPU_RANKS_MAX, cores)
         if ranks > most:
             raise BadInputError("--nproc-per-node", ranks, f"must be at most {most} on the CPU")
-        if settings.ddp.backend == "nccl":
-            raise BadInputError("ddp.backend", "nccl", "needs GPUs, and this run is on the CPU")
+        if settings.ddp.backend in NCCL_BACKENDS:
+            expected = "needs GPUs, and this run is on the CPU"
+            raise BadInputError("ddp.backend", settings.ddp.backend, expected)
         return (DevicePlan(device="cpu", name="CPU", visible_index=None),) * ranks
     if not found.gpus:
         option, value = ("--gpus", _comma(run.gpus)) if run.gpus else ("run.device", "cuda")

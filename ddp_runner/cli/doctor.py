@@ -26,9 +26,9 @@ from ddp_runner.cli.arguments import (
 )
 from ddp_runner.cli.checks import Check, Verdict, graded
 from ddp_runner.cli.devices import find_gpus, plan_devices
-from ddp_runner.cli.gpu_checks import gpu_checks
+from ddp_runner.cli.gpu_checks import gpu_checks, installed_nccl
 from ddp_runner.cli.gpus import VisibleGpus
-from ddp_runner.cli.machine import TorchBuild, core_count, torch_build
+from ddp_runner.cli.machine import TorchBuild, core_count, has_nccl2, torch_build
 from ddp_runner.cli.output import show
 from ddp_runner.cli.probing import check_collectives, probe
 from ddp_runner.cli.python_environment import PYTHON_MIN, REPOSITORY, requirement_lines, unmet
@@ -44,6 +44,7 @@ from ddp_runner.memory.limits import container_limit
 from ddp_runner.observe.format import byte_size
 from ddp_runner.start import COMMAND, IS_CHECKOUT
 from ddp_runner.system.reach import LOOPBACK, why_unreachable
+from ddp_runner.system.torch_versions import TESTED, nccl_class, untested
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -231,7 +232,15 @@ def check_torch() -> Check:
     kind = build.other or (f"CUDA {build.cuda}" if build.cuda else "without CUDA")
     if build.hip:
         kind = f"ROCm {build.hip}"
-    return Check(name="torch", verdict=Verdict.OK, found=f"{build.version}, {kind}")
+    found = f"{build.version}, {kind}"
+    if build.cuda or build.hip:
+        nccl = installed_nccl()
+        named = nccl_class(os.environ, has_nccl2=has_nccl2())
+        found += f", {f'NCCL {nccl}, ' if nccl else ''}backend nccl is {named}"
+    if said := untested(build.version):
+        cure = "it is used; a tested one: pip install 'torch<=" + TESTED[-1] + "'"
+        return Check(name="torch", verdict=Verdict.WARN, found=f"{found}; {said}", cure=cure)
+    return Check(name="torch", verdict=Verdict.OK, found=found)
 
 
 def check_together(tried: Tried, seen: VisibleGpus, build: TorchBuild) -> Iterator[Check]:

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddp_runner.system.torch_versions import NCCL2
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -46,6 +48,18 @@ def torch_has(module: str) -> bool:
     if spec is None or spec.origin is None:
         return True
     return Path(spec.origin).parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
+
+
+def has_nccl2() -> bool:
+    """Whether the installed torch has NCCL's newer class, ProcessGroupNCCL2."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    file = Path(spec.origin).parent / "distributed" / "distributed_c10d.py"
+    try:
+        return NCCL2 in file.read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _quoted(text: str, name: str) -> str:

@@ -5,7 +5,7 @@ everything for people on standard error. It never changes an environment that it
 
 Order: ``$DDP_RUNNER_PYTHON`` (an error if it does not satisfy the requirements), the active virtual or conda
 environment, the repository's complete ``.venv``, the interpreter this runs in, a new ``.venv``. One line names
-an active environment that is passed over, the reason, and the command that mends it. A new ``.venv`` gets the
+an active environment that is passed over, the reason, and the command that makes it fit. A new ``.venv`` gets the
 versions of ``constraints.txt``, which are tested; an environment of the user's may have any that the
 requirements allow.
 """

@@ -16,7 +16,7 @@ from ddp_runner.cli.devices import find_gpus, plan_devices
 from ddp_runner.cli.dry_stages import Handed, try_stages
 from ddp_runner.cli.finding import BATCH_SIZE, LEARNING_RATE, Finding
 from ddp_runner.cli.gpus import VisibleGpus
-from ddp_runner.cli.machine import core_count, torch_build, torch_has
+from ddp_runner.cli.machine import core_count, has_nccl2, torch_build, torch_has
 from ddp_runner.cli.modes import choose, placed
 from ddp_runner.cli.page import how_to_install
 from ddp_runner.cli.parser import TrainArguments, parse_train
@@ -34,7 +34,7 @@ from ddp_runner.config import (
 from ddp_runner.core.batch_sizes import refuse_wrong_shares
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
-from ddp_runner.core.launch_plan import DevicePlan, LaunchPlan, names_a_gpu_twice
+from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.modes import mode_problems, refuse_of_processes
 from ddp_runner.core.node_options import node_options
 from ddp_runner.core.placing import ENGINE, engine_options
@@ -42,6 +42,7 @@ from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
 from ddp_runner.core.stopping import time_limit
 from ddp_runner.core.threads import share_of_cores
+from ddp_runner.system.torch_versions import NCCL2, untested
 from ddp_runner.version import VERSION
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def plan_launch(
         notes=(
             *place_notes(own_devices, found=found, cores=cores),
             *_kept_variables(settings, devices, environment),
+            *version_notes(),
             *spare_notes(settings, devices),
             *page_notes(settings),
             *(f"{path} lies under these settings" for path in at_home),
@@ -275,6 +277,11 @@ def _refuse_lacking(settings: Settings) -> None:
         found = f"torch {build.version}" if build else "this torch"
         expected = f"{found} has none, it came with 2.9: take a newer torch, or adamw"
         raise BadInputError("optim.optimizer", "muon", expected)
+    if settings.ddp.backend == "nccl2" and not has_nccl2():
+        build = torch_build()
+        found = f"torch {build.version}" if build else "this torch"
+        expected = f"{found} has no {NCCL2}, it came with 2.14: take a newer torch, or nccl"
+        raise BadInputError("ddp.backend", "nccl2", expected)
 
 
 def asked_settings(arguments: TrainArguments, environment: Mapping[str, str]) -> Settings:
@@ -304,6 +311,13 @@ def _environments() -> ModuleType:
     return environment
 
 
+def version_notes() -> tuple[str, ...]:
+    """A line where the installed torch is newer than all that were tested; it is used."""
+    build = torch_build()
+    said = untested(build.version) if build else ""
+    return (said,) if said else ()
+
+
 def spare_notes(settings: Settings, devices: Sequence[DevicePlan]) -> tuple[str, ...]:
     """What of ``recovery.warm_spare`` is not as its word says."""
     wanted = settings.recovery.warm_spare
@@ -323,7 +337,7 @@ def page_notes(settings: Settings) -> tuple[str, ...]:
 def _planned(settings: Settings, *, found: VisibleGpus, cores: int) -> tuple[DevicePlan, ...]:
     """The devices; a contradiction between settings is reported before a missing GPU is."""
     run = settings.run
-    is_shared = names_a_gpu_twice(run.gpus) and settings.ddp.backend == "nccl"
+    is_shared = names_a_gpu_twice(run.gpus) and settings.ddp.backend in NCCL_BACKENDS
     if (run.gpus and run.device == "cpu") or is_shared or mode_problems(settings):
         check_relations(settings)
     return plan_devices(settings, found=found, cores=cores)

@@ -15,7 +15,7 @@ from ddp_runner.config.run_names import CHECKPOINTS, LOGS
 from ddp_runner.core.batch_sizes import SHARES, cut, global_batch
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.hub import EXPECTED, is_of_hub, lacks_hub, repository_of
-from ddp_runner.core.launch_plan import names_a_gpu_twice
+from ddp_runner.core.launch_plan import NCCL_BACKENDS, names_a_gpu_twice
 from ddp_runner.core.modes import OPTION as MODE
 from ddp_runner.core.modes import mode_problems
 from ddp_runner.core.monitor import AUTO, TRAIN_LOSS, highest_refused
@@ -260,7 +260,7 @@ def device_problems(settings: Settings) -> list[BadInputError]:
     problems = []
     if run.gpus and run.device == "cpu":
         problems.append(BadInputError("--gpus", shown, "contradicts --cpu; give one of them"))
-    if names_a_gpu_twice(run.gpus) and settings.ddp.backend == "nccl":
+    if names_a_gpu_twice(run.gpus) and settings.ddp.backend in NCCL_BACKENDS:
         expected = "must name each GPU once: NCCL refuses two ranks on one; ddp.backend=gloo can"
         problems.append(BadInputError("--gpus", shown, expected))
     may_share = settings.ddp.backend == "gloo"

@@ -34,11 +34,16 @@ def names_a_gpu_twice(gpus: Sequence[int]) -> bool:
     return len(set(gpus)) < len(gpus)
 
 
+NCCL_BACKENDS = ("nccl", "nccl2")  # two classes of torch's for one library
+
+
 def group_backend(settings: Settings, *, is_on_gpu: bool) -> str:
     """The process group's backend; NCCL worlds keep gloo beside it for tensors on the CPU."""
     wanted = settings.ddp.backend
     is_shared = wanted == "auto" and names_a_gpu_twice(settings.run.gpus)
-    return "gloo" if wanted == "gloo" or is_shared or not is_on_gpu else "cpu:gloo,cuda:nccl"
+    if wanted == "gloo" or is_shared or not is_on_gpu:
+        return "gloo"
+    return f"cpu:gloo,cuda:{'nccl2' if wanted == 'nccl2' else 'nccl'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddp_runner.start import PACKAGE_PARENT
+from ddp_runner.system.torch_versions import USE_NCCL2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 # Ranks that must survive a failed collective: the watchdog would kill them.
 _NCCL = {
+    # From torch 2.15 "nccl" is another class, whose abort no GPU has shown yet; this keeps the one that was read.
+    USE_NCCL2: "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",

@@ -1,0 +1,75 @@
+"""What differs between the versions of torch that this package runs on. Imports no torch.
+
+Every place that depends on the version stands in :data:`DIFFERENCES`, with the test that finds it. A test of
+the feature is used wherever one can be made; a comparison of version numbers is used for what people read,
+and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# ``tests/run --torch VERSION`` has run on each of them; benchmarks/RESULTS.md has the table.
+TESTED = ("2.6.0", "2.9.1", "2.13.0", "2.14.1", "2.15.0")
+
+# Which class the backend ``nccl`` is. torch reads it when torch.distributed is imported.
+USE_NCCL2 = "TORCH_DIST_USE_NCCL2"
+NCCL2 = "ProcessGroupNCCL2"  # what it is called in torch/distributed/distributed_c10d.py, where there is one
+LEGACY = "ProcessGroupNCCL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One difference. ``since`` is the first version that has it; ``test`` is how the code finds it, and ``place`` where."""
+
+    since: str
+    what: str
+    test: str
+    place: str
+
+
+DIFFERENCES = (
+    Difference(
+        since="2.9",
+        what="torch.optim.Muon exists",
+        test="torch.optim has the name; without torch: the file torch/optim/_muon.py",
+        place="training/components/optimizer.py, cli/train.py",
+    ),
+    Difference(
+        since="2.14",
+        what="ProcessGroupNCCL2 exists: as backend nccl2, and as nccl where TORCH_DIST_USE_NCCL2=1",
+        test="torch/distributed/distributed_c10d.py has the name",
+        place="cli/machine.py, cli/train.py, cli/doctor.py",
+    ),
+    Difference(
+        since="2.15",
+        what="the backend nccl is ProcessGroupNCCL2, unless TORCH_DIST_USE_NCCL2=0",
+        test="none is needed: the variable is 0 in every run, which older versions ignore",
+        place="supervisor/processes/environment.py",
+    ),
+)
+
+
+def untested(version: str) -> str:
+    """One line about a torch that is newer than every one that was tested; else empty."""
+    newest = TESTED[-1]
+    if _numbers(version) <= _numbers(newest):
+        return ""
+    return f"torch {version} is newer than {newest}, the newest that this package was tested with"
+
+
+def nccl_class(environment: Mapping[str, str], *, has_nccl2: bool) -> str:
+    """The class that the backend ``nccl`` is in a run which is started in ``environment``."""
+    is_new = has_nccl2 and environment.get(USE_NCCL2, "0") != "0"
+    return NCCL2 if is_new else LEGACY
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """``2.15.0+cu132`` -> ``(2, 15)``: a patch release changes nothing that is known here."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
