@@ -47,7 +47,7 @@ def wrap(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, find_unused_parameters=True, init_sync=False)
 
 
-def form_anew(store: TCPStore, number: int, rank: int, world: int) -> None:
+def form_new(store: TCPStore, number: int, rank: int, world: int) -> None:
     """The group of a new generation over keys of its own."""
     dist.init_process_group(
         "gloo", store=PrefixStore(f"g{number}", store), rank=rank, world_size=world, timeout=TIMEOUT
@@ -88,7 +88,7 @@ def run_rank(rank: int, world: int, port: int, megabytes: int, rounds: int) -> N
                 )
                 reconfigure(store, base, rank, world)
             else:
-                form_anew(store, base, rank, world)
+                form_new(store, base, rank, world)
             replica = wrap(model)
             step(replica, batch)
             step(replica, batch)
@@ -104,7 +104,7 @@ def run_rank(rank: int, world: int, port: int, megabytes: int, rounds: int) -> N
                 if way == "same":
                     reconfigure(store, number, rank, world)
                 else:
-                    form_anew(store, number, rank, world)
+                    form_new(store, number, rank, world)
                     replica = wrap(model)
                 step(replica, batch)
                 taken[way].append(time.perf_counter() - began_s)

@@ -158,7 +158,7 @@ def test_a_broken_active_environment_is_named(checkout, tmp_path):
 
 
 def test_an_activated_conda_environment_counts_as_active(checkout, monkeypatch):
-    """Conda's interpreter is its own base, so CONDA_PREFIX tells that the user chose it."""
+    """Conda's interpreter is its own base, so CONDA_PREFIX says that the user chose it."""
     complete_venv(checkout)
     repository = environment.Repository(checkout.root, extra="")
     monkeypatch.delenv("DDP_RUNNER_PYTHON", raising=False)

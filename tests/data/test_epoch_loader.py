@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 
@@ -66,6 +67,27 @@ def test_a_shuffled_epoch_has_each_sample_once(drop_last):
     loader.set_epoch(0)
     assert indices(loader) == first
     assert indices(SafeDataLoader(Numbers(), 5, shuffle=True, seed=8)) != first
+
+
+@pytest.fixture
+def forkserver():
+    """Python's default method of starting processes from 3.14 on."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_workers_are_forked_whatever_python_starts_processes_by():
+    """A dataset that cannot be pickled is loaded by workers, as under Python's older default."""
+
+    class Unpicklable(Numbers):
+        hook = staticmethod(lambda sample: sample)
+
+    expected = indices(SafeDataLoader(Unpicklable(), batch_size=4))
+    with SafeDataLoader(Unpicklable(), batch_size=4, num_workers=2) as loader:
+        assert indices(loader) == expected
 
 
 def test_workers_change_neither_order_nor_random_numbers():
