@@ -19,6 +19,7 @@ from ddp_runner.config import (
     from_flat,
     from_record,
     init_from_path,
+    is_usual,
     refuse_for_loops,
     refuse_without_supervisor,
     resolve,
@@ -27,9 +28,11 @@ from ddp_runner.config import (
     to_yaml,
 )
 from ddp_runner.config.fields import find_key, known_fields
+from ddp_runner.config.presets import RECIPES
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.settings import Settings
 
+_DEVICES = ("cpu", "gpu")
 MODES = "one of auto, single, data_parallel, distributed"
 
 
@@ -56,7 +59,7 @@ def test_each_source_overrides_the_one_before_it(tmp_path):
     )
     data = resolved.settings.data
     assert (data.batch_size, data.num_workers, data.prefetch_factor) == (3, 4, 5)
-    assert resolved.settings.model.hidden_size == PRESETS["cpu"]["model.hidden_size"]
+    assert resolved.settings.model.hidden_size == RECIPES["cpu"]["bytes"]["model.hidden_size"]
     assert [
         resolved.origin[key]
         for key in (
@@ -69,7 +72,56 @@ def test_each_source_overrides_the_one_before_it(tmp_path):
     ] == ["default", "preset", "file", "environment", "command line"]
 
 
-def test_the_cpu_preset_is_the_one_whose_figures_are_published():
+def test_a_users_task_has_one_recipe_on_all_devices():
+    """What a device changes are waits and who loads data, nothing that a task would learn otherwise by."""
+    asked = [("--task", "m:T")]
+    on_cpu, on_gpu = (to_record(resolve(preset=p, command_line=asked).settings) for p in _DEVICES)
+    differing = {
+        f"{section}.{key}"
+        for section, values in on_cpu.items()
+        for key, value in values.items()
+        if value != on_gpu[section][key]
+    }
+    waits = {key for key in differing if key.startswith("recovery.") and key.endswith("_s")}
+    assert differing - waits == {"data.num_workers", "optim.precision"}
+
+
+def test_a_recipe_lies_below_whatever_is_set(tmp_path):
+    """A built-in task's own values give way to every source, and are of no other task."""
+    file = written(tmp_path, "learning_rate: 0.5\n")
+    resolved = resolve(preset="cpu", files=[file], command_line=[("batch_size", "9")])
+    optim, data = resolved.settings.optim, resolved.settings.data
+    assert (optim.learning_rate, optim.beta2, data.batch_size) == (0.5, 0.98, 9)
+    other = resolve(preset="cpu", command_line=[("--task", "synthetic")]).settings
+    assert (other.optim.beta2, other.log.evaluate_batches) == (0.98, 0)
+
+
+@pytest.mark.parametrize("preset", ["gpu", "cpu", "cpu_test"])
+@pytest.mark.parametrize("task", ["bytes", "synthetic", "my.py"])
+def test_only_what_was_set_is_listed_of_a_run(preset, task):
+    """Neither what devices or a built-in task make of a setting, nor the folders that follow from a name."""
+    is_test = [("--test", "true")] if preset.endswith("_test") else []
+    asked = [("--task", task), ("batch_size", "7"), ("device", "cpu"), *is_test]
+    settings = resolve(preset=preset, command_line=asked).settings
+    assert [key for key in _set(settings) if key not in ("run.task", "run.test")] == [
+        "run.device",
+        "data.batch_size",
+    ]
+    named = resolve(preset=preset, command_line=[*asked, ("--name", "other")]).settings
+    assert "run.name" in _set(named)
+    assert "run.log_dir" not in _set(named)
+
+
+def _set(settings):
+    flat = {
+        f"{section}.{key}": value
+        for section, values in to_record(settings).items()
+        for key, value in values.items()
+    }
+    return [key for key in flat if not is_usual(key, flat)]
+
+
+def test_the_recipe_of_bytes_is_the_one_whose_figures_are_published():
     """The default run on a CPU: its length, batch and rate were measured together."""
     settings = resolve(preset="cpu").settings
     model, optim, log = settings.model, settings.optim, settings.log

@@ -9,7 +9,6 @@ from ddp_runner import config
 from ddp_runner.checkpoint.manifest import best_of, stage_name
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.secrets import HIDDEN, holds_secret
-from ddp_runner.core.settings import Settings
 from ddp_runner.observe.format import byte_size, count
 
 if TYPE_CHECKING:
@@ -82,19 +81,17 @@ def _best_so_far(manifest: Manifest) -> dict[str, object] | None:
 
 
 def changed_settings(manifest: Manifest) -> dict[str, object]:
-    """The settings that differ from the defaults, by dotted name; empty where a file does not say."""
+    """The settings that somebody has set, by dotted name; empty where a file does not say."""
     given = manifest.about.get("settings")
     if not isinstance(given, dict):
         return {}
-    usual = config.record_to_show(Settings())
-    found: dict[str, object] = {}
-    for section, values in given.items():
-        defaults = usual.get(section, {})
-        if isinstance(values, dict) and isinstance(defaults, dict):
-            for name, value in values.items():
-                if name not in defaults or defaults[name] != value:
-                    found[f"{section}.{name}"] = value
-    return found
+    found = {
+        f"{section}.{name}": value
+        for section, values in given.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+    return {key: value for key, value in found.items() if not config.is_usual(key, found)}
 
 
 def task_facts(manifest: Manifest) -> dict[str, object]:

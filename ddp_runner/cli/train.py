@@ -36,7 +36,7 @@ from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.injection import parse_injection
 from ddp_runner.core.launch_plan import NCCL_BACKENDS, DevicePlan, LaunchPlan, names_a_gpu_twice
 from ddp_runner.core.modes import mode_problems, refuse_of_processes
-from ddp_runner.core.node_options import node_options
+from ddp_runner.core.node_options import node_options, unused_on_one_machine
 from ddp_runner.core.placing import ENGINE, engine_options
 from ddp_runner.core.plain_rank import plain_rank, what_is_ignored
 from ddp_runner.core.secrets import masked_words
@@ -89,9 +89,6 @@ def _on_machines(arguments: TrainArguments, words: Sequence[str], ahead: ZygoteA
         refuse_of_processes(plan.settings, world_size=rank.world_size)
         outside = _rank_module()
         return int(outside.main(plan, rank, cores=core_count()))
-    ignored = what_is_ignored(os.environ)
-    if ignored:
-        plan = replace(plan, notes=(ignored, *plan.notes))
     allow_open_files(plan.world_size)
     if plan.nodes is not None:
         from ddp_runner.cli.nodes import train_on_several  # noqa: PLC0415 - as below
@@ -247,6 +244,7 @@ def plan_launch(
         stages=stages if settings.stages else (),
         written=resolved.settings if settings.stages else None,
         notes=(
+            *(() if is_rank else _of_environment(environment, is_alone=several is None)),
             *place_notes(own_devices, found=found, cores=cores),
             *_kept_variables(settings, devices, environment),
             *version_notes(),
@@ -268,6 +266,12 @@ def with_nproc(
     if not found or names & {"nproc_per_node", "nproc", "num_processes", "num_gpus"}:
         return assignments
     return (("run.nproc_per_node", "auto" if found == "gpu" else found), *assignments)
+
+
+def _of_environment(environment: Mapping[str, str], *, is_alone: bool) -> tuple[str, ...]:
+    """What a launcher's variables, which a shell may have from elsewhere, mean here: a line each."""
+    unused = unused_on_one_machine(environment) if is_alone else ""
+    return tuple(line for line in (what_is_ignored(environment), unused) if line)
 
 
 def _refuse_lacking(settings: Settings) -> None:

@@ -9,7 +9,7 @@ from ddp_runner.cli.options import GROUPS, Option
 from ddp_runner.config.fields import FieldSpec, known_fields
 from ddp_runner.config.identity import ON_RESUME, OnResume
 from ddp_runner.config.meanings import meanings
-from ddp_runner.config.presets import PRESETS
+from ddp_runner.config.presets import PRESETS, RECIPES
 from ddp_runner.core.injection import PHASES, InjectKind
 from ddp_runner.start import COMMAND
 
@@ -156,17 +156,23 @@ def default_of(option: Option) -> str:
 
 
 def shown_default(spec: FieldSpec) -> str:
-    """The default and what the presets make of it, as people write them."""
-    return f"{_shown(spec.default)}{_by_device(spec)}"
+    """The default, and what presets and the recipes of built-in tasks make of it, as people write them."""
+    found = f"{_shown(spec.default)}"
+    for preset, where in (("gpu", "on GPUs"), ("cpu", "on the CPU")):
+        if PRESETS[preset].get(spec.key, spec.default) != spec.default:
+            found += f"; {where} {_shown(PRESETS[preset][spec.key])}"
+        for value, tasks in _by_recipe(spec, preset).items():
+            found += f"; {where} {_shown(value)} for {' and '.join(tasks)}"
+    return found
 
 
-def _by_device(spec: FieldSpec) -> str:
-    """What the presets make of it."""
-    return "".join(
-        f"; {where} {_shown(PRESETS[preset][spec.key])}"
-        for preset, where in (("gpu", "on GPUs"), ("cpu", "on the CPU"))
-        if PRESETS[preset].get(spec.key, spec.default) != spec.default
-    )
+def _by_recipe(spec: FieldSpec, preset: str) -> dict[object, list[str]]:
+    """The built-in tasks that have another default, by what it is."""
+    found: dict[object, list[str]] = {}
+    for task, recipe in RECIPES.get(preset, {}).items():
+        if recipe.get(spec.key, spec.default) != spec.default:
+            found.setdefault(recipe[spec.key], []).append(task)
+    return found
 
 
 def _shown(value: object) -> str:

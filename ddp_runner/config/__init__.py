@@ -30,6 +30,7 @@ from ddp_runner.config.relations import (
 )
 from ddp_runner.config.unread import unread_warning
 from ddp_runner.config.user_files import home_files, preset_file
+from ddp_runner.config.usual import is_usual
 from ddp_runner.config.ways_on import own_folder, ways_on, ways_on_with_data
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "home_files",
     "init_from_path",
     "is_described",
+    "is_usual",
     "own_folder",
     "preset_file",
     "read_yaml",

@@ -21,7 +21,7 @@ from ddp_runner.config.fields import (
     whose_value,
 )
 from ddp_runner.config.foreign_values import in_our_values, note_on
-from ddp_runner.config.presets import PRESETS
+from ddp_runner.config.presets import PRESETS, recipe_of
 from ddp_runner.config.run_names import name_the_run
 from ddp_runner.config.sources import (
     Assignment,
@@ -87,7 +87,7 @@ def resolve(
     command_line: Mapping[str, object] | Sequence[tuple[str, str]] = (),
     preset: str | None = None,
 ) -> Resolved:
-    """Lay preset, files (in order), environment and command line over the defaults.
+    """Lay a built-in task's recipe, preset, files (in order), environment and command line over the defaults.
 
     Reads the files and nothing else. Raises BadInputError, or SettingsError when several values
     are wrong. Relations between settings are checked by :func:`check_relations`.
@@ -99,17 +99,21 @@ def resolve(
     for path in files:
         below.extend(from_file(path))
     above = [*from_environment(environment), *from_command_line(command_line)]
-    return _resolved(below, above)
+    return _resolved(below, above, preset=preset)
 
 
-def _resolved(below: Sequence[Assignment], above: Sequence[Assignment]) -> Resolved:
+def _resolved(
+    below: Sequence[Assignment], above: Sequence[Assignment], *, preset: str | None
+) -> Resolved:
     """What a stage has of its own lies between the two."""
     stages = given_stages([*below, *above])
     below, above = without_stages(below), without_stages(above)
-    whole = _laid([*below, *above])
+    whole = _laid([*below, *above], preset=preset)
     if not stages:
         return whole
-    laid = [_laid([*below, *stage.assignments, *above], stage=stage) for stage in stages]
+    laid = [
+        _laid([*below, *stage.assignments, *above], preset=preset, stage=stage) for stage in stages
+    ]
     run = laid[0].settings.run  # without a name it is called as the first task
     found = [
         replace(one, settings=in_stage(one.settings, stages, number, of_run=run))
@@ -129,11 +133,13 @@ def _resolved(below: Sequence[Assignment], above: Sequence[Assignment]) -> Resol
     )
 
 
-def _laid(assignments: Sequence[Assignment], *, stage: GivenStage | None = None) -> Resolved:
+def _laid(
+    assignments: Sequence[Assignment], *, preset: str | None, stage: GivenStage | None = None
+) -> Resolved:
     values, origin = _merge(assignments)
+    _lay_recipe(values, origin, preset=preset)
     if stage is not None:
         end_by_its_own(stage, values, origin)
-    _give_way_to_epochs(values, origin)
     name_the_run(values, origin)
     return Resolved(
         settings=build_settings(values),
@@ -152,8 +158,9 @@ def from_flat(config: Mapping[str, object], *, preset: str | None = None) -> Set
     )
     given = list(from_mapping(config, prefix="", origin="command line"))
     if any(one.name == STAGES for one in given):
-        return _resolved([*below, *given], ()).settings
+        return _resolved([*below, *given], (), preset=preset).settings
     values, origin = _merge([*below, *given])
+    _lay_recipe(values, origin, preset=preset)
     name_the_run(values, origin)
     return build_settings(values)
 
@@ -233,16 +240,18 @@ def _is_json(value: object) -> bool:
     return value is None or isinstance(value, (str, int))
 
 
-def _give_way_to_epochs(values: dict[str, object], origin: dict[str, Origin]) -> None:
-    """A preset's step count, which wins over epochs, is for runs whose length nobody chose.
+def _lay_recipe(
+    values: dict[str, object], origin: dict[str, Origin], *, preset: str | None
+) -> None:
+    """Fill in what the built-in task states, where nobody has said anything.
 
-    Asking for epochs chooses a length; so does a task of one's own, for which it was not tuned.
+    Its step count, which wins over epochs, gives way to whoever asks for epochs.
     """
-    if origin["run.max_steps"] != "preset":
-        return
-    own_task = values.get("run.task", BUILT_IN_TASKS[0]) not in BUILT_IN_TASKS
-    if own_task or origin["run.epochs"] not in ("default", "preset"):
-        values["run.max_steps"] = 0
+    task = str(values.get("run.task", BUILT_IN_TASKS[0]))
+    for key, value in recipe_of(task, preset=preset).items():
+        is_chosen = key == "run.max_steps" and origin["run.epochs"] != "default"
+        if origin[key] == "default" and not is_chosen:
+            values[key], origin[key] = value, "preset"
 
 
 @cache

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 LOGS = "logs"  # of all runs; each has a folder of its own below
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"  # in LOGS: points to the newest run's folder
-_TEST = "test"  # what every --test is called: it begins afresh, whatever is there
+TEST = "test"  # what every --test is called: it begins afresh, whatever is there
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
-_FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
+FOLDERS = (("run.log_dir", LOGS), ("run.checkpoint_dir", CHECKPOINTS))
 _STRENGTH: Mapping[Origin, int] = {
     "default": 0,
     "preset": 1,
@@ -45,7 +45,7 @@ def name_of_task(task: str) -> str:
     if word in ("__main__", HANDED_OVER):
         word = own
     name = _UNSAFE.sub("_", word).strip("._-")[:100] or "task"
-    return f"{name}_task" if name in (_TEST, LATEST) else name
+    return f"{name}_task" if name in (TEST, LATEST) else name
 
 
 def is_name(text: str) -> bool:
@@ -56,7 +56,7 @@ def is_name(text: str) -> bool:
 def has_folders_of_its_name(run: RunSettings) -> bool:
     """Whether the run's files are where its name says, and another name would move them."""
     folders = {"run.log_dir": run.log_dir, "run.checkpoint_dir": run.checkpoint_dir}
-    return all(PurePath(folders[key]) == PurePath(root, run.name) for key, root in _FOLDERS)
+    return all(PurePath(folders[key]) == PurePath(root, run.name) for key, root in FOLDERS)
 
 
 def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
@@ -71,11 +71,11 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
         _check(str(values["run.name"]), is_test=is_test)
     keeps_apart = is_test and origin["run.name"] != "command line"
     if keeps_apart:
-        values["run.name"] = _TEST
+        values["run.name"] = TEST
     elif not asked:
         values["run.name"] = name_of_task(str(values.get("run.task", BUILT_IN_TASKS[0])))
     name = str(values["run.name"])
-    for key, root in _FOLDERS:
+    for key, root in FOLDERS:
         folder = PurePath(str(values.get(key, known_fields()[key].default)))
         if origin[key] == "command line":
             continue
@@ -84,8 +84,8 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
         is_later = _STRENGTH[origin["run.name"]] > _STRENGTH[origin[key]]
         if origin[key] in ("default", "preset") or (is_of_a_name and is_later):
             values[key] = str(PurePath(root, name))
-        elif keeps_apart and folder.name != _TEST:
-            values[key] = str(folder / _TEST)
+        elif keeps_apart and folder.name != TEST:
+            values[key] = str(folder / TEST)
         else:
             continue
         origin[key] = "preset"
@@ -95,7 +95,7 @@ def name_the_run(values: dict[str, object], origin: dict[str, Origin]) -> None:
 
 def _check(name: str, *, is_test: bool) -> None:
     shown = name or "''"
-    if name == LATEST or (name == _TEST and not is_test):
+    if name == LATEST or (name == TEST and not is_test):
         whose = "the newest run" if name == LATEST else "--test"
         raise BadInputError("--name", name, f"is taken by {whose}; give another name")
     if not is_name(name):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddp_runner.config.fields import known_fields
+from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.config.identity import MODEL_OF_TASK
-from ddp_runner.config.presets import PRESETS
+from ddp_runner.config.usual import is_usual
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,5 +46,6 @@ def _is_chosen(key: str, settings: Settings, origins: Mapping[str, str]) -> bool
     if origin != "file":
         return origin in ("environment", "command line")
     section, _, name = key.partition(".")
-    usual = [known_fields()[key].default, *(preset.get(key) for preset in PRESETS.values())]
-    return getattr(getattr(settings, section), name) not in usual
+    value = getattr(getattr(settings, section), name)
+    tasks = (settings.run.task, *BUILT_IN_TASKS)  # that run may have been another task's
+    return not any(is_usual(key, {"run.task": task, key: value}) for task in tasks)

@@ -62,7 +62,8 @@ def node_options(options: Mapping[str, str], environment: Mapping[str, str]) -> 
     """
     asked = _Asked(options, environment)
     least, most = asked.range_of_nodes()
-    asked.refuse_backend()
+    if most > 1 or "--rdzv-backend" in options:
+        asked.refuse_backend()
     if most == 1:
         asked.refuse_alone()
         return None
@@ -80,6 +81,16 @@ def node_options(options: Mapping[str, str], environment: Mapping[str, str]) -> 
         last_call_s=conf.last_call_s,
         local_addr=asked.text("--local-addr")[1],
     )
+
+
+def unused_on_one_machine(environment: Mapping[str, str]) -> str:
+    """A line for people that names the variables of torchrun's options that this run does not use; else empty."""
+    names = (name for name in environment if name.startswith("PET_") and name != "PET_NNODES")
+    found = sorted(names)
+    if not found:
+        return ""
+    has = "is" if len(found) == 1 else "are"
+    return f"{', '.join(found)} of the environment {has} not used: this run is on one machine"
 
 
 def endpoint_of(text: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from ddp_runner.core.faults import BadInputError
 PLAIN_RANK = "DDP_RUNNER_PLAIN_RANK"
 # Of a launcher that starts a process a rank; one that starts a process a machine sets neither.
 _MARKS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-_OF_NODES = ("PET_NNODES", "NNODES")  # how many machines there are (core/node_options.py)
+_OF_RANK = ("RANK", "WORLD_SIZE")
 _PORT_MAX = 65_535
 
 
@@ -28,8 +28,7 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
     """The rank that this process is; None where it spawns its ranks itself.
 
     Kubernetes' PyTorchJob and TrainJob set RANK and WORLD_SIZE for each *pod*, beside PET_NNODES, so
-    those two alone say nothing. Raises BadInputError for what cannot be, and where nothing says
-    whether it is a rank or a machine.
+    those two alone say nothing: a shell may have them from elsewhere. Raises BadInputError for what cannot be.
     """
     has_both = "RANK" in environment and "WORLD_SIZE" in environment
     asked = environment.get(PLAIN_RANK, "")
@@ -40,18 +39,17 @@ def plain_rank(environment: Mapping[str, str]) -> PlainRank | None:
     is_marked = has_both and any(name in environment for name in _MARKS)
     if asked == "1" or (is_marked and asked != "0"):
         return _checked(environment)
-    if asked != "0":
-        _refuse_several_machines(environment)
     return None
 
 
 def what_is_ignored(environment: Mapping[str, str]) -> str:
-    """A line for people where RANK and WORLD_SIZE are set and mean no rank; else empty."""
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    """A line for people where RANK or WORLD_SIZE are set and mean no rank; else empty."""
+    found = [f"{name}={environment[name]}" for name in _OF_RANK if name in environment]
+    if not found:
         return ""
     return (
-        "RANK and WORLD_SIZE are set without LOCAL_RANK: this process is not taken for one rank, "
-        f"and starts its ranks itself ({PLAIN_RANK}=1 makes it one)"
+        f"{' and '.join(found)} of the environment {'is' if len(found) == 1 else 'are'} not used: this command "
+        f"starts its ranks itself ({PLAIN_RANK}=1 makes it one rank, NNODES one of several machines)"
     )
 
 
@@ -98,16 +96,3 @@ def _whole(
             "started here",
         )
     return int(text)
-
-
-def _refuse_several_machines(environment: Mapping[str, str]) -> None:
-    """A pod of several would train alone, and write where the others write."""
-    text = environment.get("WORLD_SIZE", "") if "RANK" in environment else ""
-    if text in ("", "1") or any(environment.get(name) for name in _OF_NODES):
-        return
-    raise BadInputError(
-        "WORLD_SIZE",
-        text,
-        "says nothing of machines: set NNODES (or --nnodes) where a process a machine is started, "
-        f"and LOCAL_RANK or {PLAIN_RANK}=1 where this process is one rank",
-    )

@@ -1,7 +1,7 @@
 """Every setting of a run: name, type, legal range, default and meaning, in one place. Reads nothing.
 
-The defaults here are those of a GPU run; ``config`` lays the CPU or smoke-test preset, files,
-environment and command line over them, and checks how settings fit together. ``None`` means
+The defaults here are those of every task on every device; ``config`` lays what a built-in task or a device
+has of its own, files, environment and command line over them, and checks how settings fit together. ``None`` means
 "off", never "default". The text below each field is its meaning: ``--help-settings`` and the
 documentation show it as it stands.
 """

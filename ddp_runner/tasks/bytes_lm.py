@@ -39,7 +39,7 @@ class BytesTask:
     """``--task bytes``: the text of ``data.path``, or the interpreter's standard library.
 
     ``model.vocab_size`` and ``model.dataset_size`` are not read: the vocabulary is the 256 bytes,
-    and the data is as large as it is.
+    and the data is as large as it is. Its own defaults are the recipe of ``bytes`` in ``config.presets``.
     """
 
     takes_settings = True

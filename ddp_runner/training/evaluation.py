@@ -193,6 +193,7 @@ class Validation:
         slot.stamp(Phase.EVALUATE, began_ns)
         state.side.look()
         figures: dict[str, float] = {}
+        samples = 0
         stop: StopReason | None = None
         with (
             parts.compiler.aside(),
@@ -204,13 +205,14 @@ class Validation:
                 if evaluation.loss is None:
                     break
                 figures |= self._figures(name, evaluation, loss=evaluation.loss)
+                samples += evaluation.samples
         # What is saved, and compared at the end, is what the steps made.
         state.drop_evaluation()
         slot.add(Cell.EVALUATION_NS, time.monotonic_ns() - began_ns)
         if stop is not None:
             return stop
         state.figures = figures
-        self._report(time.monotonic_ns() - began_ns)
+        self._report(time.monotonic_ns() - began_ns, samples=samples)
         return None
 
     def _evaluate_one(self, name: str, replica: Replica) -> Evaluation:
@@ -249,11 +251,14 @@ class Validation:
         if self._group.rank == 0:
             self._parts.runtime.logger.warning(text)
 
-    def _report(self, took_ns: int) -> None:
+    def _report(self, took_ns: int, *, samples: int) -> None:
         if self._group.rank != 0:
             return
         runtime, step = self._parts.runtime, self._parts.state.committed_step
         figures = self._parts.state.figures
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        runtime.logger.info(f"evaluated: {shown}  ({took_ns / 1e9:.1f} s)", step=step)
+        there = sum(self._parts.workload.validation_samples.values())
+        part = f"  of {samples:,} of {there:,} samples" if samples < there else ""
+        at = f"at step {step:,}  ({took_ns / 1e9:.1f} s)"
+        runtime.logger.info(f"evaluated: {shown}{part}  {at}", step=step)
         runtime.report(Metrics(rank=runtime.rank_info.rank, step=step, values=dict(figures)))

@@ -439,7 +439,7 @@ class Saving:
         self._progress.checkpoint_step = step
         of_it = f", {compare_s:.2f} s of it to compare the ranks" if compare_s >= 0.005 else ""
         self._runtime.logger.info(
-            f"saved {saved.path} ({saved.blocked_s:.2f} s, training waited {waited_s:.2f} s{of_it})",
+            f"saved {saved.path} (step {step:,}; {saved.blocked_s:.2f} s, training waited {waited_s:.2f} s{of_it})",
             step=step,
         )
         for note in saved.notes:

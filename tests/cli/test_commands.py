@@ -498,11 +498,10 @@ def test_the_doctor_warns_of_little_room(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        ({}, "WORLD_SIZE=2: says nothing of machines: set NNODES (or --nnodes) where a process a "),
         ({"LOCAL_RANK": "0"}, "MASTER_ADDR: must be set with WORLD_SIZE above 1: "),
         ({"LOCAL_RANK": "0", "RANK": "2"}, "RANK=2: must be below WORLD_SIZE=2"),
     ],
-    ids=["one of several pods", "no store", "one too many"],
+    ids=["no store", "one too many"],
 )
 def test_a_rank_that_cannot_be_is_refused_before_anything_is_touched(tmp_path, environment, line):
     """In one line, at once: an outside launcher would start it again and again."""
@@ -512,3 +511,14 @@ def test_a_rank_that_cannot_be_is_refused_before_anything_is_touched(tmp_path, e
     (said,) = answer.stderr.splitlines()
     assert said.startswith(f"ddp_runner: error: {line}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_variables_of_a_launcher_in_the_shell_are_said_not_refused(tmp_path):
+    """One line for each kind; the run is planned as without them."""
+    found = {"RANK": "0", "WORLD_SIZE": "2", "PET_RDZV_BACKEND": "etcd", "PET_NPROC_PER_NODE": "x"}
+    words = ("--cpu", "-n", "1", "--dry-run", "--task", "synthetic", "--max-steps", "2")
+    answer = command(*words, cwd=tmp_path, **found)
+    assert answer.returncode == 0, answer
+    said = answer.stdout + answer.stderr
+    assert said.count("RANK=0 and WORLD_SIZE=2 of the environment are not used: ") == 1
+    assert said.count("PET_NPROC_PER_NODE, PET_RDZV_BACKEND of the environment are not used") == 1

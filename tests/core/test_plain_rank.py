@@ -40,6 +40,7 @@ def test_who_is_one_rank(environment, expected):
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
         {"WORLD_SIZE": "8"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
         {"LOCAL_RANK": "1"},
         {**OF_FOUR, "LOCAL_RANK": "1", "DDP_RUNNER_PLAIN_RANK": "0"},
         {**POD, "DDP_RUNNER_PLAIN_RANK": "0"},
@@ -56,10 +57,6 @@ def test_who_starts_ranks_itself(environment):
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        (
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            "WORLD_SIZE=2: says nothing of machines: set NNODES (or --nnodes) where a process a",
-        ),
         ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x: must be a whole number, 0"),
         ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=-1: must be a whole number"),
         ({"RANK": "", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='': must be a whole number"),
@@ -91,4 +88,5 @@ def test_what_cannot_be_is_one_line(environment, line):
 def test_variables_that_mean_no_rank_here_are_mentioned():
     """People should know that they have been seen, and how to have them mean something."""
     assert "DDP_RUNNER_PLAIN_RANK=1" in what_is_ignored({"RANK": "0", "WORLD_SIZE": "1"})
-    assert what_is_ignored({"WORLD_SIZE": "1"}) == ""
+    assert what_is_ignored({"WORLD_SIZE": "8"}).startswith("WORLD_SIZE=8 of the environment is not")
+    assert what_is_ignored({"LOCAL_RANK": "1"}) == ""

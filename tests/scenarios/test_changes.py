@@ -9,7 +9,7 @@ import pytest
 from tests.scenarios.harness import Run
 from tests.scenarios.test_outside import TORCHRUN
 
-QUICK = ("-b", 8, "num_workers=0", "task.pace_s=0", "warmup_steps=4")
+QUICK = ("-b", 8, "num_workers=0", "task.pace_s=0", "warmup_steps=4", "learning_rate=6e-3")
 RATE = "optim.learning_rate 0.006 -> 0.001 at step 12"
 AVERAGE = "optim.ema_decay 0.9 -> none at step 12: the file's average (EMA) is dropped"
 LONGER = "end of the schedule 12 -> 24 at step 12"

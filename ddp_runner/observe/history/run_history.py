@@ -13,6 +13,7 @@ import yaml
 
 from ddp_runner.config.fields import STAGES, known_fields
 from ddp_runner.config.stage_list import own_settings
+from ddp_runner.config.usual import is_usual
 from ddp_runner.core.lifecycle import RunState
 from ddp_runner.core.secrets import masked
 from ddp_runner.observe.history.fault_rows import FaultRow, FaultRows
@@ -63,7 +64,7 @@ class RunStanding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingRow:
-    """A setting of the run, and whether it differs from its default."""
+    """A setting of the run, and whether somebody has set it to what it is not by itself."""
 
     key: str
     value: object
@@ -117,7 +118,7 @@ class RunHistory:
         self.state = self._state()
 
     def settings(self) -> list[SettingRow]:
-        """Those of the newest launch; what differs from the defaults first.
+        """Those of the newest launch; what somebody has set first.
 
         What a stage has of its own stands as ``stages.NAME.section.name``, without its secrets.
         """
@@ -127,11 +128,13 @@ class RunHistory:
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return []
         rows: list[SettingRow] = []
+        found: dict[str, object] = {}
         for section, values in sections.items() if isinstance(sections, dict) else ():
             if section == STAGES:
                 rows += _stage_rows(values)
             for name, value in values.items() if isinstance(values, dict) else ():
-                rows.append(_row(f"{section}.{name}", value))
+                found[f"{section}.{name}"] = value
+        rows += [_row(key, found) for key in found]
         return sorted(rows, key=lambda row: (not row.differs, row.key))
 
     def checkpoint_folder(self) -> Path | None:
@@ -227,14 +230,16 @@ def _stage_rows(entries: object) -> Iterator[SettingRow]:
         yield SettingRow(key=STAGES, value=tuple(names), default=None, differs=True)
     for name, own in stages:
         for key, value in own.items():
-            yield _row(key, masked(value, key), below=f"{STAGES}.{name}.")
+            yield _row(key, {key: masked(value, key)}, below=f"{STAGES}.{name}.")
 
 
-def _row(key: str, value: object, *, below: str = "") -> SettingRow:
-    spec = known_fields().get(key)
-    default = None if spec is None else spec.default
+def _row(key: str, values: Mapping[str, object], *, below: str = "") -> SettingRow:
+    """``values``: of the run, by dotted key: what is usual depends on its task."""
+    spec, value = known_fields().get(key), values[key]
     shown = tuple(value) if isinstance(value, list) else value
-    return SettingRow(key=f"{below}{key}", value=shown, default=default, differs=shown != default)
+    differs = not is_usual(key, values)
+    default = shown if not differs else None if spec is None else spec.default
+    return SettingRow(key=f"{below}{key}", value=shown, default=default, differs=differs)
 
 
 def modified_s(path: Path) -> float:
