@@ -56,6 +56,8 @@ class Hello:
     newest_run_id: str = ""
     # What it runs: digests of files by name, and versions of packages.
     code: dict[str, str] = field(default_factory=dict)
+    # Settings that hold for all machines and were asked for here, or are of an earlier Welcome.
+    asked: dict[str, Any] = field(default_factory=dict)
     parked: Parked | None = None
 
 
@@ -98,6 +100,7 @@ class Welcome:
     term: str  # the coordinator's, of which there is one at a time
     silent_s: float  # after which each of the two takes the other for lost
     keeps_parked: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,7 @@ def test_a_number_that_a_silent_machine_holds_is_waited_for(nodes, one_machine):
     first.wait_for_step(8)
     second.signal(signal.SIGSTOP)
     other = nodes.start(2, SLOW, "--node-rank", 1, gives_number=False)
-    poll(lambda: "not ready: node 1 is there already" in other.console, what="a refusal for now")
+    poll(lambda: "not ready: --node-rank=1: node 1 is there already" in other.console, what="a refusal for now")
     poll(lambda: "this is node 1" in other.console, what="the number")
     second.signal(signal.SIGKILL)
     assert (first.wait(), other.wait()) == (0, 0), first.console + other.console

@@ -28,6 +28,10 @@ class Meeting:
     silent_s: float
     code: Mapping[str, str] = field(default_factory=dict)  # digests of files by name, and versions
     allows_different_code: bool = False
+    shared: Mapping[str, object] = field(
+        default_factory=dict
+    )  # settings that hold for all machines
+    asked: Mapping[str, object] = field(default_factory=dict)  # of those, what was asked for here
 
 
 def why_not(hello: Hello, mine: Meeting) -> Refused | None:
@@ -52,8 +56,9 @@ def why_not(hello: Hello, mine: Meeting) -> Refused | None:
             value=str(hello.ranks),
             expected=f"the coordinator has {mine.ranks} ranks: all nodes need the same number",
         )
-    for key in sorted({*mine.meaning, *hello.meaning}):
-        their_value, our_value = hello.meaning.get(key), mine.meaning.get(key)
+    theirs_of_all, ours_of_all = {**hello.asked, **hello.meaning}, {**mine.shared, **mine.meaning}
+    for key in sorted({*mine.meaning, *theirs_of_all}):
+        their_value, our_value = theirs_of_all.get(key), ours_of_all.get(key)
         if their_value != our_value:
             return Refused(
                 name=key,

@@ -398,6 +398,7 @@ class OtherNodes:
                 term=self._term,
                 silent_s=self._meeting.silent_s,
                 keeps_parked=keeps_parked,
+                settings=dict(self._meeting.shared),
             )
         )
 
