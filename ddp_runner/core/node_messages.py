@@ -88,8 +88,8 @@ class Answer:
 class Welcome:
     """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``.
 
-    ``node`` below 0: it is a spare, with no ranks, until another Welcome follows. ``keeps_parked``:
-    what its parked ranks have in memory is still of use.
+    ``node`` below 0: it is a spare, with no ranks, until another Welcome follows; ``waits_for`` says for
+    what. ``keeps_parked``: what its parked ranks have in memory is still of use.
     """
 
     node: int
@@ -101,6 +101,7 @@ class Welcome:
     silent_s: float  # after which each of the two takes the other for lost
     keeps_parked: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

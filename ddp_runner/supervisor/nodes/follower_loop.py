@@ -293,7 +293,7 @@ class _FollowerLoop:
             words = f"ranks {first} to {first + count - 1} of {welcome.world_size}"
             self._say(f"this is node {welcome.node}, with {words}")
         else:
-            self._say("all nodes are there: this machine waits until one is lost")
+            self._say(f"this machine waits: {welcome.waits_for}")
         if self._node is None or self._store_at is None:
             self._store_at = StorePlace(self._store_host(welcome), welcome.store_port)
             self._node = self._started_node(ranks, self._store_at)
