@@ -86,6 +86,9 @@ def settings_page() -> str:
         "*Resume* says what a change does to a run that is resumed. *Refused*: it makes another run, so take another",
         "`--name`. *Reported*: the run goes on with the new value, and is not exact from there on. -: the steps are the",
         "same. The settings of a model are refused for the built-in tasks, which read them.",
+        "",
+        "On several machines the coordinator's settings hold for all. A machine keeps its own value only of a setting that is marked",
+        "*each machine has its own*.",
     ]
     section = ""
     for key in known_fields():
@@ -105,7 +108,8 @@ def settings_page() -> str:
 def _row(key: str, name: str, *more: str) -> str:
     """A setting, called ``name``: default, legal values, meaning, and ``more`` cells."""
     spec = known_fields()[key]
-    cells = (f"`{name}`", shown_default(spec), spec.expected(), meanings()[key], *more)
+    meaning = meanings()[key] + (" *Each machine has its own.*" if spec.per_machine else "")
+    cells = (f"`{name}`", shown_default(spec), spec.expected(), meaning, *more)
     return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from ddp_runner.cli.machine import torch_build
 from ddp_runner.config import to_record
-from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed
+from ddp_runner.config.identity import ON_RESUME, OnResume, is_sealed, shared_settings
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.loop import supervise
@@ -99,6 +99,7 @@ def train_on_several(plan: LaunchPlan, *, token_file: str) -> int:
 def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
     """What this machine must have in common with the others."""
     assert plan.nodes is not None
+    shared = shared_settings(plan.settings)
     return Meeting(
         options=plan.nodes,
         ranks=plan.ranks_per_node,
@@ -108,6 +109,12 @@ def meeting(plan: LaunchPlan, *, token: bytes, silent_s: float) -> Meeting:
         silent_s=silent_s,
         code=code_here(plan),
         allows_different_code=plan.settings.run.allow_different_code,
+        shared=shared,
+        asked={
+            key: value
+            for key, value in shared.items()
+            if plan.origins.get(key, "default") not in ("default", "preset")
+        },
     )
 
 
@@ -144,6 +151,11 @@ def _meaning(plan: LaunchPlan, token: bytes) -> dict[str, object]:
         section, _, name = key.partition(".")
         if kind is not OnResume.CANNOT_MATTER:
             found.setdefault(key, sections[section][name])
+    assert plan.nodes is not None
+    least, most = plan.nodes.least, plan.nodes.most
+    found["--nnodes"] = str(most) if least == most else f"{least}:{most}"
+    found["devices"] = plan.devices[0].device.partition(":")[0]
+    found["devices of a rank"] = 1 + len(plan.devices[0].others)
     if plan.devices[0].visible_index is None:  # sums on a GPU are of no threads here
         found["run.threads_per_rank"] = plan.threads_per_rank
     return found

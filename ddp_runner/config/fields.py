@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from ddp_runner.config.foreign import ALIASES, ANSWERS
 from ddp_runner.config.suggest import nearest
 from ddp_runner.core.faults import BadInputError
-from ddp_runner.core.settings import Settings
+from ddp_runner.core.settings import PER_MACHINE, Settings
 from ddp_runner.core.stopping import seconds_of
 
 if TYPE_CHECKING:
@@ -51,12 +51,16 @@ class Kind(Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """One setting. ``choices`` are words allowed beside (or, for a CHOICE, instead of) numbers."""
+    """One setting. ``choices`` are words allowed beside (or, for a CHOICE, instead of) numbers.
+
+    ``per_machine``: on several machines each has its own value; else the coordinator's holds for all.
+    """
 
     key: str
     kind: Kind
     default: object
     optional: bool = False
+    per_machine: bool = False
     choices: tuple[str, ...] = ()
     at_least: float | None = None
     above: float | None = None
@@ -238,6 +242,7 @@ def known_fields() -> Mapping[str, FieldSpec]:
 
 
 def _spec(key: str, hint: object, default: object) -> FieldSpec:
+    per_machine, hint = _without_mark(hint)
     plain: list[object] = []
     choices: list[str] = []
     limits: dict[str, float] = {}
@@ -270,12 +275,22 @@ def _spec(key: str, hint: object, default: object) -> FieldSpec:
         kind=Kind.STEPS if plain == [int, float] else kind,
         default=default,
         optional=optional,
+        per_machine=per_machine,
         choices=tuple(choices),
         at_least=limits.get("ge"),
         above=limits.get("gt"),
         at_most=limits.get("le"),
         below=limits.get("lt"),
     )
+
+
+def _without_mark(hint: object) -> tuple[bool, object]:
+    """Whether ``hint`` has the mark of a machine's own settings, and the hint without it."""
+    if get_origin(hint) is not Annotated:
+        return False, hint
+    bare, *notes = get_args(hint)
+    others = tuple(note for note in notes if note != PER_MACHINE)
+    return len(others) < len(notes), Annotated[(bare, *others)] if others else bare
 
 
 def _union_parts(hint: object) -> Iterator[object]:

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from ddp_runner.config.compose import validate_record
-from ddp_runner.config.fields import BUILT_IN_TASKS
+from ddp_runner.config.fields import BUILT_IN_TASKS, known_fields
 from ddp_runner.config.stage_list import OF_A_STAGE
 from ddp_runner.core.batch_sizes import global_batch, micro_batch
 from ddp_runner.core.secrets import HIDDEN, holds_secret, masked
@@ -353,6 +353,29 @@ def to_record(settings: Settings) -> dict[str, object]:
         else:
             record[field.name] = _plain(dataclasses.asdict(section))
     return record
+
+
+def shared_settings(settings: Settings) -> dict[str, JsonValue]:
+    """Dotted key -> value of what holds for all machines of a run, as its coordinator has it.
+
+    Without what a machine must have alike from the beginning, which is compared before one is let in.
+    """
+    record: Mapping[str, Any] = to_record(settings)
+    return {
+        key: record[section][name]
+        for key, spec in known_fields().items()
+        if not spec.per_machine and ON_RESUME[key] is OnResume.CANNOT_MATTER
+        for section, _, name in (key.partition("."),)
+    }
+
+
+def with_shared(settings: Settings, shared: Mapping[str, object]) -> Settings:
+    """``settings`` with values as :func:`shared_settings` gives them. Raises BadInputError."""
+    record: dict[str, Any] = to_record(settings)
+    for key, value in shared.items():
+        section, _, name = key.partition(".")
+        record[section][name] = value
+    return from_record(record)
 
 
 def record_to_show(settings: Settings) -> dict[str, JsonValue]:

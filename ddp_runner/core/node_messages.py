@@ -56,6 +56,8 @@ class Hello:
     newest_run_id: str = ""
     # What it runs: digests of files by name, and versions of packages.
     code: dict[str, str] = field(default_factory=dict)
+    # Settings that hold for all machines and were asked for here, or are of an earlier Welcome.
+    asked: dict[str, Any] = field(default_factory=dict)
     parked: Parked | None = None
 
 
@@ -86,8 +88,8 @@ class Answer:
 class Welcome:
     """Coordinator -> follower: it is node ``node``, whose ranks begin with ``first_rank``.
 
-    ``node`` below 0: it is a spare, with no ranks, until another Welcome follows. ``keeps_parked``:
-    what its parked ranks have in memory is still of use.
+    ``node`` below 0: it is a spare, with no ranks, until another Welcome follows; ``waits_for`` says for
+    what. ``keeps_parked``: what its parked ranks have in memory is still of use.
     """
 
     node: int
@@ -98,6 +100,8 @@ class Welcome:
     term: str  # the coordinator's, of which there is one at a time
     silent_s: float  # after which each of the two takes the other for lost
     keeps_parked: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)  # the coordinator's, which hold for all
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,9 @@ class NodesPlan(enum.Enum):
 class NodesFacts:
     """``there``: nodes that are connected, the coordinator included. ``least`` and ``most``: of --nnodes.
 
-    ``missing_s``: how long the newest of the missing ones has been gone, or the run has waited for its
-    first nodes; ``enough_s``: how long at least ``least`` have been there without a break.
+    ``missing_s``: how long one that is missing has been so, from its first loss since it last trained, or
+    the run has waited for its first nodes; ``enough_s``: how long at least ``least`` have been there without
+    a break.
     """
 
     there: int
@@ -125,7 +126,7 @@ def who_is_out_of_reach(reached: Mapping[int, Collection[int]], *, home: int) ->
 def what_about_missing(
     facts: NodesFacts, *, patience_s: float, last_call_s: float, join_timeout_s: float
 ) -> NodesPlan:
-    """Before the first step others have ``last_call_s`` to come; later a lost one has ``patience_s``."""
+    """About one that is missing: before the first step it has ``last_call_s`` to come, later ``patience_s``."""
     if facts.there >= facts.most:
         return NodesPlan.WAIT
     if facts.there >= facts.least:

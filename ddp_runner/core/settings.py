@@ -9,7 +9,7 @@ documentation show it as it stands.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -29,6 +29,10 @@ NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Duration = Annotated[float, Field(gt=0), "duration"]
+# On several machines each has its own value. All other settings are the coordinator's on all of them.
+PER_MACHINE = "per machine"
+_Value = TypeVar("_Value")
+PerMachine = Annotated[_Value, PER_MACHINE]
 StartWeights = Annotated[str, AfterValidator(_no_scratch)]
 StepsOrShare = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)]
 JsonValue = str | int | float | bool | None | list[object] | dict[str, object]
@@ -40,7 +44,7 @@ class RunSettings:
 
     task: str = "bytes"
     """What is trained: bytes, synthetic, FILE.py[:NAME] or module:NAME."""
-    name: str = "bytes"
+    name: PerMachine[str] = "bytes"
     """The name of the run, which names its folders. Without one it is the task's name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """The seed of everything random: first weights, order of samples, augmentation, dropout."""
@@ -75,13 +79,13 @@ class RunSettings:
     stage: str = ""
     """The stage to begin with, of those that a file lists as stages; a run that has come that far goes on,
     and begins it again with resume=none. Empty: the first."""
-    log_dir: str = "logs/bytes"
+    log_dir: PerMachine[str] = "logs/bytes"
     """The folder for logs, metrics, status.json and summary.json."""
-    checkpoint_dir: str = "checkpoints/bytes"
+    checkpoint_dir: PerMachine[str] = "checkpoints/bytes"
     """The folder for checkpoints: the run resumes from it and saves to it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto: on GPUs if any is visible and usable, otherwise on the CPU."""
-    gpus: tuple[NonNegative, ...] = ()
+    gpus: PerMachine[tuple[NonNegative, ...]] = ()
     """The GPUs to use, counted as CUDA_VISIBLE_DEVICES counts them, one rank for each. Empty: every
     visible one. A GPU that is named twice is shared by two ranks over gloo, which is slow."""
     nproc_per_node: Literal["auto"] | Positive = "auto"
@@ -93,7 +97,7 @@ class RunSettings:
     threads_per_rank: NonNegative = 0
     """Threads that one operation of torch uses in each rank. 0: OMP_NUM_THREADS where that is set, else the
     cores divided by the ranks, on GPUs at most 8."""
-    allow_different_code: bool = False
+    allow_different_code: PerMachine[bool] = False
     """With several machines: let in one whose code is not the coordinator's. The run is then not exact."""
     audit: bool = False
     """Write the sample indices and the loss of each committed step to audit_rank_<r>.jsonl."""
@@ -167,17 +171,17 @@ class DataSettings:
     that proportion, and each counts the same. Empty: equal shares."""
     evaluation_batch_size: NonNegative = 0
     """Samples that a rank evaluates at once. 0: batch_size."""
-    num_workers: Literal["auto"] | NonNegative = "auto"
+    num_workers: PerMachine[Literal["auto"] | NonNegative] = "auto"
     """Processes that load data, for each rank. auto: 2, or the rank's share of the cores if that is
     less. 0: the rank loads its own data."""
     preload: bool = False
     """Read every sample once, at the start, into memory that all ranks share: for map-style data that says
     deterministic = True. Validation data too."""
-    reserved_cores: NonNegative = 0
+    reserved_cores: PerMachine[NonNegative] = 0
     """Cores, the first of those that the run may use, that loader workers never run on."""
-    prefetch_factor: Positive = 2
+    prefetch_factor: PerMachine[Positive] = 2
     """Micro-batches that each loader worker prepares ahead."""
-    pin_memory: bool = True
+    pin_memory: PerMachine[bool] = True
     """Copy batches to the GPU from pinned host memory. It has no effect on the CPU."""
     loader_timeout_s: Seconds = 60.0
     """Longest wait for one batch, in seconds; then the loader's workers are replaced."""
@@ -299,7 +303,7 @@ class DdpSettings:
     collective_timeout_s: Seconds = 60.0
     """Longest wait inside a collective, in seconds. It is raised to what the peers may take to load
     data and, where a supervisor watches, to evaluate or to save."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: PerMachine[Annotated[int, Field(ge=0, le=65535)]] = 0
     """TCP port of the store, where ranks meet. 0: any free one."""
 
 
@@ -312,7 +316,7 @@ class MemorySettings:
     cleanup_interval: NonNegative = 500
     """Steps between garbage collections, which also empty the device's cache where memory is tight.
     0: memory is freed only when it is tight."""
-    max_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    max_memory_gb: PerMachine[Annotated[float, Field(gt=0)] | None] = None
     """Most host memory, in GB, that a rank with its loader workers may use. More counts as out of
     memory. none: no limit of its own."""
     regrow_micro_batch: NonNegative = 0
@@ -322,12 +326,12 @@ class MemorySettings:
     """Parts of the model that compute their activations again in backward instead of keeping them; the
     weights are the same. all: each block of a list of like modules, or what the model's own
     gradient_checkpointing_enable turns on. Or patterns of module names: layers.*,head."""
-    warn_share: Fraction = 0.80
+    warn_share: PerMachine[Fraction] = 0.80
     """Share of the tightest memory limit (machine, container, max_memory_gb, device) in use from
     which a warning is logged."""
-    react_share: Fraction = 0.90
+    react_share: PerMachine[Fraction] = 0.90
     """Share in use from which memory is freed and the loader prefetches less."""
-    limit_share: Fraction = 0.98
+    limit_share: PerMachine[Fraction] = 0.98
     """Share in use from which the log says that the limit is reached."""
     leak_window_steps: Annotated[int, Field(ge=20)] = 1000
     """Steps over which memory must grow steadily to be reported as a suspected leak."""
@@ -354,13 +358,13 @@ class CheckpointSettings:
     only_trained: bool = False
     """Leave weights out of checkpoints that stay as the run has begun with them, as frozen ones beside
     adapters do. A resume then needs that begin again: the same init_from."""
-    rescue_dir: str = ""
+    rescue_dir: PerMachine[str] = ""
     """The folder for the last save of a run if the checkpoint folder refuses it. Empty: the log folder."""
-    after_save: str | None = None
+    after_save: PerMachine[str | None] = None
     """A command for the shell that is run for each checkpoint, beside training and one at a time, such as
     rclone copy {path} remote:runs. If several come meanwhile, the newest is next. What fails is a warning.
     none: no command."""
-    after_save_grace_s: Annotated[float, Field(ge=0)] = 30.0
+    after_save_grace_s: PerMachine[Annotated[float, Field(ge=0)]] = 30.0
     """How long after_save may go on once the run has ended, in seconds; then it is killed."""
     monitor: str = "auto"
     """The figure that decides which checkpoint is the best: train_loss, or one that evaluations give, such as
@@ -383,7 +387,7 @@ class LogSettings:
     """Batches of batch_size that each rank evaluates. 0: the whole validation data."""
     evaluate_at_start: bool = False
     """Evaluate also before the first step of the run, and of each stage."""
-    display: Literal["auto", "live", "plain", "none"] = "auto"
+    display: PerMachine[Literal["auto", "live", "plain", "none"]] = "auto"
     """What the console shows. auto: live on a terminal, otherwise plain lines."""
     profile: str | None = None
     """Steps, counted from 1, of which each rank writes a trace of torch's profiler and a table of its
@@ -391,17 +395,17 @@ class LogSettings:
     phase_times: bool = False
     """Add to the metrics how long data, forward, backward, communication and optimizer of a step take. On
     GPUs each is waited for, which costs time."""
-    trackers: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
+    trackers: PerMachine[tuple[Literal["csv", "tensorboard", "wandb"], ...]] = ()
     """Where metrics are written beside metrics.jsonl, by processes that are no ranks. csv: metrics.csv.
     tensorboard, wandb: of these, each an extra of that name. Empty: nowhere."""
-    gpu_watch_s: Annotated[float, Field(ge=0)] = 5.0
+    gpu_watch_s: PerMachine[Annotated[float, Field(ge=0)]] = 5.0
     """Seconds between looks at what GPUs and ranks use: memory, temperature, power, clocks, CPU. 0: none."""
-    page: bool = False
+    page: PerMachine[bool] = False
     """Serve the live page beside the run, on this machine, by a process that is no rank and ends with the
     run. Needs the extra page; without it the run goes on."""
-    page_port: Annotated[int, Field(ge=1, le=65_535)] = 8080
+    page_port: PerMachine[Annotated[int, Field(ge=1, le=65_535)]] = 8080
     """TCP port of that page, or the next one that is free."""
-    page_can_inject: bool = False
+    page_can_inject: PerMachine[bool] = False
     """Let that page end or stop ranks and loader workers, to see them replaced."""
 
 
@@ -428,7 +432,7 @@ class RecoverySettings:
     wait doubles from half a second, or from this if it is more."""
     backoff_max_s: Annotated[float, Field(ge=0)] = 30.0
     """Longest wait before a repair, in seconds."""
-    startup_timeout_s: Seconds = 600.0
+    startup_timeout_s: PerMachine[Seconds] = 600.0
     """Longest time for a process to start, in seconds: imports, model, data, what is resumed. While samples
     are preloaded it counts from the newest."""
     form_timeout_s: Seconds = 60.0
@@ -437,9 +441,9 @@ class RecoverySettings:
     """With several machines: one of which nothing is heard for so long is lost, in seconds."""
     node_patience_s: Annotated[float, Field(ge=0)] = 30.0
     """How long a machine that was lost is waited for before the run goes on with fewer, in seconds."""
-    coordinator_wait_s: Annotated[float, Field(ge=0)] = 120.0
+    coordinator_wait_s: PerMachine[Annotated[float, Field(ge=0)]] = 120.0
     """How long a machine looks for a coordinator that was lost before it ends with exit code 75, in seconds."""
-    warm_spare: bool | Literal["process", "model", "libraries", "device"] = True
+    warm_spare: PerMachine[bool | Literal["process", "model", "libraries", "device"]] = True
     """Keep a process ready that becomes the next lost rank, and, once the process that forks was lost, one for
     that. On the CPU: process has torch and the task imported; model has also built data and model, in a rank's
     memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs, true means libraries:

@@ -321,6 +321,7 @@ class RunAccounting:
                 if seconds is not None
             },
             stragglers={str(rank): factor for rank, factor in facts.stragglers.items()},
+            machines_lost=dict(facts.machines_lost),
             name=facts.name,
             stage=facts.stage,
             stages=_stages(facts.stages, finished, is_over=status is RunStatus.COMPLETED),

@@ -28,6 +28,8 @@ class RunFindings:
     )  # that this launch has trained, in order
     inexact_reasons: list[str] = field(default_factory=list)
     stragglers: dict[int, float] = field(default_factory=dict)  # rank -> factor over the others
+    # With several machines: how often each was lost in this launch.
+    machines_lost: dict[str, int] = field(default_factory=dict)
     # Steps of this launch that were computed twice with the same bits: "repeated", "drilled".
     proved: dict[str, set[int]] = field(default_factory=dict)
 

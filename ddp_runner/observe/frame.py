@@ -158,7 +158,7 @@ def _nodes(view: RunView) -> Line:
     there = [node for node in members if node.is_there]
     line = [Span(" nodes ", Role.QUIET), Span(f"{len(there) + 1} of {len(members) + 1} are there")]
     named = gone[:_NODES_NAMED_MAX]
-    line += [Span(f", node {node.number} is not", Role.BAD) for node in named]
+    line += [Span(f", node {node.number} is not{_losses(node)}", Role.BAD) for node in named]
     if len(gone) > _NODES_NAMED_MAX:
         line.append(Span(f" and {len(gone) - _NODES_NAMED_MAX} more", Role.BAD))
     if len(there) <= _NODES_NAMED_MAX:
@@ -169,6 +169,13 @@ def _nodes(view: RunView) -> Line:
     if spares:
         line.append(Span(f", {len(spares)} more wait{'s' if len(spares) == 1 else ''} for a place"))
     return line
+
+
+def _losses(node: NodeView) -> str:
+    if not node.losses:
+        return ""
+    out = f", left out for {fmt.duration(node.left_out_s)}" if node.left_out_s else ""
+    return f" (lost {'once' if node.losses == 1 else f'{node.losses} times'}{out})"
 
 
 def _trip(node: NodeView) -> str:

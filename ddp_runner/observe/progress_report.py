@@ -63,6 +63,7 @@ def summary_block(summary: RunSummary, *, log_dir: str, width: int) -> list[str]
         *_memory_row(summary),
         ("faults", _faults_total(summary)),
         *(("", line) for line in _fault_lines(summary)),
+        *_machines_row(summary),
         ("weights", _weights(summary)),
         ("checkpoint", summary.checkpoint or "none"),
         ("logs", log_dir),
@@ -143,6 +144,15 @@ def _faults_total(summary: RunSummary) -> str:
         return f"{len(faults)}, none repaired"
     repaired = f"{len(repairs_s) + left_out} repaired in {fmt.duration(sum(repairs_s))}"
     return f"{len(faults) + left_out}, {repaired}, {steps}"
+
+
+def _machines_row(summary: RunSummary) -> Iterable[tuple[str, str]]:
+    lost = [
+        f"{machine} was lost {'once' if times == 1 else f'{times} times'}"
+        for machine, times in summary.machines_lost.items()
+    ]
+    if lost:
+        yield "machines", ", ".join(lost)
 
 
 def _fault_lines(summary: RunSummary) -> Iterable[str]:

@@ -152,6 +152,7 @@ class RunSummary:
     # rank -> mean seconds of a step outside collectives, the wait for data included
     own_step_s: Mapping[str, float] = field(default_factory=dict)
     stragglers: Mapping[str, float] = field(default_factory=dict)  # rank -> factor over the others
+    machines_lost: Mapping[str, int] = field(default_factory=dict)  # of several, how often each
     stop_reason: str = ""  # end, target_loss, early_stopping; else what status says
     trackers: Mapping[str, str] = field(default_factory=dict)  # where each has written to
     stage: str = ""  # of the weights; empty without stages

@@ -66,13 +66,16 @@ class FaultView:
 class NodeView:
     """Another machine than the coordinator's. ``number`` below 0: it waits for a place.
 
-    ``round_trip_s``: of its newest look and the answer; None: it is not there.
+    ``round_trip_s``: of its newest look and the answer; None: it is not there. ``losses``: how often it was
+    lost in this launch; for ``left_out_s`` the run does without it.
     """
 
     number: int
     host: str
     is_there: bool
     round_trip_s: float | None
+    losses: int = 0
+    left_out_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

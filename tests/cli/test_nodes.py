@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from dataclasses import replace
 from importlib import metadata
@@ -13,12 +14,14 @@ import pytest
 from ddp_runner.cli import nodes
 from ddp_runner.cli.parser import parse_train
 from ddp_runner.cli.train import plan_launch
+from ddp_runner.config.identity import with_shared
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.core.launch_plan import DevicePlan
 from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.supervisor.nodes.admission import why_not
 from ddp_runner.system.interfaces import address_leading_out, is_loopback
 from tests.nodes.conftest import free_port
+from tests.test_identity import other_value
 
 TOKEN = b"of this test alone"
 
@@ -215,6 +218,7 @@ def _says_hello(meeting, **other):
         meaning=meeting.meaning,
         host="node1",
         code={**meeting.code, **other},
+        asked=json.loads(json.dumps(meeting.asked)),
     )
 
 
@@ -246,3 +250,66 @@ def test_different_code_is_let_in_where_the_coordinator_says_so(task_in):
     theirs = task_in("one", "--allow-different-code", helper="RATE = 2")
     assert why_not(_says_hello(theirs), task_in("two", "--allow-different-code")) is None
     assert why_not(_says_hello(theirs), task_in("three")).name == "helper.py"
+
+
+def _given(settings, key):
+    section, _, name = key.partition(".")
+    return getattr(getattr(settings, section), name)
+
+
+def test_settings_that_hold_for_all_are_the_coordinators():
+    """A machine that was given none takes them; one that was asked for something else is refused."""
+    words = ("--cpu", "-n", "2")
+    plain = _plan(*words)
+    mine = nodes.meeting(plain, token=TOKEN, silent_s=1.0)
+    of_all = sorted(mine.shared)
+    assert {"log.evaluate_every_steps", "recovery.replica_check_steps", "run.resume"} <= {*of_all}
+    assert mine.asked == {}
+    for key in of_all:
+        if key in ("run.init_from", "run.stage", "run.test"):  # a file, a stage, and a whole preset
+            continue
+        more = (f"{key}={other_value(key)}",)
+        if key == "recovery.regrow_after":
+            more += ("recovery.min_ranks=1",)
+        try:
+            other = _plan(*words, *more)
+        except BadInputError:  # it needs another setting beside it
+            continue
+        asked = nodes.meeting(other, token=TOKEN, silent_s=1.0)
+        refused = why_not(_says_hello(asked), mine)
+        assert refused.name in {one.partition("=")[0] for one in more}, key
+        assert refused.expected.startswith("the coordinator has "), key
+        if more[1:]:
+            continue
+        assert why_not(_says_hello(mine), asked) is None
+        taken = with_shared(plain.settings, json.loads(json.dumps(asked.shared)))
+        assert _given(taken, key) == _given(other.settings, key) != _given(plain.settings, key)
+
+
+def test_a_machine_has_its_own_paths_cores_and_memory(tmp_path):
+    """These may differ from the coordinator's, and stay as they are."""
+    own = (
+        "-l",
+        str(tmp_path),
+        "num_workers=1",
+        "max_memory_gb=3",
+        "display=none",
+        "warm_spare=off",
+    )
+    mine = nodes.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
+    plan = _plan("--cpu", "-n", "2", *own)
+    assert why_not(_says_hello(nodes.meeting(plan, token=TOKEN, silent_s=1.0)), mine) is None
+    assert with_shared(plan.settings, mine.shared) == plan.settings
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(("--nnodes", "3"), "--nnodes"), (("--nnodes", "1:2"), "--nnodes")],
+)
+def test_another_number_of_machines_is_refused_by_its_option(words, name):
+    """Which a follower's own plan of the world follows from."""
+    mine = nodes.meeting(_plan("--cpu", "-n", "2"), token=TOKEN, silent_s=1.0)
+    theirs = nodes.meeting(_plan("--cpu", "-n", "2", *words), token=TOKEN, silent_s=1.0)
+    refused = why_not(_says_hello(theirs), mine)
+    assert (refused.name, refused.value) == (name, words[1])
+    assert refused.expected == "the coordinator has 2: give all nodes the same settings"

@@ -151,6 +151,8 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
     for words, ranks, line in (
         (("--rdzv-id", "another"), 2, "--rdzv-id=another: the coordinator's run is none"),
         ((), 3, "-n=3: the coordinator has 2 ranks: all nodes need the same number"),
+        (("evaluate_every_steps=5",), 2, "log.evaluate_every_steps=5: the coordinator has 0"),
+        (("--nnodes", "2:3"), 2, "--nnodes=2:3: the coordinator has 2"),
         (("lr=0.5",), 2, "optim.learning_rate=0.5: the coordinator has "),
         (("--node-rank", "0", "--rdzv-conf", "is_host=0"), 2, "node 0 is there already"),
     ):
@@ -167,6 +169,16 @@ def test_who_does_not_fit_is_refused_in_one_line(nodes):
         run.signal(signal.SIGINT)
         time.sleep(0.1)
     assert (first.wait(), second.wait()) == (130, 130), first.console + second.console
+
+
+def test_what_decides_collectives_is_given_to_the_coordinator_alone(nodes):
+    """The other machine takes it: comparisons, evaluations and saves come at the same steps there."""
+    words = ("replica_check_steps=2", "evaluate_at_start=true", "evaluate_batches=1")
+    words += ("evaluation_batch_size=3", "explosion_loss_max=1000")
+    first, second = (nodes.start(0, "--max-steps", 6, *words), nodes.start(1, "--max-steps", 6))
+    assert (first.wait(), second.wait()) == (0, 0), first.console + second.console
+    summary = first.summary()
+    assert (summary["exact"], summary["faults"]) == (True, []), first.console
 
 
 def _mine(nodes, number, rate):

@@ -169,9 +169,11 @@ def test_a_run_is_shown_by_name_and_id():
 
 def test_summary_block_shows_people_everything():
     """Status, steps, loss, figures, goodput, faults with repair time, digest, checkpoint, logs."""
-    block = summary_block(run_summary(), log_dir="logs", width=80)
+    lost = {"node1": 3, "node2": 1}
+    block = summary_block(run_summary(machines_lost=lost), log_dir="logs", width=80)
     text = "\n".join(block)
     for part in (
+        "node1 was lost 3 times, node2 was lost once",
         "completed",
         "1,500 steps, 48,000 samples, 2 ranks",
         "1.7312",

@@ -195,6 +195,9 @@ def test_machines_are_named_with_their_way_and_who_is_gone():
     lines = frame(run_view(2, nodes=nodes), width=100, lines_max=20)
     said = " nodes 2 of 3 are there, node 2 is not, node 1 b 1.2 ms, 1 more waits for a place"
     assert said in text_of(lines)
+    often = replace(nodes[1], losses=3, left_out_s=250.0)
+    said = " nodes 1 of 2 are there, node 2 is not (lost 3 times, left out for 4m 10s)"
+    assert said in shown(run_view(2, nodes=(often,)))
     assert [span.role for line in lines for span in line if "2 is not" in span.text] == [Role.BAD]
     many_nodes = tuple(
         NodeView(number=one, host=f"h{one}", is_there=True, round_trip_s=one / 1000)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -133,6 +135,69 @@ def test_a_short_cut_is_nothing_at_all(simulate):
     assert pids(run, 0, 1, 2, 3) == before
     assert_done(run)
     assert not faults(run)
+
+
+def _crash(run, machine, *, wait_s):
+    """Its supervisor comes again after so long, and is lost before its ranks train."""
+    run.pass_time(wait_s)
+    joined = sum("node 1" in line and "is there" in line for _, line in run.outputs.said)
+    run.start(machine)
+    run.run_until(
+        lambda: (
+            sum("node 1" in line and "is there" in line for _, line in run.outputs.said) > joined
+        )
+    )
+    machine.kill()
+
+
+def test_a_machine_that_is_lost_while_it_starts_gets_no_new_patience(simulate):
+    """The others wait from its first loss; each loss began the wait again, for as long as it crashed."""
+    run = simulate(nodes=2, least=1, steps=400, node_patience_s=10.0)
+    run.followers[0].kill()
+    at_s = run.clock.now_s
+    _crash(run, run.followers[0], wait_s=8.0)
+    assert not run.said("going on without")
+    run.run_until(lambda: run.said("going on without node 1"))
+    assert 9.9 < run.clock.now_s - at_s < 11.0
+    run.run_until(lambda: len(run.world.present) == 2 and run.supervisor._is_fault_free)
+    run.start(run.followers[0])
+    assert_done(run)
+
+
+def test_a_machine_that_crashes_while_it_starts_does_not_delay_the_end(simulate):
+    """Where the run cannot do without it, the limit counts from its first loss as well."""
+    run = simulate(nodes=2, conf={"join_timeout_s": 20.0}, node_patience_s=5.0)
+    run.followers[0].kill()
+    at_s = run.clock.now_s
+    for _ in range(4):
+        _crash(run, run.followers[0], wait_s=5.0)
+    assert run.run_to_end().exit_code is ExitCode.PREEMPTED, run.where()
+    assert 24.9 < run.clock.now_s - at_s < 27.0
+
+
+def test_a_machine_lost_three_times_is_left_out(simulate):
+    """The run continues at once without it, says so, and takes it in five minutes later."""
+    run = simulate(nodes=3, least=2, steps=9000, node_patience_s=30.0)
+    machine = run.followers[1]
+    machine.start = partial(machine.start, run._plan)
+    meeting = replace(run.meeting, options=replace(run.meeting.options, node_rank=2))
+    for times in (0, 1, 2, 3):  # first as a machine without a number
+        machine.kill()
+        if times < 3:
+            run.pass_time(2.0)
+            machine.start(meeting)
+            run.run_until(lambda: run.supervisor._is_fault_free and len(run.world.present) == 6)
+            run.pass_time(1.0)
+    at_s = run.clock.now_s
+    run.run_until(lambda: run.said("going on without node 2"))
+    assert run.clock.now_s - at_s < 1.0
+    machine.start(meeting)
+    run.run_until(lambda: run.said("and waits: it was lost 3 times"))
+    (view,) = (one for one in run.links.views() if one.number == 2)
+    assert (view.losses, view.left_out_s > 290.0) == (3, True)
+    run.run_until(lambda: len(run.world.present) == 6)
+    assert 300.0 < run.clock.now_s - at_s < 320.0
+    assert list(run.supervisor.facts.machines_lost.values()) == [1, 3]
 
 
 def test_with_enough_machines_it_goes_on_with_fewer_and_takes_them_back(simulate):

@@ -12,8 +12,10 @@ from ddp_runner.core.node_options import NodeOptions
 from ddp_runner.core.secrets import HIDDEN
 from ddp_runner.supervisor.nodes.remote_node import RemoteNode
 
-LOSSES_MAX = 3  # within LOSSES_WINDOW_S: such a machine is used where no other is there
-LOSSES_WINDOW_S = 3600.0
+# A machine that was lost so often within LOSSES_WINDOW_S is left out for LEFT_OUT_S, where the run has enough others.
+LOSSES_MAX = 3
+LOSSES_WINDOW_S = 300.0
+LEFT_OUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,10 @@ class Meeting:
     silent_s: float
     code: Mapping[str, str] = field(default_factory=dict)  # digests of files by name, and versions
     allows_different_code: bool = False
+    shared: Mapping[str, object] = field(
+        default_factory=dict
+    )  # settings that hold for all machines
+    asked: Mapping[str, object] = field(default_factory=dict)  # of those, what was asked for here
 
 
 def why_not(hello: Hello, mine: Meeting) -> Refused | None:
@@ -52,8 +58,9 @@ def why_not(hello: Hello, mine: Meeting) -> Refused | None:
             value=str(hello.ranks),
             expected=f"the coordinator has {mine.ranks} ranks: all nodes need the same number",
         )
-    for key in sorted({*mine.meaning, *hello.meaning}):
-        their_value, our_value = hello.meaning.get(key), mine.meaning.get(key)
+    theirs_of_all, ours_of_all = {**hello.asked, **hello.meaning}, {**mine.shared, **mine.meaning}
+    for key in sorted({*mine.meaning, *theirs_of_all}):
+        their_value, our_value = theirs_of_all.get(key), ours_of_all.get(key)
         if their_value != our_value:
             return Refused(
                 name=key,
@@ -122,20 +129,25 @@ def place_for(hello: Hello, nodes: Sequence[RemoteNode]) -> RemoteNode | None:
 
 
 class LossCount:
-    """How often each machine was lost lately."""
+    """How often each machine was lost, and until when one that is lost all the time is left out."""
 
     def __init__(self) -> None:
         self._lost_at_s: defaultdict[str, list[float]] = defaultdict(list)
 
-    def lost(self, host: str, now_s: float) -> None:
+    def lost(self, machine: str, now_s: float) -> None:
         """It was lost again."""
-        recent = [at_s for at_s in self._lost_at_s[host] if at_s > now_s - LOSSES_WINDOW_S]
-        self._lost_at_s[host] = [*recent, now_s]
+        self._lost_at_s[machine].append(now_s)
+
+    def total(self, machine: str) -> int:
+        """How often it was lost in all."""
+        return len(self._lost_at_s.get(machine, ()))
+
+    def left_out_until_s(self, machine: str) -> float:
+        """Until when others are to be used instead; 0: it is as good as another."""
+        newest = self._lost_at_s.get(machine, [])[-LOSSES_MAX:]
+        is_often = len(newest) == LOSSES_MAX and newest[-1] - newest[0] < LOSSES_WINDOW_S
+        return newest[-1] + LEFT_OUT_S if is_often else 0.0
 
     def best(self, spares: Sequence[RemoteNode], now_s: float) -> RemoteNode:
-        """Who is to take a place: of those that are not lost all the time, the one that came first."""
-        return min(spares, key=lambda spare: self._is_often_lost(spare.host, now_s))
-
-    def _is_often_lost(self, host: str, now_s: float) -> bool:
-        recent = [at_s for at_s in self._lost_at_s[host] if at_s > now_s - LOSSES_WINDOW_S]
-        return len(recent) >= LOSSES_MAX
+        """Who is to take a place: of those that are not left out, the one that came first."""
+        return min(spares, key=lambda spare: self.left_out_until_s(spare.machine) > now_s)

@@ -11,7 +11,7 @@ from ddp_runner.checkpoint.catalog import Catalog
 from ddp_runner.core.board import Cell
 from ddp_runner.core.exits import STATUS_OF_REASON, ExitCode, RunStatus, StopReason
 from ddp_runner.core.faults import Fault, FaultKind, Origin
-from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RunState
+from ddp_runner.core.lifecycle import IN_WORLD, Membership, RankEvent, RankState, RunState
 from ddp_runner.core.messages import Formed
 from ddp_runner.core.node_messages import (
     Beat,
@@ -83,10 +83,11 @@ class CoordinatorSupervisor(Supervisor):
         assert self.plan.nodes is not None
         self._others = tuple(others)
         self._options = self.plan.nodes
-        self._leaving: set[int] = set()  # nodes that nobody waits for
         self._spares = 0  # machines that wait for a place
         self._enough_since_s: float | None = None
-        self._missing_since_s = self._clock.monotonic()
+        self._begun_s = self._clock.monotonic()
+        # Node -> its first loss since it last trained: one that is lost while it starts gets no new patience.
+        self._lost_since_s: dict[int, float] = {}
         self.start.waits_for = self._waits_for
 
     def _waits_for(self) -> str:
@@ -131,6 +132,10 @@ class CoordinatorSupervisor(Supervisor):
     def _on_formed(self, formed: Formed) -> None:
         self._formed_in = max(self._formed_in, formed.generation)
         super()._on_formed(formed)
+        if self.machine.state is RunState.RUNNING:
+            for node in self._others:
+                if all(self.world.ranks[one].state is RankState.TRAINING for one in node.ranks):
+                    self._lost_since_s.pop(node.number, None)
 
     def ask_stop(self, reason: StopReason, *, by: StopSignal = StopSignal.OTHER) -> None:
         """As :meth:`Supervisor.ask_stop`; what ranks of others have kept is saved first."""
@@ -213,29 +218,37 @@ class CoordinatorSupervisor(Supervisor):
         if self._stop is not None and self.facts.ever_formed:
             self._stop_without_missing(self._stop)
             return
-        plan = what_about_missing(
+        plans = {
+            node: self._about(node, there=there, now_s=now_s)
+            for node in self._others
+            if not (node.is_there or self._has_done_all(node))
+        }
+        if plans and all(plan is NodesPlan.GIVE_UP for plan in plans.values()):
+            line = (
+                f"{there} of at least {self._options.least} nodes are there, and no other has come"
+            )
+            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
+            return
+        for node, plan in plans.items():
+            is_left_out = node.is_leaving or now_s < node.left_out_until_s
+            if plan is NodesPlan.GO_ON or (is_left_out and there >= self._options.least):
+                self._go_on_without(node, now_s)
+
+    def _about(self, node: RemoteNode, *, there: int, now_s: float) -> NodesPlan:
+        """What to do about one that is missing."""
+        return what_about_missing(
             NodesFacts(
                 there=there,
                 least=self._options.least,
                 most=self._options.most,
                 has_trained=self.facts.ever_formed,
-                missing_s=now_s - self._missing_since_s,
+                missing_s=now_s - self._lost_since_s.get(node.number, self._begun_s),
                 enough_s=0.0 if self._enough_since_s is None else now_s - self._enough_since_s,
             ),
             patience_s=self.plan.settings.recovery.node_patience_s,
             last_call_s=self._options.last_call_s,
             join_timeout_s=self._options.join_timeout_s,
         )
-        if plan is NodesPlan.GIVE_UP:
-            line = (
-                f"{there} of at least {self._options.least} nodes are there, and no other has come"
-            )
-            self.run_end.begin(Ending.of(RunStatus.PREEMPTED, line))
-            return
-        for node in self._others:
-            leaves = node.number in self._leaving and there >= self._options.least
-            if plan is NodesPlan.GO_ON or leaves:
-                self._go_on_without(node, now_s)
 
     def _stop_without_missing(self, stop: StopReason) -> None:
         """Nobody waits for a node where the run is to end: who is there saves what was committed."""
@@ -269,16 +282,15 @@ class CoordinatorSupervisor(Supervisor):
         match event:
             case RankSaid(message=message, rank=rank):
                 self.on_message(message, rank)
-            case NodeJoined(node=node) if node.number == SPARE:
+            case NodeJoined(node=node, waits_for=waits_for) if node.number == SPARE:
                 self._spares += 1
-                self.recorder.say(f"{node.name} is there, and waits for a place")
+                self.recorder.say(f"{node.name} is there, and waits: {waits_for}")
             case NodeGone(node=node, why=why) if node.number == SPARE:
                 self._spares -= 1
                 self.recorder.say(f"{node.name} is lost: {why}")
             case NodeJoined(node=node, keeps_parked=keeps_parked, was_spare=was_spare) as joined:
                 self._spares -= was_spare
                 self._has_parked |= keeps_parked
-                self._leaving.discard(node.number)
                 self._note_other_code(joined.other_code)
                 if not keeps_parked:
                     self._look_at_checkpoints_of(node)
@@ -343,12 +355,12 @@ class CoordinatorSupervisor(Supervisor):
                 staying = [
                     one
                     for one in self._others
-                    if one.is_there and one is not node and one.number not in self._leaving
+                    if one.is_there and one is not node and not one.is_leaving
                 ]
                 is_enough = 1 + len(staying) + self._spares >= self._options.least
                 if is_leaving and is_enough and self._stop is None:
                     node.order(RunEnds(exit_code=int(ExitCode.PREEMPTED), line=LEAVES))
-                    self._leaving.add(node.number)  # its link ends next
+                    node.is_leaving = True  # its link ends next
                 else:
                     self.ask_stop(StopReason(reason))
 
@@ -373,7 +385,10 @@ class CoordinatorSupervisor(Supervisor):
     def _lose(self, node: RemoteNode, why: str) -> None:
         """All ranks of a node are gone with it, as far as anybody here can know."""
         self.recorder.say(f"{node.name} is lost: {why}", level="WARNING")
-        self._missing_since_s = self._clock.monotonic()
+        self._lost_since_s.setdefault(node.number, self._clock.monotonic())
+        if not (node.is_leaving or self.run_end.is_known or self._has_done_all(node)):
+            lost = self.facts.machines_lost
+            lost[node.machine] = lost.get(node.machine, 0) + 1
         for rank in node.processes:
             handle = self.world.ranks[rank]
             if not handle.is_alive:

@@ -8,10 +8,11 @@ import signal
 import socket
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddp_runner.checkpoint.catalog import Catalog
+from ddp_runner.config.identity import digest, with_shared
 from ddp_runner.core.election import EMPTY_STEP
 from ddp_runner.core.exits import ExitCode, StopReason
 from ddp_runner.core.faults import BadInputError
@@ -198,9 +199,10 @@ class _FollowerLoop:
                 link.close()
                 if isinstance(answer, Refused):
                     refused_s = refused_s or self._clock.monotonic()
+                    problem = BadInputError(answer.name, answer.value, answer.expected)
                     if not self._may_change(answer, refused_s):
-                        raise BadInputError(answer.name, answer.value, answer.expected)
-                    why = answer.expected
+                        raise problem
+                    why = str(problem)
                 else:
                     why = str(answer)
                     refusals += isinstance(answer, UnprovedError) and self._welcome is None
@@ -256,6 +258,7 @@ class _FollowerLoop:
             meaning=dict(mine.meaning),
             versions=dict(mine.versions),
             code=dict(mine.code),
+            asked=dict(mine.asked if self._welcome is None else self._welcome.settings),
             newest_step=EMPTY_STEP if newest is None else newest.step,
             newest_run_id="" if newest is None else newest.run_id,
             parked=None if self._follower is None else self._follower.parked,
@@ -279,6 +282,9 @@ class _FollowerLoop:
 
     def _welcomed(self, welcome: Welcome) -> None:
         """Become the node that the coordinator says, or a spare one."""
+        if self._welcome is None:
+            settings = with_shared(self._plan.settings, welcome.settings)
+            self._plan = replace(self._plan, settings=settings, settings_digest=digest(settings))
         self._welcome = welcome
         first = welcome.first_rank
         count = 0 if welcome.node < 0 else self._meeting.ranks
@@ -287,7 +293,7 @@ class _FollowerLoop:
             words = f"ranks {first} to {first + count - 1} of {welcome.world_size}"
             self._say(f"this is node {welcome.node}, with {words}")
         else:
-            self._say("all nodes are there: this machine waits until one is lost")
+            self._say(f"this machine waits: {welcome.waits_for}")
         if self._node is None or self._store_at is None:
             self._store_at = StorePlace(self._store_host(welcome), welcome.store_port)
             self._node = self._started_node(ranks, self._store_at)

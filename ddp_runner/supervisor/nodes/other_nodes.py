@@ -52,7 +52,7 @@ from ddp_runner.supervisor.nodes.admission import (
     place_for,
     why_not,
 )
-from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode
+from ddp_runner.supervisor.nodes.remote_node import SPARE, RemoteNode, machine_of
 from ddp_runner.system.clock import Clock
 from ddp_runner.system.node_link import LinkLostError, NodeLink
 
@@ -94,13 +94,15 @@ class NodeSaid:
 class NodeJoined:
     """Another node is there. ``keeps_parked``: as in its Welcome. ``was_spare``: it has waited for this place.
 
-    ``other_code``: what it runs that is not as here, in words; empty for the same code.
+    ``other_code``: what it runs that is not as here, in words; empty for the same code. ``waits_for``: of a
+    spare, as in its Welcome.
     """
 
     node: RemoteNode
     keeps_parked: bool
     was_spare: bool = False
     other_code: str = ""
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,13 +221,16 @@ class OtherNodes:
         yield from self._fill()
 
     def views(self) -> tuple[NodeView, ...]:
-        """For people: who is there, and how far away."""
+        """For people: who is there, how far away, and how often it was lost."""
+        now_s = self._clock.monotonic()
         return tuple(
             NodeView(
                 number=node.number,
                 host=node.host,
                 is_there=node.is_there,
                 round_trip_s=node.round_trip_s if node.is_there else None,
+                losses=self._losses.total(node.machine),
+                left_out_s=round(max(0.0, node.left_out_until_s - now_s), 1),
             )
             for node in (*self.nodes, *self.spares)
         )
@@ -244,7 +249,9 @@ class OtherNodes:
         """Let go of a node."""
         if node.link is not None:
             self._selector.unregister(node.link)
-            self._losses.lost(node.host, self._clock.monotonic())
+            if not node.is_leaving:
+                self._losses.lost(node.machine, self._clock.monotonic())
+                node.left_out_until_s = self._losses.left_out_until_s(node.machine)
         node.is_lost()
         if node in self.spares:
             self.spares.remove(node)
@@ -363,14 +370,27 @@ class OtherNodes:
             self._drop(link)
             return
         del self._strangers[link]
-        if node is None:
+        left_out = node is not None and self._left_out(message, node)
+        if node is None or left_out:
             spare = RemoteNode(SPARE, ranks=(), slots={}, clock=self._clock)
             spare.joined(link, message)
+            spare.left_out_until_s = self._losses.left_out_until_s(spare.machine)
             self.spares.append(spare)
-            self._welcome(spare)
-            yield NodeJoined(node=spare, keeps_parked=False)
+            waits_for = left_out or "all nodes are there, until one is lost"
+            self._welcome(spare, waits_for=waits_for)
+            yield NodeJoined(node=spare, keeps_parked=False, waits_for=waits_for)
         else:
             yield self._take_in(node, link, message)
+
+    def _left_out(self, hello: Hello, node: RemoteNode) -> str:
+        """Why this machine is not to be ``node`` now, in words: it is lost all the time, and others are enough."""
+        machine = machine_of(hello)
+        left_s = self._losses.left_out_until_s(machine) - self._clock.monotonic()
+        there = 1 + sum(one.is_there for one in self.nodes if one is not node)
+        if left_s <= 0 or there < self._meeting.options.least:
+            return ""
+        times = self._losses.total(machine)
+        return f"it was lost {times} times, and the run does without it for {left_s:.0f} s"
 
     def _why_not_now(self, hello: Hello) -> Refused | None:
         until_s, why = self._shut_out.get(hello.supervisor, (0.0, ""))
@@ -386,7 +406,9 @@ class OtherNodes:
             node=node, keeps_parked=keeps_parked, other_code=other_code(hello, self._meeting)
         )
 
-    def _welcome(self, node: RemoteNode, *, keeps_parked: bool = False) -> None:
+    def _welcome(
+        self, node: RemoteNode, *, keeps_parked: bool = False, waits_for: str = ""
+    ) -> None:
         host, port = self._store
         node.order(
             Welcome(
@@ -398,15 +420,18 @@ class OtherNodes:
                 term=self._term,
                 silent_s=self._meeting.silent_s,
                 keeps_parked=keeps_parked,
+                settings=dict(self._meeting.shared),
+                waits_for=waits_for,
             )
         )
 
     def _fill(self) -> Iterator[NodeEvent]:
         """Give places that are free to those that wait for one."""
         for node in self.nodes:
-            if node.is_there or not self.spares:
+            waiting = [] if node.is_there else [one for one in self.spares if self._fits(one, node)]
+            if not waiting:
                 continue
-            spare = self._losses.best(self.spares, self._clock.monotonic())
+            spare = self._losses.best(waiting, self._clock.monotonic())
             link, hello = spare.link, spare.hello
             assert link is not None
             assert hello is not None
@@ -414,6 +439,12 @@ class OtherNodes:
             self.spares.remove(spare)
             spare.link = None
             yield replace(self._take_in(node, link, hello), was_spare=True)
+
+    def _fits(self, spare: RemoteNode, node: RemoteNode) -> bool:
+        """Whether a machine that waits may take this place now."""
+        hello = spare.hello
+        assert hello is not None
+        return hello.node_rank in (None, node.number) and not self._left_out(hello, node)
 
     def _answer(self) -> Answer:
         mine, run = self._meeting, self._plan.settings.run

@@ -34,6 +34,11 @@ _TIMES = (Cell.PHASE_SINCE_NS, Cell.FIRST_STEP_NS, Cell.LAST_COMMIT_NS)
 _OURS = (Cell.FENCED, Cell.LEASE_NS)
 
 
+def machine_of(hello: Hello) -> str:
+    """Which machine this is: several of one host are known by their numbers."""
+    return hello.host if hello.node_rank is None else f"{hello.host}, node {hello.node_rank}"
+
+
 class RemoteProcess:
     """The process of a rank there, by the newest word of its node."""
 
@@ -100,6 +105,8 @@ class RemoteNode:
         self.hello: Hello | None = None  # its newest
         self.shares_logs = True  # with the coordinator, until it says that it does not
         self.unwanted = ""  # why the others are to do without it
+        self.is_leaving = False  # it was asked to leave, so its end is no loss
+        self.left_out_until_s = 0.0  # it is lost all the time, and is not waited for until then
         self.link: NodeLink | None = None
         self.broken = ""  # why nothing more can be sent to it
         self.newest: NewestCheckpoint | None = None  # of its folder, when it came
@@ -134,9 +141,15 @@ class RemoteNode:
         what = "a spare node" if self.number == SPARE else f"node {self.number}"
         return f"{what} ({self.host})"
 
+    @property
+    def machine(self) -> str:
+        """Which machine it is, or was last: its host, and the number that it was given."""
+        return "" if self.hello is None else machine_of(self.hello)
+
     def joined(self, link: NodeLink, hello: Hello) -> None:
         """Its supervisor is there, with none of its ranks."""
         self.link, self.hello, self.broken, self.unwanted = link, hello, "", ""
+        self.is_leaving, self.left_out_until_s = False, 0.0
         self.host, self.supervisor = hello.host, hello.supervisor
         newest = NewestCheckpoint(step=hello.newest_step, run_id=hello.newest_run_id)
         self.newest = newest if newest.step > EMPTY_STEP else None
