@@ -342,6 +342,11 @@ class TrainState:
         """Which parameters require a gradient, in the model's order; asked for in every forward."""
         return [parameter.requires_grad for parameter in self._parameters]
 
+    def put_flags(self, flags: list[bool]) -> None:
+        """Have the parameters require a gradient as :meth:`flags` has said."""
+        for parameter, flag in zip(self._parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
+
     def _flags(self) -> dict[str, bool]:
         return {name: one.requires_grad for name, one in self.named_parameters()}
 
