@@ -296,10 +296,16 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _retype(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
     """Give moments the type back that torch's load_state_dict has cast to that of their parameters."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    places = [
+        (part, parameter)
+        for part in getattr(optimizer, "parts", [optimizer])
+        for group in part.param_groups
+        for parameter in group["params"]
+    ]
     for number, entry in saved.items():
-        own = optimizer.state[parameters[number]]
+        part, parameter = places[number]
+        own = part.state[parameter]
         for key, value in entry.items():
             now = own.get(key)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-                own[key] = laid_out_as(value.to(now.device, copy=True), parameters[number])
+                own[key] = laid_out_as(value.to(now.device, copy=True), parameter)
