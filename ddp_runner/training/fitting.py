@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_runner.checkpoint.codec import check_state_dict
 from ddp_runner.core.faults import BadInputError
 from ddp_runner.training.components.buffers import persistent_buffers
+from ddp_runner.training.components.several_optimizers import entries_of
 from ddp_runner.training.state import TrainState
 
 _LISTED_MAX = 3
@@ -133,8 +134,8 @@ def not_finite(state: TrainState) -> list[str]:
     own = state.weights()
     values = [(name, one, name in buffers) for name, one in own.items()]
     for name, parameter in state.named_parameters():
-        entry = state.optimizer.state.get(parameter, {})
-        values += [(f"{name} ({key})", one, False) for key, one in entry.items()]
+        for entry in entries_of(state.optimizer, parameter):
+            values += [(f"{name} ({key})", one, False) for key, one in entry.items()]
     if state.ema is not None:
         average = state.ema.state_dict()
         values += [(f"{name} (average)", one, False) for name, one in average["parameters"].items()]

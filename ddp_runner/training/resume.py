@@ -84,7 +84,7 @@ def load_copy(
 ) -> Loaded | None:
     """Fill ``state`` from the copy that a rank of this launch has left in memory, where that is the newest.
 
-    None where a file that verifies is newer, or there is no copy that is whole.
+    None where a file that verifies is newer, or there is no copy that is whole, or it does not fit.
     """
     slots = open_slots(runtime.rank_info)
     if slots is None or slots.newest_step is None:
@@ -101,7 +101,15 @@ def load_copy(
         return None
     store.set_damaged_aside(damaged)
     saved = completed_in_run(settings, workload, state, store, loaded)
-    _restore(settings, state, saved, where=str(loaded.path))
+    try:
+        _restore(settings, state, saved, where=str(loaded.path))
+    except BadInputError as error:
+        slots.clear()
+        # Nothing of a half is left where a file comes over it: without one, what is here begins nothing.
+        if not store.catalog.entries():
+            raise
+        runtime.logger.warning(f"{error.expected}: the newest checkpoint file is taken instead")
+        return None
     return replace(loaded, rejected=tuple((entry.path, why) for entry, why in damaged))
 
 

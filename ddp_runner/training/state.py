@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +28,7 @@ from ddp_runner.training.components.loss_spikes import LossSpikes
 from ddp_runner.training.components.optimizer import take_in, update_only
 from ddp_runner.training.components.optimizer_state import load_optimizer_state
 from ddp_runner.training.components.precision import Precision
+from ddp_runner.training.components.several_optimizers import entries_of
 from ddp_runner.training.components.start_weights import (
     frozen_entries,
     record_of,
@@ -202,8 +204,9 @@ class TrainState:
         A tensor that shares its memory with what forward may write is none of them.
         """
         tensors = [parameter.detach() for parameter in self.model.parameters()]
-        for entry in self.optimizer.state.values():
-            tensors += [value for value in entry.values() if isinstance(value, Tensor)]
+        for parameter in self.optimizer.state:
+            for entry in entries_of(self.optimizer, parameter):
+                tensors += [value for value in entry.values() if isinstance(value, Tensor)]
         if self.ema is not None:
             tensors += self.ema.averages()
         written = self.written_storages()
@@ -225,11 +228,11 @@ class TrainState:
         """The same in two: the model's own, and what is known beside, which only commits and restores change."""
         values = self.weights().items()
         weights = {name: value for name, value in values if isinstance(value, Tensor)}
-        of_parameters = self.optimizer.state
         learnt = {
-            f"{name} ({key})": value
+            f"{_numbered(name, place)} ({key})": value
             for name, parameter in self.named_parameters()
-            for key, value in of_parameters.get(parameter, {}).items()
+            for place, entry in enumerate(entries_of(self.optimizer, parameter))
+            for key, value in entry.items()
             if isinstance(value, Tensor)
         }
         if self.ema is not None:
@@ -342,6 +345,11 @@ class TrainState:
         """Which parameters require a gradient, in the model's order; asked for in every forward."""
         return [parameter.requires_grad for parameter in self._parameters]
 
+    def put_flags(self, flags: list[bool]) -> None:
+        """Have the parameters require a gradient as :meth:`flags` has said."""
+        for parameter, flag in zip(self._parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
+
     def _flags(self) -> dict[str, bool]:
         return {name: one.requires_grad for name, one in self.named_parameters()}
 
@@ -376,9 +384,18 @@ class TrainState:
         return {**saved, "state": entries, "param_groups": own}
 
     def _optimizer_names(self) -> list[str]:
-        """The bare name of each parameter that the optimizer updates, in its order."""
+        """The bare name of each parameter that the optimizer updates, in its order.
+
+        One that several optimizers have gets a number from the second time on: each has its own moments.
+        """
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        return [names.get(id(one), f"#{place}") for place, one in enumerate(self.trainable())]
+        seen: Counter[str] = Counter()
+        found = []
+        for place, one in enumerate(self.trainable()):
+            name = names.get(id(one), f"#{place}")
+            found.append(_numbered(name, seen[name]))
+            seen[name] += 1
+        return found
 
     def hold_frozen(self, *, room_bytes: float) -> None:
         """Keep what forward may begin to write, where there is room; if it is much, for the first step."""
@@ -410,6 +427,11 @@ class TrainState:
     def trainable(self) -> list[Tensor]:
         """The parameters that the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _numbered(name: str, place: int) -> str:
+    """The name of a parameter in the optimizer of this place, among those that have it."""
+    return f"{name} #{place + 1}" if place else name
 
 
 def _nobody_reads() -> None:

@@ -127,6 +127,7 @@ def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
         ("--compile",),
         ("--behind",),
         ("--behind", "--find-unused"),
+        ("--mixup",),
     ],
     ids=[
         "accumulated",
@@ -135,6 +136,7 @@ def test_survivors_keep_their_process_and_their_locals(tmp_path, fault_free):
         "compiled",
         "behind the block",
         "behind, find unused",
+        "mixed before the block",
     ],
 )
 def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
@@ -145,6 +147,17 @@ def test_habits_of_loops_make_no_difference(tmp_path, fault_free, words):
         plant(tmp_path, r0_s13_forward="pass")
     with run_loop(tmp_path, *words) as run:
         assert_as_if_nothing_happened(run, tmp_path, fault_free(*words), repaired=2 + raises)
+
+
+@pytest.mark.parametrize(
+    ("where", "at"), [("before", 9), ("inside", 9), ("within", 9), ("within", 7)]
+)
+def test_parameters_are_unfrozen_anywhere_before_the_net_is_called(tmp_path, fault_free, where, at):
+    """As where a loop does so between two steps: no step goes by without their sums over ranks."""
+    plant(tmp_path, **{f"r1_s{at}_backward": KILL, f"r0_s{at + 1}_forward": RAISE})
+    with run_loop(tmp_path, "--unfreeze", where) as run:
+        expected = fault_free("--unfreeze", "behind")
+        assert_as_if_nothing_happened(run, tmp_path, expected, repaired=2)
 
 
 def test_a_replaced_rank_draws_the_same_from_a_dataloader(tmp_path, fault_free):

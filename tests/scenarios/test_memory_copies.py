@@ -7,7 +7,7 @@ import signal
 from tests.processes import poll
 from tests.scenarios.conftest import WITHOUT_WORKERS
 from tests.scenarios.harness import Run
-from tests.scenarios.test_attached import final, run_loop
+from tests.scenarios.test_attached import LOOPS, final, run_loop
 
 NO_FILES = ("save_every_steps=0", "save_interval=0")
 
@@ -31,6 +31,23 @@ def test_a_loop_of_one_s_own_goes_on_from_memory_too(tmp_path):
         assert run.wait() == 0, run.console
     # No copy is made while the one before is still being made, as on busy cores.
     assert run.events("copy_taken")[0]["step"] in (8, 12)
+    assert run.summary()["exact"] is True
+    assert final(tmp_path / "run") == final(tmp_path / "calm")
+
+
+def test_a_copy_that_does_not_fit_is_passed_over_for_a_file(tmp_path):
+    """Two optimizers of the same parameters too: each has its own moments, and they share their groups."""
+    loop, options = LOOPS / "sharpness.py", ("save_every_steps=6", "memory_every=2")
+    with run_loop(tmp_path / "calm", loop=loop, options=options) as calm:
+        assert calm.wait() == 0, calm.console
+    places = [(0, 9), (1, 9), (1, 13), (0, 17), (1, 17)]
+    harm = [word for r, s in places for word in ("--inject", f"kill:rank={r},step={s}")]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "refuses").touch()
+    with run_loop(tmp_path / "run", loop=loop, options=(*options, *harm)) as run:
+        assert run.wait() == 0, run.console
+    assert "does not fit this run: steps cannot be loaded: the newest checkpoint" in run.console
+    assert [one["step"] for one in run.events("copy_taken")] == [16], "the second time"
     assert run.summary()["exact"] is True
     assert final(tmp_path / "run") == final(tmp_path / "calm")
 

@@ -345,6 +345,33 @@ def test_a_state_of_several_optimizers_goes_to_another_process_whole():
     assert other_schedule.last_epoch == schedule.last_epoch == 1
 
 
+def test_two_optimizers_of_one_parameter_keep_their_own_moments():
+    """Each has its own entry, and groups that they share are shared by them after a restore."""
+
+    def made():
+        model = nn.Linear(2, 1)
+        outer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner = torch.optim.Adam(outer.param_groups, lr=0.2)
+        outer.param_groups = inner.param_groups
+        state = kept_state(model=model, outer=outer, inner=inner)
+        state.committed_step = 0
+        return model, outer, inner, state
+
+    model, outer, inner, state = made()
+    model(torch.ones(3, 2)).sum().backward()
+    inner.step()
+    outer.state[model.weight]["before"] = torch.full((1, 2), 7.0)
+    other_model, other_outer, other_inner, other = made()
+    other.restore(state.capture())
+    assert torch.equal(other_outer.state[other_model.weight]["before"], torch.full((1, 2), 7.0))
+    moments = other_inner.state[other_model.weight]
+    assert torch.equal(moments["exp_avg"], inner.state[model.weight]["exp_avg"])
+    assert moments["step"] == 1
+    assert other_outer.param_groups is other_inner.param_groups
+    named = [name for name in state.replicated() if "weight" in name]
+    assert len(named) == 5, named
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of")
 def test_a_step_given_up_puts_schedules_and_rates_back():
     """What was changed between two steps, outside of a block, holds."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddp_runner.training.components.several_optimizers import entries_of
+
 
 # INVARIANT laid-out-alike: what belongs to a parameter, as its moments, has its numbers in the same order
 # in memory: torch's fused kernels walk through both side by side, as they lie there.
@@ -23,7 +25,7 @@ def lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
     """Give what the optimizer has for each parameter that parameter's order."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            entry = optimizer.state.get(parameter, {})
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    entry[key] = laid_out_as(value, parameter)
+            for entry in entries_of(optimizer, parameter):
+                for key, value in entry.items():
+                    if isinstance(value, Tensor):
+                        entry[key] = laid_out_as(value, parameter)

@@ -14,8 +14,22 @@ def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     """``optimizer.load_state_dict(state)``, whose tensors are taken over as they are where they fit.
 
     torch looks for each number of each parameter in the whole list of them: at ten thousand that takes
-    seconds. Raises what load_state_dict() raises.
+    seconds. Raises what load_state_dict() raises. The groups stay the same objects: another optimizer may
+    share them, as SAM does with its base, and a program may hold one to change its rate.
     """
+    own = vars(optimizer).get("param_groups")
+    _load(optimizer, state)
+    loaded = vars(optimizer).get("param_groups")
+    if own is None or loaded is None or len(own) != len(loaded):
+        return
+    for group, new in zip(own, loaded, strict=True):
+        if group is not new:
+            group.clear()
+            group.update(new)
+    optimizer.param_groups = own
+
+
+def _load(optimizer: Any, state: Mapping[str, Any]) -> None:
     if not _loads_plainly(optimizer) or not _fits(optimizer, state):
         optimizer.load_state_dict(state)
         return

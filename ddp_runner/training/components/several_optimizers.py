@@ -30,6 +30,12 @@ class _States(Mapping[Tensor, Any]):
         return sum(len(one.state) for one in self._optimizers)
 
 
+def entries_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
+    """What is known of ``parameter``: one entry of each optimizer that has any, as SAM and its base do."""
+    parts = getattr(optimizer, "parts", [optimizer])
+    return [one.state[parameter] for one in parts if parameter in one.state]
+
+
 class SeveralOptimizers:
     """Several optimizers as if they were one: their groups and states, one after the other."""
 
@@ -53,7 +59,7 @@ class SeveralOptimizers:
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
-        """Of all of them; no parameter is updated by two."""
+        """Of all of them; where two have an entry for one parameter, see :func:`entries_of`."""
         return _States(self._optimizers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -310,6 +310,9 @@ class AttachedRun:
 
     def given(self) -> None:
         """A step's batch is given to the loop."""
+        assert self._client is not None, "there are steps"
+        assert self._client.steps is not None, "one of them is in hand"
+        self._client.steps.seed()
         self._is_given = True
 
     def begin_block(self) -> None:

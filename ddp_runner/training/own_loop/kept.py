@@ -131,6 +131,7 @@ class KeptState(TrainState):
         # Gives back what they have changed; False where some of it cannot be given back.
         self._before_functions: Callable[[], bool] | None = None
         self._versions: dict[str, int] = {}  # of parameters and buffers, at the newest commit
+        self._kept_flags: list[bool] = []  # requires_grad of all parameters, as of the state
         super().__init__(
             model=model,
             optimizer=cast("torch.optim.Optimizer", optimizer),
@@ -166,12 +167,14 @@ class KeptState(TrainState):
         """What there is by now is the state, whoever has written it; buffers are kept already."""
         self._versions = self.buffers.versions()
         self.side.keep(self.committed_step)
+        self._kept_flags = self.flags()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def committed(self) -> None:
         """After each commit: what the loop has changed up to here holds."""
         self._before_functions = None
         self._versions = self.buffers.versions()
+        self._kept_flags = self.flags()
         self._options = [_options_of(group) for group in self.optimizer.param_groups]
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -231,6 +234,7 @@ class KeptState(TrainState):
             # it was. From now on it is put back.
             self.committed_step = EMPTY_STEP
         self._forget_unscaled()
+        self.put_flags(self._kept_flags)
         self._put_back(self._options)
 
     def begin_functions(self, *, room_bytes: float) -> None:
@@ -244,7 +248,7 @@ class KeptState(TrainState):
         buffers = [(one, one.clone()) for one in self.buffers.live()]
         has_room = self.buffers.hold_all_bytes() <= room_bytes
         held = self.buffers.hold_all() if has_room else {}
-        looks = self._parameter_versions()
+        looks, flags = self._parameter_versions(), self.flags()
 
         def put_back() -> bool:
             is_whole = has_room or self._parameter_versions() == looks
@@ -253,6 +257,7 @@ class KeptState(TrainState):
                 live.copy_(was)
             for name, value in others.items():
                 value.given_back(self._kept.others[name])
+            self.put_flags(flags)
             self._put_back(options)
             return is_whole
 
@@ -291,10 +296,16 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _retype(optimizer: torch.optim.Optimizer, saved: Mapping[int, Any]) -> None:
     """Give moments the type back that torch's load_state_dict has cast to that of their parameters."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    places = [
+        (part, parameter)
+        for part in getattr(optimizer, "parts", [optimizer])
+        for group in part.param_groups
+        for parameter in group["params"]
+    ]
     for number, entry in saved.items():
-        own = optimizer.state[parameters[number]]
+        part, parameter = places[number]
+        own = part.state[parameter]
         for key, value in entry.items():
             now = own.get(key)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-                own[key] = laid_out_as(value.to(now.device, copy=True), parameters[number])
+                own[key] = laid_out_as(value.to(now.device, copy=True), parameter)

@@ -86,7 +86,9 @@ class LoopSteps:
         self._scales: list[int] = []
         # What there was before the first rehearsal: what the body writes beside the optimizer shows.
         self._held: tuple[dict[str, Tensor], dict[str, Kept]] | None = None
-        self._given_up = False  # the step in hand, for a state that is now an older one
+        self._given_up = False  # the step in hand: for an older state, or for another wrapping
+        self._has_called = False  # the net, in the step in hand
+        self._wrapped_at = EMPTY_STEP  # the step whose body has changed requires_grad
         self._logged_at_ns = time.monotonic_ns()
         self._watches = parts.settings.log.gpu_watch_s > 0
         self._logged_step = max(0, self._state.committed_step)
@@ -110,13 +112,10 @@ class LoopSteps:
         """The first block of a generation does it: see :meth:`_wrap`."""
 
     def adapt(self) -> None:
-        """Take back what a body for nothing has done; wrap the module where other parameters are trained now."""
+        """Undo a body that was for nothing."""
         if self._must_undo:
             self._must_undo = False
             self._undo()
-        if self._state.flags() != self._flags:
-            self._replica.close()
-            self._wrap()
 
     def take(self, step: int) -> list[Any]:
         """Give this rank's batches of ``step``, the same ones where it is done again."""
@@ -138,15 +137,22 @@ class LoopSteps:
         is_due = any(one.is_due(step, self._length) for one in self._loop.recurring)
         return is_due and step < self._length.total_steps
 
-    def begin_block(self, votes: Votes) -> None:
-        """The body of a step begins: random numbers are those of the step, no signal is given yet."""
+    def seed(self) -> None:
+        """Seed for the step in hand, whose batch is handed out: what is drawn before the block counts too."""
+        # INVARIANT seeded-with-batch: every draw between a batch and the end of its block follows one seed of
+        # (seed, step, rank). Broken if: the block seeds again: draws before it would then be of no known state.
+        # Guarded by: test_habits_of_loops_make_no_difference.
         step = self._state.committed_step
+        seed_step(seed=self._settings.run.seed, step=step, rank=self._group.rank, micro_step=0)
+
+    def begin_block(self, votes: Votes) -> None:
+        """The body of a step begins: no signal is given yet."""
         self._votes, self._failure, self._agreed = votes, None, None
-        self._has_carried = self._has_carried_loss = self._given_up = False
+        self._has_carried = self._has_carried_loss = False
+        self._given_up = self._has_called = False
         self._loop.noted = {}
         self._replica.drop_signals()
         self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
-        seed_step(seed=self._settings.run.seed, step=step, rank=self._group.rank, micro_step=0)
         if self._rehearses:
             self._begin_rehearsal()
         self._scales = self._loop.scales()
@@ -158,7 +164,42 @@ class LoopSteps:
             raise misuse("the net is called with gradients outside of `with run.step():`")
         if self._agreed is not None:
             raise misuse("the net is called after optimizer.step() within one step")
-        return self._replica(*args, **named)
+        self._follow_flags()
+        outputs = self._replica(*args, **named)
+        if not self._sums_all(self._state.flags()):
+            # The module's own forward has changed them, so what it has computed is for nothing.
+            self._wrap_again()
+            self._held, self._given_up = None, True
+            raise LeaveBlock
+        self._has_called = True
+        return outputs
+
+    # INVARIANT summed-as-trained: DDP sums the gradient of each parameter that requires one in a step.
+    # Broken if: requires_grad is compared before the loop may change it for the last time, as between steps.
+    # Guarded by: test_parameters_are_unfrozen_anywhere_before_the_net_is_called.
+    def _follow_flags(self) -> None:
+        """Wrap the module again where other parameters require a gradient than when it was wrapped."""
+        flags = self._state.flags()
+        if flags == self._flags:
+            return
+        if self._has_called and not self._sums_all(flags):
+            raise misuse(
+                "requires_grad changes between two calls of the net within one step: change it before the first"
+            )
+        # A body that is repeated begins with the flags that the one before it has changed.
+        is_known = self._wrapped_at == self._state.committed_step and self._sums_all(flags)
+        if not self._has_called and not is_known:
+            self._wrap_again()
+
+    def _sums_all(self, flags: list[bool]) -> bool:
+        """Whether DDP sums the gradients of all parameters that require one by ``flags``."""
+        return not any(now and not wrapped for now, wrapped in zip(flags, self._flags, strict=True))
+
+    def _wrap_again(self) -> None:
+        self._wrapped_at = self._state.committed_step
+        self._replica.close()
+        self._wrap()
+        self._slot.stamp(Phase.FORWARD, time.monotonic_ns())
 
     def no_sync(self) -> AbstractContextManager[None]:
         """As of DDP; between steps there is nothing to leave out."""

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import random
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,6 +23,8 @@ parser.add_argument("--swallow", action="store_true")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--own-loader", action="store_true")
 parser.add_argument("--behind", action="store_true")
+parser.add_argument("--mixup", action="store_true")
+parser.add_argument("--unfreeze", default="", help="where in the loop")
 args = parser.parse_args()
 
 
@@ -53,6 +57,14 @@ def main():
         model = torch.compile(model, backend=backend)
     net = run.ddp(model, find_unused_parameters=args.find_unused)
     run.keep(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+
+    def unfreeze(where):
+        if args.unfreeze == where:
+            model[0].requires_grad_(run.step_number >= 7)
+
+    if args.unfreeze:
+        unfreeze(args.unfreeze)
+        model.register_forward_pre_hook(lambda *_: unfreeze("within"))
 
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(240, 8, generator=numbers)
@@ -105,8 +117,16 @@ def main():
             scheduler.step()
             ema.update_parameters(model)
 
-    for batch in run.steps(loader, max_steps=args.steps, accumulate=args.accumulate):
+    def mixed(inputs, labels):
+        share, order = np.random.beta(0.4, 0.4), torch.randperm(len(inputs))  # noqa: NPY002
+        inputs = share * inputs + (1 - share) * inputs[order] * random.uniform(0.9, 1.1)
+        return [inputs, labels]
+
+    for given in run.steps(loader, max_steps=args.steps, accumulate=args.accumulate):
+        batch = mixed(*given) if args.mixup else given
+        unfreeze("before")
         with run.step():
+            unfreeze("inside")
             batches = batch if args.accumulate > 1 else [batch]
             if args.swallow:
                 try:
@@ -118,6 +138,7 @@ def main():
         if args.behind:
             scheduler.step()
             ema.update_parameters(model)
+        unfreeze("behind")
         harm(run, "between")
     if run.is_first:
         kept = {"model": model, "ema": ema, "scheduler": scheduler, "scaler": scaler}
