@@ -195,8 +195,8 @@ def find_python(repository: Repository) -> Path:
     chosen = os.environ.get("DDP_RUNNER_PYTHON", "")
     here = Path(sys.executable)
     if chosen:
-        if missing := "; ".join(unmet(repository.wanted)):
-            raise EnvironmentUnfitError(f"DDP_RUNNER_PYTHON={chosen}: {missing}")
+        if lacking := "; ".join(unmet(repository.wanted)):
+            raise EnvironmentUnfitError(f"DDP_RUNNER_PYTHON={chosen}: {lacking}")
         return Path(chosen)
     missing = unmet(repository.wanted)
     if not missing and _is_active():
