@@ -41,7 +41,7 @@ PARTS = (
     Part(
         name="nccl",
         module="tests.gpu.nccl",
-        limit_s=120,
+        limit_s=100,
         shown=("cycle_eager.form_s.median", "behind_kernels.5s.abort_s", "while_enqueuing.ended"),
     ),
     Part(
@@ -53,7 +53,7 @@ PARTS = (
     Part(
         name="shared",
         module="tests.gpu.shared",
-        limit_s=200,
+        limit_s=180,
         shown=(
             "sums_2.rank0.wrong",
             "faults_2.verdict",
@@ -74,6 +74,7 @@ PARTS = (
             "save_4gb.blocked_s",
         ),
     ),
+    Part(name="classes", module="tests.gpu.classes", limit_s=40, shown=("faster", "repaired_s")),
     Part(name="marked", module="tests.gpu.marked", limit_s=15, shown=("passed", "failed")),
 )
 

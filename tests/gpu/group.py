@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.gpu.facts import Timed, device_name, error_text, rehearses
 
 PRODUCT = {
+    "TORCH_DIST_USE_NCCL2": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
