@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from ddp_runner.cli.machine import torch_build
 from ddp_runner.core.messages import Fork, Ready, SpareReady
 from ddp_runner.core.spare import SpareKind, SparePlan
 from ddp_runner.system.control_channel import Channel
@@ -17,6 +18,11 @@ from .supervising import PlayedSupervisor
 
 COMPILER = shutil.which("cc")
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="there is no C compiler")
+BUILD = torch_build()
+needs_no_cuda = pytest.mark.skipif(
+    BUILD is None or bool(BUILD.cuda),
+    reason="this torch has CUDA's own libraries, which come before the stand-ins",
+)
 UUID = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 GPUS = 3
 # What the driver says when it is asked before cuInit is 3, as cuda.h has it.
@@ -104,6 +110,7 @@ def _maps():
         return file.read()
 
 
+@needs_no_cuda
 @needs_compiler
 @pytest.mark.parametrize("opened", [None, 1])
 def test_the_driver_is_started_and_says_what_is_open(nvidia, opened):
@@ -168,6 +175,7 @@ def _has_driver(pid):
         return "libcuda.so.1" in file.read()
 
 
+@needs_no_cuda
 @needs_compiler
 def test_a_spare_with_libraries_starts_the_driver_itself_and_becomes_a_rank(nvidia, tmp_path):
     """Not the zygote, whose forks could not use CUDA any more; a GPU that it does not serve gets a fork."""
@@ -181,6 +189,7 @@ def test_a_spare_with_libraries_starts_the_driver_itself_and_becomes_a_rank(nvid
     }
 
 
+@needs_no_cuda
 @needs_compiler
 @pytest.mark.parametrize("variable", ["FAKE_CUDA_OPENED", "FAKE_CUDA_REFUSES"])
 def test_a_spare_with_libraries_ends_rather_than_hold_memory_of_a_gpu(nvidia, tmp_path, variable):
