@@ -7,17 +7,19 @@ every rank knows everybody's after backward, without a collective of its own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.parallel.distributed as torch_ddp
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -110,11 +112,11 @@ class Replica:
         )
         self._parameters = list(module.parameters())  # found once: a model has many modules
         cap_mb = bucket_cap_mb(self._parameters, settings.bucket_cap_mb)
-        self._ddp = DistributedDataParallel(
-            self._module,
-            process_group=group.of_reducer(self.sums),
-            **_accepted_arguments(settings, group.device, cap_mb=cap_mb),
-        )
+        arguments = _accepted_arguments(settings, group.device, cap_mb=cap_mb)
+        with contextlib.nullcontext() if "init_sync" in arguments else _not_synced():
+            self._ddp = DistributedDataParallel(
+                self._module, process_group=group.of_reducer(self.sums), **arguments
+            )
         # Wrapped, because DDP refuses a hook whose annotations are strings, as ours are.
         self._ddp.register_comm_hook(
             state=self,
@@ -444,6 +446,20 @@ def _buckets(sizes: Sequence[int], cap_mb: float) -> int:
             buckets, held = buckets + 1, 0
         held += size
     return buckets
+
+
+@contextlib.contextmanager
+def _not_synced() -> Iterator[None]:
+    """Have DDP send no state when it is made, as init_sync=False does from torch 2.7 on."""
+    sent = ("_verify_param_shape_across_processes", "_sync_module_states")
+    before = {name: getattr(torch_ddp, name) for name in sent}
+    for name in sent:
+        setattr(torch_ddp, name, lambda *_arguments, **_options: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch_ddp, name, function)
 
 
 def _accepted_arguments(

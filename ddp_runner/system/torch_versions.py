@@ -35,6 +35,12 @@ class Difference:
 
 DIFFERENCES = (
     Difference(
+        since="2.7",
+        what="DistributedDataParallel takes init_sync=False; before, it always sent the state when it was made",
+        test="its __init__ has a parameter of that name",
+        place="collective/replica.py",
+    ),
+    Difference(
         since="2.9",
         what="torch.optim.Muon exists",
         test="torch.optim has the name; without torch: the file torch/optim/_muon.py",
