@@ -13,7 +13,7 @@ SETTINGS = (
     *("data.batch_size=16", "data.num_workers=1", "optim.learning_rate=3e-3"),
     *("optim.warmup_steps=20", f"checkpoint.save_every_steps={_SAVE_EVERY_STEPS}"),
     *("log.evaluate_every_steps=60", "log.evaluate_batches=8", "log.log_interval=20"),
-    "recovery.max_restarts=100",
+    *("recovery.max_restarts=100", "recovery.hang_min_s=2"),
 )
 # Act 3 has what a run needs so that these can be noticed, or repaired.
 CHANGING_SETTINGS = (

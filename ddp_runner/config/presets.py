@@ -16,11 +16,7 @@ _CPU: Mapping[str, object] = {
     "data.num_workers": 0,  # with as many ranks as cores, a worker only takes their time: 2% of CPU
     "optim.precision": "fp32",
 }
-# What is repaired costs seconds there, and what may take seconds is no fault.
 _GPU: Mapping[str, object] = {
-    # A library's first kernels, a memory cache that is emptied, another program on the device: a rank
-    # that is taken for hung by mistake costs more than the wait (a repair: 3 to 7 s, by estimate).
-    "recovery.hang_min_s": 10.0,
     # A generation that was left may take 30 s to be let go, and making communicators some more.
     "recovery.form_timeout_s": 120.0,
 }

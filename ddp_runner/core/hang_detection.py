@@ -34,7 +34,11 @@ FIRST_LEAST = 5.0  # of ``hang_min_s``
 COMPARISON_FACTOR = 10.0
 STOPS_UNSEEN_S = 0.5  # of a phase's age: until then nobody asks the system, which costs a call
 _OWN_WORK = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
+_MAY_BE_LONG = _OWN_WORK | {Phase.DATA}
 _UNWATCHED = frozenset({Phase.IDLE, Phase.STARTUP, Phase.FORMING, Phase.FINISHED})
+
+
+Place = tuple[int, int, Phase, int]  # rank, step, phase and sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class RankLook:
     ``stopped``: the operating system says so (SIGSTOP); then no phase excuses it. ``stopped_s``: for
     how long, at the least; a phase may have lasted long before. ``steps_here``: done by this very
     process. ``device_sums``: grows with each sum over ranks that its device comes to; 0: nobody knows.
+    ``sample``: that it loads itself, inside the user's dataset; 0: none. ``begins_data``: it is at an iterator's
+    first sample, or loads several at once.
     """
 
     rank: int
@@ -53,6 +59,14 @@ class RankLook:
     stopped: bool = False
     stopped_s: float = 0.0
     device_sums: int = 0
+    step: int = 0
+    sample: int = 0
+    begins_data: bool = False
+
+    @property
+    def place(self) -> Place:
+        """Where it is, so that it is known when the rank comes there once more."""
+        return self.rank, self.step, self.phase, self.sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +75,8 @@ class Pace:
 
     ``longest_phase_s``: of phases that are rare and long (:class:`LongPhases`). ``first_s``: in the
     first steps of a process (:class:`FirstSteps`). ``comparison_s``: the longest comparison of replicas
-    (:class:`Comparisons`); None: there was none.
+    (:class:`Comparisons`); None: there was none. ``loading_s``: that loader workers have for a batch. ``doubted``:
+    the places at which a rank was called hung (:class:`LongPhases`).
     """
 
     slowest_step_s: float
@@ -69,6 +84,8 @@ class Pace:
     longest_phase_s: float = 0.0
     first_s: float | None = None
     comparison_s: float | None = None
+    loading_s: float = 0.0
+    doubted: frozenset[Place] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +127,13 @@ def shortest_deadline_s(pace: Pace, settings: RecoverySettings) -> float:
 
 
 def _deadline_of_own_work_s(look: RankLook, pace: Pace, settings: RecoverySettings) -> float:
-    if look.steps_here >= STEPS_TO_SETTLE:
-        return _usual_deadline_s(pace, settings)
-    if look.phase is Phase.DATA:  # it may skip to where it was: the further that is, the longer
+    is_loading = look.phase is Phase.DATA
+    if look.place in pace.doubted:  # what is slow there once more was no hang
+        return max(_usual_deadline_s(pace, settings), settings.first_step_timeout_s)
+    if look.steps_here >= STEPS_TO_SETTLE and not (is_loading and look.begins_data):
+        usual_s = _usual_deadline_s(pace, settings)
+        return max(usual_s, pace.loading_s) if is_loading and look.sample else usual_s
+    if is_loading:  # it may skip to where it was, or fill a buffer: the further that is, the longer
         return settings.first_step_timeout_s
     return _first_deadline_s(pace, settings)
 
@@ -207,6 +228,7 @@ class LongPhases:
         self._ended: deque[tuple[int, float]] = deque(maxlen=LONG_PHASES_KEPT)
         self._paused: dict[int, int] = {}  # since when, of a phase that a pause has lengthened
         self._doubted: set[int] = set()
+        self.doubted_places: frozenset[Place] = frozenset()
         self._outlasted_s = 0.0
 
     def observe(self, look: RankLook, *, process: int, since_ns: int, step: int) -> None:
@@ -216,7 +238,7 @@ class LongPhases:
             self._note(before[2], before[3])
         if look.stopped:
             self._paused[look.rank] = since_ns
-        works = look.phase in _OWN_WORK and since_ns != self._paused.get(look.rank)
+        works = look.phase in _MAY_BE_LONG and since_ns != self._paused.get(look.rank)
         if works and look.age_s >= LONG_PHASE_S:
             self._now[look.rank] = process, since_ns, step, look.age_s
 
@@ -231,9 +253,13 @@ class LongPhases:
             if rank in self._now:
                 self._paused[rank] = self._now.pop(rank)[1]
 
-    def doubt(self, step: int) -> None:
-        """A rank was called hung in ``step``: should that be done in spite of it, it was slow."""
-        self._doubted.add(step)
+    def doubt(self, look: RankLook) -> None:
+        """A rank was called hung there: should that be done in spite of it, it was slow.
+
+        Whoever comes there once more has the time of a first step.
+        """
+        self._doubted.add(look.step)
+        self.doubted_places |= {look.place}
 
     def forget_open(self) -> None:
         """The ranks leave their phases for a repair, not by themselves."""
@@ -305,7 +331,7 @@ class Comparisons:
 def _has_stood(look: RankLook, settings: RecoverySettings) -> bool:
     """Whether a rank has been stopped for long enough; it is not asked about in a phase's first moments."""
     since_s = look.stopped_s + STOPS_UNSEEN_S
-    return look.stopped and min(look.age_s, since_s) > settings.hang_min_s
+    return look.stopped and min(look.age_s, since_s) > settings.stopped_max_s
 
 
 def _first_deadline_s(pace: Pace, settings: RecoverySettings) -> float:

@@ -30,6 +30,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Duration = Annotated[float, Field(gt=0), "duration"]
 # On several machines each has its own value. All other settings are the coordinator's on all of them.
+STOPPED_MAX_S = 2.0  # that the system may hold a process stopped, however long others may take
 PER_MACHINE = "per machine"
 _Value = TypeVar("_Value")
 PerMachine = Annotated[_Value, PER_MACHINE]
@@ -448,8 +449,9 @@ class RecoverySettings:
     that. On the CPU: process has torch and the task imported; model has also built data and model, in a rank's
     memory; true is model if building took 0.1 s and that is a quarter of what is free. On GPUs, true means libraries:
     CUDA's are loaded, no memory of a GPU is held. device: also a context on one GPU, about 0.5 GB."""
-    hang_min_s: Seconds = 2.0
-    """The shortest time without progress, in seconds, after which a rank may be called hung."""
+    hang_min_s: Seconds = 10.0
+    """The shortest time without progress, in seconds, after which a rank may be called hung. One that the system
+    holds stopped is found within two seconds; one that loads samples itself has data.loader_timeout_s."""
     hang_factor: Annotated[float, Field(gt=1)] = 10.0
     """A rank is hung after so many times the slowest recent step, if that is more than hang_min_s."""
     first_step_timeout_s: Seconds = 600.0
@@ -487,6 +489,11 @@ class RecoverySettings:
     rank's share once more beside the run, to prove that a repair is exact. none: no such drill."""
     require_exact: bool = False
     """End a run once it is not exact: its state is saved, exit code 1."""
+
+    @property
+    def stopped_max_s(self) -> float:
+        """How long the system may hold a process stopped: what it says is certain, so less than hang_min_s."""
+        return min(self.hang_min_s, STOPPED_MAX_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)

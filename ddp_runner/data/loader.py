@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MicroBatch", "SafeDataLoader"]
 
+SEVERAL = -1  # samples at once, of which nobody knows at which the dataset is
 _LOOK_S = 1.0  # for a sample that is only looked at
 _GRACE_S = 1.0  # for a worker inside the user's code, which may be writing a file
 
@@ -71,7 +72,7 @@ class SafeDataLoader:
     workers, retries or the world size. Without workers the samples are loaded inside ``take``;
     the caller's generators are given back as they were, and ``timeout_s`` does not apply.
 
-    ``on_sample`` gets which sample is loaded in this process, and None after it. ``suspect`` is
+    ``on_sample`` gets which sample is loaded in this process, SEVERAL for a batch at once, and None after it. ``suspect`` is
     the one that a process before was loading so when it ended: a worker tries it first.
 
     All ranks take the same steps, but there is no communication. Call from the rank's main
@@ -433,6 +434,8 @@ class SafeDataLoader:
             self._on_sample(index)
             self._on_wait()
 
+        if self._source.gives_many:
+            self._on_sample(SEVERAL)
         try:
             return self._source.load_here(key, on_sample=on_sample)
         finally:

@@ -96,6 +96,7 @@ class ShardLoader:
         timeout_s: float = 60.0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         on_wait: Callable[[], None] = lambda: None,
+        on_sample: Callable[[int | None], None] = lambda _number: None,
         on_workers: Callable[[tuple[int, ...]], None] = lambda _pids: None,
         on_repaired: Callable[[LoadingRepaired], None] = lambda _repaired: None,
         on_other: Callable[[str], None] = lambda _text: None,
@@ -118,6 +119,7 @@ class ShardLoader:
         self._timeout_s = timeout_s
         self._collate = collate_fn
         self._on_wait = on_wait
+        self._on_sample = on_sample
         self._on_workers = on_workers
         self._on_repaired = on_repaired
         self._on_other = on_other
@@ -425,12 +427,19 @@ class ShardLoader:
         self.workers = _suiting(plan.workers, self._deal.lanes)
         return LoadingRepaired(fault=fault, action=plan.action, seconds=0.0)
 
+    def _begin_sample(self, number: int) -> None:
+        self._on_sample(number)
+        self._on_wait()
+
     def _take_once(self) -> Share | SampleFailed:
         key = self._key(self._step)
         if self.workers == 0:
             self._here = self._here or self._source(Unshared(self._collate or default_collate))
-            with generators_kept():
-                return self._here.load(key, on_sample=lambda _number: self._on_wait())
+            try:
+                with generators_kept():
+                    return self._here.load(key, on_sample=self._begin_sample)
+            finally:
+                self._on_sample(None)
         if self._pool is None:
             self._start_pool()
         assert self._pool is not None

@@ -129,6 +129,7 @@ class StreamLoader:
         world_size: int,
         micro_batch_size: int,
         on_wait: Callable[[], None],
+        on_item: Callable[[int | None], None] = lambda _number: None,
         log: Callable[[str], None],
         collate_fn: Callable[[list[Any]], Any] | None = None,
         on_other: Callable[[str], None] = lambda _text: None,
@@ -140,6 +141,7 @@ class StreamLoader:
         self._world_size = world_size
         self._micro_batch_size = micro_batch_size
         self._on_wait = on_wait
+        self._on_item = on_item
         self._log = log
         self._on_other = on_other
         self._has_warned = False
@@ -182,6 +184,8 @@ class StreamLoader:
             except BaseException:
                 self._iterator = None  # it may stand anywhere now
                 raise
+            finally:
+                self._on_item(None)
             self._keep_copy(step, batches)
         self.waited_s = time.monotonic() - began_s
         return batches
@@ -406,6 +410,8 @@ class StreamLoader:
             if self._mark.items < total:
                 expected = f"its stream gave {self._mark.items} items in an epoch, fewer than one"
                 raise BadInputError("--task", "", f"{expected} global batch of {total}")
+            self._on_wait()
+            self._on_item(0)
             begin = self._open(epoch=self._mark.epoch + 1, state=None)
             self._mark = replace(self._mark, epoch=self._mark.epoch + 1, items=0, begin=begin)
 
@@ -414,6 +420,7 @@ class StreamLoader:
         assert self._iterator is not None
         self._on_wait()  # outside the boundary: what it raises is not the dataset's
         mark = self._mark
+        self._on_item(mark.items)
         base = seeding_base(seed=self._order.seed, epoch=mark.epoch)
         seed_generators(base, index=mark.items)
         try:

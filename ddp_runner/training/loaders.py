@@ -20,10 +20,10 @@ from ddp_runner.core.injection import OPTION as INJECT_OPTION
 from ddp_runner.core.injection import bad_sample_places
 from ddp_runner.core.loader_recovery import VAIN_WAITS_MAX
 from ddp_runner.core.messages import LoaderWorkers, RepairedInPlace, TuningChanged
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import Settings
 from ddp_runner.data.injected_samples import with_bad_samples
-from ddp_runner.data.loader import SafeDataLoader
+from ddp_runner.data.loader import SEVERAL, SafeDataLoader
 from ddp_runner.data.loader_faults import SAMPLES_REPLACED, LoadingRepaired
 from ddp_runner.data.order import WholeOrder
 from ddp_runner.data.quarantine import FILE_NAME as QUARANTINE_FILE
@@ -90,6 +90,7 @@ def make_loader(
             world_size=rank_info.world_size,
             micro_batch_size=micro_batch(data, devices=rank_info.devices),
             on_wait=on_wait,
+            on_item=_stamping(runtime, sign=1, is_stream=True),
             log=runtime.logger.info,
             collate_fn=datasets.collate,
             on_other=partial(_report_inexact, runtime),
@@ -160,6 +161,7 @@ def _shard_loader(
         timeout_s=data.loader_timeout_s,
         collate_fn=datasets.collate,
         on_wait=on_wait,
+        on_sample=_stamping(runtime, sign=1),
         on_workers=lambda pids: runtime.report(
             LoaderWorkers(rank=rank_info.rank, pids=tuple(pids))
         ),
@@ -197,11 +199,19 @@ def _report_inexact(runtime: Runtime, reason: str) -> None:
     runtime.report(TuningChanged(rank=rank, step=step, action="", inexact_reason=reason))
 
 
-def _stamping(runtime: Runtime, *, sign: int) -> Callable[[int | None], None]:
-    """Has the board say which sample is loaded in the rank itself, for whoever finds it stuck."""
+def _stamping(
+    runtime: Runtime, *, sign: int, is_stream: bool = False
+) -> Callable[[int | None], None]:
+    """Has the board say which sample is loaded in the rank itself, for whoever finds it stuck.
+
+    The first one of a stream's epoch may fill a buffer, and several at once are many: those may take as long
+    as a start.
+    """
 
     def on_sample(index: int | None) -> None:
         runtime.slot.set(Cell.SAMPLE, 0 if index is None else sign * (index + 1))
+        takes_long = index == SEVERAL or (is_stream and index == 0)
+        runtime.slot.set(Cell.STAGE, Stage.DATA if takes_long else Stage.NONE)
 
     return on_sample
 

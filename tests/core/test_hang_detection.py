@@ -32,7 +32,7 @@ SETTINGS = RecoverySettings(
 IN_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-def look(rank, phase, age_s, *, steps_here=20, stopped=False, stopped_s=None):
+def look(rank, phase, age_s, *, steps_here=20, stopped=False, stopped_s=None, **others):
     return RankLook(
         rank=rank,
         phase=phase,
@@ -40,6 +40,7 @@ def look(rank, phase, age_s, *, steps_here=20, stopped=False, stopped_s=None):
         steps_here=steps_here,
         stopped=stopped,
         stopped_s=(age_s if stopped_s is None else stopped_s) if stopped else 0.0,
+        **others,
     )
 
 
@@ -309,9 +310,45 @@ def test_a_rare_slow_step_lengthens_the_deadline_for_the_next_ones():
 def test_a_step_that_outlasts_a_verdict_is_remembered_for_good():
     """It was slow, not hung: else its rank would be killed whenever it comes around again."""
     phases = LongPhases()
-    phases.doubt(100)
+    phases.doubt(look(0, Phase.FORWARD, 3.0, step=100))
     slow_phase(phases, step=100, lasted_s=5.0)
     assert phases.longest_s(1_000_000) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("where", "deadline_s"),
+    [
+        ({}, 2.0),
+        ({"sample": 51}, 60.0),
+        ({"sample": -51}, 60.0),
+        ({"sample": 1, "begins_data": True}, 100.0),
+        ({"begins_data": True}, 100.0),
+    ],
+)
+def test_a_rank_inside_its_dataset_has_the_time_of_loader_workers(where, deadline_s):
+    """The first sample of an iterator has that of a start. Control: its own code has what the pace gives."""
+    pace = Pace(slowest_step_s=0.02, verdicts_in_a_row=0, loading_s=60.0)
+    assert phase_deadline_s(look(0, Phase.DATA, 0.0, **where), pace, SETTINGS) == deadline_s
+    assert phase_deadline_s(look(0, Phase.FORWARD, 0.0, **where), pace, SETTINGS) == 2.0
+
+
+def test_the_same_place_has_the_time_of_a_start_after_one_verdict():
+    """Control: another step, phase, sample or rank is called hung as soon as before."""
+    phases, there = LongPhases(), look(1, Phase.DATA, 3.0, step=7, sample=51)
+    phases.doubt(there)
+    pace = Pace(slowest_step_s=0.02, verdicts_in_a_row=0, doubted=phases.doubted_places)
+    assert phase_deadline_s(there, pace, SETTINGS) == 100.0
+    for other in ({"step": 8}, {"phase": Phase.FORWARD}, {"sample": 52}, {"rank": 0}):
+        assert phase_deadline_s(replace(there, **other), pace, SETTINGS) == 2.0
+
+
+def test_the_system_s_word_is_enough_after_two_seconds():
+    """However long a rank that is not stopped may take."""
+    patient = RecoverySettings(hang_min_s=10.0)
+    pace = Pace(slowest_step_s=0.02, verdicts_in_a_row=0)
+    stopped = [look(0, Phase.FORWARD, 2.1, stopped=True), look(1, Phase.REDUCE, 2.1)]
+    assert find_hung(stopped, pace, patient).ranks == (0,)
+    assert find_hung([look(0, Phase.FORWARD, 9.9), stopped[1]], pace, patient) is None
 
 
 @pytest.mark.parametrize(

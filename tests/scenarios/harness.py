@@ -28,6 +28,7 @@ DEADLINE_S = 120.0  # only a hang comes so far; a loaded machine is slow
 GONE_WITHIN_S = 10.0  # what the kernel ends, on a machine with ten times more to do than cores
 LISTENING_EVERY_S = 0.5
 NO_DRILLS = "recovery.drill_at=off"  # they would take time from a test of something else
+QUICK_HANGS = "recovery.hang_min_s=2"  # as most wait for one, and nothing here is as slow as that
 # The only rank would have every core, where torch's threads turn while they wait for its next step.
 ONE_THREAD = "run.threads_per_rank=1"
 # What a person types, with interpreters that have imported nothing yet.
@@ -137,6 +138,8 @@ class Run(Outputs):
             words += ["--task", task, "-l", str(self.logs), "-c", str(self.checkpoints)]
         if not any("drill_at" in str(argument) for argument in arguments):
             words.append(NO_DRILLS)
+        if not any("hang_min_s" in str(argument) for argument in arguments):
+            words.append(QUICK_HANGS)
         if world == 1:
             words.append(ONE_THREAD)
         self._output_begin = self.output_path.stat().st_size if self.output_path.exists() else 0

@@ -98,15 +98,29 @@ def test_a_worker_that_exits_raises_or_is_stuck_costs_no_sample(tmp_path, fault_
         }
 
 
-def test_a_slow_sample_is_no_fault(tmp_path, fault_free):
-    """Control: beyond the hang deadline of a step, but below the loader's: it is waited for."""
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_slow_sample_is_no_fault(tmp_path, fault_free, workers):
+    """Beyond the hang deadline of a step, but below the loader's: it is waited for, in the rank itself too."""
     (tmp_path / TROUBLE).write_text("data 1 sleep3 100", encoding="utf-8")  # of step 12 or so
-    with Run(tmp_path, *SETTINGS, world=2) as run:
+    settings = (*SETTINGS, "recovery.hang_min_s=1", f"num_workers={workers}")
+    with Run(tmp_path, *settings, world=2) as run:
         assert run.wait() == 0, run.console
     assert not (tmp_path / TROUBLE).exists()
     summary = run.summary()
     assert summary["faults"] == []
     assert summary["weights_sha256"] == fault_free(2).digest
+
+
+def test_a_sample_that_hangs_in_the_rank_itself_is_found_and_named(tmp_path, fault_free):
+    """Control: by the limit that loader workers have, and its rank is replaced."""
+    (tmp_path / TROUBLE).write_text("data 1 sleep1000 100", encoding="utf-8")
+    settings = (*SETTINGS, "recovery.hang_min_s=1", "num_workers=0", "data.loader_timeout_s=3")
+    with Run(tmp_path, *settings, world=2) as run:
+        assert run.wait() == 0, run.console
+    [fault] = run.summary()["faults"]
+    assert (fault["kind"], fault["rank"]) == ("rank_hung", 1)
+    assert ", loading sample " in fault["cause"]
+    assert run.summary()["weights_sha256"] == fault_free(2).digest
 
 
 def test_a_bad_sample_is_replaced_in_every_life_of_the_run(tmp_path):

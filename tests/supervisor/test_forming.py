@@ -29,7 +29,7 @@ def test_a_rank_ready_before_its_pid_is_known_does_not_train(simulate, harm):
 
 def test_a_rank_that_loads_while_the_world_forms_is_waited_for(simulate):
     """Its loader may have to be repaired; control: one that no longer shows that it waits is not."""
-    run = simulate(form_timeout_s=5.0)
+    run = simulate(form_timeout_s=5.0, hang_min_s=2.0)
     run.to_step(12)
     run.is_held = True
     run.kill(1)

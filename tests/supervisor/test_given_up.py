@@ -166,8 +166,14 @@ def test_the_same_error_at_the_same_step_is_the_users(simulate):
 
 
 def test_redoing_lost_steps_is_no_progress(simulate):
-    """What hangs again and again at one step meets growing patience, though a checkpoint lies between."""
-    run = simulate(steps=60, hang_min_s=1.0, max_restarts=100, no_progress_generations=100)
+    """What hangs at one step again has the time of a start, though a checkpoint lies between."""
+    run = simulate(
+        steps=60,
+        hang_min_s=1.0,
+        first_step_timeout_s=30.0,
+        max_restarts=100,
+        no_progress_generations=100,
+    )
     waited = []
     for _ in range(3):
         run.to_step(17)
@@ -180,7 +186,7 @@ def test_redoing_lost_steps_is_no_progress(simulate):
         run.best = 0
         run.kill(0, 1, 2)
         run.run_until(lambda: run.rank(0) is not None and run.best > 0)
-    assert [round(seconds) for seconds in waited] == [1, 4, 16]
+    assert [round(seconds) for seconds in waited] == [1, 30, 30]
     assert_done(run)
 
 

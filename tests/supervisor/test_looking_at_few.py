@@ -155,8 +155,8 @@ def test_looking_at_few_decides_as_looking_at_all():
             evaluation_timeout_s=draw.choice([1.0, 30.0]),
             checkpoint_timeout_s=draw.choice([1.0, 30.0]),
         )
-        few = _AtFew(limits, world=world, clock=world.clock)
-        everybody = _AtAll(limits, world=world, clock=world.clock)
+        few = _AtFew(limits, loading_s=5.0, world=world, clock=world.clock)
+        everybody = _AtAll(limits, loading_s=5.0, world=world, clock=world.clock)
         pace_s = draw.choice([0.12, 0.3, 1.0, 3.0])
         for _ in range(200):
             _live(world, draw, pace_s=pace_s)

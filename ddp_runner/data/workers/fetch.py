@@ -88,6 +88,11 @@ class SampleSource:
         other._many = None  # noqa: SLF001 - of its own class
         return other
 
+    @property
+    def gives_many(self) -> bool:
+        """Whether the dataset loads a batch at once, so that nobody knows at which sample it is."""
+        return self._many is not None
+
     def load(self, key: BatchKey, *, on_sample: Callable[[int], None]) -> Any:
         """The collated batch, or :class:`SampleFailed`; no ``Exception`` of the dataset escapes.
 

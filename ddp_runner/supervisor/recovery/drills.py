@@ -70,7 +70,8 @@ class DrillKeeper:
             is_running=drill is not None,
             is_wanted=not self._is_given_up,
             is_stopped=drill is not None
-            and self._node.helper_stopped_s(drill, now_s) > self._plan.settings.recovery.hang_min_s,
+            and self._node.helper_stopped_s(drill, now_s)
+            > self._plan.settings.recovery.stopped_max_s,
             since_s=now_s - self._began_s,
             limit_s=limit_s,
         )

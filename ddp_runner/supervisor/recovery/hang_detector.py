@@ -30,11 +30,12 @@ class HangFinder:
         settings: RecoverySettings,
         facts: RunFacts,
         *,
+        loading_s: float,
         world: World,
         recorder: Recorder,
         clock: Clock,
     ) -> None:
-        self.progress_watch = ProgressWatch(settings, world=world, clock=clock)
+        self.progress_watch = ProgressWatch(settings, loading_s=loading_s, world=world, clock=clock)
         self._settings = settings
         self._facts = facts
         self._world = world
@@ -62,7 +63,7 @@ class HangFinder:
                 return [self.hung(handle, "still starting")]
             if handle.state in _NOT_TRAINING and self.is_stopped(handle, now_s):
                 if not self._holds_the_only_state(handle):
-                    return [self.hung(handle, f"stopped for {self._settings.hang_min_s:g} s")]
+                    return [self.hung(handle, f"stopped for {self._settings.stopped_max_s:g} s")]
                 self._say_woken(handle)
             if handle.state is RankState.FORMING and now_s > formed_by_s:
                 # Nobody knows who is late. Perhaps it is the store, which is cheap to replace.
@@ -104,7 +105,7 @@ class HangFinder:
         ]
 
     def _stands_too_long(self, handle: RankHandle, now_s: float) -> bool:
-        limit_s = self._settings.hang_min_s
+        limit_s = self._settings.stopped_max_s
         if handle.state in (RankState.ABORTING, RankState.LEAVING):
             limit_s = min(limit_s, STOPPED_AT_ONCE_S)
         return self._world.stopped_s(handle, now_s) > limit_s
@@ -115,7 +116,7 @@ class HangFinder:
 
     def is_stopped(self, handle: RankHandle, now_s: float) -> bool:
         """Whether the system has held the process stopped for too long."""
-        return self._world.stopped_s(handle, now_s) > self._settings.hang_min_s
+        return self._world.stopped_s(handle, now_s) > self._settings.stopped_max_s
 
     def _is_getting_on(self, handle: RankHandle) -> bool:
         return handle.state is RankState.FORMING and self.progress_watch.is_getting_on(

@@ -126,7 +126,7 @@ class LastSave:
 
     def _wake_stopped(self, now_s: float) -> None:
         """A rank that is stopped while all wait for its save would cost the whole of their time."""
-        limit_s = self._settings.hang_min_s
+        limit_s = self._settings.stopped_max_s
         for handle in self._world.present:
             if self._world.stopped_s(handle, now_s) > limit_s:
                 self._recorder.say(f"rank {handle.rank} was stopped; it is woken", level="WARNING")

@@ -22,7 +22,7 @@ from ddp_runner.core.hang_detection import (
     shortest_deadline_s,
 )
 from ddp_runner.core.lifecycle import RankState
-from ddp_runner.core.phases import Phase
+from ddp_runner.core.phases import Phase, Stage
 from ddp_runner.core.settings import RecoverySettings
 from ddp_runner.core.straggler import StragglerWatch
 from ddp_runner.supervisor.rank_handle import RankHandle
@@ -42,8 +42,11 @@ WORK_SIGN_S = 2.0  # a rank that moves state to another one shows it more often
 class ProgressWatch:
     """Owned by the supervisor's loop; one look a tick."""
 
-    def __init__(self, settings: RecoverySettings, *, world: World, clock: Clock) -> None:
+    def __init__(
+        self, settings: RecoverySettings, *, loading_s: float, world: World, clock: Clock
+    ) -> None:
         self._settings = settings
+        self._loading_s = loading_s
         self._world = world
         self._clock = clock
         self._step_s: deque[float] = deque(maxlen=PACE_STEPS)
@@ -136,9 +139,9 @@ class ProgressWatch:
         verdict = find_hung(looks, self._pace(), self._settings)
         if verdict is not None:
             self._verdicts_in_a_row += 1
-            for handle in training:
-                if handle.rank in verdict.ranks:
-                    self._long_phases.doubt(handle.slot.get(Cell.STEP))
+            for look in looks:
+                if look.rank in verdict.ranks and not look.stopped:
+                    self._long_phases.doubt(look)
         return verdict
 
     def forget_pace(self) -> None:
@@ -201,6 +204,9 @@ class ProgressWatch:
             stopped=is_stopped,
             device_sums=handle.slot.get(Cell.DEVICE_SUMS),
             stopped_s=self._world.stopped_s(handle, now_ns / 1e9) if is_stopped else 0.0,
+            step=handle.slot.get(Cell.STEP),
+            sample=handle.slot.get(Cell.SAMPLE),
+            begins_data=handle.slot.get(Cell.STAGE) == Stage.DATA,
         )
 
     def _notice_pauses(self) -> None:
@@ -232,6 +238,8 @@ class ProgressWatch:
             longest_phase_s=self._long_phases.longest_s(self._seen_step),
             first_s=self._first_steps.longest_s,
             comparison_s=self._comparisons.longest_s,
+            loading_s=self._loading_s,
+            doubted=self._long_phases.doubted_places,
         )
 
     def _keep_pace(self) -> None:

@@ -82,7 +82,12 @@ class Repair:
         self._cutting = cutting
         self._clock = clock
         self._hangs = HangFinder(
-            settings.recovery, facts, world=world, recorder=recorder, clock=clock
+            settings.recovery,
+            facts,
+            loading_s=settings.data.loader_timeout_s,
+            world=world,
+            recorder=recorder,
+            clock=clock,
         )
         self._incident: OpenIncident | None = None
         self._loader: int | None = 0  # at launch the first rank reads what is resumed

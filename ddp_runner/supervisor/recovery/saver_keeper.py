@@ -60,7 +60,7 @@ class SaverKeeper:
                 )
                 self._node.kill(saver)
             self._begin_to_wait(saver, now_s)
-        if self._node.helper_stopped_s(saver, now_s) > self._settings.hang_min_s:
+        if self._node.helper_stopped_s(saver, now_s) > self._settings.stopped_max_s:
             self._node.kill(saver)
 
     def _begin_to_wait(self, saver: Helper, now_s: float) -> None:

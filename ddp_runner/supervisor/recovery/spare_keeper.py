@@ -101,7 +101,7 @@ class SpareKeeper:
             self._dismissed = spare
             self._node.kill(spare)
         elif spare is not None and (
-            self._node.helper_stopped_s(spare, now_s) > self._settings.hang_min_s
+            self._node.helper_stopped_s(spare, now_s) > self._settings.stopped_max_s
             or (not spare.is_ready and now_s > spare.since_s + self._warm_timeout_s(spare.plan))
         ):
             self._node.kill(spare)

@@ -76,7 +76,7 @@ class ZygoteKeeper:
     def _look_at_standby(self, now_s: float) -> None:
         standby = self._node.standby
         if standby is not None:
-            if self._node.helper_stopped_s(standby, now_s) > self._settings.hang_min_s:
+            if self._node.helper_stopped_s(standby, now_s) > self._settings.stopped_max_s:
                 self._node.kill(standby)
         elif (
             self._lost
@@ -104,7 +104,7 @@ class ZygoteKeeper:
         self._no_standby_before_s = ended.at_ns / 1e9 + STANDBY_WAIT_S
 
     def _look_at_zygote(self, now_s: float) -> None:
-        if self._node.zygote_stopped_s(now_s) > self._settings.hang_min_s:
+        if self._node.zygote_stopped_s(now_s) > self._settings.stopped_max_s:
             self._node.kill_zygote()
         elif self._asked_at_s is not None:
             if now_s > self._asked_at_s + STACKS_TIME_S:
@@ -129,7 +129,7 @@ class ZygoteKeeper:
             return
         stands_s = self._node.helper_stopped_s(store, now_s)
         late = not store.is_ready and self._has_had(STORE_TIMEOUT_S, store.since_s, now_s)
-        if late or stands_s > self._settings.hang_min_s:
+        if late or stands_s > self._settings.stopped_max_s:
             self._node.kill(store)
 
     def _has_had(self, limit_s: float, since_s: float | None, now_s: float) -> bool:
