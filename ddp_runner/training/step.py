@@ -121,10 +121,8 @@ class Stepper:
             self._notes, self._replica.on_own_gradient = None, None
 
     def settle(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Run one throw-away forward and backward, so that DDP's bucket layout is its final one.
+        """Run one throw-away forward and backward, from which DDP learns a static graph.
 
-        With ``find_unused_parameters=False`` DDP lays its buckets out again after the first backward;
-        without this, the summation order after a repair would differ from that of a fault-free run.
         Every rank must call it, right after the replica was built.
         """
         self._accumulate(micro_batches, Votes(), Limits(), step=self._state.committed_step)

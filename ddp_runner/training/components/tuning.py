@@ -177,20 +177,19 @@ def _plain_retry(fault: Fault, tuning: Tuning) -> TuningChange | None:
 
 
 def _search_changed(fault: Fault, tuning: Tuning) -> TuningChange | None:
-    """Look for unused parameters from here on, or no longer, as DDP's complaint has it."""
+    """Look for unused parameters from here on, or no longer, as DDP's complaint has it. Sums stay the same."""
     if _READY_TWICE in fault.cause and tuning.find_unused_parameters:
-        when = f"find_unused_parameters turned off at step {fault.step}" if fault.step else ""
         return TuningChange(
             tuning=replace(tuning, find_unused_parameters=False, must_not_search=True),
             action="find_unused_parameters=False from here on: reentrant checkpoints need it so",
-            inexact_reason=when,
+            inexact_reason="",
         )
     if tuning.find_unused_parameters or tuning.must_not_search:
         return None
     return TuningChange(
         tuning=replace(tuning, find_unused_parameters=True, found_unused=True),
         action="find_unused_parameters=True from here on",
-        inexact_reason=f"find_unused_parameters turned on at step {fault.step}",
+        inexact_reason="",
     )
 
 
