@@ -276,9 +276,9 @@ class DdpSettings:
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """The library for collectives. auto: nccl on GPUs, gloo on the CPU."""
-    find_unused_parameters: bool | Literal["auto"] = True
-    """Look in each step for parameters that the loss does not use. Without it, the first step that
-    leaves one out is done again with it. auto: until relax_after_steps says that it is not needed."""
+    find_unused_parameters: bool | Literal["auto"] = "auto"
+    """Look in each step for parameters that the loss does not use. Without it, the first step that leaves
+    one out is done again with it. auto: until relax_after_steps says that it is not needed. No bit depends on it."""
     relax_after_steps: Positive = 200
     """With find_unused_parameters=auto: after so many steps in a row in which every rank used every
     parameter, the search ends."""
