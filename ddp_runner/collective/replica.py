@@ -401,6 +401,12 @@ class _LaidOutDdp(DistributedDataParallel):
         with _buckets_begun_first_to_last():
             super()._ddp_init_helper(*args, **named)  # type: ignore[no-untyped-call]
 
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Raise where one of torch's own layers would: those of :class:`SyncedNorms` take any device."""
+        layers = [one for one in module.modules() if isinstance(one, nn.SyncBatchNorm)]
+        if any(type(one).forward is nn.SyncBatchNorm.forward for one in layers):
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+
     def lay_out(self) -> None:
         """Have DDP lay its buckets out again now, where it would after the first backward. On all ranks alike."""
         if not self.find_unused_parameters:

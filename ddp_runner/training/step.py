@@ -92,6 +92,15 @@ class WrapAgainError(Exception):
     """
 
 
+class SparseGradientError(Exception):
+    """A parameter's gradient is sparse."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} has sparse gradients, which are neither clipped nor compared here: make it with sparse=False"
+        )
+
+
 class Stepper:
     """Runs the steps of one generation on this rank."""
 
@@ -373,6 +382,10 @@ def own_share(
         notes=notes,
     )
     for parameter, gradient in alone.own_gradients():
+        if gradient.layout is not torch.strided:
+            raise SparseGradientError(
+                next(n for n, p in state.named_parameters() if p is parameter)
+            )
         notes.gradient(parameter, gradient)
     alone.zero_gradients()
     return notes.share()
